@@ -33,7 +33,9 @@ _is_part = ContextVar("is_part", default=False)
 
 
 def is_part_of_a_rewritten_graph() -> bool:
-    """Whether the graph that is compiled now is a part of one that was rewritten as a whole."""
+    """Returns whether the graph that is compiled now is a part of one that was rewritten as a
+    whole.
+    """
     return _is_part.get()
 
 

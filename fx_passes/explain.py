@@ -85,7 +85,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with code of its own, so that nothing compiled before is found for it."""
+    """Returns a function with code of its own, so that nothing compiled before is found for it."""
 
     def program(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)

@@ -76,7 +76,7 @@ def compute_in_forward(graph: fx.Graph) -> int:
 
 
 def topological_sort() -> Any:
-    """Inductor's function that orders a graph, None if this torch has it elsewhere."""
+    """Returns Inductor's function that orders a graph, None if this torch has it elsewhere."""
     return optional("torch._inductor.pattern_matcher", "stable_topological_sort")
 
 

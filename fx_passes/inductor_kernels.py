@@ -99,7 +99,9 @@ def _lower(
 
 
 def is_needed() -> bool:
-    """Whether the graph that Inductor lowers becomes C++, from which a call of Python is long."""
+    """Returns whether the graph that Inductor lowers becomes C++, from which a call of Python is
+    long.
+    """
     from torch._inductor.virtualized import V
 
     return bool(V.graph.cpp_wrapper)

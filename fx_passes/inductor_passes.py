@@ -29,7 +29,8 @@ Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our 
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of every file of the package: a change of ours must never meet a cached graph.
+    """Returns the digest of every file of the package: a change of ours must never meet a cached
+    graph.
 
     A custom operator's backward is part of compiled graphs only by name, so without this a cached
     graph would silently keep computing yesterday's gradient.
@@ -39,7 +40,9 @@ def source_digest() -> str:
 
 
 def digest_of(root: Path) -> str:
-    """Digest of names and contents of all files below a directory, compiled bytecode excepted."""
+    """Returns the digest of names and contents of all files below a directory, compiled bytecode
+    excepted.
+    """
     digest = hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())

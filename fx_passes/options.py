@@ -132,7 +132,7 @@ Given = RewriteOptions | Mapping[str, Any] | None  # what users may pass as ``op
 
 
 def split_options(given: Given) -> tuple[RewriteOptions, dict[str, Any]]:
-    """Our options, checked and completed, and those of Inductor."""
+    """Returns our options, checked and completed, and those of Inductor."""
     if given is None:
         return RewriteOptions(), {}
     if isinstance(given, RewriteOptions):
@@ -164,7 +164,7 @@ def with_keywords(given: Given, named: Mapping[str, Any], caller: str) -> tuple[
 
 
 def without_inner(ours: RewriteOptions, caller: str) -> RewriteOptions:
-    """The options of a front end that changes what Inductor compiles."""
+    """Returns the options of a front end that changes what Inductor compiles."""
     if ours.inner != "inductor":
         raise ValueError(
             f"{PREFIX}inner must be 'inductor' in {caller}(), whose graphs Inductor compiles, got "

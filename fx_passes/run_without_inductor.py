@@ -42,7 +42,7 @@ ON_ROWS = {
 
 
 def runs_without_inductor(gm: fx.GraphModule) -> fx.GraphModule | None:
-    """A graph on a GPU as it can run at once, None where something in it is Inductor's."""
+    """Returns a graph on a GPU as it can run at once, None where something in it is Inductor's."""
     num_rows = sum(_num_rows(site) for site in _sites(gm.graph))
     if not num_rows or not all(_is_plain(node, num_rows) for node in gm.graph.nodes):
         return None

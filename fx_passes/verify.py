@@ -42,7 +42,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared, all of it could be, and nothing differs."""
+        """Returns whether something was compared, all of it could be, and nothing differs."""
         is_judged = not self.not_judged and not self.not_compared and self.num_compared > 0
         return is_judged and all(x.agrees for x in self.results)
 

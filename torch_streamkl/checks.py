@@ -97,20 +97,23 @@ def _has_tensor(settings: tuple[Any, ...]) -> bool:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for a tensor's device. Meta tensors have none, and asking raises."""
+    """Returns whether autocast is on for a tensor's device.
+
+    Meta tensors have none, and asking raises.
+    """
     is_any: bool = torch._C._is_any_autocast_enabled()
     return is_any and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matmul would take a tensor: under autocast that of autocast."""
+    """Returns the dtype in which a matmul would take a tensor: under autocast that of autocast."""
     is_cast = is_autocast(x) and x.dtype in FLOAT_DTYPES and x.dtype != torch.float64
     dtype: torch.dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
     return dtype
 
 
 def as_matmul_operand(x: Tensor) -> Tensor:
-    """The tensor as a matmul would take it: cast under autocast, unless it is float64."""
+    """Returns the tensor as a matmul would take it: cast under autocast, unless it is float64."""
     dtype = matmul_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -125,7 +128,9 @@ def _autocast_dtype(tensors: tuple[Tensor | None, ...]) -> torch.dtype | None:
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether a call on these tensors is ordinary eager execution that nothing observes."""
+    """Returns whether a call on these tensors is ordinary eager execution that nothing
+    observes.
+    """
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack():
@@ -151,7 +156,8 @@ _VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
 
 
 def has_batched_gradients() -> bool:
-    """Whether a backward runs for several gradients at once, as ``is_grads_batched=True`` asks.
+    """Returns whether a backward runs for several gradients at once, as ``is_grads_batched=True``
+    asks.
 
     Those are tensors of an older vmap, which none of functorch's functions know.
     """
@@ -269,7 +275,9 @@ def tensor(name: str, x: object) -> Tensor:
 
 
 def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tensor with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
+    """Returns the tensor with as many dimensions as ``shape``, each of size 1 or that of
+    ``shape``.
+    """
     tensor(name, x)
     on_device(name, x, device)
     if x.ndim > len(shape):
@@ -328,7 +336,8 @@ def one_of(
 def did_you_mean(
     value: object, allowed: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """The end of an error's sentence: the allowed name that was probably meant, if there is one.
+    """Returns the end of an error's sentence: the allowed name that was probably meant, if there
+    is one.
 
     It is the alias's, one that differs in case, ends alike, or is spelled nearly so.
     """
@@ -347,7 +356,9 @@ def did_you_mean(
 
 
 def named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, with an error for a keyword that it does not have which names a near one."""
+    """Returns the function, with an error for a keyword that it does not have which names a near
+    one.
+    """
     names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -31,7 +31,7 @@ double_backward_factor = torch.ops.torch_streamkl.double_backward_factor.default
 
 
 def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
-    """A sum of ``inputs``, the tensors among them, whose second derivative is an error.
+    """Returns a sum of ``inputs``, the tensors among them, whose second derivative is an error.
 
     Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
     the way to each of them. Empty tensors after them keep none of their memory. A compiler would

@@ -85,7 +85,7 @@ class Shape:
         )
 
     def problem(self) -> AttentionProblem:
-        """Random inputs, the same ones every time."""
+        """Returns random inputs, the same ones every time."""
         generator = torch.Generator(self.device).manual_seed(0)
 
         def normal(heads: int, head_dim: int) -> Tensor:
@@ -131,7 +131,7 @@ class Workload:
         return launch.launch_key(self.problem, kernel)
 
     def run(self, kernel: str) -> tuple[Tensor, ...]:
-        """The results of a kernel, as the launchers choose its tiles."""
+        """Returns the results of a kernel, as the launchers choose its tiles."""
         from torch_streamkl.attention.triton import launches as portable
 
         return self._run(portable, kernel)
@@ -150,7 +150,7 @@ class Workload:
         return tuple(g for g in grads if g is not None)
 
     def table(self, kernel: str, tiles: TritonLaunch) -> LaunchTable:
-        """A table that makes the launchers choose these tiles."""
+        """Returns a table that makes the launchers choose these tiles."""
         entry = measured(self.key(kernel), tiles, 1.0, 1.0)
         return launch_table.new_table(self.device).updated((entry,))
 
@@ -168,7 +168,7 @@ def measured(
 
 
 def candidates(default: TritonLaunch, element_bytes: int) -> list[TritonLaunch]:
-    """The default first, then every tile whose scores fit registers."""
+    """Returns the default first, then every tile whose scores fit registers."""
     default = replace(default, num_splits=1)
     low, high = SCORES_PER_THREAD[element_bytes]
     others = [
@@ -190,8 +190,8 @@ def tune_kernel(
     timer: Timer,
     show: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Trial], MeasuredLaunch]:
-    """Times launches, each with why it cannot run or "", the default first; returns what is to be
-    kept.
+    """Times launches, each with why it cannot run or "", the default first; returns what
+    is to be kept.
     """
     trials: list[Trial] = []
     expected: tuple[Tensor, ...] = ()
@@ -223,7 +223,7 @@ def tune_kernel(
 def with_implementation(
     entries: list[MeasuredLaunch], hopper: list[Trial]
 ) -> list[MeasuredLaunch]:
-    """The entries with the implementation that is faster in all their kernels together.
+    """Returns the entries with the implementation that is faster in all their kernels together.
 
     One implementation computes both passes, so that training pays for the sum; the forward's entry
     names it. ``hopper`` are the trials of the kernels for Hopper, none where they cannot run.
@@ -282,7 +282,7 @@ def _decide(
 
 
 def largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest error of a row over what another order of the same sums explains.
+    """Returns the largest error of a row over what another order of the same sums explains.
 
     That is two roundings of the results' dtype, and 1e-4 where they are float32.
     """
@@ -311,7 +311,7 @@ def first_line(error: BaseException) -> str:
 
 
 def device_timer(call: Callable[[], Any]) -> float:
-    """Median milliseconds on the device."""
+    """Returns the median milliseconds on the device."""
     from triton.testing import do_bench
 
     return float(do_bench(call, warmup=10, rep=TIMED_MS, return_mode="median"))
@@ -394,7 +394,7 @@ def describe(tiles: TritonLaunch | None) -> str:
 
 
 def table_text(trials: list[Trial]) -> str:
-    """The launches of one kernel, the fastest first."""
+    """Returns the launches of one kernel, the fastest first."""
     default_ms = trials[0].runtime_ms
     lines = [f"{trials[0].kernel:26} {'ms':>9}  against the default"]
     for trial in sorted(trials, key=lambda trial: trial.runtime_ms):

@@ -47,7 +47,7 @@ class Folding:
             self.tensors[node] = result
 
     def meaning(self, node: fx.Node) -> Number | Affine | None:
-        """A constant whose elements are all equal, or affine in their indices."""
+        """Returns a constant whose elements are all equal, or affine in their indices."""
         tensor = self.tensors.get(node)
         if tensor is None or tensor.numel() == 0:
             return None

@@ -75,7 +75,7 @@ class Analysis:
         return None
 
     def value(self, x: object) -> object:
-        """The abstract value of an argument: a number stands for itself."""
+        """Returns the abstract value of an argument: a number stands for itself."""
         if isinstance(x, fx.Node):
             return self.values.get(x)
         if isinstance(x, (bool, int, float)):
@@ -83,7 +83,7 @@ class Analysis:
         return None
 
     def requires_grad(self, node: fx.Node) -> bool:
-        """Whether gradient flows through a node: what Dynamo recorded for the user's code.
+        """Returns whether gradient flows through a node: what Dynamo recorded for the user's code.
 
         Its record of an attribute such as ``k.mT`` does not know of no_grad.
         """
@@ -99,7 +99,7 @@ class Analysis:
         return source in self.unrecorded and any(x is None or _requires_grad(x) for x in written)
 
     def reference(self, node: fx.Node, layout: Layout = ()) -> TensorRef:
-        """A tensor that a value is made of, with what it says of its own gradient."""
+        """Returns a tensor that a value is made of, with what it says of its own gradient."""
         return TensorRef(self.canonical[node], layout, grad=self.requires_grad(node))
 
     def _stays_blocked(self, *nodes: object) -> None:

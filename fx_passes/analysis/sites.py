@@ -45,7 +45,9 @@ class Mark:
 
 
 def divergence_sites(trace: Trace, recognised: Recogniser) -> list[fx.Node]:
-    """The first nodes of the trace where two distributions meet, one of them as a logarithm."""
+    """Returns the first nodes of the trace where two distributions meet, one of them as a
+    logarithm.
+    """
     marks: dict[fx.Node, frozenset[Mark]] = {}
     met: set[fx.Node] = set()
     sites = []
@@ -159,7 +161,8 @@ def quadratic_nodes(
     sites: Sequence[fx.Node],
     operands: Iterable[fx.Node] = (),
 ) -> dict[fx.Node, fx.Node]:
-    """The user's nodes with a value per query and key on a site's path, and the trace's nodes.
+    """Returns the user's nodes with a value per query and key on a site's path, and the trace's
+    nodes.
 
     These are scores, probabilities and what is made of them, as long as it has as many entries.
     The logits of a language-model loss next to a divergence are not on its path. Nor are features
@@ -226,7 +229,7 @@ class _Families:
 
 
 def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
-    """A score matrix, or what is made of logits or probabilities from elsewhere."""
+    """Returns a score matrix, or what is made of logits or probabilities from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
     return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}

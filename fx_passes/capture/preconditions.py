@@ -40,7 +40,9 @@ def why_unsupported(graph: fx.Graph) -> str:
 
 
 def divergence_like(graph: fx.Graph) -> list[fx.Node]:
-    """The calls to show for a graph that was not analysed: losses, or else log-softmaxes."""
+    """Returns the calls to show for a graph that was not analysed: losses, or else
+    log-softmaxes.
+    """
     calls = [n for n in graph.nodes if n.op.startswith("call")]
     losses = [n for n in calls if name_of(n) == "kl_div"]
     logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]

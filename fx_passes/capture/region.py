@@ -48,12 +48,12 @@ class Region:
 
 
 def has_seeds(graph: fx.Graph) -> bool:
-    """Whether there is anything in a graph that an analysis could begin with."""
+    """Returns whether there is anything in a graph that an analysis could begin with."""
     return any(map(_is_seed, graph.nodes))
 
 
 def find_region(graph: fx.Graph) -> Region | None:
-    """The union of the regions of all seeds, or None when there is none."""
+    """Returns the union of the regions of all seeds, or None when there is none."""
     seeds = [n for n in graph.nodes if _is_seed(n)]
     if not seeds:
         return None
@@ -173,7 +173,9 @@ def _is_of_product(node: fx.Node) -> bool:
 
 
 def compared_by_hand(node: fx.Node) -> list[fx.Node]:
-    """p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``, wherever they were made."""
+    """Returns p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``, wherever they were
+    made.
+    """
     if name_of(node) not in PRODUCTS or len(node.all_input_nodes) != 2:
         return []
     for weight, ratio in (node.all_input_nodes, reversed(node.all_input_nodes)):

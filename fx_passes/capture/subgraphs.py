@@ -18,7 +18,7 @@ def is_plain_body(gm: fx.GraphModule, name: str) -> bool:
 
 
 def owner_of(gm: fx.GraphModule, name: str) -> str:
-    """The higher-order operator that runs a body."""
+    """Returns the higher-order operator that runs a body."""
     users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
     name = str(users[0].target) if users else "another operator"
     return "a custom autograd.Function" if "autograd_function" in name else f"the body of {name}"

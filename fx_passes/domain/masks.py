@@ -96,7 +96,7 @@ class BoolTensor:
         return replace(self, negative=not self.negative)
 
     def indexed_dims(self) -> set[int]:
-        """Dimensions whose index the conditions read."""
+        """Returns dimensions whose index the conditions read."""
         linear = [x for x in self.literals if isinstance(x, Linear)]
         return {d for x in linear for d, c in enumerate(x.coefficients) if c != 0}
 
@@ -151,7 +151,9 @@ class AnyKey:
 
 
 def rearranged(mask: BoolTensor, order: Sequence[int | None]) -> BoolTensor:
-    """The mask with dimension d of the result taken from ``order[d]``, None for a new one."""
+    """Returns the mask with dimension d of the result taken from ``order[d]``, None for a new
+    one.
+    """
 
     def moved(literal: Literal) -> Literal:
         if isinstance(literal, Linear):
@@ -204,7 +206,9 @@ Mask = frozenset[AxisLiteral]
 
 
 def to_axes(mask: BoolTensor, layout: Layout, node_rank: Mapping[fx.Node, int]) -> Mask | None:
-    """The literals of a conjunction as conditions on the axes of a tensor with ``layout``."""
+    """Returns the literals of a conjunction as conditions on the axes of a tensor with
+    ``layout``.
+    """
     if mask.negative or mask.rank > len(layout):
         return None
     literals: set[AxisLiteral] = set()
@@ -253,7 +257,7 @@ def _to_axes(
 
 
 def to_tensor(mask: Mask, layout: Layout) -> BoolTensor | None:
-    """The inverse of `to_axes`: a mask on axes as one of a tensor with ``layout``."""
+    """Returns the inverse of `to_axes`: a mask on axes as one of a tensor with ``layout``."""
     literals: set[Literal] = set()
     for literal in mask:
         if isinstance(literal, AxisExcept):

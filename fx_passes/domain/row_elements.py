@@ -36,7 +36,7 @@ class Axes:
         return len(self._sizes) - 1
 
     def of_shape(self, shape: Sequence[Size]) -> tuple[Dim, ...]:
-        """A new axis for each dimension that has an index."""
+        """Returns a new axis for each dimension that has an index."""
         return tuple(() if is_one(size) else (self.new(size),) for size in shape)
 
     def atoms(self, axes: Iterable[int]) -> Dim:
@@ -55,7 +55,7 @@ class Axes:
         return product(self._sizes[a] for a in self.atoms(axes))
 
     def split(self, atom: int, trailing: Size) -> tuple[int, int]:
-        """An atom as two: index = leading * size of trailing + trailing."""
+        """Returns an atom as two: index = leading * size of trailing + trailing."""
         leading = quotient(self._sizes[atom], trailing)
         if leading is None:
             raise Unsupported(
@@ -92,7 +92,7 @@ class Axes:
             raise Unsupported("scores meet a tensor of another shape")
 
     def digits(self, axis: int, size: Size, stride: Size) -> Dim:
-        """The atoms of a digit of an axis, which is split where that needs it."""
+        """Returns the atoms of a digit of an axis, which is split where that needs it."""
         outer, _ = self._cut(self.atoms((axis,)), stride)
         return self._cut(outer, size)[1]
 
@@ -116,7 +116,7 @@ class Axes:
         return tuple(rest), tuple(taken)
 
     def reshaped(self, dims: Sequence[Dim], shape: Sequence[Size]) -> tuple[Dim, ...]:
-        """The places of axes after a view or reshape."""
+        """Returns the places of axes after a view or reshape."""
         atoms = [a for dim in dims for a in self.atoms(dim)]
         result: list[Dim] = []
         for size in shape:
@@ -164,7 +164,9 @@ class Dot:
         return (self.dtype, *(x.dtype for x in operands))
 
     def dims(self, layout: Layout, axes: Axes) -> list[Dim]:
-        """The axes in each dimension of an operand; contracted ones are negative numbers."""
+        """Returns the axes in each dimension of an operand; contracted ones are negative
+        numbers.
+        """
         found: list[Dim] = []
         for dim in layout:
             parts: list[int] = []
@@ -238,7 +240,7 @@ class Chosen:
 
 
 def formulas_in(root: Formula) -> list[Formula]:
-    """A formula and all that it is made of, operands first."""
+    """Returns a formula and all that it is made of, operands first."""
     order: list[Formula] = []
     seen: set[Formula] = set()
     stack = [root]

@@ -40,8 +40,8 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, provably_equal
 
 
 def padded(scores: Scores, size: Size) -> Scores:
-    """Pads scores with -inf after the last one of their last dimension: vocabulary entries that
-    this side lacks.
+    """Pads scores with -inf after the last one of their last dimension: vocabulary entries
+    that this side lacks.
     """
     key, (*rows, last) = scores.key, scores.layout
     if len(last) != 1 or axis_dim(scores.layout, last[0].axis) != len(rows):
@@ -53,7 +53,7 @@ def padded(scores: Scores, size: Size) -> Scores:
 
 
 def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]:
-    """Scores summed over a batch dimension: the axis joins the contraction."""
+    """Returns scores summed over a batch dimension: the axis joins the contraction."""
     key, pieces = scores.key, scores.layout[dim]
     operands = (key.lhs, key.rhs)
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
@@ -175,7 +175,7 @@ def _part_of_literal(
 def selected_rows(
     key: ScoreKey, layout: Layout, dim: int, selection: RowSelection
 ) -> tuple[ScoreKey, Layout]:
-    """Scores of the rows that are selected of the dimensions from ``dim`` on."""
+    """Returns scores of the rows that are selected of the dimensions from ``dim`` on."""
     end = dim + len(selection.sizes)
     indexed = layout[dim:end]
     pieces = merged(tuple(p for d in indexed for p in d))

@@ -68,8 +68,8 @@ class ScoreForm:
 
 
 def read(key: ScoreKey) -> ScoreForm:
-    """The chain as an operator's arguments, or raises Unsupported with the step that is none of
-    them.
+    """Returns the chain as an operator's arguments, or raises Unsupported with the step that is
+    none of them.
     """
     form = ScoreForm()
     for step in key.steps:

@@ -30,7 +30,7 @@ class Distribution:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows back to the scores from this use of them."""
+        """Returns whether a gradient flows back to the scores from this use of them."""
         return grad_flows(self.scores)
 
 
@@ -86,11 +86,11 @@ class Elements:
         return replace(self, terms=tuple(replace(t, expr=change(t.expr)) for t in self.terms))
 
     def single(self) -> Expr | None:
-        """The expression when there is one term without row factors."""
+        """Returns the expression when there is one term without row factors."""
         return self.terms[0].expr if len(self.terms) == 1 and not self.terms[0].factors else None
 
     def probability(self) -> Distribution | None:
-        """The distribution when the value is exactly its probabilities."""
+        """Returns the distribution when the value is exactly its probabilities."""
         e = self.single()
         return self.parts[int(e.value)] if e is not None and e.op == "P" else None
 
@@ -104,17 +104,19 @@ def log_prob(k: int) -> Expr:
 
 
 def lse(k: int) -> Expr:
-    """The log-sum-exp of distribution k's scores: one value per row."""
+    """Returns the log-sum-exp of distribution k's scores: one value per row."""
     return Expr("lse", (), float(k))
 
 
 def within(k: int) -> Expr:
-    """1 at the keys that distribution k's mask allows: a mask applied after the softmax."""
+    """Returns 1 at the keys that distribution k's mask allows: a mask applied after the
+    softmax.
+    """
     return Expr("within", (), float(k))
 
 
 def partly_within(k: int) -> Expr:
-    """1 at the keys that some of the conditions of distribution k's mask allow."""
+    """Returns 1 at the keys that some of the conditions of distribution k's mask allow."""
     return Expr("partly_within", (), float(k))
 
 
@@ -140,7 +142,7 @@ def mentions(e: Expr, op: str) -> bool:
 
 
 def variables(e: Expr) -> set[int]:
-    """Indices of the distributions an expression mentions."""
+    """Returns indices of the distributions an expression mentions."""
     if e.op in VARIABLES:
         return {int(e.value)}
     found: set[int] = set()
@@ -150,21 +152,23 @@ def variables(e: Expr) -> set[int]:
 
 
 def where_within(e: Expr, holds: bool) -> Expr:
-    """The expression at keys where every mask applied after the softmax holds, or none does."""
+    """Returns the expression at keys where every mask applied after the softmax holds, or none
+    does.
+    """
     if e.op == "where" and e.args[0].op in ("within", "partly_within"):
         return where_within(e.args[1 if holds else 2], holds)
     return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e
 
 
 def conditions_in(e: Expr) -> set[Expr]:
-    """The masks that were applied after a softmax."""
+    """Returns the masks that were applied after a softmax."""
     if e.op in ("within", "partly_within"):
         return {e}
     return set().union(*(conditions_in(a) for a in e.args))
 
 
 def renumbered(e: Expr, number: dict[int, int]) -> Expr:
-    """The expression with distribution indices replaced."""
+    """Returns the expression with distribution indices replaced."""
     if e.op in VARIABLES:
         return Expr(e.op, (), float(number[int(e.value)]))
     return apply(e.op, *(renumbered(a, number) for a in e.args)) if e.args else e

@@ -45,11 +45,11 @@ class Agreement:
         self.prefix = "streamkl/" + "-".join(map(str, self.ranks))
 
     def refusals(self, rewrite: Sequence[str], refused: Mapping[str, str]) -> dict[str, str]:
-        """Every site that a rank refuses, and why, the same on all ranks.
+        """Returns every site that a rank refuses, and why, the same on all ranks.
 
         ``rewrite`` says what all of them have to do alike: options, sites, operators.
 
-        Blocked, on all of them, where they would do something else or one of them failed.
+        Raises Unsupported, on all of them, where they would do something else or one of them failed.
         """
         if self.store is None:
             return dict(refused)

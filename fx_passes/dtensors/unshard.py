@@ -39,7 +39,7 @@ _OF_REDISTRIBUTE = {"device_mesh", "placements", "async_op"}
 
 
 def whole_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with whole tensors; nodes have the names that they had."""
+    """Returns a copy of the graph with whole tensors; nodes have the names that they had."""
     _check_writes(graph)
     result = copied(graph)
     mode = fake_mode(graph)
@@ -100,7 +100,7 @@ def _storage(x: Tensor) -> int:
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    """The mode that the recorded values live in."""
+    """Returns the mode that the recorded values live in."""
     for node in graph.nodes:
         for x in tree_leaves(example(node)):
             local = x._local_tensor if is_dtensor(x) else x

@@ -23,7 +23,7 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 
 
 def dtensors_in(value: object) -> list[DTensor]:
-    """The DTensors of a recorded value, which may be a tuple."""
+    """Returns the DTensors of a recorded value, which may be a tuple."""
     return [x for x in tree_leaves(value) if is_dtensor(x)]
 
 
@@ -32,7 +32,7 @@ def has_dtensors(graph: fx.Graph) -> bool:
 
 
 def ranks_of(graph: fx.Graph) -> tuple[int, ...]:
-    """Every rank that has a part of a DTensor of the graph."""
+    """Returns every rank that has a part of a DTensor of the graph."""
     meshes: list[Any] = []
     for x in _all(graph):
         if not any(x.device_mesh is mesh for mesh in meshes):

@@ -6,12 +6,14 @@ from typing import Any
 
 
 def same(x: Any) -> Any:
-    """The same numbers: placements and memory may differ (DTensor.redistribute, full_tensor)."""
+    """Returns the same numbers: placements and memory may differ (DTensor.redistribute,
+    full_tensor).
+    """
     return x
 
 
 def same_detached(x: Any) -> Any:
-    """The same numbers without their gradient: what is moved under no_grad."""
+    """Returns the same numbers without their gradient: what is moved under no_grad."""
     return x.detach()
 
 

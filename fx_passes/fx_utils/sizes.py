@@ -23,7 +23,7 @@ def shape_of(node: fx.Node) -> Sequence[Size]:
 
 
 def expression(size: Size) -> Any:
-    """A value to compare sizes by: the integer or the symbolic expression."""
+    """Returns a value to compare sizes by: the integer or the symbolic expression."""
     if isinstance(size, torch.SymInt):
         node = size.node
         constant = node.maybe_as_int()
@@ -33,7 +33,9 @@ def expression(size: Size) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def simplified(expr: sympy.Expr) -> sympy.Expr:
-    """The expression with divisions done that leave no remainder: ``(b * h) // b`` is h."""
+    """Returns the expression with divisions done that leave no remainder: ``(b * h) // b`` is
+    h.
+    """
 
     def divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
         exact = sympy.cancel(a / b)
@@ -61,7 +63,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """a / b where it is provably an integer, else None."""
+    """Returns a / b where it is provably an integer, else None."""
     x, y = expression(a), expression(b)
     if isinstance(x, int) and isinstance(y, int):
         return a // b if y and x % y == 0 else None
@@ -72,12 +74,12 @@ def quotient(a: Size, b: Size) -> Size | None:
 
 
 def is_unknown(size: Size) -> bool:
-    """Whether a size depends on data: the number of rows that a boolean index selects."""
+    """Returns whether a size depends on data: the number of rows that a boolean index selects."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes as users read it."""
+    """Returns a number of bytes as users read it."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024

@@ -42,7 +42,8 @@ def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
 def strides_are_seen(
     node: fx.Node, other: fx.Node, build: Builder, written: Container[int | None]
 ) -> bool:
-    """Whether code after ``node`` could tell that it gets ``other`` in another memory layout.
+    """Returns whether code after ``node`` could tell that it gets ``other`` in another memory
+    layout.
 
     ``written`` is the memory that the graph writes to.
 

@@ -70,13 +70,13 @@ with _explained():
 
 
 def later(module: str, name: str) -> Any:
-    """A name of a part of torch that takes long to import, when it is needed."""
+    """Returns a name of a part of torch that takes long to import, when it is needed."""
     with _explained():
         return getattr(importlib.import_module(module), name)
 
 
 def optional(module: str, name: str) -> Any:
-    """A name of a module of torch, None where it is missing: for what may be left out."""
+    """Returns a name of a module of torch, None where it is missing: for what may be left out."""
     try:
         owner = importlib.import_module(module)
         return getattr(owner, name, None) or importlib.import_module(f"{module}.{name}")

@@ -44,7 +44,8 @@ def rows_with_keys(
 def uniform_rows(
     build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, scale: float, *, added: bool
 ) -> fx.Node:
-    """Attention with equal weights for all keys, with the gradients of the code it replaces.
+    """Returns attention with equal weights for all keys, with the gradients of the code it
+    replaces.
 
     A mask that is added lets the gradient of the softmax through to the scores: its first-order
     term 1/N sum_j (s_j - mean s) v_j, minus its own value. A mask that is filled in does not.
@@ -62,7 +63,7 @@ def uniform_rows(
 def window_tensor(
     build: Builder, place: Geometry, left: Size | None, right: Size | None, nodes: list[fx.Node]
 ) -> fx.Node | None:
-    """The window as a boolean [queries, keys]."""
+    """Returns the window as a boolean [queries, keys]."""
     if left is None and right is None:
         return None
     first = example(nodes[0])

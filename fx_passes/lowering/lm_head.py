@@ -35,7 +35,9 @@ DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 def emit(
     build: Builder, geometry: Geometry, functional: Functional, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The value per token, with the geometry's digits as dimensions: batch, heads, rows."""
+    """Returns the value per token, with the geometry's digits as dimensions: batch, heads,
+    rows.
+    """
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {}
     sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}

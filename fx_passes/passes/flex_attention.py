@@ -44,7 +44,8 @@ def softcapped_attention(
     alive: Tensor | None = None,
     has_slope: bool = False,
 ) -> Tensor:
-    """Attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias`` where allowed.
+    """Returns attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias`` where
+    allowed.
 
     A query i sees the keys j with ``first <= j - i <= last`` at which all masks are True. A row in
     which ``alive`` is False sees all keys alike: its scores are 0, with the gradient of the capped

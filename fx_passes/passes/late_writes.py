@@ -19,7 +19,9 @@ from torch_streamkl.rows import op as row_op
 
 
 def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:
-    """Finds, by loss, an operator that reads a tensor after a write, which forbids fusing."""
+    """Finds, by loss, an operator that reads a tensor after a write, which forbids
+    fusing.
+    """
     position = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[str, str] = {}
     for node in graph.nodes:

@@ -140,7 +140,7 @@ class Leftovers:
     alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
 
     def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
-        """A node with the value of ``probabilities @ values``, or raises Blocked."""
+        """Returns a node with the value of ``probabilities @ values``, or raises Unsupported."""
         elements = attention.probabilities
         distribution, layout = elements.parts[0], elements.layouts[0]
         form = read(distribution.scores)
@@ -387,6 +387,8 @@ def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
 
 
 def shape_scale(q: fx.Node) -> float:
-    """The scale that scaled_dot_product_attention uses by default, 0 when it is not known."""
+    """Returns the scale that scaled_dot_product_attention uses by default, 0 when it is not
+    known.
+    """
     head_dim = shape(q)[-1]
     return head_dim**-0.5 if isinstance(head_dim, int) and head_dim else 0.0

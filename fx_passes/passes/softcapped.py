@@ -40,8 +40,8 @@ def emit(
     nodes: Sequence[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
-    """A call with the value of ``softmax(scores) @ v``, or raises Unsupported where none is
-    compiled.
+    """Returns a call with the value of ``softmax(scores) @ v``, or raises Unsupported where none
+    is compiled.
 
     ``alive`` are the rows with keys. Masks stay conditions on positions and small tensors: nothing
     of queries x keys is made of them.

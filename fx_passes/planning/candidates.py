@@ -82,7 +82,7 @@ def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> N
 
 
 def without_candidate(found: Sequence[fx.Node], candidates: Sequence[Candidate]) -> list[fx.Node]:
-    """Sites that no operator is planned for."""
+    """Returns sites that no operator is planned for."""
     handled: set[fx.Node] = set()
     for candidate in candidates:
         handled |= ancestors(candidate.inner)

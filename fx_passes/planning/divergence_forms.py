@@ -22,7 +22,7 @@ Monomials = dict[tuple[tuple[str, int], ...], float]
 
 
 def monomials(e: Expr) -> Monomials | None:
-    """The expression as a polynomial in its variables, or None."""
+    """Returns the expression as a polynomial in its variables, or None."""
     if e.op == "const":
         return {(): e.value} if e.value else {}
     if e.op in ("P", "logP"):
@@ -64,7 +64,9 @@ def _coefficients(polynomial: Monomials) -> dict[tuple[int, int], float] | None:
 
 
 def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Expr, float] | None:
-    """Canonical expression and factor of a form that is linear in the log-probabilities."""
+    """Returns the canonical expression and factor of a form that is linear in the
+    log-probabilities.
+    """
     c = _coefficients(polynomial)
     if c is None:
         return None

@@ -148,13 +148,13 @@ def _may_be_log_of_zero(node: fx.Node, values: Mapping[fx.Node, object]) -> bool
 
 
 def readers_of_body(owner: fx.GraphModule, name: str, outside: Readers) -> Readers:
-    """The readers, in the graph that calls a body, of what the body returns."""
+    """Returns the readers, in the graph that calls a body, of what the body returns."""
     subgraphs = [n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name]
     return readers_behind([user for body in subgraphs for user in body.users], outside)
 
 
 def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> Readers:
-    """The readers of the nodes' values, also of what these are written to."""
+    """Returns the readers of the nodes' values, also of what these are written to."""
     if not nodes:
         return NO_READERS
     graph, found = nodes[0].graph, NO_READERS

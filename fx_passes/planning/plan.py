@@ -72,7 +72,7 @@ class Plan:
 
 
 def plan(rows: Rows) -> Plan:
-    """The calls that compute the rows, or raises Unsupported."""
+    """Returns the calls that compute the rows, or raises Unsupported."""
     if rows.offsets:
         raise Unsupported("a log-sum-exp of the scores is left over")
     elements = rows.elements

@@ -22,7 +22,9 @@ from torch_streamkl.fx_passes.planning.special_elements import (
 
 
 def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
-    """Whether a node needs the products of programs by another way than the programs' results."""
+    """Returns whether a node needs the products of programs by another way than the programs'
+    results.
+    """
     products = {plan.elements.products[dot] for plan in plans for dot in plan.dots}
     results = {o.inner for plan in plans for o in plan.outputs}
     behind: set[fx.Node] = set()

@@ -65,7 +65,7 @@ PLAIN_FORMULAS = {*PLAIN, "columns", "linear", "reduce", "div"}
 
 
 def is_as_special(program: Program, sums: Iterable[Formula]) -> bool:
-    """Whether the outputs are NaN or infinite exactly where eager's are.
+    """Returns whether the outputs are NaN or infinite exactly where eager's are.
 
     So it is without masks of -inf, logarithms and quotients: of finite scores both have numbers,
     and where a score is none, no row with it has one. A log-sum-exp of infinity is infinite in
@@ -83,7 +83,7 @@ def is_as_special(program: Program, sums: Iterable[Formula]) -> bool:
 
 
 def is_never_infinite(program: Program, sums: Iterable[Formula]) -> bool:
-    """Whether sums of finite scores are never infinite, neither the program's nor eager's.
+    """Returns whether sums of finite scores are never infinite, neither the program's nor eager's.
 
     They are sums of probabilities, times what is finite: a probability is at most 1, and 0 or, in
     eager code, NaN where a row has no key.

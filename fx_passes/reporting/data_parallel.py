@@ -23,7 +23,8 @@ _ELSEWHERE = re.compile("not made.* in this graph")
 
 
 def named(sites: Iterable[Site], origins: Iterable[fx.Node | None]) -> list[Site]:
-    """The sites, with nn.DataParallel as the reason where it gathered an input of their graph.
+    """Returns the sites, with nn.DataParallel as the reason where it gathered an input of their
+    graph.
 
     ``origins`` are the sites' nodes in Dynamo's graph, as far as they are known.
     """

@@ -18,7 +18,7 @@ SWAPPED = (
 
 
 def describe(planned: Plan) -> tuple[str, str]:
-    """Kind and form of a site for the report."""
+    """Returns the kind and form of a site for the report."""
     forms = []
     for call in planned.calls:
         form = spoken(_without_condition(call))
@@ -60,7 +60,7 @@ def _without_condition(call: Call) -> Functional:
 
 
 def describe_program(planned: RowPlan) -> str:
-    """The form of a row program."""
+    """Returns the form of a row program."""
     products, levels = len(planned.dots), max(planned.program.levels)
     what = "the product" if products == 1 else f"{products} products"
     sizes = sorted({r.size for r in planned.program.reductions if r.size})

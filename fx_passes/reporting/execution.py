@@ -56,8 +56,8 @@ def sum_in_any_order(graph: fx.Graph) -> None:
 
 
 def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> dict[str, str]:
-    """Returns, by loss, the implementation that is chosen on this device, and where gradients are
-    made.
+    """Returns, by loss, the implementation that is chosen on this device, and where
+    gradients are made.
 
     ``is_compiled``: by Inductor, which then compiles the CPU's blocks as well.
     """

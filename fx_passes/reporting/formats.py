@@ -46,7 +46,7 @@ def to_json(report: Report, **options: Any) -> str:
 
 
 def to_html(report: Report) -> str:
-    """A table of the losses, and the rest of the details folded away."""
+    """Returns a table of the losses, and the rest of the details folded away."""
     rows = "".join(_row(site, count) for site, count in text.alike(report.sites))
     table = (
         "<table><thead><tr><th>loss</th><th>verdict</th><th>what</th></tr></thead>"

@@ -289,12 +289,12 @@ _ANY_BREAK = (
 
 
 def advice_for(reason: str) -> Advice | None:
-    """The row of the table that a reason belongs to."""
+    """Returns the row of the table that a reason belongs to."""
     return next((x for x in ADVICE if re.search(x.pattern, reason)), None)
 
 
 def hint_for(reason: str) -> str:
-    """Advice in the user's terms, empty where there is none."""
+    """Returns advice in the user's terms, empty where there is none."""
     found = advice_for(reason)
     hint = found.hint if found is not None else ""
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))
@@ -317,7 +317,9 @@ def _about_breaks(reason: str) -> Iterator[str]:
 
 
 def as_markdown(examples: Mapping[str, str]) -> str:
-    """The table of `docs/reasons.md`; ``examples`` names a tested program for every reason."""
+    """Returns the table of `docs/reasons.md`; ``examples`` names a tested program for every
+    reason.
+    """
     lines = ["| reason | what to do | tested by |", "| --- | --- | --- |"]
     lines += [f"| {x.reason} | {_escaped(x.hint)} | {examples[x.reason]} |" for x in ADVICE]
     return "\n".join(lines) + "\n"

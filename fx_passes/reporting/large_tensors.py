@@ -48,7 +48,7 @@ _STEPS = 12  # from a product to its softmax
 
 
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
-    """The graph and those of its bodies, which higher-order operators run."""
+    """Yields the graph and those of its bodies, which higher-order operators run."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield module.graph
@@ -75,7 +75,9 @@ class ScoreShapes:
         return found
 
     def is_far_smaller(self, shape: Sequence[object]) -> bool:
-        """Whether a tensor that is made of an input is none next to such scores: a table of it."""
+        """Returns whether a tensor that is made of an input is none next to such scores: a table
+        of it.
+        """
         sizes = [n if isinstance(n, int) else UNKNOWN_SIZE for n in shape]
         return math.prod(sizes) * SMALLER <= self.largest
 
@@ -157,7 +159,9 @@ def _written_target(node: fx.Node) -> Tensor | None:
 
 
 def is_origin(node: fx.Node) -> bool:
-    """Whether a node makes a score- or logit-sized tensor of smaller ones, or of an input."""
+    """Returns whether a node makes a score- or logit-sized tensor of smaller ones, or of an
+    input.
+    """
     value = example(node)
     if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
         return False

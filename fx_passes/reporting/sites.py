@@ -32,7 +32,7 @@ from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
 
 def not_fused(reason: str, graph: fx.Graph) -> Report:
-    """Sites of a graph that is not analysed."""
+    """Returns sites of a graph that is not analysed."""
     hint = hint_for(reason)
     sites = [
         Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
@@ -47,7 +47,7 @@ def unfused_sites(
     plans: Plans,
     of_programs: Mapping[fx.Node, str],
 ) -> list[Site]:
-    """Losses without an operator, each with the first operation that none of them has.
+    """Returns losses without an operator, each with the first operation that none of them has.
 
     ``of_programs`` are the nodes that row programs do not take, and why.
     """
@@ -115,7 +115,9 @@ def _first_of_programs(
 
 
 def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> list[str]:
-    """The operations that keep a graph without any loss from a row program, as sentences."""
+    """Returns the operations that keep a graph without any loss from a row program, as
+    sentences.
+    """
     found: dict[str, None] = {}
     for node, reason in of_programs.items():
         name = name_of(node) if node.op == "call_function" else ""

@@ -28,7 +28,7 @@ _MAX_REASONS = 3  # of tensors that no recognized loss reads
 
 
 def short(report: Report) -> str:
-    """The headline, one line a loss, one line for what remains."""
+    """Returns the headline, one line a loss, one line for what remains."""
     lines = [headline(report)]
     for index, (site, count) in enumerate(alike(report.sites), 1):
         verdict = verdict_of(site) + (f" {count}x" if count > 1 else "")
@@ -43,7 +43,7 @@ def short(report: Report) -> str:
 
 
 def details(report: Report) -> str:
-    """All that is known of every loss and of every tensor that remains."""
+    """Returns all that is known of every loss and of every tensor that remains."""
     lines = [headline(report)]
     for index, (site, count) in enumerate(alike(report.sites), 1):
         lines += [f"{index:>3}. {line}" if i == 0 else line for i, line in _table(site, count)]
@@ -207,12 +207,12 @@ def _not_analysed(report: Report) -> Iterator[str]:
 
 
 def alike(items: Sequence[Item]) -> list[tuple[Item, int]]:
-    """Equal items once, in order of appearance, with their number."""
+    """Returns equal items once, in order of appearance, with their number."""
     return list(Counter(items).items())
 
 
 def shown(location: str) -> str:
-    """A location relative to the working directory when it is below it."""
+    """Returns a location relative to the working directory when it is below it."""
     return location.removeprefix(os.getcwd() + os.sep)
 
 

@@ -87,7 +87,7 @@ class Budget:
 def check(
     before: fx.Graph, after: fx.Graph, owner: fx.GraphModule, options: CheckOptions
 ) -> list[Verdict]:
-    """A verdict for every value of ``before`` that ``after`` computes in another way."""
+    """Returns a verdict for every value of ``before`` that ``after`` computes in another way."""
     graphs = compare_graphs(before, after)
     budget = Budget(math.inf if options.mode == "always" else options.max_seconds)
     sites_of = {

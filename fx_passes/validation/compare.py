@@ -72,7 +72,7 @@ def difference(ours: Result, naive: Result, exact: Result, slack: Slack) -> str:
 
 
 def is_informative(exact: Result) -> bool:
-    """Whether a result has numbers to compare."""
+    """Returns whether a result has numbers to compare."""
     value = exact.value
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return True
@@ -133,7 +133,9 @@ def _triples(a: Result, b: Result, c: Result) -> Iterator[tuple[str, Tensor, Ten
 
 
 def distance(x: Tensor, exact: Tensor, naive: Tensor) -> float:
-    """Largest difference where the exact value and the user's are finite; NaN is far."""
+    """Returns the largest difference where the exact value and the user's are finite; NaN is
+    far.
+    """
     if not x.numel() or not x.dtype.is_floating_point:
         return 0.0
     where = exact.isfinite() & naive.isfinite()

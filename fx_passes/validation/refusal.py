@@ -32,7 +32,7 @@ def rewrite_checked(
     original: fx.Graph | None = None,
     agree: Agree = _alone,
 ) -> tuple[fx.Graph, Report]:
-    """The rewritten graph with the sites that passed, and the report of all.
+    """Returns the rewritten graph with the sites that passed, and the report of all.
 
     ``attempt`` rewrites a copy of the graph (of ``original``, where that stands for it) but for
     what is refused. What it leaves is analysed anew and checked anew, so that a site is judged in

@@ -38,7 +38,9 @@ class Region:
 
 
 def find_region(change: Change, graphs: Comparison) -> Region:
-    """The least region around a change in which every relation between its inputs is kept."""
+    """Returns the least region around a change in which every relation between its inputs is
+    kept.
+    """
     computed: set[str] = set()
     if change.after.name in graphs.kept:
         computed |= _cone(graphs.before.nodes[change.after.name])
@@ -68,7 +70,9 @@ def find_region(change: Change, graphs: Comparison) -> Region:
 
 
 def replacement_of(change: Change, graphs: Comparison) -> set[fx.Node]:
-    """The nodes of the new graph that are not in the user's and that make a changed value."""
+    """Returns the nodes of the new graph that are not in the user's and that make a changed
+    value.
+    """
     return _walk(change.after, graphs.kept)[0]
 
 

@@ -49,7 +49,7 @@ def run(
     finite: bool = False,
     terms: GradientTerms | None = None,
 ) -> Result:
-    """The value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
+    """Returns the value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
 
     What is computed from no floating leaf (masks, positions, tables) keeps its dtype in float64
     runs too, and so does a cast to a dtype narrower than all leaves: there a rounding is part of
@@ -238,7 +238,7 @@ def _gradients(value: Any, leaves: Mapping[str, Any]) -> dict[str, Tensor | None
 
 
 def weights(value: Tensor) -> Tensor:
-    """The gradient of the value: another for each entry, so that no errors cancel."""
+    """Returns the gradient of the value: another for each entry, so that no errors cancel."""
     if value.dim() == 0:
         return torch.ones_like(value)
     generator = torch.Generator(value.device).manual_seed(7)

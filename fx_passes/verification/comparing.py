@@ -80,7 +80,7 @@ class Runs:
 
 
 def compare(runs: Runs) -> list[Compared]:
-    """A record of every result; containers are recorded where they differ."""
+    """Returns a record of every result; containers are recorded where they differ."""
     x, y = runs.eager.values, runs.compiled.values
     found = [_compared(runs, name) for name in dict.fromkeys([*x, *y])]
     return [c for c in found if c is not None]

@@ -40,7 +40,7 @@ class Holder:
     before: dict[Any, Any]
 
     def changed(self) -> Iterator[tuple[str, Any]]:
-        """The parts that the program replaced, added or removed, with their values now."""
+        """Yields the parts that the program replaced, added or removed, with their values now."""
         after = contents(self.owner)
         for place, key in enumerate(dict.fromkeys([*self.before, *after])):
             old, new = self.before.get(key, _MISSING), after.get(key, _MISSING)
@@ -57,7 +57,7 @@ class Holder:
 def reached_from(
     program: Callable[..., Any], arguments: list[Any]
 ) -> tuple[dict[str, Tensor], list[Holder], list[str]]:
-    """Tensors by name, mutable objects, and iterators, which cannot be put back.
+    """Returns tensors by name, mutable objects, and iterators, which cannot be put back.
 
     ``arguments`` are those that are no tensors and no containers.
     """

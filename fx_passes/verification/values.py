@@ -37,7 +37,7 @@ class Results:
 
 
 def output_parts(output: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a program's output: entries of a tuple are "output 0", "output 1"."""
+    """Yields the parts of a program's output: entries of a tuple are "output 0", "output 1"."""
     if type(output) in (tuple, list):
         yield "output", Structure(f"{type(output).__name__} of {len(output)}")
         yield from ((f"output {i}", x) for i, x in enumerate(output))
@@ -48,7 +48,7 @@ def output_parts(output: Any) -> Iterator[tuple[str, Any]]:
 
 
 def flattened(x: Any, name: str, log_normalizer: int = 0) -> Iterator[tuple[str, Any]]:
-    """Tensors, numbers, texts and structures, by name."""
+    """Yields tensors, numbers, texts and structures, by name."""
     if isinstance(x, Structure) or _is_leaf(x):
         yield name, x
         return

@@ -47,7 +47,7 @@ class BoundOp:
         self._backward: dict[tuple[bool, ...], Callable[..., Tensors]] = {}
 
     def forward(self, *tensors: Tensor | None) -> Tensors:
-        """Values and both statistics; ``tensors`` are the operator's, in its order."""
+        """Returns values and both statistics; ``tensors`` are the operator's, in its order."""
         call = self._forward
         if call is None:
             call = self._forward = self._repeated(self._run_forward, tensors, 0)
@@ -61,7 +61,7 @@ class BoundOp:
         teacher_stats: Tensor,
         *tensors: Tensor | None,
     ) -> Tensors:
-        """Gradients to the first four tensors, None where they are not wanted."""
+        """Returns gradients to the first four tensors, None where they are not wanted."""
         grad = grad.contiguous()  # a sum's is expanded, and launches are recorded of one layout
         call = self._backward.get(needs_grad)
         if call is None:

@@ -68,7 +68,8 @@ class Softmax:
 
 
 def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Value, both log-sum-exps, H and G of every row, stacked; overwrites needed gradients.
+    """Returns the value, both log-sum-exps, H and G of every row, stacked; overwrites needed
+    gradients.
 
     The gradient of ``row_weight * value`` to the dot products replaces those, "s" and "t".
     """
@@ -99,7 +100,8 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Gradients to the dot products, from the "statistics" of `rows_forward`, to tiles for them.
+    """Returns gradients to the dot products, from the "statistics" of `rows_forward`, to tiles for
+    them.
 
     In the dot products' own place Inductor cannot compile some forms of biased scores.
     """
@@ -136,7 +138,7 @@ def sums_of_terms(
     teacher_delta: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """H and G of these terms, where they may not be those of the forward.
+    """Returns H and G of these terms, where they may not be those of the forward.
 
     A term that jumps where two probabilities are equal, or one is at its clamp, may lie on the
     other side here: the forward rounds probabilities in another way.
@@ -206,12 +208,12 @@ def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
 
 
 def copied(x: Tensor, copies: Tensor | None) -> Tensor:
-    """A column as several that are equal, [rows, COPIES]: see NOTE [Copies]."""
+    """Returns a column as several that are equal, [rows, COPIES]: see NOTE [Copies]."""
     return x if copies is None else x * copies
 
 
 def column(x: Tensor) -> Tensor:
-    """One of equal columns, [rows, 1]."""
+    """Returns one of equal columns, [rows, 1]."""
     return x.amax(-1, keepdim=True)
 
 

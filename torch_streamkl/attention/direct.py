@@ -23,7 +23,7 @@ from torch_streamkl.registration import without_autocast
 def attention_kl(
     tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], sites: dict[Any, BoundOp]
 ) -> Tensor:
-    """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
+    """Returns the first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
 
     ``sites`` is what earlier calls with such tensors have left, and the same options. Under
     autocast the dtype of the tensors may be another one.

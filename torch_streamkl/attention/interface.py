@@ -354,7 +354,7 @@ class Settings(NamedTuple):
 
 
 def operator_call(inputs: Inputs, settings: Settings) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The operator's tensors and options for a call, checked."""
+    """Returns the operator's tensors and options for a call, checked."""
     return _operands(inputs, settings), _checked_options(inputs, settings)
 
 
@@ -608,7 +608,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
 def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
-    """Keys before and after a query's position that it sees, None for no bound."""
+    """Returns keys before and after a query's position that it sees, None for no bound."""
     checks.boolean("is_causal", is_causal)
     left, right = _window(window) or (None, None)
     if is_causal:

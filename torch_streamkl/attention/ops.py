@@ -312,7 +312,7 @@ def gradients(
     options: tuple[Any, ...],
     implementation: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients to the `differentiable` of the tensor arguments.
+    """Returns gradients to the `differentiable` of the tensor arguments.
 
     ``saved`` is the two statistics and all tensor arguments. Where nobody watches operators,
     ``implementation(wanted, grad, *saved)`` gives those of q and k, with these options.

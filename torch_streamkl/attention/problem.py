@@ -121,7 +121,9 @@ class AttentionProblem:
         return self.cu_seqlens_q is not None
 
     def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
-        """Row range, key range and problem of each packed sequence; reads offsets on the host."""
+        """Yields the row range, key range and problem of each packed sequence; reads offsets on
+        the host.
+        """
         assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         offsets = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)
         for (i0, j0), (i1, j1) in pairwise(offsets):
@@ -192,7 +194,7 @@ class RowStatistics:
         return RowStatistics(self.student.view(2, *rows), self.teacher.view(2, *rows))
 
     def at_rows(self, rows: slice) -> RowStatistics:
-        """Views of a range of query rows."""
+        """Returns views of a range of query rows."""
         return RowStatistics(self.student[..., rows], self.teacher[..., rows])
 
 
@@ -205,5 +207,7 @@ def _empty_statistics(q: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bottom_right_offset(seqlen_q: int, seqlen_k: int) -> int:
-    """Position of query 0 among the keys when the last query is aligned with the last key."""
+    """Returns the position of query 0 among the keys when the last query is aligned with the last
+    key.
+    """
     return seqlen_k - seqlen_q

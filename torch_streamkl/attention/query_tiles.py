@@ -212,7 +212,9 @@ def _form(problem: AttentionProblem, needs_grad: NeedsGrad) -> RowForm:
 
 
 def head_group(problem: AttentionProblem) -> int:
-    """Query heads that a query tile holds together: those that share keys on either side."""
+    """Returns query heads that a query tile holds together: those that share keys on either
+    side.
+    """
     sides = (problem.student, problem.teacher)
     group = math.lcm(*(side.num_heads // side.num_kv_heads for side in sides))
     return group if problem.num_heads % group == 0 else problem.num_heads

@@ -65,12 +65,12 @@ class Mask:
 
     @functools.cached_property
     def limit(self) -> Tensor:
-        """inf where a key is allowed, -inf elsewhere."""
+        """Returns inf where a key is allowed, -inf elsewhere."""
         return elementwise.limits(self.allowed)
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and what the backward needs, in the compute dtype."""
+    """Returns per-row values and what the backward needs, in the compute dtype."""
     value, stats = RowStatistics.allocate(problem)
     if problem.is_packed:
         for row_range, _, sequence in problem.sequences():
@@ -279,7 +279,7 @@ def _second_pass(
 def deltas(
     problem: AttentionProblem, log_t: Tensor, log_s: Tensor, mask: Mask | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f, h and g of every key."""
+    """Returns f, h and g of every key."""
     variables = _variables(problem, log_t, log_s)
     f, h, g = problem.functional.terms("fhg", variables)
     if mask is not None:
@@ -339,7 +339,9 @@ class NeedsGrad:
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> Gradients:
-    """Gradients to student_q, student_k, teacher_q, teacher_k for per-row gradients ``grad``."""
+    """Returns gradients to student_q, student_k, teacher_q, teacher_k for per-row gradients
+    ``grad``.
+    """
     return in_dtypes_of_inputs(problem, _backward_sums(problem, stats, grad, needs_grad))
 
 
@@ -370,7 +372,7 @@ def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor |
 
 
 def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) -> Gradients:
-    """Gradients of their sums."""
+    """Returns gradients of their sums."""
     a, b, c, d = (
         None if x is None else x.to(like.dtype)
         for x, like in zip(sums, problem.queries_and_keys, strict=True)
@@ -379,7 +381,7 @@ def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) ->
 
 
 def sums_of_sequence(sums: list[Tensor | None], rows: slice, keys: slice) -> list[Tensor | None]:
-    """Views of the sums that one of several packed sequences adds to."""
+    """Returns views of the sums that one of several packed sequences adds to."""
     ranges = (rows, keys, rows, keys)
     return [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
 
@@ -505,7 +507,7 @@ def _add_gradient(
 def score_block(
     side: Side, problem: AttentionProblem, rows: Rows, keys: slice, mask: Mask | None
 ) -> ScoreBlock:
-    """Scores of a block, -inf where a key is not allowed."""
+    """Returns scores of a block, -inf where a key is not allowed."""
     dtype = problem.compute_dtype
     kv_heads = _kv_heads(side, rows)
     k = side.k[rows.batch, kv_heads, keys].to(dtype)

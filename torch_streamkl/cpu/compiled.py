@@ -49,7 +49,8 @@ def _example_shape(x: Tensor, spec: str) -> tuple[int, ...]:
 
 
 def find(body: Body, form: Hashable, inputs: Described) -> Run | None:
-    """The compiled body for such inputs, compiled now if it was not yet; None if that failed.
+    """Returns the compiled body for such inputs, compiled now if it was not yet; None if that
+    failed.
 
     ``inputs`` are the tensors of one block by name, each with what its dimensions are: "r" rows,
     "k" keys, "p" keys in rows that are padded, anything else a fixed size. It takes them in this

@@ -29,7 +29,7 @@ _signature = functools.cache(inspect.signature)
 def bound(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Every argument of a call by its name, those that were left out too.
+    """Returns every argument of a call by its name, those that were left out too.
 
     Raises TypeError, as the call would, if they do not fit the signature.
     """
@@ -52,7 +52,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def described(arguments: Mapping[str, Any], own: Own, device: torch.device) -> dict[str, str]:
-    """The text of every argument, and of the modes of torch that a call depends on."""
+    """Returns the text of every argument, and of the modes of torch that a call depends on."""
     texts = {}
     for name, x in arguments.items():
         dims = own.get(name, ())

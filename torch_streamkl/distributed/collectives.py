@@ -23,7 +23,7 @@ _ops: Any = torch.ops._c10d_functional
 
 
 def group_of(group: ProcessGroup | DeviceMesh, argument: str = "group") -> ProcessGroup:
-    """The process group of a one-dimensional mesh, or the group itself."""
+    """Returns the process group of a one-dimensional mesh, or the group itself."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -44,7 +44,9 @@ def resolve(group_name: str) -> ProcessGroup:
 
 
 def default_store() -> Any:
-    """The store through which ranks found each other; None where there are no other processes."""
+    """Returns the store through which ranks found each other; None where there are no other
+    processes.
+    """
     if torch.distributed.get_backend() == "fake":
         return None
     return _get_default_store()

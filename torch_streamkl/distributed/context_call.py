@@ -67,7 +67,7 @@ class Ranks:
 def call_of(
     given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[interface.Inputs, interface.Settings]:
-    """This rank's rows and keys as a call of `attention_kl`, packed or not."""
+    """Returns this rank's rows and keys as a call of `attention_kl`, packed or not."""
     packing = keys.packing
     packed_options: dict[str, Any] = {}
     tensors: dict[str, Any] = {name: given[name] for name in QUERIES_AND_KEYS}

@@ -104,7 +104,7 @@ def places_of(
 
 
 def rows(tensors: list[Any], options: dict[str, Any], places: Places) -> tuple[Tensor, Tensor]:
-    """Values and cross-entropies per token."""
+    """Returns values and cross-entropies per token."""
     value, hard, *_ = linear_ops.linear_kl_sharded(
         *_shared(tensors, places), **options, **places.arguments
     )
@@ -112,7 +112,7 @@ def rows(tensors: list[Any], options: dict[str, Any], places: Places) -> tuple[T
 
 
 def total(arguments: tuple[Any, ...], options: dict[str, Any], places: Places) -> Tensor:
-    """A weighted sum whose gradients the forward computes."""
+    """Returns a weighted sum whose gradients the forward computes."""
     result: Tensor = linear_ops.linear_kl_sharded_sum(
         *_shared(arguments, places), **options, **places.arguments
     )[0]

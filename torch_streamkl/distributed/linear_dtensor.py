@@ -130,7 +130,9 @@ def _whole(layout: Layout) -> list[Replicate]:
 
 
 def local_hidden(x: DTensor, layout: Layout) -> Tensor:
-    """This rank's tokens; every rank that shares vocabulary entries has a part of the gradient."""
+    """Returns this rank's tokens; every rank that shares vocabulary entries has a part of the
+    gradient.
+    """
     gradients = [
         Partial() if dim == layout.vocab_dim else placement
         for dim, placement in enumerate(layout.rows)
@@ -139,8 +141,8 @@ def local_hidden(x: DTensor, layout: Layout) -> Tensor:
 
 
 def local_vocab(x: Tensor | None, layout: Layout) -> Tensor | None:
-    """This rank's vocabulary entries, whose gradient is summed over the ranks that have other
-    tokens.
+    """Returns this rank's vocabulary entries, whose gradient is summed over the ranks that have
+    other tokens.
     """
     local = vocab_as_local(x)
     if local is None or not (local.requires_grad and torch.is_grad_enabled()):

@@ -13,7 +13,7 @@ HIDDEN = ("student_hidden", "teacher_hidden")
 
 
 def has_no_token(given: dict[str, Any]) -> bool:
-    """Whether hidden states hold none."""
+    """Returns whether hidden states hold none."""
     return all(
         isinstance(given[name], Tensor) and given[name].ndim > 1 and 0 in given[name].shape[:-1]
         for name in HIDDEN
@@ -38,6 +38,6 @@ def rows_of(value: Tensor, tokens: torch.Size) -> Tensor:
 
 
 def mean_of_none(total: Tensor, reduction: str, tokens: torch.Size) -> Tensor:
-    """The reduction of a sum over no token: as torch has it, NaN for a mean over none."""
+    """Returns the reduction of a sum over no token: as torch has it, NaN for a mean over none."""
     is_undefined = reduction == "mean" or (reduction == "batchmean" and tokens[0] == 0)
     return total + math.nan if is_undefined else total

@@ -21,7 +21,7 @@ class Layout:
 
     @property
     def shared_rows(self) -> list[int]:
-        """Mesh dimensions whose ranks have tokens of their own."""
+        """Returns mesh dimensions whose ranks have tokens of their own."""
         return [dim for dim, placement in enumerate(self.rows) if isinstance(placement, Shard)]
 
     def group(self, dim: int) -> ProcessGroup:
@@ -29,7 +29,9 @@ class Layout:
 
 
 def layout_of(tensors: dict[str, Any]) -> Layout:
-    """The layout of a call; raises where the placements do not fit, or would need a gather."""
+    """Returns the layout of a call; raises where the placements do not fit, or would need a
+    gather.
+    """
     weight = tensors["student_weight"]
     for name in ("student_hidden", "student_weight", "teacher_hidden"):
         if not isinstance(tensors[name], DTensor):
@@ -115,5 +117,5 @@ def _kind(x: object) -> str:
 
 
 def vocab_as_local(x: Tensor | None) -> Tensor | None:
-    """This rank's vocabulary entries; a plain tensor is that already."""
+    """Returns this rank's vocabulary entries; a plain tensor is that already."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -63,7 +63,7 @@ def reshard_vocab(
     like: DTensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """This rank's vocabulary entries of a weight or bias, after the ranks exchanged them.
+    """Returns this rank's vocabulary entries of a weight or bias, after the ranks exchanged them.
 
     `linear_kl` needs the same vocabulary entries of student and teacher on a rank. For a frozen
     teacher call this once, before training:
@@ -80,8 +80,7 @@ def reshard_vocab(
         ranges: first and last-plus-one vocabulary entry of every rank, consecutive, from 0 to the
             size of the vocabulary.
         like: instead of ``ranges``, the student's weight: each rank gets the vocabulary entries
-            that it has of it. Words beyond its vocabulary go to the rank with its last vocabulary
-            entry.
+            that it has of it. Entries beyond its vocabulary go to the rank with its last one.
         group: the ranks, for a weight that is no DTensor.
 
     Returns:

@@ -72,7 +72,7 @@ class Ring:
                     )  # fmt: skip
 
     def call(self, block: Block, keys: tuple[Tensor, Tensor]) -> tuple[tuple[Any, ...], float]:
-        """Arguments of `attention_kl` for a block, and the unit of its log-sum-exps."""
+        """Returns arguments of `attention_kl` for a block, and the unit of its log-sum-exps."""
         p, rows = self.problem, block.rows
         num_rows, num_keys = rows.stop - rows.start, block.keys.stop - block.keys.start
         lengths = p.key_lengths
@@ -111,7 +111,9 @@ def form_of(functional: Functional) -> Bilinear:
 
 
 def within(offsets: Tensor, first: int, size: int) -> Tensor:
-    """Offsets of packed sequences in a range of their positions; those outside are empty there."""
+    """Returns offsets of packed sequences in a range of their positions; those outside are empty
+    there.
+    """
     return offsets.clamp(first, first + size) - first
 
 
@@ -170,7 +172,7 @@ class _Circle:
 
 
 def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
-    """Values of this rank's rows and their statistics over all keys, in nats."""
+    """Returns values of this rank's rows and their statistics over all keys, in nats."""
     problem, form = ring.problem, form_of(ring.problem.functional)
     value, stats = RowStatistics.allocate(problem)
     state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
@@ -210,7 +212,7 @@ def _state_of(stats: RowStatistics, unit: float, form: Bilinear) -> RowState:
 def backward(
     ring: Ring, grad: Tensor, stats: RowStatistics, needs_grad: list[bool]
 ) -> list[Tensor | None]:
-    """This rank's gradients of q and k of both sides."""
+    """Returns this rank's gradients of q and k of both sides."""
     problem = ring.problem
     sides = (problem.student, problem.teacher)
     d_queries = [

@@ -61,7 +61,7 @@ class Shard:
         return hidden.new_empty((num_fields(self.problem), num_tokens), dtype=dtype)
 
     def chunks(self, bytes_per_token: int) -> list[slice]:
-        """Chunks of tokens whose logits fit, the same on every rank."""
+        """Returns chunks of tokens whose logits fit, the same on every rank."""
         limit = self.workspace // max(bytes_per_token, 1)
         if limit < 1:
             raise ValueError(
@@ -80,7 +80,7 @@ class Shard:
             self.rows.state(part, s, t, out)
 
     def gathered(self, parts: Tensor) -> Tensor:
-        """States of all ranks [ranks, fields, tokens], on their way."""
+        """Returns states of all ranks [ranks, fields, tokens], on their way."""
         return collectives.all_gather(parts, self.num_ranks, self.group_name)
 
     def merge(self, part: LinearProblem, gathered: Tensor, out: RowValues) -> None:
@@ -106,7 +106,7 @@ class Shard:
 
 
 def forward(shard: Shard) -> RowValues:
-    """Values and statistics of all rows, the same on every rank."""
+    """Returns values and statistics of all rows, the same on every rank."""
     problem, out = shard.problem, RowValues.allocate(shard.problem)
     chunks = shard.chunks(sum(shard.row_bytes))
     most = max(chunk.stop - chunk.start for chunk in chunks)
@@ -133,7 +133,7 @@ def forward(shard: Shard) -> RowValues:
 def forward_with_gradients(
     shard: Shard, weights: RowWeights, needs_grad: NeedsGrad
 ) -> tuple[RowValues, Gradients]:
-    """Values, statistics and this rank's gradients of the weighted sum."""
+    """Returns values, statistics and this rank's gradients of the weighted sum."""
     problem = shard.problem
     if not (needs_grad.student or needs_grad.teacher):
         return forward(shard), (None,) * 6
@@ -189,14 +189,14 @@ def forward_with_gradients(
 def backward(
     shard: Shard, values: RowValues, weights: RowWeights, needs_grad: NeedsGrad
 ) -> Gradients:
-    """This rank's gradients, from the statistics of whole rows."""
+    """Returns this rank's gradients, from the statistics of whole rows."""
     return linear_chunks.backward(
         shard.problem, values, weights, needs_grad, shard.max_workspace_mib, shard.rows
     )
 
 
 def row_bytes(problem: LinearProblem, vocab_size: tuple[int, int]) -> tuple[int, int]:
-    """Bytes of a token's logits for shards of these sizes."""
+    """Returns bytes of a token's logits for shards of these sizes."""
     student, teacher = (
         padded(number) * head.hidden.element_size()
         for head, number in zip(problem.heads, vocab_size, strict=True)

@@ -55,7 +55,9 @@ class Way:
 
 
 def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
-    """The ways to share a call over so many ranks; ``given`` has tensors or their specs."""
+    """Returns the ways to share a call over so many ranks; ``given`` has tensors or their
+    specs.
+    """
     tensors = {name: given[name] for name in (*QUERIES, *KEYS, *_DIMENSIONS)
                if given.get(name) is not None}  # fmt: skip
     everywhere = Way(

@@ -40,5 +40,5 @@ class _Summed(torch.autograd.Function):
 
 
 def summed(x: Tensor, group_name: str) -> Tensor:
-    """The sum of ``x`` over ranks, which each of them differentiates for its own share."""
+    """Returns the sum of ``x`` over ranks, which each of them differentiates for its own share."""
     return _Summed.apply(x, group_name)

@@ -15,7 +15,7 @@ BY_RANK = -1  # start not given: the ranks hold consecutive shards, in their ord
 
 @dataclass(frozen=True)
 class VocabRange:
-    """Words ``start`` to ``stop`` of a vocabulary."""
+    """The vocabulary entries from ``start`` to ``stop``."""
 
     start: int
     stop: int
@@ -40,7 +40,7 @@ class Shards:
         return max(r.stop for r in self.student)
 
     def vocab_start(self, rank: int) -> int:
-        """The first vocabulary entry that the rank compares."""
+        """Returns the first vocabulary entry that the rank compares."""
         student, teacher = self.student[rank], self.teacher[rank]
         return teacher.start if student.is_empty else student.start
 
@@ -52,7 +52,7 @@ class Shards:
         student, teacher = (
             _ranges(
                 side,
-                [fact[f"{side}_first_word"] for fact in facts],
+                [fact[f"{side}_vocab_start"] for fact in facts],
                 [fact[f"{side}_vocab"] for fact in facts],
             )
             for side in ("student", "teacher")
@@ -77,7 +77,7 @@ def _ranges(side: str, firsts: list[int], sizes: list[int]) -> list[VocabRange]:
     given = [first != BY_RANK for first in firsts]
     if any(given) and not all(given):
         raise DisagreementError(
-            f"{side}_first_word must be given on every rank or on none, got "
+            f"{side}_vocab_start must be given on every rank or on none, got "
             f"{listed([first if first != BY_RANK else None for first in firsts])}"
         )
     if not any(given):

@@ -79,7 +79,7 @@ def const(value: float) -> Expr:
 
 
 def exact(value: float) -> Tensor:
-    """A number in float64, on the CPU whatever the default device is."""
+    """Returns a number in float64, on the CPU whatever the default device is."""
     return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
@@ -95,7 +95,8 @@ _FROM_AST = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 
 
 def apply(op: str, *args: Expr) -> Expr:
-    """An operation on expressions, with the rewrites that are exact identities of real numbers.
+    """Returns an operation on expressions, with the rewrites that are exact identities of real
+    numbers.
 
     ``log(P)`` becomes ``logP`` and ``log(max(P, c))`` becomes ``max(logP, log c)``: both avoid the
     underflow of P, and both are what the formula means.
@@ -157,7 +158,7 @@ def _multiple(e: Expr) -> tuple[float, Expr]:
 
 
 def log_variable(e: Expr) -> Expr | None:
-    """logP for P, logS for S, None for anything else."""
+    """Returns logP for P, logS for S, None for anything else."""
     return Expr("log" + e.op, (), e.value) if e.op in ("P", "S") else None
 
 
@@ -180,7 +181,7 @@ def _log(a: Expr) -> Expr:
 
 
 def render(e: Expr) -> str:
-    """Text that `parse` reads back to the same expression."""
+    """Returns the text that `parse` reads back to the same expression."""
     if e.op == "const":
         return repr(e.value) if math.isfinite(e.value) else f"float('{e.value}')"
     if e.op in VARIABLES:
@@ -194,7 +195,7 @@ def render(e: Expr) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Expr:
-    """Expression of a text such as ``P*(logP-max(logS,-27.6))``."""
+    """Returns the expression of a text such as ``P*(logP-max(logS,-27.6))``."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -225,7 +226,7 @@ def _parse_node(node: ast.AST, text: str) -> Expr:
 
 
 def derivative(e: Expr, log_variable: Expr) -> Expr:
-    """Derivative to logP or logS, with P = exp(logP) and torch's conventions at kinks.
+    """Returns the derivative to logP or logS, with P = exp(logP) and torch's conventions at kinks.
 
     ``max(x, c)`` passes the gradient where x >= c, as ``clamp(min=c)`` does.
     """
@@ -274,12 +275,14 @@ def derivative(e: Expr, log_variable: Expr) -> Expr:
 
 
 def is_weight(e: Expr) -> bool:
-    """Whether a factor is 0 exactly where its distribution gives a key no probability."""
+    """Returns whether a factor is 0 exactly where its distribution gives a key no probability."""
     return e.op in ("P", "S")
 
 
 def is_lifted(e: Expr) -> bool:
-    """Whether an expression is a probability and an epsilon far above the smallest numbers."""
+    """Returns whether an expression is a probability and an epsilon far above the smallest
+    numbers.
+    """
     if e.op != "add":
         return False
     a, b = e.args
@@ -334,7 +337,8 @@ def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
 def evaluate(
     e: Expr, variables: dict[str, Tensor], memo: dict[Expr, Tensor] | None = None
 ) -> Tensor:
-    """The expression's value on tensors of one shape; a key without probability contributes 0.
+    """Returns the expression's value on tensors of one shape; a key without probability
+    contributes 0.
 
     A product with P (or S) is 0 where P (or S) is 0, whatever the other factor: 0 * log 0 = 0.
     """
@@ -360,7 +364,9 @@ def evaluate(
 
 
 def evaluate_logs(e: Expr, log_t: Tensor, log_s: Tensor) -> Tensor:
-    """The expression's value of every key, from log-probabilities; differentiable by autograd."""
+    """Returns the expression's value of every key, from log-probabilities; differentiable by
+    autograd.
+    """
     variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
     return evaluate(e, variables).expand_as(log_t)
 
@@ -442,7 +448,9 @@ _BILINEAR_FIELDS: dict[Monomial, str] = {
 
 
 def bilinear(e: Expr) -> Bilinear | None:
-    """The six coefficients when the expression is linear in the log-probabilities, else None."""
+    """Returns the six coefficients when the expression is linear in the log-probabilities, else
+    None.
+    """
     terms = _polynomial(e)
     if terms is None or not set(terms) <= set(_BILINEAR_FIELDS):
         return None
@@ -450,7 +458,7 @@ def bilinear(e: Expr) -> Bilinear | None:
 
 
 def squares(e: Expr) -> float | None:
-    """The factor c of an expression c (P - S)^2, else None."""
+    """Returns the factor c of an expression c (P - S)^2, else None."""
     terms = _polynomial(e) or {}
     factor = terms.get((2, 0, 0, 0), 0.0)
     square = {(2, 0, 0, 0): factor, (1, 1, 0, 0): -2.0 * factor, (0, 2, 0, 0): factor}
@@ -570,7 +578,7 @@ class Functional:
 
     @functools.cached_property
     def variation(self) -> float | None:
-        """The number c of an expression c |P - S|."""
+        """Returns the number c of an expression c |P - S|."""
         e = self.expr
         c = 1.0
         if e.op == "mul" and e.args[0].op == "const":
@@ -599,17 +607,18 @@ class Functional:
 
     @functools.cached_property
     def is_short(self) -> bool:
-        """Whether its value and derivatives are expressions that `is_short` names."""
+        """Returns whether its value and derivatives are expressions that `is_short` names."""
         return all(is_short(e) for e in (self.expr, self.student_grad, self.teacher_grad))
 
     @functools.cached_property
     def has_kinks(self) -> bool:
-        """Whether a derivative jumps, where the rounding of a probability decides."""
+        """Returns whether a derivative jumps, where the rounding of a probability decides."""
         return any(_has_kinks(e) for e in (self.student_grad, self.teacher_grad))
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:
-        """The floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P always.
+        """Returns the floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P
+        always.
 
         None where h is anything else. The constant c is the form's ``ts``.
         """
@@ -623,12 +632,12 @@ class Functional:
         return floors.pop() if above and below == {} and len(floors) == 1 else None
 
     def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""
+        """Returns f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""
         f, h, g = self.terms("fhg", variables)
         return f, h, g
 
     def terms(self, names: str, variables: dict[str, Tensor]) -> list[Tensor]:
-        """Those of f, h and g that are named, in that order."""
+        """Returns the named ones among f, h and g, in that order."""
         memo: dict[Expr, Tensor] = {}
         exprs = {"f": self.expr, "h": self.student_grad, "g": self.teacher_grad}
         return [evaluate(exprs[n], variables, memo).expand_as(variables["P"]) for n in names]
@@ -645,7 +654,8 @@ def _js(beta: float) -> Expr:
 
 
 def mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
-    """df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c S.
+    """Returns df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c
+    S.
 
     They are f's own terms of S and of P: what M's derivative adds to both cancels.
     """
@@ -688,7 +698,9 @@ _SHORT |= {"max", "min", "ge", "gt", "where"}
 
 
 def is_short(e: Expr) -> bool:
-    """Whether kernels compute an expression of half-precision inputs without series of terms."""
+    """Returns whether kernels compute an expression of half-precision inputs without series of
+    terms.
+    """
     if mixture_shares(e) is not None:
         return True
     is_one = e.op in _SHORT or (e.op in ("log", "div") and is_lifted(e.args[-1]))
@@ -714,7 +726,8 @@ def named(
     student_clamp: float = 0.0,
     teacher_clamp: float = 0.0,
 ) -> Functional:
-    """The functional of a named divergence with guards on the probabilities before the log.
+    """Returns the functional of a named divergence with guards on the probabilities before the
+    log.
 
     A guard replaces ``logP`` by ``log(max(P + eps, clamp))``; the weights P and S stay as they
     are.
@@ -733,7 +746,7 @@ def _guard(probability: Expr, eps: float, clamp: float) -> Expr:
 
 
 def substitute(e: Expr, log_of: Callable[[Expr], Expr]) -> Expr:
-    """The expression with every logP and logS replaced."""
+    """Returns the expression with every logP and logS replaced."""
     if e in (LOG_P, LOG_S):
         return log_of(e)
     return apply(e.op, *(substitute(a, log_of) for a in e.args)) if e.args else e

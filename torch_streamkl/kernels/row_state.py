@@ -43,7 +43,7 @@ def tile_coordinates(pid, num_blocks, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
-    """CT dt + CS ds, with the common cases spelled out."""
+    """Returns CT dt + CS ds, with the common cases spelled out."""
     if CT == -CS:
         return (dt - ds) * CT
     elif CT == 0.0:
@@ -56,7 +56,7 @@ def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
 
 @triton.jit
 def weighted_sum(weight, x, MASKED: tl.constexpr):
-    """sum(weight * x) over keys, where a weight of 0 next to an infinite x counts 0."""
+    """Returns sum(weight * x) over keys, where a weight of 0 next to an infinite x counts 0."""
     product = weight * x
     if MASKED:
         product = tl.where(weight > 0.0, product, 0.0)
@@ -65,7 +65,8 @@ def weighted_sum(weight, x, MASKED: tl.constexpr):
 
 @triton.jit
 def rebased(mom, row_sum, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
-    """A moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting side.
+    """Returns a moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting
+    side.
 
     An alpha that underflows makes every probability so far 0, also of keys that the other side
     excludes, whose moment is infinite.
@@ -76,13 +77,15 @@ def rebased(mom, row_sum, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.cons
 
 @triton.jit
 def row_sum_ratio(l_t, l_s):
-    """l_t / l_s; rows without keys have none."""
+    """Returns l_t / l_s; rows without keys have none."""
     return l_t / tl.where(l_s == 0.0, 1.0, l_s)
 
 
 @triton.jit
 def rebased_squares(a, b, c, alpha_t, alpha_s, ratio, to_ratio):
-    """The sums of squares after the maxima moved by factors alpha, and the ratio to another."""
+    """Returns the sums of squares after the maxima moved by factors alpha, and the ratio to
+    another.
+    """
     delta = alpha_t * ratio - to_ratio * alpha_s
     return (
         alpha_t * (alpha_t * a + 2.0 * delta * b) + delta * delta * c,
@@ -93,7 +96,7 @@ def rebased_squares(a, b, c, alpha_t, alpha_s, ratio, to_ratio):
 
 @triton.jit
 def empty_state(BLOCK: tl.constexpr):
-    """State of rows that have met no key."""
+    """Returns the state of rows that have met no key."""
     low = tl.full([BLOCK], LOW, tl.float32)
     zero = tl.zeros([BLOCK], tl.float32)
     high = tl.full([BLOCK], float("inf"), tl.float32)
@@ -104,7 +107,9 @@ def empty_state(BLOCK: tl.constexpr):
 def update(
     state, t, s, allowed, MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """State after one tile of scores t, s [BLOCK_M, BLOCK_N] (-inf where not allowed)."""
+    """Returns the state after one tile of scores t, s [BLOCK_M, BLOCK_N] (-inf where not
+    allowed).
+    """
     m_t = tl.maximum(state.m_t, tl.max(t, 1))
     m_s = tl.maximum(state.m_s, tl.max(s, 1))
     dt = t - m_t[:, None]
@@ -153,7 +158,7 @@ def update(
 
 @triton.jit
 def merge(x, y, COEFFICIENTS: tl.constexpr):
-    """State of the union of two disjoint sets of keys."""
+    """Returns the state of the union of two disjoint sets of keys."""
     m_t = tl.maximum(x.m_t, y.m_t)
     m_s = tl.maximum(x.m_s, y.m_s)
     xt = x.m_t - m_t
@@ -192,7 +197,7 @@ def merge(x, y, COEFFICIENTS: tl.constexpr):
 
 @triton.jit
 def masked_fill_value(count, fill, HAS_SINK: tl.constexpr):
-    """Score (log2 units) of the keys a row may not see.
+    """Returns the score (log2 units) of the keys a row may not see.
 
     Without a sink, a row that sees none may as well have 0 (reference.py).
     """
@@ -204,7 +209,9 @@ def masked_fill_value(count, fill, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
-    """State with the keys that are not allowed counted in at the score they were filled with."""
+    """Returns the state with the keys that are not allowed counted in at the score they were
+    filled with.
+    """
     absent = num_keys - state.count
     fill_t = masked_fill_value(state.count, fill, CONFIG.T_SINK)
     fill_s = masked_fill_value(state.count, fill, CONFIG.S_SINK)
@@ -221,7 +228,8 @@ def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: 
 
 @triton.jit
 def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
-    """The denominator relative to the maximum, its log2, and the log-sum-exp in log2 units.
+    """Returns the denominator relative to the maximum, its log2, and the log-sum-exp in log2
+    units.
 
     The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in
     the backward, however large the scores are.
@@ -236,7 +244,7 @@ def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
-    """lse_t and lse_s in log2 units; value, H and G in nats (see finish in the twin)."""
+    """Returns lse_t and lse_s in log2 units; value, H and G in nats (see finish in the twin)."""
     if CONFIG.T_SINK or CONFIG.S_SINK:
         # a sink above every key becomes the maximum: exp2(sink - m) must not overflow
         zero = state.l_t * 0.0
@@ -302,7 +310,7 @@ def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constex
 
 @triton.jit
 def total_row_sum(row_sum, scale, HAS_SINK: tl.constexpr):
-    """The sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
+    """Returns the sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
     if HAS_SINK:
         return row_sum * scale
     else:
@@ -321,7 +329,7 @@ def expectation(
     CT: tl.constexpr,
     CS: tl.constexpr,
 ):
-    """E[CT logP + CS logS] in nats under the side whose moment this is.
+    """Returns E[CT logP + CS logS] in nats under the side whose moment this is.
 
     ``log_normalizer_diff`` is log_normalizer_t - log_normalizer_s, which is known better than its
     terms.
@@ -346,7 +354,7 @@ def score_gradient(
     STUDENT: tl.constexpr, POINTWISE: tl.constexpr, COEFFICIENTS: tl.constexpr,
     POINTWISE_FN: tl.constexpr,
 ):  # fmt: skip
-    """d(value)/d(score) of one side from log2-probabilities."""
+    """Returns d(value)/d(score) of one side from log2-probabilities."""
     P = tl.math.exp2(log_t)
     S = tl.math.exp2(log_s)
     own = S if STUDENT else P

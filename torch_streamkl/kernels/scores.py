@@ -11,7 +11,7 @@ MASK_CHUNK = tl.constexpr(512)  # keys that a program looks at together for wher
 
 @triton.jit
 def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
-    """Sizes and masks of batch element (or packed sequence) b and student head h."""
+    """Returns sizes and masks of batch element (or packed sequence) b and student head h."""
     start_q = 0
     start_k = 0
     num_rows = masks.seqlen_q
@@ -34,7 +34,8 @@ def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
 
 @triton.jit
 def bind_rows(masks, block, bh, num_heads, ratio, CONFIG: tl.constexpr):
-    """Batch element, head, first row and sequence of a block of rows of head bh of all batches.
+    """Returns batch element, head, first row and sequence of a block of rows of head bh of all
+    batches.
 
     ``ratio`` heads share the masks of a student head.
     """
@@ -55,7 +56,7 @@ def bind_side(
     HAS_ALIBI: tl.constexpr,
     HAS_SINK: tl.constexpr,
 ):
-    """One side at query head h."""
+    """Moves one side's pointers to query head h."""
     b = b.to(tl.int64)
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
@@ -98,7 +99,7 @@ def load_tile(
     ptr, offs, num, stride, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHECK: tl.constexpr, TOGETHER: tl.constexpr = 1,
 ):  # fmt: skip
-    """Rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0.
+    """Returns rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0.
 
     So many elements TOGETHER lie at a multiple of their size.
     """
@@ -155,7 +156,8 @@ def transformed(
     dot, side, bound, seq, rows, cols, inside, inv_temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) with a softcap.
+    """Returns scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) with a
+    softcap.
 
     ``inv_temperature`` is log2(e) / temperature, and ``side.scale`` includes it unless a softcap
     stands between the two.
@@ -220,7 +222,7 @@ def teacher_scores(
 
 @triton.jit
 def in_window(allowed, masks, seq, rows, cols, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Those of the allowed (row, key) pairs whose key is inside the row's window."""
+    """Restricts the allowed (row, key) pairs to keys inside the row's window."""
     if LEFT:
         allowed &= cols >= rows + seq.offset - masks.window_left
     if RIGHT:
@@ -239,7 +241,7 @@ def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 
 @triton.jit
 def allowed_pairs(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
-    """The same, but for a mask of keys."""
+    """Marks pairs as `allowed_tile` does, except for a key-padding mask."""
     allowed = inside & (cols < seq.num_valid)
     allowed = in_window(allowed, masks, seq, rows, cols, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_MASK and not CONFIG.KEY_MASK:
@@ -282,7 +284,9 @@ def admitted_span(masks, seq):
 
 @triton.jit
 def key_range(masks, seq, m0, CONFIG: tl.constexpr):
-    """Keys [first, stop) that some row of the block at m0 may see, [left, right) all rows."""
+    """Returns keys [first, stop) that some row of the block at m0 may see, [left, right) all
+    rows.
+    """
     first, left, right, stop = keys_of_rows(
         masks, seq, m0, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.DENSE,
@@ -308,7 +312,7 @@ def keys_of_rows(
     masks, seq, m0, ROWS: tl.constexpr, TILE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """key_range of the block of ROWS at m0, with bounds on boundaries of TILE keys."""
+    """Returns key_range of the block of ROWS at m0, with bounds on boundaries of TILE keys."""
     last_row = tl.minimum(m0 + ROWS, seq.num_rows) - 1
     start = 0
     stop = seq.num_valid
@@ -325,7 +329,7 @@ def keys_of_rows(
 
 @triton.jit
 def row_range(masks, seq, n0, CONFIG: tl.constexpr):
-    """Rows [first, stop) that may see some key of the block at n0, [left, right) all keys.
+    """Returns rows [first, stop) that may see some key of the block at n0, [left, right) all keys.
 
     A mask of keys has no part in it.
     """
@@ -340,7 +344,7 @@ def rows_of_keys(
     masks, seq, n0, KEYS: tl.constexpr, TILE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """row_range of the block of KEYS at n0, with bounds on boundaries of TILE rows."""
+    """Returns row_range of the block of KEYS at n0, with bounds on boundaries of TILE rows."""
     last_key = tl.minimum(n0 + KEYS, seq.num_keys) - 1
     start = 0
     stop = seq.num_rows
@@ -363,7 +367,9 @@ def rows_of_keys(
 
 @triton.jit
 def tiles(start, stop, full_start, full_stop, BLOCK: tl.constexpr, DENSE: tl.constexpr):
-    """The four bounds on tile boundaries: tiles in [first, left) and [right, stop) need a mask."""
+    """Returns the four bounds on tile boundaries: tiles in [first, left) and [right, stop) need a
+    mask.
+    """
     first = (tl.maximum(start, 0) // BLOCK) * BLOCK
     stop = tl.maximum(stop, first)
     left = ((full_start + BLOCK - 1) // BLOCK) * BLOCK

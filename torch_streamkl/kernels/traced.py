@@ -72,7 +72,7 @@ class Trace(TorchDispatchMode):
         self._alive: list[Any] = list(tensors)  # an id is a name as long as its object lives
 
     def root(self, x: Tensor) -> Tensor:
-        """The input or the allocation whose memory a tensor is a part of."""
+        """Returns the input or the allocation whose memory a tensor is a part of."""
         found = self._roots.get(id(x))
         if found is None:
             raise Untraceable("a tensor from elsewhere")

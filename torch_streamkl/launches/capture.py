@@ -382,7 +382,7 @@ class Recorder(TorchDispatchMode):
 
     # -------------------------------------------------------------------------- the program
     def program(self, outputs: Sequence[Tensor | None]) -> Program:
-        """The function of what was recorded."""
+        """Returns the function of what was recorded."""
         if self.why_unsupported is not None:
             raise Unrecordable(self.why_unsupported)
         if self._by_pointer is None:
@@ -496,7 +496,7 @@ def _is_constant(x: Any) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether someone wants to hear of launches, as Triton's profiler does."""
+    """Returns whether someone wants to hear of launches, as Triton's profiler does."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
@@ -506,7 +506,7 @@ def is_watched() -> bool:
 
 @functools.cache
 def runs_directly() -> bool:
-    """Whether this Triton launches a compiled kernel by the call that programs make."""
+    """Returns whether this Triton launches a compiled kernel by the call that programs make."""
     from triton.compiler.compiler import CompiledKernel
 
     source = " ".join(inspect.getsource(CompiledKernel.__getitem__).split())

@@ -30,28 +30,32 @@ class Gpu:
 
     @property
     def multiplies_half(self) -> bool:
-        """Whether Triton has matrix units for 16-bit types there: it has none for sm_75."""
+        """Returns whether Triton has matrix units for 16-bit types there: it has none for
+        sm_75.
+        """
         return self.is_hip or self.capability >= (8, 0)
 
     @property
     def multiplies_tf32(self) -> bool:
-        """Whether matrix units take float32 rounded to TF32: of AMD's, Triton says, gfx942's."""
+        """Returns whether matrix units take float32 rounded to TF32: of AMD's, Triton says,
+        gfx942's.
+        """
         return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)
 
     @property
     def operands_in_registers(self) -> bool:
-        """Whether matrix units read operands from registers, not from shared memory."""
+        """Returns whether matrix units read operands from registers, not from shared memory."""
         return self.is_hip or self.capability[0] not in (9, 10)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The limits of a CUDA or HIP device."""
+    """Returns the limits of a CUDA or HIP device."""
     return limits_of(device if device.index is not None else with_index(device))
 
 
 @functools.cache
 def limits_of(device: torch.device) -> Gpu:
-    """The same of a device with an index, asked once."""
+    """Returns the limits of a device with an index, asked once."""
     properties: Any = torch.cuda.get_device_properties(device)
     is_hip = torch.version.hip is not None
     # An NVIDIA GPU gives more than its default to a launch that asks, which HIP has no field for.

@@ -91,14 +91,16 @@ def is_descriptor(x: Any) -> bool:
 
 
 def with_base(descriptor: Any, base: Any) -> Any:
-    """A descriptor of another tensor, unchecked: making one takes longer than a small kernel."""
+    """Returns a descriptor of another tensor, unchecked: making one takes longer than a small
+    kernel.
+    """
     found = object.__new__(type(descriptor))
     vars(found).update(vars(descriptor), base=base)  # copy.copy takes three times as long
     return found
 
 
 def is_map(x: Any) -> bool:
-    """Whether an argument is an encoded tensor map."""
+    """Returns whether an argument is an encoded tensor map."""
     return type(x).__name__ == "PyCUtensorMap"
 
 

@@ -72,17 +72,17 @@ def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up; triton.cdiv takes 2 to 8 us."""
+    """Returns a / b, rounded up; triton.cdiv takes 2 to 8 us."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least that is not below n, of 1 and more; triton's takes as long."""
+    """Returns the least that is not below n, of 1 and more; triton's takes as long."""
     return 1 << (n - 1).bit_length()
 
 
 def padded_dim(dim: int) -> int:
-    """Dimensions of a tile that holds so many."""
+    """Returns dimensions of a tile that holds so many."""
     return max(16, next_power_of_2(dim))
 
 
@@ -336,7 +336,7 @@ def _is_prepared(problem: AttentionProblem) -> bool:
 
 
 def sums_squares(problem: AttentionProblem) -> bool:
-    """Whether the Hopper forward sums squares in one pass: where it goes by blocks."""
+    """Returns whether the Hopper forward sums squares in one pass: where it goes by blocks."""
     return (
         problem.functional.squares is not None
         and problem.mask is None
@@ -461,7 +461,7 @@ HOPPER_WIDE_AGAIN = TritonLaunch(64, 32, 4, 2)
 
 
 def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
-    """Configuration of the forward kernel on Hopper."""
+    """Returns the configuration of the forward kernel on Hopper."""
     if problem.mask is not None:
         return HOPPER_MASKED_FORWARD
     if has_bias(problem):
@@ -474,7 +474,9 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
 
 
 def is_wide(problem: AttentionProblem) -> bool:
-    """Whether a side's head_dim is above what the narrow kernels for Hopper have room for."""
+    """Returns whether a side's head_dim is above what the narrow kernels for Hopper have room
+    for.
+    """
     return max(problem.student.head_dim, problem.teacher.head_dim) > MAX_NARROW_HEAD_DIM
 
 
@@ -483,7 +485,9 @@ def has_bias(problem: AttentionProblem) -> bool:
 
 
 def has_one_bias(problem: AttentionProblem) -> bool:
-    """Whether both sides have the same bias, as an additive mask is: it is then read once."""
+    """Returns whether both sides have the same bias, as an additive mask is: it is then read
+    once.
+    """
     student, teacher = problem.student.bias, problem.teacher.bias
     if student is None or teacher is None:
         return False
@@ -497,7 +501,7 @@ def has_one_bias(problem: AttentionProblem) -> bool:
 
 
 def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
-    """Whether the Hopper kernels go by tiles of warp groups (persistent_forward.py).
+    """Returns whether the Hopper kernels go by tiles of warp groups (persistent_forward.py).
 
     Those that go by blocks know neither mask tensors nor a second pass, and are faster elsewhere,
     but where blocks are short: under a window, and with few rows.
@@ -506,7 +510,7 @@ def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
 
 
 def multiplies_pairs(problem: AttentionProblem) -> bool:
-    """Whether the Hopper forward by blocks multiplies pairs of tiles as one.
+    """Returns whether the Hopper forward by blocks multiplies pairs of tiles as one.
 
     It is faster here alone: NOTE [Pairs at once] in attention/hopper/warp_groups.py.
     """
@@ -520,7 +524,8 @@ def multiplies_pairs(problem: AttentionProblem) -> bool:
 
 
 def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
-    """Whether the Hopper kernels are persistent: NOTE [Persistent kernels] in tile_scheduler.py.
+    """Returns whether the Hopper kernels are persistent: NOTE [Persistent kernels] in
+    tile_scheduler.py.
 
     That hides how a block starts and ends, which short blocks gain from; but programs then have
     the same number of blocks, which costs more where long ones differ.
@@ -539,7 +544,7 @@ def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
 
 
 def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Blocks to compute whole, and parts of each of the others (NOTE [Split-KV] in
+    """Returns blocks to compute whole, and parts of each of the others (NOTE [Split-KV] in
     hopper/split_kv.py).
 
     Every number of parts is a kernel to compile, and lengths may change from step to step: beyond
@@ -555,7 +560,7 @@ def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[
 
 
 def adds_queries(problem: AttentionProblem) -> bool:
-    """Whether dQ may be summed in any order, and is faster so."""
+    """Returns whether dQ may be summed in any order, and is faster so."""
     return (
         not problem.deterministic
         and not problem.head_mean
@@ -571,7 +576,7 @@ def adds_queries(problem: AttentionProblem) -> bool:
 
 
 def plain_clamp(problem: AttentionProblem) -> float | None:
-    """The clamp of `Functional.plain_student_floor`, 0 without one.
+    """Returns the clamp of `Functional.plain_student_floor`, 0 without one.
 
     None where the gradient is anything else, or the kernels for Hopper would lose the clamp.
     """
@@ -584,7 +589,7 @@ def plain_clamp(problem: AttentionProblem) -> float | None:
 def hopper_backward_launch(
     own_dim: int, other_dim: int, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
-    """dQ and dK on Hopper, of a side with this head_dim; ``adds``: of dK that adds up dQ."""
+    """Chooses the launch of dQ or dK on Hopper; ``adds``: of a dK kernel that also adds up dQ."""
     if max(own_dim, other_dim) > MAX_NARROW_HEAD_DIM:
         return HOPPER_BACKWARD_LAUNCHES[256]
     if adds:
@@ -595,7 +600,7 @@ def hopper_backward_launch(
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
-    """Configuration of the "forward", "dq" or "dk" kernel.
+    """Returns the configuration of the "forward", "dq" or "dk" kernel.
 
     With a head-averaged teacher that of "lse", "mean", or "forward": all that read the mean.
     """
@@ -619,7 +624,8 @@ WHOLE_HEADS_FEW_ROWS = 128  # dQ and dK would have as many programs one after th
 
 
 def whole_heads_launch(problem: AttentionProblem, student: bool) -> TritonLaunch | None:
-    """Configuration of "dq_dk", which computes both gradients of a side; None: two kernels do.
+    """Returns the configuration of "dq_dk", which computes both gradients of a side; None: two
+    kernels do.
 
     A program has a head's rows one after the other. Few heads of many rows leave a GPU idle, which
     dQ by blocks of rows does not.
@@ -663,7 +669,7 @@ def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | 
 
 
 def is_tunable(problem: AttentionProblem) -> bool:
-    """Whether launches measured for plain problems are known to fit this one.
+    """Returns whether launches measured for plain problems are known to fit this one.
 
     Mask tensors, biases and second passes need registers and shared memory that the tuner's
     problems do not: the defaults leave room for them.
@@ -702,7 +708,7 @@ def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
 
 
 def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
-    """Programs that share the tiles of a block where a tile meets all heads of the teacher.
+    """Returns the num_splits of a block's tiles, if a tile is computed for all teacher heads.
 
     Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
     """
@@ -710,14 +716,14 @@ def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> in
 
 
 def row_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
-    """Programs that share the tiles of keys of a block of rows, for dQ on Hopper."""
+    """Returns the num_splits of the KV tiles of a block of rows, for dQ on Hopper."""
     return _shared_by(problem, 1, programs, tiles // LEAST_TILES_OF_SPLIT)
 
 
 def key_splits(
     problem: AttentionProblem, group: int, programs: int, resident: int, together: int = 0
 ) -> int:
-    """Programs that share the ``group`` query heads of a block of keys: a divisor of group.
+    """Returns the num_splits of the ``group`` query heads of a block of keys: a divisor of group.
 
     ``resident`` programs run on a multiprocessor at once. Causal ones differ in length: half of
     the work fills the gaps next to the longest. The heads of a share are among ``together``
@@ -739,7 +745,7 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
 
 
 def hint_of(n: int | torch.SymInt) -> int:
-    """A number, or of a symbolic one what it is likely to be: for choices that are never wrong."""
+    """Returns the number, or a symbolic one's hint: for choices that are right for every value."""
     if not isinstance(n, torch.SymInt):
         return n
     hint = n.node.hint
@@ -747,7 +753,7 @@ def hint_of(n: int | torch.SymInt) -> int:
 
 
 def dot_precision(x: torch.Tensor) -> str:
-    """float32 products follow torch's matmul precision where the GPU can: full by default."""
+    """Returns Triton's precision of float32 products: torch's, if the GPU can; else full."""
     if x.dtype != torch.float32 or matmul_precision() != "tf32":
         return "ieee"
     can = x.device.type != "cuda" or gpu_of(x.device).multiplies_tf32

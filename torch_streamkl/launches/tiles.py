@@ -39,7 +39,7 @@ class Operands:
         return max(self.head_dims)
 
     def of_rows(self, rows: int) -> int:
-        """Bytes of so many rows of both sides."""
+        """Returns bytes of so many rows of both sides."""
         return rows * sum(self.head_dims) * self.element_bytes
 
 
@@ -49,7 +49,7 @@ WHOLE_HEADS_MOST_KEYS = {16: 256, 32: 256, 64: 128}
 
 
 def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """The first choice for "forward", "dq" or "dk" that fits the GPU."""
+    """Returns the first choice for "forward", "dq" or "dk" that fits the GPU."""
     choices = _choices(kernel, operands, gpu)
     room = gpu.shared_bytes
     return next((x for x in choices if shared_bytes(x, kernel, operands, gpu) <= room), LEAST)
@@ -72,7 +72,7 @@ def whole_heads_launch(
 
 
 def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """That of a head-averaged teacher's "lse", "mean", or "forward", which reads the mean.
+    """Returns the launch of a head-averaged teacher's "lse", "mean" or "forward" (reads the mean).
 
     Every head's tiles pass through a program of the mean: the next head's are loaded meanwhile
     where there is room, and larger tiles read operands less often. They spill where the

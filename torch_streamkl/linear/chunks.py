@@ -55,7 +55,7 @@ SIDE_STREAM_MIB = 256
 def forward(
     problem: LinearProblem, max_workspace_mib: int, rows: ModuleType = linear_rows
 ) -> RowValues:
-    """Values and statistics of all rows."""
+    """Returns values and statistics of all rows."""
     out = RowValues.allocate(problem)
     student_bytes, teacher_bytes = row_bytes(problem)
     tokens = tokens_that_fit(
@@ -77,7 +77,9 @@ def backward(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> Gradients:
-    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from statistics."""
+    """Returns gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from
+    statistics.
+    """
     accumulators = [GradientSums(problem, side, needs_grad) for side in (0, 1)]
     vocab_size = max(head.vocab_size for head in problem.heads)
     if vocab_size == 0:  # a rank that has none of the vocabulary
@@ -119,7 +121,7 @@ def forward_with_gradients(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> tuple[RowValues, Gradients]:
-    """Values, statistics and the gradients of the weighted sum."""
+    """Returns values, statistics and the gradients of the weighted sum."""
     if not (needs_grad.student or needs_grad.teacher):
         return forward(problem, max_workspace_mib, rows), (None,) * len(fields(NeedsGrad))
     chunks = gradient_chunks(problem, needs_grad, max_workspace_mib)
@@ -156,7 +158,8 @@ def forward_with_gradients(
 
 
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
-    """Row state of a shard of the vocabulary (nats) and the log-sum-exp of its hard-label scores.
+    """Returns the row state of a shard of the vocabulary (nats) and the log-sum-exp of its
+    hard-label scores.
 
     States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the
     merged statistics `backward` gives each shard's gradients.
@@ -183,7 +186,7 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
 def gradient_chunks(
     problem: LinearProblem, needs_grad: NeedsGrad, max_workspace_mib: int
 ) -> Chunks:
-    """Chunks of the forward that computes gradients: those that move the fewest bytes."""
+    """Returns chunks of the forward that computes gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
     workspace = workspace_bytes(problem, max_workspace_mib)
     whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)

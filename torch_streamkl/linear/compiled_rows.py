@@ -49,8 +49,9 @@ class VocabTile:
 
 
 def vocab_forward(form: VocabForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Value, both log-sum-exps, H, G, the log-sum-exp of the student's y, and what rounding has
-    taken from the two first (NOTE [Rounding of log-sum-exps] in linear/problem.py), stacked.
+    """Returns the value, both log-sum-exps, H, G, the log-sum-exp of the student's y, and what
+    rounding has taken from the two first (NOTE [Rounding of log-sum-exps] in linear/problem.py),
+    stacked.
 
     With "row_weight" needed gradients replace the logits.
     """

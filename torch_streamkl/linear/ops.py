@@ -112,7 +112,9 @@ def problem_of(
     teacher_adapter_hidden: Tensor | None = None,
     teacher_adapter_weight: Tensor | None = None,
 ) -> tuple[LinearProblem, int, str]:
-    """The problem, its workspace limit (0 is the default) and the wanted implementation."""
+    """Returns the problem, its workspace limit (0 is the default) and the wanted
+    implementation.
+    """
     problem = LinearProblem(
         student=Head(
             student_hidden,
@@ -141,7 +143,7 @@ def problem_of(
 
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
-    """The module that works on rows of logits: Triton's or plain torch."""
+    """Returns the module that works on rows of logits: Triton's or plain torch."""
     limit, device = triton_limit(problem), problem.student.hidden.device.type
     if impl == "triton" and limit is not None:
         raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
@@ -184,7 +186,7 @@ def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tens
 
 
 def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised results of linear_kl: what a fake call returns."""
+    """Returns uninitialised results of linear_kl: what a fake call returns."""
     out = RowValues.allocate(problem_of(*args, **kwargs)[0])
     return out.value, out.hard, out.statistics
 
@@ -322,7 +324,7 @@ def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
 
 
 def forward_flops(*args: Any, **kwargs: Any) -> int:
-    """The logits matmuls."""
+    """Returns the logits matmuls."""
     return sum(_matmuls(linear_kl, args, kwargs)[0])
 
 
@@ -332,7 +334,7 @@ def _backward_flops(*args: Any, **kwargs: Any) -> int:
 
 
 def sum_flops(*args: Any, **kwargs: Any) -> int:
-    """The logits and one matmul for each gradient."""
+    """Returns the logits and one matmul for each gradient."""
     return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
 
 
@@ -452,7 +454,9 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """A stored gradient times the gradient of the sum that it is of (see double_backward.py)."""
+    """Returns a stored gradient times the gradient of the sum that it is of (see
+    double_backward.py).
+    """
     if not in_place:
         return (stored * factor).to(stored.dtype)
     if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:

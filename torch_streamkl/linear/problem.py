@@ -54,7 +54,7 @@ class LinearProblem:
     """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over vocabulary
     entries.
 
-    Word j is the same vocabulary entry on both sides; a vocabulary entry that only one side has is
+    Id j is the same vocabulary entry on both sides; an entry that only one side has is
     impossible on the other (probability 0). ``labels`` adds a second value per row, the
     cross-entropy of y and the label. ``vocab_start`` is the index of the heads' first row: a shard
     of the vocabulary is a problem too.
@@ -82,7 +82,7 @@ class LinearProblem:
         return self.student, self.teacher
 
     def of_tokens(self, tokens: slice) -> LinearProblem:
-        """The problem of a range of rows (views)."""
+        """Returns the problem of a range of rows (views)."""
         return replace(
             self,
             student=self.student.of_tokens(tokens),
@@ -91,8 +91,8 @@ class LinearProblem:
         )
 
     def of_vocab(self, vocab: slice) -> LinearProblem:
-        """The problem of a range of vocabulary entries (views); a side without them gets an empty
-        head.
+        """Returns the problem of a range of vocabulary entries (views); a side without them gets
+        an empty head.
         """
         return replace(
             self,
@@ -262,7 +262,7 @@ def workspace_bytes(problem: LinearProblem, max_workspace_mib: int) -> int:
 
 
 def row_bytes(problem: LinearProblem) -> tuple[int, int]:
-    """Bytes of one token's logits of the student and of the teacher."""
+    """Returns bytes of one token's logits of the student and of the teacher."""
     student, teacher = (padded(h.vocab_size) * h.hidden.element_size() for h in problem.heads)
     return student, teacher
 
@@ -273,7 +273,7 @@ def ranges(size: int, step: int) -> Iterator[slice]:
 
 
 def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
-    """The fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
+    """Yields the fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
 
     Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
     Of no rows there is no range: a mask may select none.
@@ -291,7 +291,7 @@ def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
 
 
 def even_step(size: int, limit: int, multiple: int) -> int:
-    """Length of the longest of the `even_ranges`, at least 1."""
+    """Returns length of the longest of the `even_ranges`, at least 1."""
     if limit > multiple:
         limit -= limit % multiple
     return max((int(r.stop - r.start) for r in even_ranges(size, limit, multiple)), default=1)

@@ -13,7 +13,7 @@ from torch_streamkl.linear.problem import Head, LinearProblem
 
 
 def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
-    """Differentiable values and cross-entropies per token (no elements without labels)."""
+    """Returns differentiable values and cross-entropies per token (no elements without labels)."""
     y_s, y_t = (_scores(head, problem.compute_dtype) for head in problem.heads)
     vocab_size = max(y_s.shape[1], y_t.shape[1])
     log_s, log_t = (_log_probabilities(y / problem.temperature, vocab_size) for y in (y_s, y_t))

@@ -90,8 +90,8 @@ def copy_rests(state: RowState, out: RowValues) -> None:
 def partial_state(
     problem: LinearProblem, student: Tensor, teacher: Tensor, form: Bilinear
 ) -> tuple[RowState, Tensor]:
-    """Row state over the vocabulary entries at hand and the log-sum-exp of the student's y over
-    them.
+    """Returns the row state over the vocabulary entries at hand and the log-sum-exp of the
+    student's y over them.
     """
     shape = (problem.num_tokens,)
     like = student.new_empty((), dtype=problem.compute_dtype)
@@ -225,8 +225,8 @@ def _counted(problem: LinearProblem) -> Tensor:
 def hard_values(
     problem: LinearProblem, label_y: tuple[Tensor, Tensor], hard_lse: Tensor
 ) -> Tensor:
-    """Cross-entropy of the labels, from their `label_scores`; NaN for one that is no vocabulary
-    entry.
+    """Returns the cross-entropy of the labels, from their `label_scores`; NaN for one that is no
+    vocabulary entry.
     """
     y, is_in_vocab = label_y
     value = torch.where(is_in_vocab, hard_lse - y, math.nan)
@@ -236,7 +236,7 @@ def hard_values(
 def label_scores(
     problem: LinearProblem, student: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """y of each row's label, and whether it is one of the vocabulary entries at hand."""
+    """Returns y of each row's label, and whether it is one of the vocabulary entries at hand."""
     assert problem.labels is not None
     head, vocab_entry = problem.student, problem.labels.long() - problem.vocab_start
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < head.vocab_size)

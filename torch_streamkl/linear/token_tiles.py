@@ -97,7 +97,9 @@ def _forward(
 
 
 def is_even(problem: LinearProblem) -> bool:
-    """Whether compiled rows can compute it: both sides have the same vocabulary entries."""
+    """Returns whether compiled rows can compute it: both sides have the same vocabulary
+    entries.
+    """
     return problem.student.vocab_size == problem.teacher.vocab_size > 0
 
 

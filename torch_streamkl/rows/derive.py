@@ -49,7 +49,7 @@ class BackwardPlan:
 
 @functools.lru_cache(maxsize=256)
 def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
-    """Reductions by level; with the Jacobians where a gradient will be wanted."""
+    """Returns reductions by level; with the Jacobians where a gradient will be wanted."""
     if not is_differentiated:
         return ForwardPlan(program.nodes, max(program.levels), ())
     graph = Graph.of(program.nodes)
@@ -154,7 +154,9 @@ def _with_heads(graph: Graph, x: int, like: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def backward_plan(program: Program) -> BackwardPlan:
-    """The gradient of ``sum_c r_c R_c`` to what is not a value of a row, r_c being its seed."""
+    """Returns the gradient of ``sum_c r_c R_c`` to what is not a value of a row, r_c being its
+    seed.
+    """
     graph = Graph.of(program.nodes)
     adjoints: dict[int, int] = {}
 

@@ -90,7 +90,7 @@ def backward(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to the operands, 0 to those of a side that is detached.
+    """Returns gradients to the operands, 0 to those of a side that is detached.
 
     And to tensors that the program has and does not read.
     """

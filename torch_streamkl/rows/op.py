@@ -115,7 +115,7 @@ def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:
-    """The implementation that a call's arguments lead to."""
+    """Returns the implementation that a call's arguments lead to."""
     if impl != "auto":
         return impl
     return _automatic(RowProblem.of(program, tensors), is_differentiated)
@@ -129,7 +129,9 @@ def chosen_of_sum(
     needs_grad: Sequence[bool],
     impl: str,
 ) -> str:
-    """The same for a sum: the divergence is left where what the values weigh depends on them."""
+    """Returns the same for a sum: the divergence is left where what the values weigh depends on
+    them.
+    """
     how = chosen(tensors, program, True, impl)
     if how != CLOSED or RowLoss.of(loss).is_linear:
         return how
@@ -140,7 +142,7 @@ def chosen_of_sum(
 
 
 def has_sum(problem: RowProblem) -> bool:
-    """Whether a program's rows may be summed with gradients in the forward.
+    """Returns whether a program's rows may be summed with gradients in the forward.
 
     It is of LM heads: for attention maps the products that this saves are not what takes the time.
     In float16 gradients might overflow before they are scaled.

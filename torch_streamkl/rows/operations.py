@@ -48,7 +48,7 @@ def div0(a: Tensor, b: Tensor) -> Tensor:
 
 
 def norm(squares: Tensor) -> Tensor:
-    """The square root of a sum of squares: its gradient at 0 is 0, also by autograd."""
+    """Returns the square root of a sum of squares: its gradient at 0 is 0, also by autograd."""
     is_zero = squares == 0
     return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
@@ -61,7 +61,7 @@ _TYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
 def of_numbers(op: str, values: list[float], dtypes: list[str]) -> float:
-    """A pointwise operation on constants."""
+    """Returns a pointwise operation on constants."""
     tensors = [exact(v).to(_TYPES[d]) for v, d in zip(values, dtypes, strict=True)]
     return float(OPERATIONS[op].run(*tensors))
 

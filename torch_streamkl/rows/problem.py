@@ -57,7 +57,7 @@ class RowProblem:
         return torch.float64 if is_double else torch.float32
 
     def num_heads(self, axis: int) -> int:
-        """The size of an axis of heads; 0 is none."""
+        """Returns the size of an axis of heads; 0 is none."""
         if not axis:
             return 1
         return self.operands[self.program.dot_heads.index(axis)][0].shape[1]
@@ -78,7 +78,7 @@ class RowProblem:
         return *self.row_shape(head), *((self.num_blocks(size),) if size else ())
 
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:
-        """The problem of a block (views), whose first row and key are its own."""
+        """Returns the problem of a block (views), whose first row and key are its own."""
         along: dict[str, tuple[slice, ...]] = {ROW: (rows,), KEY: (keys,), PAIR: (rows, keys)}
         return RowProblem(
             self.program,
@@ -94,13 +94,15 @@ class RowProblem:
         )
 
     def ids_of(self, capture: int) -> Tensor:
-        """The ids that a capture's elements stand at."""
+        """Returns the ids that a capture's elements stand at."""
         declared = self.program.captures[capture]
         return self.captures[declared.ids if declared.kind == VALUES else capture]
 
 
 def part(x: Tensor, *slices: slice) -> Tensor:
-    """A block of leading dimensions [batch, heads, ...], of which some are 1; None takes all."""
+    """Returns a block of leading dimensions [batch, heads, ...], of which some are 1; None takes
+    all.
+    """
     for dim, each in enumerate(slices):
         if x.shape[dim] != 1:
             x = x.narrow(dim, each.start, each.stop - each.start) if each != ALL else x

@@ -83,7 +83,7 @@ class Reduction:
 
     @property
     def is_added(self) -> bool:
-        """Whether elements are added up, for each row or each of its blocks."""
+        """Returns whether elements are added up, for each row or each of its blocks."""
         return self.kind in (SUM, BLOCK_SUM)
 
 
@@ -107,7 +107,7 @@ class Program:
 
     @functools.cached_property
     def text(self) -> str:
-        """The program as an argument of an operator."""
+        """Returns the program as an argument of an operator."""
         nodes = [
             [n.op, list(n.args), n.value, n.dtype, n.head, n.by_key, n.is_finite]
             for n in self.nodes
@@ -123,7 +123,7 @@ class Program:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def of(text: str) -> Program:
-        """The program of a text."""
+        """Returns the program of a text."""
         heads, captures, nodes, reductions, outputs, keys = json.loads(text)
         return Program(
             tuple(heads),
@@ -149,7 +149,7 @@ class Program:
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """The level of each reduction, from 1."""
+        """Returns the level of each reduction, from 1."""
         below: list[int] = []  # of each node, the highest level that it uses
         levels: list[int] = []
         for node in self.nodes:
@@ -166,12 +166,12 @@ class Program:
 
     @functools.cached_property
     def logsumexps(self) -> tuple[int, ...]:
-        """The numbers of the log-sum-exps."""
+        """Returns the numbers of the log-sum-exps."""
         return tuple(c for c, r in enumerate(self.reductions) if r.kind == LOGSUMEXP)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether something is summed over blocks of keys."""
+        """Returns whether something is summed over blocks of keys."""
         return any(r.kind == BLOCK_SUM for r in self.reductions)
 
     @property
@@ -183,7 +183,7 @@ class Program:
 
 
 def canonical(program: Program) -> Program:
-    """The same program without dead nodes, numbered in one order.
+    """Returns the same program without dead nodes, numbered in one order.
 
     Arguments of commutative operations are sorted by what they compute, and reductions stand in
     the order in which the outputs first need them.

@@ -46,7 +46,7 @@ _THREAD = _Thread()
 
 
 def active_observer() -> Observer | None:
-    """The observer of this thread's launches."""
+    """Returns the observer of this thread's launches."""
     return _THREAD.observer
 
 
@@ -115,14 +115,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device by its index: without one, torch means the device that is current then."""
+    """Returns the device by its index: without one, torch means the device that is current
+    then.
+    """
     if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def device_of(arguments: Iterable[Any]) -> torch.device:
-    """The device of a kernel's tensors: that of the first, since all are on one."""
+    """Returns the device of a kernel's tensors: that of the first, since all are on one."""
     found = _first_device(arguments)
     if found is None:
         raise TypeError("a kernel must be launched with a tensor")
@@ -143,7 +145,7 @@ def _first_device(arguments: Iterable[Any]) -> torch.device | None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a device's current stream is captured into a CUDA graph."""
+    """Returns whether a device's current stream is captured into a CUDA graph."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     with on_device(device):  # torch asks the current device's stream

@@ -1,4 +1,4 @@
-"""Reads casts and detached values."""
+"""Casts and detached values."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _gather(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 
 def largest(self: Operands, top: fx.Node) -> Placed:
-    """The values of a top-k: entries at its ids."""
+    """Returns the values of a top-k: entries at its ids."""
     ids = [u for u in top.users if u.target is operator.getitem and u.args[1] == 1]
     if not ids:
         raise Unsupported("the largest scores without their ids")

@@ -24,7 +24,7 @@ class IndexRules(Analysis):
 
     @rule(aten.diff.default)
     def diff(self, node: fx.Node, a: Arguments) -> object:
-        """Differences of neighbours: of an affine tensor, its coefficient."""
+        """Reads differences of neighbours: of an affine tensor, its coefficient."""
         x, before = self.value(a["self"]), a.get("prepend")
         if not isinstance(x, Affine) or a.get("n", 1) != 1 or a.get("append") is not None:
             return self._no_rule(node, "diff")

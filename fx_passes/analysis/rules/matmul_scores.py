@@ -196,7 +196,9 @@ def attention_of_einsum(
 
 
 def peeled(operand: TensorRef) -> TensorRef:
-    """The operand below transposes, casts and head repetition, which operators do themselves."""
+    """Returns the operand below transposes, casts and head repetition, which operators do
+    themselves.
+    """
     while True:
         below = _below(operand)
         if below is None:

@@ -303,7 +303,7 @@ def rows_of_entries(x: Entries, shape: Sequence[Size]) -> Scores | Elements:
 
 
 def from_front(start: Size, size: Size) -> Size:
-    """A start counted from the front and within the dimension, as torch takes it."""
+    """Returns a start counted from the front and within the dimension, as torch takes it."""
     if isinstance(start, int) and start >= 0 and not isinstance(size, int):
         return start  # what is longer than the dimension gives an empty slice
     if statically_known_true(start < 0):

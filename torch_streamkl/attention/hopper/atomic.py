@@ -44,7 +44,7 @@ class Handover(NamedTuple):
 
 
 def new_sums(q: Tensor, inner: int) -> Tensor:
-    """Zeros for `add_queries`, [tiles of all heads, inner * head_dim]."""
+    """Returns zeros for `add_queries`, [tiles of all heads, inner * head_dim]."""
     batch, num_heads, seqlen, head_dim = q.shape
     num_tiles = batch * num_heads * ceil_div(seqlen, inner)
     return q.new_zeros((num_tiles, inner * head_dim), dtype=torch.float32)
@@ -116,7 +116,7 @@ def gradient_kernel(
     sums, out_ptr, stride_h, stride_n, scale, seqlen,
     INNER: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a gradient [batch * heads, seqlen, head_dim] from its sums."""
+    """Computes a tile of a gradient [batch * heads, seqlen, head_dim] from its sums."""
     tiles_of_head = tl.cdiv(seqlen, INNER)
     head = tl.program_id(0) // tiles_of_head
     row = tl.arange(0, INNER)[:, None]

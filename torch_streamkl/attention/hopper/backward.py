@@ -168,7 +168,7 @@ class Output(NamedTuple):
 
 @gluon.jit
 def load_statistics(stats, member, row, work, TASK: gl.constexpr):
-    """own lse, other lse, key sum, incoming gradient and clamp of rows of a head.
+    """Returns own lse, other lse, key sum, incoming gradient and clamp of rows of a head.
 
     Where FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left.
     With a clamp, the key sum is that of P where S is not below it.
@@ -193,7 +193,7 @@ def load_statistics(stats, member, row, work, TASK: gl.constexpr):
 
 @gluon.jit
 def marks_of(kept, TASK: gl.constexpr):
-    """NEGATIVE and CLAMPED of rows with these statistics."""
+    """Returns NEGATIVE and CLAMPED of rows with these statistics."""
     marks = gl.to_tensor(0)
     if TASK.FOLDED:
         marks = marks | gl.max((kept[GRAD] < 0.0).to(gl.int32), 0) * NEGATIVE
@@ -266,7 +266,9 @@ def load_all(
 
 @gluon.jit
 def along(kept, tiles, slot, WHICH: gl.constexpr, layout: gl.constexpr, TASK: gl.constexpr):
-    """A statistic of the rows of a tile: along its rows for dQ, along its columns for dK."""
+    """Returns a statistic of the rows of a tile: along its rows for dQ, along its columns for
+    dK.
+    """
     if TASK.ROWS:
         return gl.expand_dims(kept[WHICH], 1)
     else:
@@ -276,7 +278,7 @@ def along(kept, tiles, slot, WHICH: gl.constexpr, layout: gl.constexpr, TASK: gl
 
 @gluon.jit
 def marks_in(tiles, slot, marks, TASK: gl.constexpr):
-    """NEGATIVE and CLAMPED of a tile; for dQ they are those of the warp group's rows."""
+    """Returns NEGATIVE and CLAMPED of a tile; for dQ they are those of the warp group's rows."""
     if TASK.FOLDED:
         every: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
         return gl.max(tiles.marks.index(slot).load(every), 0)
@@ -286,7 +288,7 @@ def marks_in(tiles, slot, marks, TASK: gl.constexpr):
 
 @gluon.jit
 def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.constexpr):
-    """The bias of inner tile i and the outer rows from first on, as it lies in memory."""
+    """Returns the bias of inner tile i and the outer rows from first on, as it lies in memory."""
     if HAS_BIAS:
         tile = gl.minimum(i, work.num_tiles - 1)
         num_rows, num_keys = work.seq.num_rows, work.seq.num_keys
@@ -325,8 +327,8 @@ def second_half(
     x, other, kept, tiles, slot, marks, scale, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
     bias=0.0, bias_scale=0.0,
 ):  # fmt: skip
-    """d(value)/d(own score) without COEFFICIENTS.TS if PLAIN, for dK times the incoming gradient
-    (its size where FOLDED).
+    """Returns d(value)/d(own score) without COEFFICIENTS.TS if PLAIN, for dK times the incoming
+    gradient (its size where FOLDED).
     """
     layout: gl.constexpr = other.type.layout
     y = other * scale
@@ -366,7 +368,9 @@ def second_half(
 
 @gluon.jit
 def visible(d, work, outer, i, TASK: gl.constexpr):
-    """d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes twice."""
+    """Returns d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes
+    twice.
+    """
     inner = gl.arange(0, TASK.INNER, layout=gl.SliceLayout(0, d.type.layout))
     if TASK.ROWS:
         rows = gl.expand_dims(outer, 1)
@@ -384,7 +388,7 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_met(masks, seq, start, TASK: gl.constexpr):
-    """First and number of the inner tiles of the block of outer rows at start."""
+    """Returns the first and number of the inner tiles of the block of outer rows at start."""
     ROWS_OF_BLOCK: gl.constexpr = TASK.GROUPS * TASK.BLOCK
     if TASK.ROWS:
         first, _, _, stop = keys_of_rows(
@@ -403,7 +407,9 @@ def tiles_met(masks, seq, start, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_without_mask(work, first, TASK: gl.constexpr):
-    """Inner tiles from start to stop: the warp group with this first outer row needs no mask."""
+    """Returns inner tiles from start to stop: the warp group with this first outer row needs no
+    mask.
+    """
     if TASK.ROWS:
         _, left, right, _ = keys_of_rows(
             work.masks, work.seq, first, TASK.BLOCK, TASK.INNER,
@@ -557,7 +563,8 @@ def backward_kernel(
     own_scale, other_scale, own_bias, other_bias, bias_scale,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads.
+    """Computes dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query
+    heads.
 
     Where TASK.ADDS, what dQ gets from the block's keys is added to `sums`, without its factor.
     POINTWISE_FN computes the gradient of one key (pointwise.py) where TASK.COEFFICIENTS does not

@@ -190,7 +190,9 @@ def release(tiles, i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """First and number of the pairs with a key that some of the ROWS from m0 on sees."""
+    """Returns the first and number of the pairs with a key that some of the ROWS from m0 on
+    sees.
+    """
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     first_key, _, _, stop_key = keys_of_rows(
         masks, seq, m0, ROWS, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
@@ -218,7 +220,7 @@ def update_pairs(
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
     MASKED: gl.constexpr = True,
 ):  # fmt: skip
-    """Running state after the pairs from start to stop, MASKED element by element."""
+    """Returns the running state after the pairs from start to stop, MASKED element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_BIAS: gl.constexpr = CONFIG.S_BIAS if WEIGHT_IS_TEACHER else CONFIG.T_BIAS
     WEIGHT_BIAS: gl.constexpr = CONFIG.T_BIAS if WEIGHT_IS_TEACHER else CONFIG.S_BIAS
@@ -272,7 +274,7 @@ def pair_step(
     sums, i, oq, wq, tiles, block, zeros,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The sums with pair i."""
+    """Returns the sums with pair i."""
     wait_for(tiles, i, True, SLOTS)
     o = start_pair(oq, tiles.other_k, i, zeros, SLOTS)
     w = start_pair(wq, tiles.weight_k, i, zeros, SLOTS)
@@ -304,7 +306,9 @@ def sum_pairs(
 
 @gluon.jit
 def bias_of_half(block, first_row, i, zero, HALF: gl.constexpr, BIASED: gl.constexpr):
-    """The bias of both sides for a half of pair i, whose keys there all are; past the end any."""
+    """Returns the bias of both sides for a half of pair i, whose keys there all are; past the end
+    any.
+    """
     if BIASED:
         first = (2 * (block.stop_pair - 1 - i) + HALF) * zero.shape[1]
         return bias_of_rows(
@@ -322,7 +326,8 @@ def step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     BIASED: gl.constexpr,
 ):  # fmt: skip
-    """The sums with a half of pair i, whose products of `other` are o, and those of the next.
+    """Returns the sums with a half of pair i, whose products of `other` are o, and those of the
+    next.
 
     Its bias is `bias`; the next one's is read under this one's arithmetic.
     """
@@ -409,14 +414,14 @@ def sum_halves(
 
 @gluon.jit
 def per_thread(x, none):
-    """x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
+    """Returns x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
     rows = gl.convert_layout(x, gl.SliceLayout(1, none.type.layout))
     return none + gl.expand_dims(rows, 1)
 
 
 @gluon.jit
 def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexpr):
-    """The state with sums relative to its own maxima added."""
+    """Returns the state with sums relative to its own maxima added."""
     row_layout: gl.constexpr = state.l_t.type.layout
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
@@ -453,7 +458,9 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
 
 @gluon.jit
 def without_doubtful(state, SQUARES: gl.constexpr):
-    """The state, with NaN for a sum of rows where those relative to a fixed base may be wrong."""
+    """Returns the state, with NaN for a sum of rows where those relative to a fixed base may be
+    wrong.
+    """
     smallest = SMALLEST_SQUARED if SQUARES else SMALLEST_SUM
     largest = LARGEST_SQUARED if SQUARES else LARGEST
     good = (state.l_t >= smallest) & (state.l_t <= largest)
@@ -475,7 +482,9 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Pairs from start to stop, but never the first: the warp group's rows see them whole."""
+    """Returns pairs from start to stop, but never the first: the warp group's rows see them
+    whole.
+    """
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, PAIR,
@@ -490,7 +499,10 @@ def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
 
 @gluon.jit
 def has_bases(state, rows, num_rows):
-    """Whether every row has met a score of a usual size: NOTE [Frozen row max with a bias]."""
+    """Returns whether every row has met a score of a usual size:
+
+    NOTE [Frozen row max with a bias].
+    """
     lowest = gl.where(rows < num_rows, gl.minimum(state.m_t, state.m_s), 0.0)
     return gl.min(lowest, 0) > USUAL
 

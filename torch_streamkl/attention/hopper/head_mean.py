@@ -108,7 +108,9 @@ def add_tiles(
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     MASKED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Largest score of each row and sum relative to it, after the tiles from start to stop."""
+    """Returns the largest score of each row and sum relative to it, after the tiles from start to
+    stop.
+    """
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     seq = block.seq
     for i in range(start, stop):
@@ -177,7 +179,7 @@ def heads_lse_kernel(
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exps of a block of rows of one head."""
+    """Computes log-sum-exps of a block of rows of one head."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     position, bh = tile_coordinates(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
@@ -301,7 +303,8 @@ def heads_mean_kernel(
     num_heads, ratio, group, seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """log2 of the mean over the teachers of a student head, one tile; masks are its readers'.
+    """Computes log2 of the mean over the teachers of a student head, one tile; masks are its
+    readers'.
 
     NOTE [Small means]: the smallest sums of the rows of a tile lie together in small_ptr.
     """

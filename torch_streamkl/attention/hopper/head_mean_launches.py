@@ -116,12 +116,12 @@ class Launcher(portable.Launcher):
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     return portable.forward(problem, Launcher)
 
 
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order."""
+    """Returns the needed gradients, each summed in a fixed order."""
     return portable.backward(problem, stats, grad, needs_grad, Launcher)

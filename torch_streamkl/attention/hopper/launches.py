@@ -71,7 +71,7 @@ class Blocks:
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
     rows = pack_gqa_heads(problem)
@@ -277,7 +277,9 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order unless the problem allows another."""
+    """Returns the needed gradients, each summed in a fixed order unless the problem allows
+    another.
+    """
     if problem.head_mean:
         return head_mean_launches.backward(problem, stats, grad, needs_grad)
     grad = grad.to(torch.float32).contiguous()

@@ -118,7 +118,7 @@ def bit_mask_kernel(
     masks, bits_by_rows, bits_by_keys, classes, num_row_blocks, num_key_blocks, num_heads,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Bits and class of a block: 0 where no pair is admitted, 2 where all are, else 1."""
+    """Computes bits and class of a block: 0 where no pair is admitted, 2 where all are, else 1."""
     key_block = tl.program_id(0)
     row_block = tl.program_id(1)
     entity = tl.program_id(2)
@@ -148,7 +148,7 @@ def bit_mask_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def lists_kernel(classes, of_rows, of_keys, num_rows, num_columns, SIZE: tl.constexpr):
-    """The blocks that are not empty, of a row of blocks or of a column of them."""
+    """Computes the blocks that are not empty, of a row of blocks or of a column of them."""
     line = tl.program_id(0)
     entity = tl.program_id(1)
     offs = tl.arange(0, SIZE)
@@ -168,14 +168,14 @@ def lists_kernel(classes, of_rows, of_keys, num_rows, num_columns, SIZE: tl.cons
 
 @gluon.jit
 def list_at(blocks, entity, row_block):
-    """The list of a block of rows: its length, then its entries."""
+    """Returns the list of a block of rows: its length, then its entries."""
     line = entity * blocks.num_row_blocks + row_block
     return blocks.lists + line * (1 + blocks.num_column_blocks)
 
 
 @gluon.jit
 def load_bits(blocks, entity, row_tile, column_tile, none):
-    """The bits [64, lanes] of a tile; `none` (lane_sum's result) gives the layout."""
+    """Returns the bits [64, lanes] of a tile; `none` (lane_sum's result) gives the layout."""
     layout: gl.constexpr = none.type.layout
     rows = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
     lanes = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, layout)), 0)
@@ -195,7 +195,7 @@ def admitted(bits, like):
 
 @gluon.jit
 def where_admitted(bits, x, other):
-    """x [64, 64] of an accumulator where admitted, elsewhere a number."""
+    """Returns x [64, 64] of an accumulator where admitted, elsewhere a number."""
     layout: gl.constexpr = x.type.layout
     y = by_lane(x)
     y = gl.where(admitted(bits, y), y, other)

@@ -28,7 +28,7 @@ CHUNK = tl.constexpr(64)  # entries that these are compared with, and sequences,
 
 
 def num_entries(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> int:
-    """A bound on the blocks of ``size`` rows (or keys) of all sequences."""
+    """Returns a bound on the blocks of ``size`` rows (or keys) of all sequences."""
     total, longest = (
         (problem.seqlen_q, problem.max_seqlen_q)
         if rows
@@ -63,7 +63,9 @@ def new_table(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> T
 
 @triton.jit
 def block_of_entry(entry, cu_seqlens, num_sequences, SIZE: tl.constexpr):
-    """Sequence of the block with a number, its place in it, and whether there is such a block."""
+    """Returns the sequence of the block with a number, its place in it, and whether there is such
+    a block.
+    """
     sequence = entry * 0
     before = entry * 0
     total = 0
@@ -86,7 +88,9 @@ def work_of_entry(
     entry, cu_seqlens_q, cu_seqlens_k, num_sequences, left, right,
     SIZE: tl.constexpr, ROWS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Keys that the block meets (rows, of a block of keys), -1 where there is none; the block."""
+    """Returns keys that the block meets (rows, of a block of keys), -1 where there is none; the
+    block.
+    """
     own = cu_seqlens_q if ROWS else cu_seqlens_k
     sequence, place, exists = block_of_entry(entry, own, num_sequences, SIZE)
     at = tl.where(exists, sequence, 0)
@@ -140,7 +144,9 @@ def table_kernel(
 
 @gluon.jit
 def packed_block(pid, table, num_entries):
-    """Sequence, place in it, and head of a program: NOTE [Blocks of packed sequences]."""
+    """Returns the sequence, place in it, and head of a program: NOTE [Blocks of packed
+    sequences].
+    """
     entry, head = tile_coordinates(pid, num_entries, True)
     sequence = gl.load(table + entry)
     position = gl.where(sequence < 0, NOWHERE, gl.load(table + num_entries + entry))

@@ -121,7 +121,7 @@ class Work(NamedTuple):
 
 @gluon.jit
 def work_at(number, sizes, masks, blocks, stats, TASK: gl.constexpr):
-    """The outer block with this number."""
+    """Returns the outer block with this number."""
     num_groups = sizes.num_heads // TASK.GROUP_SIZE
     position, group = place_among(
         number, sizes.num_blocks, num_groups * sizes.batch, SWIZZLE_HEADS, TASK.HAS_RIGHT
@@ -287,7 +287,7 @@ def score_gradients(
     start_whole, stop_whole, bits, is_full,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """dscore of inner tile i, in the inputs' dtype."""
+    """Returns dscore of inner tile i, in the inputs' dtype."""
     layout: gl.constexpr = other.type.layout
     slot = stage_of(used + i, TASK.SLOTS)
     marks = marks_in(tiles, slot, marks_of_rows, TASK)
@@ -306,7 +306,7 @@ def score_gradients(
 
 @gluon.jit
 def bits_of_tile(work, blocks, first, i, zero, TASK: gl.constexpr):
-    """A mask's bits of inner tile i, and whether it admits all of its block."""
+    """Returns a mask's bits of inner tile i, and whether it admits all of its block."""
     if TASK.HAS_MASK:
         tile = i // TASK.GROUP_SIZE
         entry = gl.load(work.list + 1 + tile // 2)

@@ -235,7 +235,7 @@ def persistent_forward_kernel(
     COEFFICIENTS: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Values and statistics of blocks of rows."""
+    """Computes values and statistics of blocks of rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM

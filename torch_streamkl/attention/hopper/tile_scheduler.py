@@ -67,7 +67,9 @@ def num_steps_of_program(work):
 
 @gluon.jit
 def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: gl.constexpr):
-    """Like row_state.tile_coordinates, for a number below num_blocks * num_heads: block, head."""
+    """Like row_state.tile_coordinates, for a number below num_blocks * num_heads: block,
+    head.
+    """
     if INTERLEAVED:
         first = number // (num_blocks * at_once) * at_once
         num_heads = gl.minimum(num_heads - first, at_once)
@@ -79,7 +81,7 @@ def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: gl.constexp
 
 @gluon.jit
 def block_at(number, work, masks, blocks, GROUPS: gl.constexpr, CONFIG: gl.constexpr):
-    """The block with this number."""
+    """Returns the block with this number."""
     position, bh = place_among(
         number, work.num_blocks, work.num_heads * work.batch, SWIZZLE_HEADS, CONFIG.HAS_RIGHT
     )

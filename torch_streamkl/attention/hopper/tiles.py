@@ -137,7 +137,7 @@ def start_following(tiles, place, t, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def keys_of_tile(block, t, zero):
-    """The keys of tile t, along the columns of an accumulator."""
+    """Returns the keys of tile t, along the columns of an accumulator."""
     BLOCK_N: gl.constexpr = zero.shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     first = (2 * block.stop_pair - 1 - t) * BLOCK_N
@@ -157,7 +157,7 @@ def seen(place, t, like, CONFIG: gl.constexpr):
 
 @gluon.jit
 def masked(x, t, place, bits, is_full, CONFIG: gl.constexpr):
-    """x of tile t where rows see keys, FAR elsewhere."""
+    """Returns x of tile t where rows see keys, FAR elsewhere."""
     if CONFIG.HAS_MASK:
         if not is_full:
             x = where_admitted(bits, x, FAR)
@@ -172,7 +172,9 @@ def step(
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
+    """Returns the sums with a half of pair i, whose products of `other` are o, and those of the
+    next.
+    """
     w = start_half(place.wq, tiles.weight_k, i, HALF, zero, SLOTS)
     o = o * place.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
@@ -230,7 +232,7 @@ def masked_step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     CONFIG: gl.constexpr, bits=0, is_full=True,
 ):  # fmt: skip
-    """The sums with tile t, whose products of `other` are o, and those of the next.
+    """Returns the sums with tile t, whose products of `other` are o, and those of the next.
 
     With a mask tensor, `bits` are its bits of the tile, and nothing else masks it.
     """
@@ -260,7 +262,7 @@ def masked_step(
 
 @gluon.jit
 def with_sums(sums, rows, WEIGHT_IS_TEACHER: gl.constexpr):
-    """The state of rows with these sums."""
+    """Returns the state of rows with these sums."""
     layout: gl.constexpr = rows.type.layout
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), layout)
@@ -277,7 +279,8 @@ def with_sums(sums, rows, WEIGHT_IS_TEACHER: gl.constexpr):
 
 @gluon.jit
 def without_doubtful(state, some):
-    """The state, with NaN for a sum of rows where those relative to a fixed base may be wrong.
+    """Returns the state, with NaN for a sum of rows where those relative to a fixed base may be
+    wrong.
 
     Rows without `some` key have none of anything.
     """
@@ -303,7 +306,9 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def start_sums(o, w, keys, other_scale, weight_scale, zero):
-    """Empty sums relative to the largest of the first scores; `keys` are those that there are."""
+    """Returns empty sums relative to the largest of the first scores; `keys` are those that there
+    are.
+    """
     none = lane_sum(zero)
     base_o = gl.max(gl.where(keys, o * other_scale, -float("inf")), 1)
     base_w = gl.max(gl.where(keys, w * weight_scale, -float("inf")), 1)
@@ -316,7 +321,10 @@ def reduce_tiles(
     WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The state after every tile that some row of the warp group sees: NOTE [Tiles of rows]."""
+    """Returns the state after every tile that some row of the warp group sees:
+
+    NOTE [Tiles of rows].
+    """
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
     C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
@@ -350,7 +358,7 @@ def reduce_tiles(
 
 @gluon.jit
 def products_of(t, tiles, place, zero, SLOTS: gl.constexpr):
-    """The products of tile t of both sides."""
+    """Returns the products of tile t of both sides."""
     wait_for(tiles, place.used + t // 2, True, SLOTS)
     o = start_at(place.oq, tiles.other_k, place, t, zero, SLOTS)
     w = start_at(place.wq, tiles.weight_k, place, t, zero, SLOTS)
@@ -366,7 +374,7 @@ def release_after(t, tiles, place, SLOTS: gl.constexpr):
 
 @gluon.jit
 def masked_row_sums(sums, o, w, t, place, CONFIG: gl.constexpr):
-    """The sums of 2^x with tile t, whose products are o and w."""
+    """Returns the sums of 2^x with tile t, whose products are o and w."""
     o = masked(o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, 0, True, CONFIG)
     w = masked(w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, 0, True, CONFIG)
     return with_row_sums(sums, sums.other + lane_sum(exp2(o)), sums.weight + lane_sum(exp2(w)))
@@ -374,7 +382,7 @@ def masked_row_sums(sums, o, w, t, place, CONFIG: gl.constexpr):
 
 @gluon.jit
 def with_row_sums(sums, other, weight):
-    """The sums with others of 2^x."""
+    """Returns the sums with others of 2^x."""
     return Sums(
         other, weight, sums.moment, sums.low_o, sums.low_w, sums.base_o, sums.base_w
     )  # fmt: skip
@@ -382,7 +390,9 @@ def with_row_sums(sums, other, weight):
 
 @gluon.jit
 def row_sums_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
-    """The sums of 2^x with pair i, whose products of `other` are o, and those of the next."""
+    """Returns the sums of 2^x with pair i, whose products of `other` are o, and those of the
+    next.
+    """
     w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
     o = o * place.other_scale - column_of(sums.base_o, zeros)
     sum_o = before_wait(add(sums.other, lane_sum(exp2(o))))
@@ -450,7 +460,7 @@ def reduce_listed(
     WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The state after the pairs of a mask's list: NOTE [Blocks of a mask]."""
+    """Returns the state after the pairs of a mask's list: NOTE [Blocks of a mask]."""
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
     C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR

@@ -123,7 +123,9 @@ def before_wait_three(a, b, c):
 
 @gluon.jit
 def pinned(x):
-    """x [64, 64], computed by this point of the program: as before_wait, for a whole tile."""
+    """Returns x [64, 64], computed by this point of the program: as before_wait, for a whole
+    tile.
+    """
     return gl.inline_asm_elementwise(PINNED, PINNED_OPERANDS, [x], gl.float32, False, 32)
 
 
@@ -139,8 +141,8 @@ def anew(i):
 
 @gluon.jit
 def by_lane(x):
-    """Reshapes an [M, N] accumulator to [M, LANES, N / LANES]: the columns that each thread
-    has.
+    """Reshapes an [M, N] accumulator to [M, LANES, N / LANES]: the columns that each
+    thread has.
     """
     y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
     return gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4])
@@ -219,7 +221,9 @@ def per_column(x, like):
 
 @gluon.jit
 def of_first_column(x, like):
-    """An accumulator -> [64, LANES], in the layout of `like`: each thread's first columns."""
+    """Returns an accumulator -> [64, LANES], in the layout of `like`: each thread's first
+    columns.
+    """
     x = by_lane(x)
     x, _ = gl.split(gl.reshape(x, [64, LANES, 8, 2]))
     x, _ = gl.split(gl.reshape(x, [64, LANES, 4, 2]))
@@ -285,13 +289,13 @@ def stage_of(i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def phase_of(i, SLOTS: gl.constexpr):
-    """The phase of the barriers of stage_of(i) that completes for i."""
+    """Returns the phase of the barriers of stage_of(i) that completes for i."""
     return (i // SLOTS) & 1
 
 
 @gluon.jit
 def without_offset(seq):
-    """The sequence, for a window whose bounds have the offset in them."""
+    """Returns the sequence, for a window whose bounds have the offset in them."""
     return Sequence(
         seq.start_q, seq.start_k, seq.num_rows, seq.num_keys, seq.num_valid, 0, seq.mask_offset
     )
@@ -354,7 +358,9 @@ def start_pair(q, keys, i, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def slots_of_pairs(x, D: gl.constexpr, SLOTS: gl.constexpr):
-    """Shared memory for SLOTS pairs of tiles of a descriptor's rows: one tile each, or two."""
+    """Returns shared memory for SLOTS pairs of tiles of a descriptor's rows: one tile each, or
+    two.
+    """
     ROWS: gl.constexpr = x.block_type.shape[2]
     return gl.allocate_shared_memory(
         x.dtype, [SLOTS * 128 // ROWS, 1, 1, ROWS, D], x.layout

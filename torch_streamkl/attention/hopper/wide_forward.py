@@ -118,7 +118,7 @@ def update_tiles(
     WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Running state after the tiles from start to stop, masked element by element."""
+    """Returns the running state after the tiles from start to stop, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     masks, seq = block.masks, block.seq
@@ -187,7 +187,9 @@ def sum_tiles(
 
 @gluon.jit
 def tiles_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Tiles from start to stop, but never the first: the warp group's rows see them whole."""
+    """Returns tiles from start to stop, but never the first: the warp group's rows see them
+    whole.
+    """
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False,

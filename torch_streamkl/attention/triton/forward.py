@@ -46,7 +46,9 @@ def score_tile(
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Teacher and student scores [BLOCK_M, BLOCK_N] in log2 units, and which keys take part."""
+    """Returns teacher and student scores [BLOCK_M, BLOCK_N] in log2 units, and which keys take
+    part.
+    """
     offs_n = n0 + tl.arange(0, CONFIG.BLOCK_N)
     ks = student_tile(
         rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
@@ -71,7 +73,9 @@ def score_tile(
 
 @triton.jit
 def load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG: tl.constexpr):
-    """The block of rows that starts at m0: queries of both sides and all that no key changes."""
+    """Returns the block of rows that starts at m0: queries of both sides and all that no key
+    changes.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
     t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
@@ -86,7 +90,7 @@ def state_over(
     state, start, stop, rows, student, teacher, masks, seq, inv_temperature,
     MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Row state after the tiles in [start, stop)."""
+    """Returns the row state after the tiles in [start, stop)."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     for n0 in tl.range(start, stop, BLOCK_N):
         t, s, allowed = score_tile(
@@ -110,7 +114,9 @@ def state_between(
     COEFFICIENTS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Row state over the keys in [lo, hi), masks applied only to the tiles that need them."""
+    """Returns the row state over the keys in [lo, hi), masks applied only to the tiles that need
+    them.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     first, left, right, stop = key_range(masks, seq, m0, CONFIG)
     state = empty_state(BLOCK_M)
@@ -157,7 +163,7 @@ def sums_between(
 
 @triton.jit
 def deltas(log_t, log_s, POINTWISE_FN: tl.constexpr):
-    """f, h and g of every key from its log2-probabilities."""
+    """Returns f, h and g of every key from its log2-probabilities."""
     return POINTWISE_FN(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
 
 
@@ -180,7 +186,7 @@ def with_masked_sums(
 
 @triton.jit
 def sums_of_equal_keys(log_t, log_s, count, POINTWISE_FN: tl.constexpr):
-    """f, h and g summed over ``count`` keys of each row with these log2-probabilities."""
+    """Returns f, h and g summed over ``count`` keys of each row with these log2-probabilities."""
     f, h, g = deltas(log_t, log_s, POINTWISE_FN)
     some = count > 0.0
     return (
@@ -191,7 +197,7 @@ def sums_of_equal_keys(log_t, log_s, count, POINTWISE_FN: tl.constexpr):
 
 @triton.jit
 def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
-    """Rows with a probability below a clamp, where the closed form does not hold."""
+    """Returns rows with a probability below a clamp, where the closed form does not hold."""
     above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
     above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
     empty = (state.l_t == 0.0) & (state.l_s == 0.0)
@@ -200,7 +206,7 @@ def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
 
 @triton.jit
 def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
-    """Whether a row inside has a probability below a clamp."""
+    """Returns whether a row inside has a probability below a clamp."""
     reached = inside & below_clamps(state, lse_t, lse_s, CONFIG)
     return tl.max(reached.to(tl.int32), 0) > 0
 
@@ -242,7 +248,7 @@ def forward_kernel(
     num_blocks, num_heads, inv_temperature, fill,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Values and statistics of a block of rows."""
+    """Computes values and statistics of a block of rows."""
     block, bh = tile_coordinates(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block  # causal rows grow: the longest first

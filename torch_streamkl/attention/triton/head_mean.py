@@ -51,7 +51,7 @@ def scores_of(
     q, side, bound, seq, offs_m, offs_n, allowed, inv_temperature,
     STUDENT: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one head (-inf where not allowed), d(score)/d(dot), and the tile of k."""
+    """Returns scores of one head (-inf where not allowed), d(score)/d(dot), and the tile of k."""
     i = offs_m[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
@@ -71,7 +71,9 @@ def side_tile(
     side, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature,
     STUDENT: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one head (-inf where not allowed), d(score)/d(dot), and the tiles of q and k."""
+    """Returns scores of one head (-inf where not allowed), d(score)/d(dot), and the tiles of q and
+    k.
+    """
     bound = bind(side, masks, seq, b, head, inv_temperature, STUDENT, CONFIG)
     q = query_tile(side, bound, seq, offs_m, STUDENT, CONFIG)
     x, slope, k = scores_of(
@@ -90,7 +92,7 @@ def tile_mask(masks, seq, offs_m, offs_n, CONFIG: tl.constexpr):
 
 @triton.jit
 def load_lse(lse_ptr, masks, seq, b, head, num_heads, offs_m):
-    """Log-sum-exps of a block of rows of one head, 0 for a row without keys."""
+    """Returns log-sum-exps of a block of rows of one head, 0 for a row without keys."""
     row = row_offset(b * num_heads + head, head, seq, masks) + offs_m
     return finite_lse(tl.load(lse_ptr + row, mask=offs_m < seq.num_rows, other=0.0))
 
@@ -101,7 +103,9 @@ def lse_kernel(
     side, masks, stats_ptr, num_blocks, num_heads, ratio, inv_temperature, fill,
     STUDENT: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of a block of rows of one head; ``ratio`` heads share a student head's mask."""
+    """Computes the log-sum-exp of a block of rows of one head; ``ratio`` heads share a student
+    head's mask.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     HAS_SINK: tl.constexpr = CONFIG.S_SINK if STUDENT else CONFIG.T_SINK
@@ -165,7 +169,8 @@ def mean_kernel(
     inv_temperature, small_ptr, rows_in_memory,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the mean over the teachers of a student head, one tile; -inf where not allowed.
+    """Computes log2 of the mean over the teachers of a student head, one tile; -inf where not
+    allowed.
 
     With small_ptr of tiles with a small sum only: NOTE [Small means] in hopper/head_mean.py.
     """

@@ -84,7 +84,9 @@ class Launcher:
         )  # fmt: skip
 
     def chunks(self) -> Iterator[Chunk]:
-        """Some blocks of rows after the others; the mean of one chunk replaces the last one's."""
+        """Yields some blocks of rows after the others; the mean of one chunk replaces the last
+        one's.
+        """
         stage, total = self.mean_stage, self.mean_stage.programs
         rows = self.mean_blocks * stage.launch.block_m
         mean = Mean(self.stats.student.new_empty((rows, self.keys)), self.keys)
@@ -200,21 +202,21 @@ class Launcher:
         return new_splits(side.k, splits, adds=self.num_chunks > 1)
 
     def own(self, student: bool) -> tuple[Side, int]:
-        """A side, and its heads for each head of the student."""
+        """Returns a side, and its heads for each head of the student."""
         return (self.problem.student, 1) if student else (self.problem.teacher, self.ratio)
 
     def key_programs(self, side: Side) -> int:
         return self.stage.num_key_blocks * side.num_kv_heads * self.plan.num_sequences
 
     def keys_of(self, splits: int) -> int:
-        """Keys of one share."""
+        """Returns keys of one share."""
         return ceil_div(self.stage.num_key_blocks, splits) * self.stage.launch.block_n
 
 
 def forward(
     problem: AttentionProblem, kernels: type[Launcher] = Launcher
 ) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     value, stats = RowStatistics.allocate(problem)
     launcher = kernels(problem, stats)
     launcher.log_sum_exps()
@@ -244,7 +246,7 @@ def backward(
     needs_grad: NeedsGrad,
     kernels: type[Launcher] = Launcher,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order."""
+    """Returns the needed gradients, each summed in a fixed order."""
     grad = grad.to(torch.float32).contiguous()
     launcher = kernels(problem, stats)
     group = stats.teacher_delta

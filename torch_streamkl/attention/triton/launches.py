@@ -25,7 +25,7 @@ NUM_SUMS = 4  # f, h, g and the count of allowed keys
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
     rows = pack_gqa_heads(problem)
@@ -116,7 +116,7 @@ def _split_forward(
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order."""
+    """Returns the needed gradients, each summed in a fixed order."""
     if problem.head_mean:
         return head_mean_launches.backward(problem, stats, grad, needs_grad)
     grad = grad.to(torch.float32).contiguous()

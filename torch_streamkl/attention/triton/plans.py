@@ -83,13 +83,15 @@ class Plan:
         self._kept: dict[Any, Any] = {}
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
-        """Configuration of a kernel, by its name in `launch.triton_launch`."""
+        """Returns the configuration of a kernel, by its name in `launch.triton_launch`."""
         return self.kept(
             ("stage", kernel), lambda: _stage_of(problem, triton_launch(problem, kernel))
         )
 
     def whole_heads(self, problem: AttentionProblem, student: bool) -> Stage | None:
-        """That of the kernel which computes dQ and dK of a side together, where it does."""
+        """Returns the stage of the kernel that computes dQ and dK of a side together, where it
+        does.
+        """
 
         def make() -> tuple[Stage | None]:
             tiles = whole_heads_launch(problem, student)
@@ -105,7 +107,7 @@ class Plan:
         return found
 
     def arguments(self, problem: AttentionProblem) -> tuple[SideArgs, SideArgs, MaskArgs]:
-        """The three grouped arguments that every kernel starts with."""
+        """Returns the three grouped arguments that every kernel starts with."""
         masks = self._masks or _masks(problem, self._mask_strides)
         student, teacher = self._sides
         return _side(problem.student, student), _side(problem.teacher, teacher), masks
@@ -139,7 +141,7 @@ _plans: dict[Any, Plan] = {}
 
 
 def plan_of(problem: AttentionProblem) -> Plan:
-    """The plan of a problem's metadata, kept for the next one."""
+    """Returns the plan of a problem's metadata, kept for the next one."""
     key = _key(problem)
     try:
         plan = _plans.get(key)
@@ -283,7 +285,7 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) -> Config:
-    """Compile-time choices of a kernel."""
+    """Returns compile-time choices of a kernel."""
     functional, student, teacher = problem.functional, problem.student, problem.teacher
     guarded = functional.guarded
     return Config(

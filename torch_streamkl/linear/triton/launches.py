@@ -96,7 +96,7 @@ def config_of(
     needs_grad: NeedsGrad,
     compute_values: bool,
 ) -> tuple[Config, int]:
-    """Compile-time choices of a kernel on these rows, and its number of warps."""
+    """Returns compile-time choices of a kernel on these rows, and its number of warps."""
     # few rows take more threads each, and more loads ahead: the kernel waits for memory
     num_warps, num_stages = (8, 3) if problem.num_tokens > FEW_ROWS else (16, 4)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -101,7 +101,8 @@ def _bytes_of(
 
 
 def kept_maps(problem: RowProblem) -> tuple[int, ...]:
-    """The sums over heads, as nodes, that the backward reads instead of computing them again.
+    """Returns the sums over heads, as nodes, that the backward reads instead of computing them
+    again.
 
     Those of the most products come first.
     """
@@ -185,7 +186,7 @@ def backward(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to operands and captured tensors, block by block."""
+    """Returns gradients to operands and captured tensors, block by block."""
     seeds = row_kernels.seeds_of(problem, result, grads)
     out = _Gradients(problem, needs_grad)
     nodes = maps.nodes_of(problem.program, BACKWARD)

@@ -86,7 +86,9 @@ def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
 
 
 def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
-    """Tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots' operands."""
+    """Returns tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots'
+    operands.
+    """
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return INTERPRETED
@@ -101,7 +103,7 @@ def operands_of(problem: RowProblem, dots: Sequence[int]) -> Operands:
 
 
 def is_exact(problem: RowProblem) -> bool:
-    """Whether operands are float32 (Writer)."""
+    """Returns whether operands are float32 (Writer)."""
     return problem.operands[0][0].element_size() == 4
 
 
@@ -125,7 +127,7 @@ SCOPE = {
 
 @functools.lru_cache(maxsize=512)
 def compiled(source: Source) -> Any:
-    """The jit function of a text, created once."""
+    """Returns the jit function of a text, created once."""
     digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
     filename = f"<streamkl row program {digest}>"
     # Triton reads the source of a jit function through inspect, which asks linecache
@@ -151,7 +153,7 @@ def _sums(
 def slots_of(
     program: Program, plan: derive.ForwardPlan, level: int
 ) -> dict[int, tuple[int, str, int]]:
-    """Reductions, then Jacobians, that a level gathers: node, kind and axis of heads."""
+    """Returns reductions, then Jacobians, that a level gathers: node, kind and axis of heads."""
     slots = {
         c: (r.node, r.kind, r.head)
         for c, r in enumerate(program.reductions)
@@ -222,7 +224,7 @@ def backward(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to operands and tensors of rows.
+    """Returns gradients to operands and tensors of rows.
 
     Those to tensors of keys and pairs are the blocked implementation's.
     """
@@ -300,7 +302,7 @@ def seeds_of(
 def arguments_of(
     problem: RowProblem, result: Result, seeds: Mapping[int, Tensor]
 ) -> dict[str, Any]:
-    """Every argument that a kernel of the problem may have, by name."""
+    """Returns every argument that a kernel of the problem may have, by name."""
     found: dict[str, Any] = {
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,

@@ -98,7 +98,7 @@ def _with_maps(
 def every_map(
     program: Program, which: str, needs_grad: tuple[tuple[int, int], ...]
 ) -> tuple[int, ...]:
-    """All maps that nodes need, which are given with their axis of heads."""
+    """Returns all maps that nodes need, which are given with their axis of heads."""
     nodes = nodes_of(program, which)
     found: set[int] = set()
     stack = list(needs_grad)
@@ -112,7 +112,7 @@ def every_map(
 
 
 def dots_of(program: Program, axis: int) -> list[int]:
-    """The dot products of an axis of heads."""
+    """Returns the dot products of an axis of heads."""
     return [i for i, head in enumerate(program.dot_heads) if head == axis]
 
 
@@ -141,7 +141,7 @@ def read_twice(program: Program) -> tuple[int, ...]:
 
 
 def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
-    """An uninitialised map of a block, or of everything."""
+    """Returns an uninitialised map of a block, or of everything."""
     # rows start aligned, which the fast matmuls need
     shape = (problem.batch, problem.num_rows, padded(problem.num_keys))
     x = problem.operands[0][0].new_empty(shape, dtype=dtype)
@@ -149,7 +149,7 @@ def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
 
 
 def multiplied(problem: RowProblem, dot: int, out: Tensor | None = None) -> Tensor:
-    """The map of a dot without heads: a matmul of torch."""
+    """Returns the map of a dot without heads: a matmul of torch."""
     q, k = problem.operands[dot]
     if out is None:
         out = new_map(problem, q.dtype)
@@ -267,11 +267,11 @@ class Block:
 
     @property
     def own_maps(self) -> dict[int, Tensor]:
-        """Those of the program's own nodes, with which those of every plan begin."""
+        """Returns the maps of the program's own nodes, with which those of every plan begin."""
         return {i: x for i, x in self.maps.items() if i < len(self.program.nodes)}
 
     def map(self, i: int) -> Tensor:
-        """A map, computed when it is first needed."""
+        """Returns a map, computed when it is first needed."""
         if i not in self.maps:
             self.maps[i] = self._computed(i)
         return self.maps[i]
@@ -328,14 +328,16 @@ class Block:
         return out.narrow(-1, 0, p.num_keys)
 
     def reads(self, needs_grad: Sequence[int], axis: int) -> dict[str, Any]:
-        """The maps that a kernel of these nodes reads."""
+        """Returns the maps that a kernel of these nodes reads."""
         found: dict[str, Any] = {}
         for i in _with_maps(self.program, self.which, tuple(needs_grad), axis)[1]:
             found.update(_place(f"map{i}", self.map(i)))
         return found
 
     def launch_of(self, kernel: str, axis: int) -> TritonLaunch:
-        """Tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an axis."""
+        """Returns tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an
+        axis.
+        """
         q = self.problem.operands[0][0]
         if q.device.type != "cuda":
             return row_kernels.INTERPRETED
@@ -387,7 +389,7 @@ class Block:
         return replace(ROW_SUMS, block_n=keys, num_warps=max(1, keys // 512))
 
     def element_gradients(self, needs_grad: dict[int, int]) -> dict[int, Tensor]:
-        """Gradients to dot products without heads, in place of the map of them."""
+        """Returns gradients to dot products without heads, in place of the map of them."""
         nodes = tuple(needs_grad.values())
         reads = self.reads(nodes, 0)
         out = {}

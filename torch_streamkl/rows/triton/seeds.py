@@ -37,7 +37,7 @@ def seeds_of(
     tensors: Sequence[Tensor],
     at: Slices,
 ) -> dict[int, Tensor]:
-    """The gradient to every reduction of a block, of the loss that its rows add to."""
+    """Returns the gradient to every reduction of a block, of the loss that its rows add to."""
     program = problem.program
     source = _source(program, loss)
     if source is None:

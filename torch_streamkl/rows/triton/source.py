@@ -118,7 +118,9 @@ def _tile_of_keys(w: Writer, is_masked: bool) -> None:
 
 
 def block_size(program: Program, slot: int) -> int:
-    """The keys of the blocks that a reduction, or a Jacobian after them, is summed over."""
+    """Returns the keys of the blocks that a reduction, or a Jacobian after them, is summed
+    over.
+    """
     count = len(program.reductions)
     if slot < count:
         return program.reductions[slot].size

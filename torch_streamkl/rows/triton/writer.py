@@ -109,7 +109,7 @@ class Writer:
         return op in ("const", "reduction", "seed", "row_index", "key_index", "capture", "map")
 
     def scaled(self, index: int) -> Scaled | None:
-        """A plain score, whose factor may be folded into another."""
+        """Returns a plain score, whose factor may be folded into another."""
         if self.is_exact:
             return None
         node = self.nodes[index]
@@ -239,12 +239,12 @@ class Writer:
         return f"tl.where({signs[0]} * {signs[1]} < 0, float('nan'), {logs[0]} - {logs[1]})"
 
     def row_value(self, name: str, value: str) -> str:
-        """A value of a row that tiles need."""
+        """Returns a value of a row that tiles need."""
         self.of_rows[name] = value
         return name
 
     def key_value(self, name: str, value: str) -> str:
-        """A value of a key that tiles need."""
+        """Returns a value of a key that tiles need."""
         self.of_keys[name] = value
         return name
 
@@ -417,7 +417,7 @@ class Writer:
             self.line(f"keep &= tl.load({place}, mask=keep, other=0) != 0")
 
     def kept(self, index: int, other: str, is_masked: bool) -> str:
-        """An element where its key takes part, over the whole tile."""
+        """Returns an element where its key takes part, over the whole tile."""
         x = self.name(index)
         if not is_masked and self.shape[index] == OF_BOTH:
             return x
@@ -436,7 +436,7 @@ class Writer:
     # ------------------------------------------------------------------ loops
 
     def is_dense(self) -> bool:
-        """Whether every tile is looked at for a mask.
+        """Returns whether every tile is looked at for a mask.
 
         A dense mask has no structure; and the float32 operands of two loops would lie in registers
         that spill (bench/notes/portable_kernels.md).
@@ -460,7 +460,7 @@ class Writer:
         return [*found, ("left", "right", False), ("right", "stop", True)]
 
     def source(self, name: str, *more: str) -> Source:
-        """The kernel of this name; it has more constants than sizes."""
+        """Returns the kernel of this name; it has more constants than sizes."""
         sizes = [f"{x}{i}" for i in self.leaves("dot") for x in ("SIZE", "DIM")]
         constants = [*sizes, "PRECISION", "BLOCK_M", "BLOCK_N", *more]
         head = ", ".join([*self.arguments, *(f"{c}: tl.constexpr" for c in constants)])
