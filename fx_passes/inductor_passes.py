@@ -106,7 +106,7 @@ class PreGradPass(CustomGraphPass):
 
 
 class Chained(CustomGraphPass):
-    """What the user configured, then ours; not cached when one of the passes has no uuid."""
+    """Runs what the user configured, then ours; not cached when one of the passes has no uuid."""
 
     def __init__(self, users: Any, *ours: CustomGraphPass) -> None:
         self.users = users

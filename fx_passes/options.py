@@ -53,7 +53,7 @@ def _option(default: Any, rule: _OneOf | _Number, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class RewriteOptions:
-    """What the rewrite may do. Every value is checked when the options are made.
+    """Says what the rewrite may do. Every value is checked when the options are made.
 
     True and False are the only values of a flag, and a number is an int or a float and no flag.
 

@@ -152,10 +152,7 @@ def _has_nothing_to_find(body: fx.GraphModule) -> bool:
 
 
 def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:
-    """Chooses how the rewrite of a graph is checked:
-
-    DTensors are seen as whole tensors, by all ranks.
-    """
+    """Chooses how the rewrite of a graph is checked: DTensors as whole tensors, by all ranks."""
     if not has_dtensors(gm.graph):
         return rewrite_checked
     from torch_streamkl.fx_passes.dtensors.rewriting import rewrite_sharded  # needs DTensor

@@ -27,7 +27,7 @@ _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 @dataclass
 class Verification:
-    """What `verify` found; printable."""
+    """Holds what `verify` found; printable."""
 
     results: list[Compared] = field(default_factory=list)
     report: Report = field(default_factory=Report)

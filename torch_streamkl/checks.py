@@ -49,7 +49,7 @@ _R = TypeVar("_R")
 
 
 class Validation:
-    """What legal arguments come to, and what their user keeps for the next call with such."""
+    """Caches the validation result for one input signature."""
 
     __slots__ = ("kept", "options")
 

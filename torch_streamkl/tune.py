@@ -106,7 +106,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one launch; runtime_ms is infinite where it did not count."""
+    """Holds the outcome of one launch; runtime_ms is infinite where it did not count."""
 
     kernel: str
     launch: TritonLaunch | None  # None is the kernel for Hopper

@@ -19,7 +19,7 @@ LIMIT = 2**20  # elements: index vectors, never masks of two sequence dimensions
 
 
 class Folding:
-    """Values of the constant nodes of a graph, visited in order."""
+    """Evaluates the constant nodes of a graph, visited in order."""
 
     def __init__(self) -> None:
         self.tensors: dict[fx.Node, Tensor] = {}

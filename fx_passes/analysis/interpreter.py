@@ -42,7 +42,9 @@ T = TypeVar("T")
 
 
 class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRules):
-    """Abstract values of all nodes of a trace, in ``values``, and reasons in ``reasons``."""
+    """Computes abstract values of all nodes of a trace, in ``values``, and reasons in
+    ``reasons``.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace

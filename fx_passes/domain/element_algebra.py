@@ -401,9 +401,9 @@ def _share_within(a: Elements) -> float | None:
 
 
 def split_constants(e: Expr) -> tuple[Expr, list[tuple[int, float]], float]:
-    """Returns the expression without its parts whose sum over keys is known:
+    """Returns the expression without its parts whose sum over keys is known.
 
-    P (1) and P * lse (lse).
+    They are P (1) and P * lse (lse).
     """
     rest, offsets, constant = ZERO, [], 0.0
     for sign, addend in _addends(e, 1.0):

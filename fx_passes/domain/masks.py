@@ -18,7 +18,9 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, provably_e
 
 @dataclass(frozen=True)
 class Affine:
-    """An integer tensor: sum over its dimensions of coefficient * index, plus a constant."""
+    """Represents an integer tensor: sum over its dimensions of coefficient * index, plus a
+    constant.
+    """
 
     coefficients: tuple[int, ...]
     constant: Size = 0

@@ -182,7 +182,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Sum:
-    """What a reduction is over: ``scale`` times the sum, divided by sizes.
+    """Describes a reduction: ``scale`` times the sum, divided by sizes.
 
     ``dims`` are dimensions of the tensor whose axes are ``places``. A log-sum-exp has no scale.
     """
@@ -229,7 +229,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Keys that the ids of a row name, each of them once.
+    """Represents top-k entries: unique key ids per row, as a masked reduction over all keys.
 
     A tensor of entries at them has an axis of its own, and their formula is that of all keys: the
     others count nothing once it is reduced.

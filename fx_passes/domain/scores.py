@@ -110,7 +110,7 @@ Steps = tuple[ScoreStep, ...]
 
 @dataclass(frozen=True)
 class ScoreKey:
-    """The identity of a score matrix: two with equal keys hold the same numbers."""
+    """Identifies a score matrix: two with equal keys hold the same numbers."""
 
     lhs: TensorRef
     rhs: TensorRef

@@ -35,7 +35,7 @@ class RanksDisagreeError(Fatal, DisagreementError):
 
 
 class Agreement:
-    """What the ranks of a graph's meshes agree on, one exchange after the other."""
+    """Makes the ranks of a graph's meshes agree, one exchange after the other."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.ranks = ranks_of(graph)
@@ -49,7 +49,7 @@ class Agreement:
 
         ``rewrite`` says what all of them have to do alike: options, sites, operators.
 
-        Raises Unsupported, on all of them, where they would do something else or one of them failed.
+        Raises Unsupported on all of them, if one would do something else or failed.
         """
         if self.store is None:
             return dict(refused)

@@ -38,7 +38,7 @@ OF_TOKENS = {"flatten", "reshape", "view", "narrow", "slice", "getitem", "select
 
 
 class DoesNotFit(Exception):
-    """Why sites of a graph cannot be put back, in the user's terms."""
+    """Says why losses of a graph cannot be restored to DTensors, in the user's terms."""
 
     def __init__(self, reason: str, sites: frozenset[str]) -> None:
         super().__init__(reason)

@@ -6,4 +6,4 @@ class Unsupported(Exception):
 
 
 class Fatal(Exception):
-    """What must not be taken for a failed analysis: other processes would go on without us."""
+    """Must not be taken for a failed analysis: other processes would go on without us."""

@@ -100,7 +100,7 @@ def example(node: fx.Node) -> object:
 
 
 def is_parameter(leaf: fx.Node) -> bool:
-    """Returns whether a node reads a parameter of an exported program:
+    """Returns whether a node reads a parameter of an exported program.
 
     Dynamo has inputs for those.
     """

@@ -46,7 +46,7 @@ BIASES = ("student_bias", "teacher_bias")
 
 @dataclass(frozen=True)
 class Chain:
-    """What happens to the tokens' values until they are a scalar."""
+    """Collects the operations on the tokens' values until they are a scalar."""
 
     steps: tuple[fx.Node, ...]
     total: fx.Node  # the sum or mean

@@ -46,7 +46,7 @@ BINARY = {
 
 @dataclass(frozen=True)
 class Term:
-    """What a node of the graph is: a value for each row, or their sum over all rows."""
+    """Describes a node of the graph: a value for each row, or their sum over all rows."""
 
     index: int  # in the graph of the loss
     is_sum: bool
@@ -54,7 +54,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Chain:
-    """What is computed of a program's values, until it is one number."""
+    """Collects what is computed of a program's values, until it is one number."""
 
     before: tuple[fx.Node, ...]  # in the order of the graph
     total: fx.Node

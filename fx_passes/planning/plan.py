@@ -53,7 +53,7 @@ from torch_streamkl.fx_passes.planning.masks import (
 
 @dataclass(frozen=True)
 class Call:
-    """One operator call of a site: coefficient * row factors * divergence."""
+    """Describes one operator call of a loss: coefficient * row factors * divergence."""
 
     functional: Functional
     geometry: Geometry
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a site needs."""
+    """Holds everything that the operator calls of a loss need."""
 
     rows: Rows
     calls: tuple[Call, ...]

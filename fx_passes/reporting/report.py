@@ -56,7 +56,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo ended a graph, so that no loss is seen across that line."""
+    """Says where Dynamo ended a graph, so that no loss is seen across that line."""
 
     location: str
     code: str

@@ -17,7 +17,7 @@ log = logging.getLogger("torch_streamkl.report")
 
 
 class Scan:
-    """Which sizes a graph's scores and logits have, taken before the graph is rewritten.
+    """Notes the sizes of a graph's scores and logits before the graph is rewritten.
 
     A program compiles whatever goes wrong here: the report then says that it does not know.
     """

@@ -63,7 +63,7 @@ LISTENERS: list[Callable[[Verdict], None]] = []  # who wants to hear of every ve
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check says of one replaced value."""
+    """Holds the check's result for one replaced value."""
 
     node: str  # of the user's graph
     sites: frozenset[str]  # whose operators compute it now

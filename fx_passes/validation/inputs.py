@@ -46,7 +46,7 @@ _ORDERS = {"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"}
 
 @dataclass
 class Meaning:
-    """What the program does with an integer input."""
+    """Describes what the program does with an integer input."""
 
     limit: int | None = None  # the values are indices below it
     special: set[int] = field(default_factory=set)  # values that the program asks for

@@ -10,7 +10,7 @@ SHARE_OF_FREE_MEMORY = 0.25  # where no limit is given
 
 
 class NotChecked(Exception):
-    """Why a replacement cannot be judged, in the user's terms."""
+    """Says why a replacement cannot be checked, in the user's terms."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _passed: set[str] = set()
 
 
 class Fingerprint:
-    """A digest of a region; ``is_stable`` where it means the same in another process."""
+    """Holds a digest of a region; ``is_stable`` if it means the same in another process."""
 
     def __init__(self, region: Region, sizes: Sizes, owner: Any) -> None:
         self.sizes, self.owner = sizes, owner

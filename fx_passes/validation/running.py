@@ -31,7 +31,7 @@ _FILL = 1e4  # beyond it lie the values of masks
 
 @dataclass
 class Result:
-    """What a region gives: its value, and the gradients of its leaves."""
+    """Holds what a region computes: its value, and the gradients of its leaves."""
 
     value: Any
     gradients: dict[str, Tensor | None]

@@ -17,7 +17,7 @@ SymNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Sizes:
-    """What symbols stand for: ``smaller`` ones, or the hints of the graph."""
+    """Maps symbols to numbers: ``smaller`` ones, or the hints of the graph."""
 
     def __init__(self, smaller: Mapping[sympy.Symbol, int] | None = None) -> None:
         self.smaller = dict(smaller or {})

@@ -25,7 +25,7 @@ class Structure:
 
 @dataclass
 class Results:
-    """What a run gave, by name."""
+    """Holds what a run returned, by name."""
 
     values: dict[str, Any] = field(default_factory=dict)  # tensors are copies, without gradient
     needs_grad: dict[str, bool] = field(default_factory=dict)

@@ -23,7 +23,7 @@ MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
 
 
 class ReplayByBias:
-    """The same where both sides have a bias: launches differ where it is one and the same."""
+    """Replays by whether both sides have one bias: launches then differ."""
 
     def __init__(self, function: Callable[..., Tensors], num_before: int) -> None:
         """``num_before`` tensors come before the operator's."""
@@ -37,7 +37,9 @@ class ReplayByBias:
 
 
 class BoundOp:
-    """Values and gradients of attention_kl; see `Replay` for what is kept between calls."""
+    """Computes values and gradients of attention_kl; see `Replay` for what is kept between
+    calls.
+    """
 
     def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
         """``is_compiled``: of a graph that Inductor compiles."""
@@ -125,7 +127,7 @@ class _CompiledCall:
 
 
 class CompiledForward(_CompiledCall):
-    """`attention_kl` of given options; called with the first ``num_tensors`` of its tensors."""
+    """Calls `attention_kl` with given options and the first ``num_tensors`` of its tensors."""
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         if self.is_seen():
@@ -136,7 +138,7 @@ class CompiledForward(_CompiledCall):
 
 
 class CompiledBackward(_CompiledCall):
-    """`attention_kl_backward`; called with grad, both statistics, then as `CompiledForward`."""
+    """Calls `attention_kl_backward` with grad, both statistics, then as `CompiledForward`."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ COPIES = 16  # elements of the input "copies", which are 1: one or two vectors
 
 @dataclass(frozen=True)
 class RowForm:
-    """What a compiled body depends on, next to the dtypes of its inputs and which there are."""
+    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
 
     functional: str
     softcaps: tuple[bool, bool]  # of the student's and the teacher's scores

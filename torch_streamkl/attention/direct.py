@@ -44,7 +44,7 @@ def attention_kl(
 
 
 class Call:
-    """Rows of one call in a graph that runs without a compiler.
+    """Gives rows of one call in a graph that runs without a compiler.
 
     Tensors have the same metadata in every call; those that are absent are None.
     """

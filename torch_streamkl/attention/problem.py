@@ -23,7 +23,7 @@ from torch_streamkl.divergences.functional import Functional
 
 @dataclass(eq=False)
 class Side:
-    """Queries and keys of one model and how their dot products become scores.
+    """Holds queries and keys of one model and how their dot products become scores.
 
     ``score = softcap * tanh(scale * q.k / softcap) + bias - slope * |i - j|``, divided by the
     problem's temperature; i counts from the position where the last query meets the last key.
@@ -52,7 +52,7 @@ class Side:
 
 @dataclass(eq=False)
 class AttentionProblem:
-    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two attention distributions.
+    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two attention distributions.
 
     A key j is allowed for a query i when the mask admits it, j < key_lengths[b], and, with
     o = j - (i + seqlen_k - seqlen_q), -window_left <= o <= window_right (None is no bound). A key
@@ -149,7 +149,7 @@ class AttentionProblem:
 
 @dataclass(eq=False)
 class RowStatistics:
-    """What the backward pass needs of a row: a log-sum-exp and a sum for each side.
+    """Holds what the backward needs of a row: for each side softmax_lse and delta.
 
     The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
     unit is the implementation's (LSE_UNIT in launches/launch.py): converting would cost large

@@ -59,7 +59,7 @@ class ScoreBlock:
 
 @dataclass
 class Mask:
-    """Which keys of a block are allowed, [batch or 1, heads or 1, queries or 1, keys or 1]."""
+    """Marks the allowed keys of a block, [batch or 1, heads or 1, queries or 1, keys or 1]."""
 
     allowed: Tensor
 
@@ -320,7 +320,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class NeedsGrad:
-    """Which gradients a backward pass computes."""
+    """Says which gradients a backward pass computes: the output mask."""
 
     student_q: bool
     student_k: bool

@@ -30,7 +30,7 @@ ROWS, KEYS, STRIDE = 520, 392, 448
 
 @dataclass(frozen=True)
 class Key:
-    """What a compiled body is found under."""
+    """Identifies a compiled body."""
 
     body: Body
     form: Hashable

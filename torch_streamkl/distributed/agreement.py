@@ -41,7 +41,7 @@ from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
-    """What ranks were called with does not fit; raised on all of them."""
+    """Says that ranks called a function with arguments that do not fit; raised on all of them."""
 
 
 @dataclass

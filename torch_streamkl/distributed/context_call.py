@@ -42,7 +42,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys a row sees, in positions of the whole sequence."""
+    """Says which keys a row sees, in positions of the whole sequence."""
 
     is_causal: bool
     window: tuple[int | None, int | None] | None

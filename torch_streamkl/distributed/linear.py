@@ -28,7 +28,9 @@ class UnsummedGroup:
 
 @dataclass(frozen=True)
 class Places:
-    """The operators' last arguments (NOTE [Places] in linear/ops.py), and who adds gradients."""
+    """Holds the operators' last arguments (NOTE [Places] in linear_ops.py), and who adds
+    gradients.
+    """
 
     arguments: dict[str, Any]
     sums_gradients: bool

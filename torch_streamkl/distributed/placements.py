@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a call of `linear_kl`."""
+    """Describes how ranks share a call of `linear_kl`."""
 
     mesh: DeviceMesh
     vocab_dim: int | None  # of the mesh; the vocabulary is whole on every rank without it

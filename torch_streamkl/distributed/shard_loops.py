@@ -37,7 +37,7 @@ from torch_streamkl.linear.problem import (
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's vocabulary entries as a problem, and what it knows of the others."""
+    """Describes this rank's vocabulary shard as a problem, and what it knows of the others."""
 
     problem: LinearProblem
     group_name: str

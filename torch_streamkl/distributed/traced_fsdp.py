@@ -47,7 +47,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Unsharding:
-    """How a module's parameters become whole."""
+    """Unshards a module's parameters."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None

@@ -474,7 +474,9 @@ def _square_terms(factor: float | None) -> tuple[Expr, Expr] | None:
 
 @dataclass(frozen=True)
 class GuardedBilinear:
-    """What a clamped expression is for a row whose log-probabilities all lie above the floors."""
+    """Holds the form of a clamped expression for rows whose log-probabilities lie above the
+    floors.
+    """
 
     form: Bilinear
     teacher_floor: float
@@ -518,7 +520,9 @@ def _has_kinks(e: Expr) -> bool:
 
 @dataclass(frozen=True)
 class Functional:
-    """A parsed divergence with everything an implementation needs of it (see the NOTEs above)."""
+    """Holds a parsed divergence with everything an implementation needs of it (see the NOTEs
+    above).
+    """
 
     text: str
     expr: Expr

@@ -170,7 +170,7 @@ def masked_keys_state(fill_t: Tensor, fill_s: Tensor, count: Tensor) -> RowState
 
 
 def far_below(state: RowState, fill_t: Tensor, fill_s: Tensor) -> Tensor:
-    """Returns rows whose probabilities of keys with these scores are 0:
+    """Marks rows whose probabilities of keys with these scores are 0.
 
     NOTE [Masked keys far below].
     """

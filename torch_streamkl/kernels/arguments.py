@@ -101,7 +101,9 @@ class Config(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Coefficients of a functional.Bilinear, compile-time; COEFFICIENTS inside the kernels."""
+    """Holds the coefficients of a functional.Bilinear at compile time: COEFFICIENTS inside the
+    kernels.
+    """
 
     TT: float
     TS: float
@@ -113,7 +115,9 @@ class Form(NamedTuple):
 
 
 class State(NamedTuple):
-    """Running state of a block of rows: rowstate.RowState in base 2, and for guards and fills."""
+    """Holds the running state of a block of rows: row_state.RowState in base 2, and for guards and
+    fills.
+    """
 
     m_t: Any
     l_t: Any

@@ -25,7 +25,7 @@ from torch_streamkl.kernels.traced import Launch, Untraceable
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of an entry, as compilers of kernels ask for it."""
+    """Describes a parameter of an entry, as compilers of kernels ask for it."""
 
     name: str
     num: int

@@ -31,7 +31,7 @@ SWIZZLE_HEADS = tl.constexpr(8)
 
 @triton.jit
 def tile_coordinates(pid, num_blocks, INTERLEAVED: tl.constexpr):
-    """(block, batch and head) of a program: NOTE [Order of programs] where INTERLEAVED."""
+    """Returns block, batch and head of a program: NOTE [Order of programs] if INTERLEAVED."""
     if INTERLEAVED:
         first = pid // (num_blocks * SWIZZLE_HEADS) * SWIZZLE_HEADS
         num_heads = tl.minimum(tl.num_programs(0) // num_blocks - first, SWIZZLE_HEADS)

@@ -62,7 +62,7 @@ class Unrecordable(Exception):
 
 
 class CacheEpoch:
-    """How often launches were chosen anew: what was recorded before is not issued any more."""
+    """Counts how often launches were chosen anew: captures of earlier epochs are not replayed."""
 
     number = 0
 

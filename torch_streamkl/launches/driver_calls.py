@@ -36,7 +36,7 @@ class Base(Text):
 
 @dataclass(frozen=True)
 class DriverCall:
-    """The driver's function and its arguments, some of which stand for others.
+    """Holds the driver's function and its arguments, some of which stand for others.
 
     ``maps(*addresses)`` gives the tensor maps among them for descriptors at other addresses.
     """

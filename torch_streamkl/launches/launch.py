@@ -402,7 +402,7 @@ def _splits_keys(problem: AttentionProblem) -> bool:
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """Tiles of a kernel on Hopper."""
+    """Configures the tiles of a kernel on Hopper."""
 
     block_m: int  # rows of a warp group: queries, for dK keys
     block_n: int  # rows of a tile that streams by: keys, for dK queries
@@ -412,7 +412,7 @@ class HopperLaunch:
 
 @dataclass(frozen=True)
 class HopperBackwardLaunch(HopperLaunch):
-    """Tiles of dQ or dK."""
+    """Configures the tiles of dQ or dK."""
 
     pinned: bool  # NOTE [A matmul always in flight] in attention/hopper/backward.py
 

@@ -30,7 +30,7 @@ MAX_SEQLEN_RATIO = 4  # between a problem and the measurement that serves it
 
 @dataclass(frozen=True)
 class LaunchKey:
-    """What a launch was measured for.
+    """Identifies what a launch was measured for.
 
     Both head_dims count, not only the wider one: a tile that fits next to a narrow student need
     not fit next to a wide one.

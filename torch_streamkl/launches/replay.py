@@ -22,7 +22,7 @@ RECORDS = True  # False: every call takes the usual way, for comparisons
 
 
 class Replay:
-    """A function of tensors whose launches are recorded where they can be."""
+    """Replays a function of tensors whose launches are captured where they can be."""
 
     def __init__(self, function: Callable[..., Tensors]) -> None:
         self._function = function

@@ -14,7 +14,7 @@ from torch_streamkl.launches.devices import Gpu
 
 @dataclass(frozen=True)
 class TritonLaunch:
-    """Tile sizes and pipelining of one kernel."""
+    """Configures tile sizes and pipelining of one kernel."""
 
     block_m: int  # query rows of a tile
     block_n: int  # keys of a tile
@@ -28,7 +28,7 @@ class TritonLaunch:
 
 @dataclass(frozen=True)
 class Operands:
-    """What the matmuls of a kernel multiply."""
+    """Describes what the matmuls of a kernel multiply."""
 
     head_dims: tuple[int, ...]  # of all dot products, padded to powers of two
     element_bytes: int

@@ -28,7 +28,7 @@ NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap
 
 @dataclass(frozen=True)
 class VocabForm:
-    """What a compiled body depends on, next to the dtypes of its inputs and which there are."""
+    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
 
     functional: str
     dtype: torch.dtype  # of what is computed

@@ -304,7 +304,7 @@ def _places(options: Options) -> Places | None:
 
 
 class LinearKL(nn.Module):
-    """`linear_kl` as a module: options are given once, tensors with every call.
+    """Computes `linear_kl` as a module: options are given once, tensors with every call.
 
     ``LinearKL(**options)(student_hidden, student_weight, teacher_hidden, teacher_weight,
     **tensors)`` is ``linear_kl(student_hidden, ..., **tensors, **options)``, with

@@ -20,7 +20,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Head:
-    """Hidden states and LM head of one model and how their dot products become scores.
+    """Holds hidden states and LM head of one model and how their dot products become scores.
 
     With ``z = hidden @ weight.T + adapter_hidden @ adapter_weight.T + bias``:
     ``y = softcap * tanh(scale * z / softcap)`` and ``score = y / temperature``. Hard labels see y.
@@ -51,8 +51,8 @@ class Head:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over vocabulary
-    entries.
+    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over a
+    vocabulary.
 
     Id j is the same vocabulary entry on both sides; an entry that only one side has is
     impossible on the other (probability 0). ``labels`` adds a second value per row, the
@@ -107,7 +107,8 @@ NUM_STATISTICS = 7
 
 @dataclass(frozen=True)
 class RowValues:
-    """What the forward gives per token, and what the backward needs; the log-sum-exps are in nats.
+    """Holds the forward's results per token, and what the backward needs; log-sum-exps are in
+    nats.
 
     ``statistics`` [7, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
     [Row gradient] in divergences/functional.py), lse of the student's y, and what rounding has
@@ -184,7 +185,7 @@ class RowWeights:
 
 @dataclass(frozen=True)
 class NeedsGrad:
-    """Which gradients are computed, in the order of the operators' outputs."""
+    """Says which gradients are computed, in the order of the operators' outputs."""
 
     student_hidden: bool = False
     student_weight: bool = False

@@ -31,7 +31,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What the passes of the forward compute."""
+    """Plans what the passes of the forward compute."""
 
     nodes: tuple[Node, ...]
     num_passes: int

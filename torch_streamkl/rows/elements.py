@@ -37,7 +37,7 @@ ALIASES = {
 
 
 class Element:
-    """One value for each row and key, or for each row after a reduction over keys."""
+    """Represents one value for each row and key, or for each row after a reduction over keys."""
 
     __array_ufunc__ = None  # a number of NumPy leaves its operators to these
 

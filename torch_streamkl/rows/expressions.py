@@ -31,7 +31,7 @@ class HeadsError(ValueError):
 
 
 class Node(NamedTuple):
-    """One value.
+    """Holds one value and the operation that computes it.
 
     ``value`` is a constant, or the number of a dot, captured tensor or reduction. ``head`` is the
     axis of heads that it has, 0 for none: elements of one axis have as many heads. Without

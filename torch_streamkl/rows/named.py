@@ -24,7 +24,7 @@ OPERANDS_OF_VOCAB = ("student_hidden", "student_weight", "teacher_hidden", "teac
 
 @dataclass
 class Values:
-    """What the operator returns."""
+    """Holds the operator's results."""
 
     flat: list[Tensor]
 

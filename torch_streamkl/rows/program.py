@@ -61,7 +61,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys a row has. Row i stands at key i + num_keys - num_rows.
+    """Says which keys a row has. Row i stands at key i + num_keys - num_rows.
 
     Blocks outside are skipped; keys that are not allowed take part in no reduction.
     """
@@ -89,7 +89,9 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything but sizes and tensors. Two calls that compute the same have the same text."""
+    """Holds everything but sizes and tensors. Two calls that compute the same have the same
+    text.
+    """
 
     dot_heads: tuple[int, ...]
     captures: tuple[Capture, ...]

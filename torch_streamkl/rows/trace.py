@@ -29,7 +29,7 @@ from torch_streamkl.rows.program import (
 
 
 class Tracer:
-    """The program under construction. The rewrite may use it as it is, without proxies."""
+    """Builds the program. The rewrite may use it as it is, without proxies."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ def _canonical(*parts: Any) -> Program:
 
 
 class Elements:
-    """What the user's callable gets: dots and captured tensors by name, and positions."""
+    """Gives the user's callable its dots and captured tensors by name, and positions."""
 
     def __init__(self, values: Mapping[str, Element]) -> None:
         self._values = values

@@ -21,7 +21,7 @@ _CURRENT = contextlib.nullcontext()  # where nothing has to change
 
 
 class Observer(Protocol):
-    """Sees launches: a `recorded.Recorder`, or a `traced.Trace`."""
+    """Sees launches: a `capture.Recorder`, or a `traced.Trace`."""
 
     def run(
         self,

@@ -46,7 +46,9 @@ MATMULS = {
 
 
 class RowElements(Operands):
-    """Formulas of all nodes of a trace that have one, in ``placed``, and ``reasons`` of others."""
+    """Holds formulas of all nodes of a trace that have one, in ``placed``, and ``reasons`` of
+    others.
+    """
 
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.trace, self.recognised = trace, recognised

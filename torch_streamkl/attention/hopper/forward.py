@@ -499,7 +499,7 @@ def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
 
 @gluon.jit
 def has_bases(state, rows, num_rows):
-    """Returns whether every row has met a score of a usual size:
+    """Returns whether every row has met a score of a usual size.
 
     NOTE [Frozen row max with a bias].
     """

@@ -38,7 +38,7 @@ MASK_TILES = TritonLaunch(64, 64, 4, 1)
 
 
 class MaskBlocks(NamedTuple):
-    """What a main kernel reads of a mask; entities are the heads whose masks differ."""
+    """Holds what a main kernel reads of a mask; entities are the heads whose masks differ."""
 
     bits: Any  # [entities, row tiles, column tiles, BITS], rows being those of the accumulator
     lists: Any  # [entities, row blocks, 1 + column blocks]: how many, then 2 * block + is full

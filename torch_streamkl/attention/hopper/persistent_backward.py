@@ -67,7 +67,7 @@ from torch_streamkl.kernels.scores import bind_sequence, keys_of_rows, rows_of_k
 
 
 class Tiles(NamedTuple):
-    """As backward.Tiles, with barriers for the outer tiles of every warp group."""
+    """Extends backward.Tiles by barriers for the outer tiles of every warp group."""
 
     own_outer: Any
     other_outer: Any
@@ -95,7 +95,7 @@ class Sizes(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What the functions of backward.py read of arguments.MaskArgs."""
+    """Holds what the functions of backward.py read of arguments.MaskArgs."""
 
     window_left: Any  # these with the sequence's offset in them
     window_right: Any

@@ -49,7 +49,9 @@ SMALLEST = gl.constexpr(2.0**-126)
 
 
 class Specialized(NamedTuple):
-    """NOTE [Sums of known functionals]; numbers are 0 where a functional is not of a form."""
+    """Holds the numbers of a specialised divergence: NOTE [Sums of known functionals]. They are 0
+    where a functional is not of a form.
+    """
 
     B: float  # of JS
     C: float

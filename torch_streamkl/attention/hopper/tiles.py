@@ -321,7 +321,7 @@ def reduce_tiles(
     WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the state after every tile that some row of the warp group sees:
+    """Returns the state after every tile that some row of the warp group sees.
 
     NOTE [Tiles of rows].
     """
@@ -425,10 +425,7 @@ def reduce_row_sums(
     tiles, place, begin, whole, edge, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Sums the row sums alone over all tiles, as reduce_tiles does:
-
-    NOTE [Pairs at once] in warp_groups.py.
-    """
+    """Reduces all tiles to row sums alone: NOTE [Pairs at once] in warp_groups.py."""
     block, end = place.block, place.end
     zeros = zero_of_pair(zero)
     o, w = products_of(begin, tiles, place, zero, SLOTS)

@@ -148,7 +148,7 @@ def backward(
 
 
 class Shared(NamedTuple):
-    """What the launches of one backward pass have in common."""
+    """Holds what the launches of one backward pass have in common."""
 
     arguments: tuple[Any, ...]  # the first ones of the kernels
     tensors: tuple[Tensor | None, ...]  # of Plan.run

@@ -42,7 +42,7 @@ MAX_PLANS = 1024
 
 @dataclass(frozen=True)
 class Stage:
-    """One kernel of a problem: tiles, compile-time configuration and grid."""
+    """Configures one kernel of a problem: tiles, compile-time configuration and grid."""
 
     launch: TritonLaunch
     options: dict[str, int]
@@ -54,7 +54,7 @@ class Stage:
 
 
 class Plan:
-    """Metadata of a problem, turned into kernel arguments."""
+    """Turns the metadata of a problem into kernel arguments."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         functional = problem.functional

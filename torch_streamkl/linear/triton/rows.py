@@ -54,7 +54,7 @@ class RowArgs(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What the gradient of a row needs besides its logits."""
+    """Holds what the gradient of a row needs besides its logits."""
 
     lse_s: Any
     lse_t: Any

@@ -39,9 +39,9 @@ def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
 
 
 def _start(w: Writer, block: str, positions: str) -> None:
-    """Writes which block of which head a program computes:
+    """Writes which block of which head a program computes, the longest first.
 
-    NOTE [Order of programs] in rows.py, the longest blocks first.
+    NOTE [Order of programs] in kernels/row_state.py.
     """
     w.take("num_blocks", "num_heads")
     is_bounded = w.program.keys.right is not None
