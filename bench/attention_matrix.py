@@ -319,7 +319,7 @@ def _rated(
 
 
 def versus_lines(matrix: Matrix) -> list[str]:
-    """What was timed interleaved with the rows, where something was."""
+    """What was timed alternately with the rows, where something was."""
     rows = [row for row in matrix.rows if row.versus and row.status == "ok"]
     if not rows:
         return []

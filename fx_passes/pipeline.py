@@ -1,6 +1,6 @@
 """Defines rewrite(gm): replaces every loss found in a Dynamo graph by a streaming operator.
 
-Stages: capture -> analysis -> planning -> lowering -> followup -> validation, each a folder.
+Stages: capture -> analysis -> planning -> lowering -> passes -> validation, each a folder.
 A graph of DTensors goes through them as one of whole tensors (`sharded`).
 The work is done on a copy of the graph, which takes the original's place only when everything
 succeeded: a program that compiles without the rewrite compiles with it.
@@ -251,7 +251,7 @@ def _rewrite_graph(
         unfused = [n for n in unfused if reads_products(n, replaced)]
         for candidate in waiting:
             fuse(candidate)
-    operands_of_user = dict(trace.outer)  # before followup steps replace nodes
+    operands_of_user = dict(trace.outer)  # before later passes replace nodes
     report.sites += [site for _, site in stayed]
     products = quadratic_nodes(trace, recognised, [*path, *unfused], operands)
     sizes = {n: inner for n, inner in products.items() if not is_view(n) and not _is_scalar(n)}

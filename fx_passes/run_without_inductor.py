@@ -1,9 +1,8 @@
 """Runs a graph without Inductor if it holds little but fused attention losses.
 
-A loss that is compiled apart from its models is such a graph. What a compiled graph costs for
-being one, with wrappers around both passes and a node of autograd, keeps the host longer than the
-site of a BERT layer keeps a GPU, and there is nothing in it for Inductor to make faster
-(bench/notes/host.md).
+A loss that is compiled apart from its models is such a graph. A compiled graph's host overhead,
+wrappers around both passes and an autograd node, exceeds the GPU time of a short loss, such as
+that of a BERT layer, and Inductor has nothing to make faster there (bench/notes/host.md).
 """
 
 from __future__ import annotations

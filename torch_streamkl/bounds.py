@@ -42,7 +42,7 @@ def _checked(ids: Tensor, size: int, dim: int) -> Tensor:
         is_right = ids.clamp(0, size - 1) == ids
         if ids.device.type != "cpu":
             torch._assert_async(is_right.all(), f"an index is out of bounds for size {size}")
-        elif not is_right.all():  # in the vocabulary entries of torch's gather and scatter
+        elif not is_right.all():  # worded as torch's gather and scatter do
             raise RuntimeError(
                 f"index {int(ids[~is_right][0])} is out of bounds for dimension {dim} with size "
                 f"{size}"

@@ -1,10 +1,10 @@
 """Marks a loss whose gradients were computed in the forward; double backward raises.
 
-Such a sum keeps its gradients, and nothing that leads from them to what they were computed from:
-autograd would leave a second derivative out and say nothing. `once` is the number itself; its
-backward reads ``inputs``, tensors that the sum is of. In eager code a second derivative by any of
-them is an error of ours. AOTAutograd refuses one where a graph keeps an input that needs a
-gradient for its backward, and so it does here, as it does for the code that the sum replaced.
+Such a loss stores its gradients, and no graph from them to what they were computed from: autograd
+would omit a second derivative silently. The operator `once` returns the loss itself; its backward
+reads ``inputs``, the tensors that the loss is computed from. In eager code a second derivative by
+any of them raises our error. AOTAutograd refuses double backward if a graph keeps an input that
+needs a gradient for its backward; `once` keeps such inputs, as the replaced code did.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def register(
 
 
 def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same, with an error for what the dispatcher drops: a tangent, next to a graph's inputs.
+    """The same, with an error for what the dispatcher drops: a tangent, beside a graph's inputs.
 
     Dynamo does not compile again for a level of dual numbers that is entered later.
     """

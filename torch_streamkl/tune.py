@@ -268,7 +268,7 @@ def _trial(
 def _decide(
     workload: Workload, kernel: str, best: Trial, default: Trial, timer: Timer
 ) -> tuple[Trial, Trial]:
-    """The winner and the default, timed interleaved."""
+    """The winner and the default, timed alternately."""
     taken: dict[int, list[float]] = {0: [], 1: []}
     for _ in range(ROUNDS):
         for i, trial in enumerate((best, default)):

@@ -103,7 +103,7 @@ class Analysis:
         return TensorRef(self.canonical[node], layout, grad=self.requires_grad(node))
 
     def _stays_blocked(self, *nodes: object) -> None:
-        """Raise the reason of an input that was blocked before."""
+        """Raise the reason of an input that is unsupported."""
         for node in nodes:
             if isinstance(node, fx.Node) and node in self.reasons:
                 raise Unsupported(self.reasons[node])

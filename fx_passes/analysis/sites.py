@@ -165,7 +165,7 @@ def quadratic_nodes(
     nodes.
 
     These are scores, probabilities and what is made of them, as long as it has as many entries.
-    The logits of a language-model loss next to a divergence are not on its path. Nor are features
+    The logits of a language-model loss besides a divergence are not on its path. Nor are features
     of linear attention, which ``operands`` of the sites' products are: softmaxes of products that
     are no larger than what they are computed from.
     """

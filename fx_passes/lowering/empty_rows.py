@@ -30,7 +30,8 @@ def rows_with_keys(
 ) -> fx.Node:
     """Marks the rows of an additive mask [..., keys] that keep some of their scores, as [..., 1].
 
-    ``keep`` is the boolean mask next to it. ``all_heads``: a row counts when it does in any head.
+    ``keep`` is the boolean mask that comes with it. ``all_heads``: a row counts if it does in any
+    head.
     """
     if keep is not None:
         added = build.call(torch.where, keep, added, -math.inf)

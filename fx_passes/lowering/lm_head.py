@@ -117,7 +117,7 @@ def _adapter(
 
 
 def _removed_vocab_entries(build: Builder, mask: Mask, head: fx.Node) -> fx.Node:
-    """-inf at the vocabulary entries that the mask leaves out, as [vocabulary entries]."""
+    """-inf at the vocabulary entries that the mask leaves out, as [vocab_size]."""
     matrix = example(head)
     assert isinstance(matrix, Tensor)
     vocab = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)

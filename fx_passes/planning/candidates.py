@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.plan import Plan, plan
 
-# what a divergence reads that is made next to a planned operator
+# what a divergence reads that is computed besides a planned operator
 DISTRIBUTIONS = MATMULS | {
     "_softmax", "softmax", "_log_softmax", "log_softmax", "logsumexp", "kl_div",
     "cross_entropy_loss",

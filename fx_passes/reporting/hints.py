@@ -258,7 +258,7 @@ ADVICE = (
 )
 
 
-# What broke graphs, in Dynamo's vocabulary entries, and what keeps them whole.
+# What broke graphs, in Dynamo's terms, and what keeps them whole.
 _BREAKS = (
     (
         "requires_grad_",

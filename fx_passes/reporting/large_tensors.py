@@ -75,9 +75,7 @@ class ScoreShapes:
         return found
 
     def is_far_smaller(self, shape: Sequence[object]) -> bool:
-        """Returns whether a tensor that is made of an input is none next to such scores: a table
-        of it.
-        """
+        """Returns whether a tensor made of an input, such as a table, is far below score size."""
         sizes = [n if isinstance(n, int) else UNKNOWN_SIZE for n in shape]
         return math.prod(sizes) * SMALLER <= self.largest
 

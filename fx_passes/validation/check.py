@@ -95,7 +95,7 @@ def check(
         for change in graphs.changes
     }
     verdicts = []
-    # divergences first, attention that is fused next to them later
+    # divergences first, attention that is fused besides them later
     for change, sites in sorted(sites_of.items(), key=lambda item: not item[1]):
         reason = found = ""
         is_fault = False

@@ -37,7 +37,7 @@ class GradientTerms:
         return view
 
     def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
-        """Returns the result of a softmax of ``x``; its terms reach ``x`` next to their sum."""
+        """Returns the result of a softmax of ``x``; its terms reach ``x`` besides their sum."""
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         if name_of(node) not in SOFTMAXES or not isinstance(dim, int):
             return made

@@ -139,9 +139,9 @@ def attention_kl(
         impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"torch"`` (plain torch,
             bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
         deterministic: False allows gradients whose last bits differ from run to run, where they
-            are faster: on Hopper, head_dim 64, to student_q next to student_k, with a float32
-            tensor as large as student_q next to them. ``torch.use_deterministic_algorithms(True)``
-            forbids them again.
+            are faster: on Hopper with head_dim 64, if student_q and student_k both need one. This
+            takes a float32 tensor as large as student_q.
+            ``torch.use_deterministic_algorithms(True)`` forbids them again.
 
     Returns:
         float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.

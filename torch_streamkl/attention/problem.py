@@ -157,8 +157,10 @@ class RowStatistics:
     divergences/functional.py).
     """
 
-    student: Tensor  # [2, batch, num_heads, seqlen_q]: lse, then H
-    teacher: Tensor  # [2, batch, num_teacher_heads, seqlen_q]: lse, then G
+    # [2, batch, num_heads, seqlen_q]: softmax_lse, then delta, the sum over keys of df/dlogS (H in
+    # NOTE [Row gradient], divergences/functional.py), as FlashAttention's dPsum
+    student: Tensor
+    teacher: Tensor  # [2, batch, num_teacher_heads, seqlen_q]: the same with df/dlogP (G)
 
     @staticmethod
     def allocate(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:

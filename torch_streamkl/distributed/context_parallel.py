@@ -88,7 +88,7 @@ def attention_kl_context_parallel(
             rank.
         cu_seqlens: int32 ``[num_sequences + 1]``, from 0 to the length of the whole sequence:
             packed sequences with keys of their own, the same on every rank; batch size 1.
-            ``is_causal`` is of each of them; a window only next to it, and not with ``"ring"``.
+            ``is_causal`` applies to each of them; a window needs it, and no ``"ring"``.
         max_seqlen: a bound on the length of a packed sequence.
         row_mask: boolean, broadcasts to this rank's rows.
         reduction: ``"none"``; ``"mean"``, ``"sum"`` and ``"batchmean"`` over the rows of all

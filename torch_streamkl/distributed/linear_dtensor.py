@@ -141,7 +141,7 @@ def local_hidden(x: DTensor, layout: Layout) -> Tensor:
 
 
 def local_vocab(x: Tensor | None, layout: Layout) -> Tensor | None:
-    """Returns this rank's vocabulary entries, whose gradient is summed over the ranks that have
+    """Returns this rank's vocab shard, whose gradient is summed over the ranks that have
     other tokens.
     """
     local = vocab_as_local(x)

@@ -117,5 +117,5 @@ def _kind(x: object) -> str:
 
 
 def vocab_as_local(x: Tensor | None) -> Tensor | None:
-    """Returns this rank's vocabulary entries; a plain tensor is that already."""
+    """Returns this rank's vocab shard; a plain tensor is that already."""
     return x.to_local() if isinstance(x, DTensor) else x

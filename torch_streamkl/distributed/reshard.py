@@ -63,7 +63,7 @@ def reshard_vocab(
     like: DTensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """Returns this rank's vocabulary entries of a weight or bias, after the ranks exchanged them.
+    """Returns this rank's vocab shard of a weight or bias, after the ranks exchanged them.
 
     `linear_kl` needs the same vocabulary entries of student and teacher on a rank. For a frozen
     teacher call this once, before training:

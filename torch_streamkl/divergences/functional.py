@@ -14,7 +14,7 @@ minima against.
 
 NOTE [Squares]
 The sum of ``c (P - S)^2`` comes from one pass, too, and not as a small difference of large sums:
-what is squared are differences with the ratio of the masses so far, and the sums are moved when
+what is squared are differences with the ratio of the row sums so far, and the sums are moved when
 that moves (kernels/row_state.py). Other polynomials of degree two take two passes.
 
 NOTE [Row gradient]

@@ -217,7 +217,9 @@ def finish(
     scale_t, scale_s = torch.exp(-log_normalizer_t), torch.exp(-log_normalizer_s)
     row_sum_t, row_sum_s = state.l_t * scale_t, state.l_s * scale_s
     zero = torch.zeros_like(base_t)
-    e_t = e_s = zero  # E_P[tt logP + ts logS], E_S[st logP + ss logS], over the mass of the keys
+    e_t = e_s = (
+        zero  # E_P[tt logP + ts logS], E_S[st logP + ss logS], over the row sum of the keys
+    )
     if form.has_teacher_moment:
         e_t = state.a * scale_t - row_sum_t * _combine(
             form.tt, form.ts, log_normalizer_t, log_normalizer_s, log_normalizer_diff

@@ -17,15 +17,15 @@ FAR = tl.constexpr(1.0e3)  # nats, as in divergences/row_state.py
 
 # NOTE [Squares]
 # Of SQUARES the state has the sums of D^2, D e_s and e_s^2 over keys, with e_t and e_s the
-# exponentials relative to the maxima and D = e_t - ratio e_s. The ratio is that of the masses, l_t
-# to l_s, so that in the end D is P - S times the teacher's mass. Another ratio or other maxima are
-# another linear combination of e_t and e_s. Sums of e_t^2, e_t e_s and e_s^2 would do as well, but
-# for a student near its teacher the rest of their difference is rounding.
+# exponentials relative to the maxima and D = e_t - ratio e_s. The ratio is that of the row sums,
+# l_t to l_s, so that in the end D is P - S times the teacher's row sum. Another ratio or other
+# maxima are another linear combination of e_t and e_s. Sums of e_t^2, e_t e_s and e_s^2 would do
+# as well, but for a student near its teacher the rest of their difference is rounding.
 
 # NOTE [Order of programs]
-# Under a causal mask blocks differ in work, and programs start in the order of their number. The
-# longest blocks of all heads come first, so that short ones fill the end; but only of so many
-# heads at a time, whose keys stay in the cache together.
+# LPT order with an L2 swizzle: under a causal mask blocks differ in work, and programs start in
+# the order of their number. The longest blocks of all heads come first, so that short ones fill
+# the end; but only of SWIZZLE_HEADS heads at a time, whose keys stay in the L2 cache together.
 SWIZZLE_HEADS = tl.constexpr(8)
 
 
@@ -342,7 +342,7 @@ def expectation(
         log_normalizer = log_normalizer_diff * CT + log_normalizer_s * (CT + CS)
     e = LN2 * (mom - row_sum * log_normalizer) * scale
     # An infinite moment times an exponential that underflowed is NaN where the row is infinite.
-    # Scores that are NaN themselves leave NaN in the masses too.
+    # Scores that are NaN themselves leave NaN in the row sums too.
     lost = (mom != mom) & (row_sum == row_sum) & (other_row_sum == other_row_sum)
     e = tl.where(lost, float("inf"), e)
     return tl.where(row_sum == 0.0, 0.0, e)

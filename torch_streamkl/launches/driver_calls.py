@@ -1,9 +1,9 @@
 """Captures the C launch call behind Triton's Python launcher so that it can be replayed.
 
-Triton's launcher goes through all arguments in Python, and has a tensor map encoded for every
-tensor descriptor: before a short kernel that takes longer than the kernel. It depends on
-addresses only, so the launcher is asked once what it calls the driver with, and maps are kept by
-the addresses that they were made of. A map is a value: it says nothing of who owns the memory.
+Triton's launcher goes through all arguments in Python, and encodes a tensor map for every tensor
+descriptor, which takes longer than a short kernel runs. The result depends on addresses only. So
+the launcher's driver call is captured once, and tensor maps are cached by address. A map does not
+own memory.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Three loops, the same on every device:
 
 - `forward`: values, by chunks of tokens with the whole vocabulary (two matmuls);
-- `backward`: gradients from saved statistics, by blocks of vocabulary entries with all tokens
+- `backward`: gradients from saved statistics, by blocks of the vocabulary with all tokens
   where they fit: each block of a weight's gradient is then one matmul and the hidden states'
   gradient is summed over blocks (two matmuls to recompute the logits, two for the gradients of a
   side);
@@ -159,7 +159,7 @@ def forward_with_gradients(
 
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
     """Returns the row state of a shard of the vocabulary (nats) and the log-sum-exp of its
-    hard-label scores.
+    labelled scores.
 
     States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the
     merged statistics `backward` gives each shard's gradients.
@@ -264,7 +264,7 @@ def _clear_padding(buffer: Tensor, head: Head) -> None:
 
 
 class GradientSums:
-    """Gradients of one side, summed over chunks of tokens and blocks of vocabulary entries."""
+    """Gradients of one side, summed over chunks of tokens and blocks of the vocabulary."""
 
     def __init__(self, problem: LinearProblem, side: int, needs_grad: NeedsGrad) -> None:
         self.head = problem.heads[side]
@@ -298,10 +298,9 @@ class GradientSums:
             )
 
     def add(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
-        """Add what a block of tokens and vocabulary entries contributes; tokens and vocabulary
-        entries ascend.
+        """Adds what a block of tokens and of the vocabulary contributes; blocks come in order.
 
-        The block has as many columns as this side has of the vocabulary entries, possibly none.
+        The block has as many columns as this side has of that part of the vocabulary, maybe none.
         """
         self.add_to_hidden(d_logits, tokens, vocab)
         self.add_to_weight(d_logits, tokens, vocab)

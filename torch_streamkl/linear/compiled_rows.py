@@ -1,7 +1,7 @@
 """Defines the row kernel of two LM heads' logits, as plain torch functions that Inductor compiles.
 
 As attention/compiled_rows.py for attention: Inductor compiles them, sizes and numbers are inputs.
-Rows are tokens, [tokens, vocabulary entries] tiles of logits are overwritten by their gradients.
+Rows are tokens, [tokens, vocab] tiles of logits are overwritten by their gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VocabForm:
 
 @dataclass
 class VocabTile:
-    """y as the hard labels see it, the score, and d(y)/d(logit)."""
+    """y as the labels see it, the score, and d(y)/d(logit)."""
 
     y: Tensor
     score: Tensor

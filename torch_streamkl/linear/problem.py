@@ -23,7 +23,7 @@ class Head:
     """Holds hidden states and LM head of one model and how their dot products become scores.
 
     With ``z = hidden @ weight.T + adapter_hidden @ adapter_weight.T + bias``:
-    ``y = softcap * tanh(scale * z / softcap)`` and ``score = y / temperature``. Hard labels see y.
+    ``y = softcap * tanh(scale * z / softcap)`` and ``score = y / temperature``. Labels see y.
     An adapter is a second, narrow head: with a low-rank adapter of the head, ``adapter_hidden`` is
     ``s * hidden @ A.T``, and ``weight`` stays as it is.
     """

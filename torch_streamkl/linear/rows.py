@@ -1,7 +1,7 @@
 """Computes rows of logits in plain torch: values, statistics, and gradients in place of logits.
 
 The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
-them in blocks of vocabulary entries, so that temporaries stay small. `linear/triton/launches.py`
+them in blocks of the vocabulary, so that temporaries stay small. `linear/triton/launches.py`
 is the same for a GPU.
 """
 
@@ -37,7 +37,7 @@ BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 
 @dataclass
 class Block:
-    """Scores of a block of vocabulary entries: y as the hard labels see it, the score, and
+    """Scores of a block of the vocabulary: y as the labels see it, the score, and
     d(y)/d(logit).
     """
 
@@ -90,7 +90,7 @@ def copy_rests(state: RowState, out: RowValues) -> None:
 def partial_state(
     problem: LinearProblem, student: Tensor, teacher: Tensor, form: Bilinear
 ) -> tuple[RowState, Tensor]:
-    """Returns the row state over the vocabulary entries at hand and the log-sum-exp of the
+    """Returns the row state over the given vocabulary entries and the log-sum-exp of the
     student's y over them.
     """
     shape = (problem.num_tokens,)
@@ -120,9 +120,7 @@ def gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by their gradient (the teacher's where wanted), vocabulary entries as they
-    are.
-    """
+    """Overwrites logits by their gradients; the teacher's only if it needs one."""
     functional = problem.functional
     for s, t in _blocks(problem, student, teacher):
         if functional.bilinear is not None and not needs_grad.teacher:
@@ -236,7 +234,7 @@ def hard_values(
 def label_scores(
     problem: LinearProblem, student: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns y of each row's label, and whether it is one of the vocabulary entries at hand."""
+    """Returns y of each row's label, and whether it is one of the given vocabulary entries."""
     assert problem.labels is not None
     head, vocab_entry = problem.student, problem.labels.long() - problem.vocab_start
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < head.vocab_size)
@@ -268,7 +266,7 @@ def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Ten
 def _blocks(
     problem: LinearProblem, student: Tensor, teacher: Tensor
 ) -> Iterator[tuple[Block, Block]]:
-    """Blocks of vocabulary entries, none of which crosses the end of the smaller vocabulary."""
+    """Blocks of the vocabulary, none of which crosses the end of the smaller vocabulary."""
     sizes = (problem.student.vocab_size, problem.teacher.vocab_size)
     step = max(64, BLOCK_ELEMENTS // max(1, problem.num_tokens))
     for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):

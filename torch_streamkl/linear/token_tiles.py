@@ -1,6 +1,6 @@
 """Computes the rows of linear/rows.py in compiled graphs on a CPU: a few rows at a time.
 
-Both sides must have the same vocabulary entries at hand. Where they have not, and where Inductor
+Both sides must have the same vocabulary entries. Where they have not, and where Inductor
 cannot compile, linear/rows.py computes the rows.
 """
 
@@ -50,9 +50,7 @@ def gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by their gradient (the teacher's where wanted), vocabulary entries as they
-    are.
-    """
+    """Overwrites logits by their gradients; the teacher's only if it needs one."""
     form, numbers = _form(problem, weights, needs_grad), _numbers(problem)
     for part, s, t in _parts(problem, student, teacher):
         inputs = _inputs(problem.of_tokens(part), s, t, numbers) | _weights(problem, weights, part)

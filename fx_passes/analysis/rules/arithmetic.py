@@ -132,7 +132,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             raise Unsupported("scores become float64 by a tensor that is added or multiplied")
 
     def _dense(self, node: fx.Node, layout: Layout) -> TensorRef:
-        """A tensor next to the scores, at the size it had before it was expanded."""
+        """A tensor that is combined with the scores, at the size it had before it was expanded."""
         self._stays_blocked(node)
         source, dims = self.unexpanded(node)
         rank = self.rank[source]

@@ -35,7 +35,7 @@ def is_shift_of(x: Scores, y: RowMax) -> bool:
 
 
 def is_sum_of(x: Shifted, y: ExpSum) -> bool:
-    """Returns whether a sum is that of these exponentials, next to the same maximum."""
+    """Returns whether a sum is that of these exponentials, relative to the same maximum."""
     return x.axis == y.axis and x.maximum == y.maximum and is_reduction_of(x.scores, y)
 
 

@@ -31,12 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_streamkl.attention.hopper.warp_groups import NUM_WARPS, flat, phase_of, stage_of
 from torch_streamkl.launches.launch import ceil_div
 
-HANDS = gl.constexpr(2)  # slots of dscore tiles in shared memory
+HANDS = gl.constexpr(2)  # stages of dscore tiles in shared memory
 ROWS_OF_WARP = tl.constexpr(16)  # of a wgmma accumulator
 
 
 class Handover(NamedTuple):
-    """dscore tiles [keys, queries] of every warp group by slot, and their barriers."""
+    """dscore tiles [keys, queries] of every warp group by stage, and their barriers."""
 
     tiles: Any
     full: Any

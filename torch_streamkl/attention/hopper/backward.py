@@ -86,10 +86,9 @@ class Task(NamedTuple):
     HAS_RIGHT: bool
     HAS_MASK: bool
     IS_PACKED: bool
-    PLAIN: (
-        bool  # the gradient is COEFFICIENTS.TS (P - S): no logarithms, and the teacher's mass is 1
-    )
-    CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
+    # the gradient is COEFFICIENTS.TS (P - S): no logarithms, and the teacher's row sum is 1
+    PLAIN: bool
+    CLAMP: float  # if PLAIN: P counts for keys with S >= CLAMP only, as in its row sum; 0 is none
     SQUARES: float  # the gradient is own (SQUARES (other - own) - delta) if not 0: no logarithms
     FOLDED: bool  # NOTE [Folded gradients]
     COEFFICIENTS: Any
@@ -107,18 +106,18 @@ class Task(NamedTuple):
     OTHER_BIAS: bool
     SAME_BIAS: bool  # one bias for both sides: read once
     WHOLE_TILES: bool  # of a bias: no inner tile ends beyond it
-    ADDS: bool  # dK, and dQ next to it: NOTE [dQ by atomics] in attention/hopper/atomic.py
+    ADDS: bool  # dK, and dQ in the same kernel: NOTE [dQ by atomics] in attention/hopper/atomic.py
 
 
 class Tiles(NamedTuple):
-    """Shared memory: outer tiles of each warp group, slots of inner tiles, barriers."""
+    """Shared memory: outer tiles of each warp group, stages of inner tiles, barriers."""
 
     own_outer: Any
     other_outer: Any
     own_inner: Any
     other_inner: Any
-    statistics: Any  # of the inner rows, by slot
-    marks: Any  # by slot: NEGATIVE and CLAMPED, of dK's inner rows
+    statistics: Any  # of the inner rows, by stage
+    marks: Any  # by stage: NEGATIVE and CLAMPED, of dK's inner rows
     outer_bar: Any
     full: Any
     empty: Any
@@ -168,10 +167,10 @@ class Output(NamedTuple):
 
 @gluon.jit
 def load_statistics(stats, member, row, work, TASK: gl.constexpr):
-    """Returns own lse, other lse, key sum, incoming gradient and clamp of rows of a head.
+    """Returns own lse, other lse, delta, incoming gradient and clamp of rows of a head.
 
     Where FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left.
-    With a clamp, the key sum is that of P where S is not below it.
+    With a clamp, the delta is that of P where S is not below it.
     """
     inside = row < work.seq.num_rows
     row = row + (stats.head_row + member * work.masks.seqlen_q)
@@ -240,7 +239,7 @@ def load_all(
             other_head = work.first_head + member
             row = (work.first_tile + tile // TASK.GROUP_SIZE) * TASK.INNER
         full = tiles.full.index(slot)
-        if not TASK.ROWS:  # they arrive while the slot is not empty yet
+        if not TASK.ROWS:  # they arrive while the stage is not empty yet
             rows = row + gl.arange(0, TASK.INNER, layout=lanes)
             found = load_statistics(stats, member, rows, work, TASK)
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, TASK.SLOTS) ^ 1)
@@ -473,7 +472,7 @@ def accumulate(
                 i = pair + step
                 slot = stage_of(i, TASK.SLOTS)
                 following = stage_of(i + 1, TASK.SLOTS)
-                # past the end matmuls read what the slot still holds, and nobody reads them
+                # past the end matmuls read what the stage still holds, and nobody reads them
                 mbarrier.wait(
                     tiles.full.index(following),
                     phase_of(i + 1, TASK.SLOTS),

@@ -88,21 +88,21 @@ SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
 SMALLEST_SQUARED = gl.constexpr(2.0**-20)  # sums whose terms are squared
 LARGEST_SQUARED = gl.constexpr(2.0**40)
-MOST_CANCELLED = gl.constexpr(16.0)  # next to what is left of a sum of squares
+MOST_CANCELLED = gl.constexpr(16.0)  # times what is left of a sum of squares
 LOADER_REGISTERS = gl.constexpr(24)
 USUAL = gl.constexpr(-512.0)  # maxima below may be those of keys that a bias masks
 SMALLEST_BIAS = gl.constexpr(-1.0e20)
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of pairs of key tiles, barriers."""
+    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
     other_k: Any
     weight_k: Any
     q_bar: Any
-    full: Any  # by slot, for both sides
+    full: Any  # by stage, for both sides
     empty: Any
 
 
@@ -135,7 +135,7 @@ class Outputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores.
+    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores.
 
     Of squares the sum of D^2 is in the place of the moment, and those of D e_s and e_s^2
     are in the place of the lowest scores.
@@ -148,7 +148,7 @@ class Sums(NamedTuple):
     low_w: Any
     base_o: Any
     base_w: Any
-    ratio: Any  # of the masses, of squares
+    ratio: Any  # of the row sums, of squares
 
 
 @gluon.jit
@@ -175,9 +175,9 @@ def load_all(
 
 @gluon.jit
 def wait_for(tiles, i, more, SLOTS: gl.constexpr):
-    """Wait until pair i is in its slot; `more` is false past the end.
+    """Wait until pair i is in its stage; `more` is false past the end.
 
-    Past the end matmuls read whatever the slot holds, and nobody reads the result.
+    Past the end matmuls read whatever the stage holds, and nobody reads the result.
     """
     mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
@@ -458,9 +458,7 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
 
 @gluon.jit
 def without_doubtful(state, SQUARES: gl.constexpr):
-    """Returns the state, with NaN for a sum of rows where those relative to a fixed base may be
-    wrong.
-    """
+    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be wrong."""
     smallest = SMALLEST_SQUARED if SQUARES else SMALLEST_SUM
     largest = LARGEST_SQUARED if SQUARES else LARGEST
     good = (state.l_t >= smallest) & (state.l_t <= largest)

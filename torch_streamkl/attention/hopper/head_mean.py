@@ -44,12 +44,12 @@ CHUNK = gl.constexpr(64)  # columns of a matmul's operands
 
 
 class Tiles(NamedTuple):
-    """Shared memory in chunks of columns: queries, keys, and the barriers of their slots."""
+    """Shared memory in chunks of columns: queries, keys, and the barriers of their stages."""
 
     q: Any
     k: Any
     q_bar: Any  # of queries that stay
-    full: Any  # by slot
+    full: Any  # by stage
     empty: Any
 
 

@@ -341,7 +341,7 @@ def _gradient(
     tables: dict[tuple[int, bool], Tensor],
     is_first: bool,
 ) -> Tensor:
-    """Shares of dQ (rows) or dK of one side; next to dK, dQ is added to the sums.
+    """Shares of dQ (rows) or dK of one side; a dK kernel may add dQ to the sums.
 
     All but the first may begin before the one before ends.
     """

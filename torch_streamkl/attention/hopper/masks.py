@@ -2,7 +2,7 @@
 
 NOTE [Bits of a tile]
 A thread of a warp group holds, of two rows of a tile [64, 64], the 16 columns 8 k + 2 l + e of its
-lane l: their bits, numbered 2 k + e, are one group of bits of 16 bits for each of both rows. One
+lane l: their bits, numbered 2 k + e, are one int16 of the bit mask for each of both rows. One
 small kernel reads a mask once and writes the bits of all tiles, for tiles with queries as rows and
 for tiles with keys as rows. A window and key lengths are in the bits, too.
 

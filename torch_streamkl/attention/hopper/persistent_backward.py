@@ -73,8 +73,8 @@ class Tiles(NamedTuple):
     other_outer: Any
     own_inner: Any
     other_inner: Any
-    statistics: Any  # of the inner rows, by slot
-    marks: Any  # by slot: NEGATIVE and CLAMPED, of dK's inner rows
+    statistics: Any  # of the inner rows, by stage
+    marks: Any  # by stage: NEGATIVE and CLAMPED, of dK's inner rows
     outer_full: Any  # by warp group
     outer_empty: Any
     full: Any
@@ -216,7 +216,7 @@ def load_inner(own_inner, other_inner, tiles, work, i, used, TASK: gl.constexpr)
         other_head = work.first_head + member
     row = inner_tile(work, i, TASK) * TASK.INNER
     full = tiles.full.index(slot)
-    if not TASK.ROWS:  # they arrive while the slot is not empty yet
+    if not TASK.ROWS:  # they arrive while the stage is not empty yet
         rows = row + gl.arange(0, TASK.INNER, layout=lanes)
         found = load_statistics(work.stats, member, rows, work, TASK)
     mbarrier.wait(tiles.empty.index(slot), phase_of(used + i, TASK.SLOTS) ^ 1)
@@ -381,7 +381,7 @@ def accumulate(
             for step in gl.static_range(2):
                 i = pair + step
                 slot = stage_of(used + i, TASK.SLOTS)
-                # after the last matmuls read its slot again, and nobody reads them
+                # after the last matmuls read its stage again, and nobody reads them
                 following = stage_of(used + gl.minimum(i + 1, end - 1), TASK.SLOTS)
                 mbarrier.wait(
                     tiles.full.index(following), phase_of(used + i + 1, TASK.SLOTS),

@@ -56,7 +56,7 @@ class Specialized(NamedTuple):
     B: float  # of JS
     C: float
     VARIATION: float  # c of c |P - S|
-    OWN_EPS: float  # next to the probability in front
+    OWN_EPS: float  # added to the weighting probability
     OTHER_EPS: float
     BY_TEACHER: bool  # which is the teacher's
 

@@ -63,7 +63,7 @@ class Tiles(NamedTuple):
     weight_k: Any
     q_full: Any  # by warp group
     q_empty: Any
-    full: Any  # by slot, for both sides
+    full: Any  # by stage, for both sides
     empty: Any
 
 
@@ -279,8 +279,7 @@ def with_sums(sums, rows, WEIGHT_IS_TEACHER: gl.constexpr):
 
 @gluon.jit
 def without_doubtful(state, some):
-    """Returns the state, with NaN for a sum of rows where those relative to a fixed base may be
-    wrong.
+    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be wrong.
 
     Rows without `some` key have none of anything.
     """

@@ -317,7 +317,7 @@ def start_scores(a, tile, zero):
 def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
     """Issue q @ the first keys of pair i (half 0), or the last (1).
 
-    Where a slot holds both as one tile, by 64 columns of the queries.
+    Where a stage holds both as one tile, by 64 columns of the queries.
     """
     if keys.shape[3] == 64:
         return start_scores(q, keys.index(2 * stage_of(i, SLOTS) + half), zero)

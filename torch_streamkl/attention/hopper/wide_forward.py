@@ -43,13 +43,13 @@ GROUPS = gl.constexpr(2)  # warp groups: more of their queries do not fit
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of key tiles, barriers."""
+    """Shared memory: queries of each warp group, stages of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
     keys: Any  # of either side: tile i of `other` is load 2 i, that of `weight` load 2 i + 1
     q_bar: Any
-    full: Any  # by slot
+    full: Any  # by stage
     empty: Any
 
 
@@ -77,7 +77,7 @@ class Outputs(NamedTuple):
 
 @gluon.jit
 def wait_for(tiles, load, more, SLOTS: gl.constexpr):
-    """Wait until a load is in its slot; `more` is false past the end, where nobody reads it."""
+    """Wait until a load is in its stage; `more` is false past the end, where nobody reads it."""
     mbarrier.wait(tiles.full.index(load % SLOTS), load // SLOTS & 1, pred=more)
 
 

@@ -82,7 +82,7 @@ def gradient_tile(
 def load_statistics(
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr
 ):
-    """Returns lse_t, lse_s, key sum of the wanted side and incoming gradient of a block of rows.
+    """Returns lse_t, lse_s, delta of the wanted side and incoming gradient of a block of rows.
 
     Rows that do not count get probabilities of 0: their own gradients may be infinite.
     """

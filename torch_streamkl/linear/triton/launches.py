@@ -55,7 +55,7 @@ def gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by the gradient to them, vocabulary entries taken as they are."""
+    """Overwrites logits by their gradients; the teacher's only if it needs one."""
     _launch(problem, student, teacher, rows, weights, needs_grad, compute_values=False)
 
 

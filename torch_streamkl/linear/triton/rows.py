@@ -28,7 +28,7 @@ from torch_streamkl.kernels.scores import tanh
 
 
 class HeadArgs(NamedTuple):
-    """One side's logits [rows, vocabulary entries] and how they become scores."""
+    """One side's logits [rows, vocab] and how they become scores."""
 
     logits: Any
     stride: Any
@@ -81,7 +81,7 @@ class Config(NamedTuple):
     VALUES: bool  # compute values and statistics; else statistics are read
     BILINEAR: bool  # the values come from the row state; else from a second pass
     HARD: bool  # labels are given
-    TEMPERED: bool  # the temperature is not 1: hard labels have a log-sum-exp of their own
+    TEMPERED: bool  # the temperature is not 1: labels have a log-sum-exp of their own
     S_GRAD: bool
     T_GRAD: bool
     VALUE_GRAD: bool  # the values carry a gradient
@@ -186,7 +186,7 @@ def merged_lanes(state, COEFFICIENTS: tl.constexpr):
 
 @triton.jit
 def label_of(rows, row):
-    """Returns the label's index among the vocabulary entries at hand, and whether the row
+    """Returns the label's index among the given vocabulary entries, and whether the row
     counts.
     """
     label = tl.load(rows.labels + row).to(tl.int64)

@@ -129,7 +129,7 @@ def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.
 
 @triton.jit
 def label_score(student, rows, row, CONFIG: tl.constexpr):
-    """Returns y of the row's label, -inf where it is none of the vocabulary entries at hand."""
+    """Returns y of the row's label, -inf where it is none of the given vocabulary entries."""
     vocab_entry, _ = label_of(rows, row)
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
     z = tl.load(
@@ -205,7 +205,7 @@ def merge_kernel(
 def sums_kernel(
     student, teacher, rows, totals, totals_stride, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Computes the value, H and G of a row over the vocabulary entries at hand, of any
+    """Computes the value, H and G of a row over the given vocabulary entries, of any
     functional.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -41,9 +41,9 @@ BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MOST_PARTS = 16  # of a chunk
-# Bytes of a part's maps next to those of the chunk's logits, at most: beyond, parts would be so
-# short that the product that is saved is lost in them. A teacher's cached vocabulary entries have
-# 2.5, and win (bench/notes/row_programs.md)
+# Bytes of a part's maps relative to those of the chunk's logits, at most: beyond, parts would be
+# so short that the product that is saved is lost in them. A teacher's cached top-k ids have 2.5,
+# and win (bench/notes/row_programs.md)
 MOST_OF_PARTS = 3
 PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
@@ -329,7 +329,7 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
 def _vocab_blocks(
     problem: RowProblem, bytes_of_pair: int, has_kept: bool = False
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of vocabulary entries with all tokens where they fit: a gradient to them is then one
+    """Blocks of the vocabulary with all tokens where they fit: a gradient to them is then one
     matmul.
     """
     room = _workspace(problem, has_kept) // bytes_of_pair
@@ -423,7 +423,7 @@ class _Gradients:
                 self.add_to_columns(i, d, block.at)
 
     def add_to_rows(self, i: int, d: Tensor, at: Slices) -> None:
-        """The row operand of a dot without heads, of which blocks of vocabulary entries ascend."""
+        """Adds to the row operand of a dot without heads; its vocabulary blocks come in order."""
         dq, (batch, rows, keys) = self.out[2 * i], at
         if dq is None:
             return
@@ -433,7 +433,7 @@ class _Gradients:
             _matmul_into(into, each, vocab, keys.start == 0)
 
     def add_to_columns(self, i: int, d: Tensor, at: Slices) -> None:
-        """The column operand, of which blocks of tokens ascend."""
+        """Adds to the column operand; its blocks of tokens come in order."""
         dk, (batch, rows, keys) = self.out[2 * i + 1], at
         if dk is None:
             return
