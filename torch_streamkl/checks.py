@@ -229,6 +229,7 @@ def check_attention_inputs(
 
 
 def check_tensor(name: str, x: object, ndim: int) -> None:
+    """Checks a tensor's number of dimensions, dtype and last stride."""
     x = tensor(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}")
@@ -300,6 +301,7 @@ def additive(name: str, x: Tensor) -> None:
 
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:
+    """Checks that a tensor is on the device of the operands."""
     if x.device != device:
         raise ValueError(f"{ONE_DEVICE}; {name} is on {x.device}, the operands on {device}")
 
@@ -400,18 +402,21 @@ def number(name: str, value: object) -> None:
 
 
 def finite(name: str, value: Any) -> None:
+    """Checks that a number is finite in float32."""
     number(name, value)
     if not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{name} must be finite in float32, got {_shown(value)}")
 
 
 def positive(name: str, value: Any) -> None:
+    """Checks that a number is positive and finite in float32."""
     number(name, value)
     if not value > 0 or not SMALLEST <= value <= LARGEST:
         raise ValueError(f"{name} must be positive and finite in float32, got {_shown(value)}")
 
 
 def in_unit_interval(name: str, value: Any) -> None:
+    """Checks that a number lies between 0 and 1."""
     number(name, value)
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must lie between 0 and 1, got {_shown(value)}")
@@ -430,6 +435,7 @@ def integer(name: str, value: Any, least: int | None = None) -> None:
 
 
 def boolean(name: str, value: object) -> None:
+    """Checks that a value is True or False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 

@@ -163,6 +163,7 @@ def _finite(stats: RowStatistics, student: bool) -> Tensor:
 def measured(
     key: LaunchKey, tiles: TritonLaunch, runtime_ms: float, default_ms: float
 ) -> MeasuredLaunch:
+    """Makes a table's entry of a measurement."""
     sizes = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
     return MeasuredLaunch(key, "triton", *sizes, runtime_ms, default_ms)
 
@@ -306,6 +307,7 @@ def _poison(like: tuple[Tensor, ...]) -> None:
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the first line of an error."""
     text = str(error).strip().split("\n")[0][:100]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -387,6 +389,7 @@ class Bar:
 
 
 def describe(tiles: TritonLaunch | None) -> str:
+    """Describes tiles in a table."""
     if tiles is None:
         return "the kernel for Hopper"
     sizes = f"{tiles.block_m} x {tiles.block_n}"
@@ -445,6 +448,7 @@ def save(entries: list[MeasuredLaunch], device: str, path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Makes the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m torch_streamkl.tune",
         description=(__doc__ or "").split("\n")[0],
@@ -476,6 +480,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None, timer: Timer = device_timer) -> int:
+    """Runs the command line."""
     options = parser().parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     entries: list[MeasuredLaunch] = []

@@ -97,6 +97,7 @@ def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
 
 
 def with_rank(a: Elements, rank: int) -> Elements:
+    """Adds leading dimensions of size 1."""
     extra = rank - a.rank
     if extra == 0:
         return a

@@ -45,14 +45,17 @@ Shape = tuple[Size, ...]
 
 
 def dim_size(dim: Dim) -> Size:
+    """Returns the size of a dimension."""
     return product(p.size for p in dim)
 
 
 def axes_of(layout: Layout) -> set[int]:
+    """Returns the axes of a layout."""
     return {p.axis for dim in layout for p in dim}
 
 
 def sizes_of(layout: Layout) -> Shape:
+    """Returns the shape of a layout."""
     return tuple(dim_size(d) for d in layout)
 
 
@@ -129,10 +132,12 @@ def merged(dim: Dim) -> Dim:
 
 
 def permute(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Permutes dimensions."""
     return tuple(layout[d] for d in dims)
 
 
 def unsqueeze(layout: Layout, dim: int) -> Layout:
+    """Inserts a dimension of size 1."""
     dim = dim % (len(layout) + 1)
     return (*layout[:dim], (), *layout[dim:])
 

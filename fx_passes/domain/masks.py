@@ -130,6 +130,7 @@ def _with_leading(literal: Literal, extra: int) -> Literal:
 
 
 def opaque(node: fx.Node, shape: Sequence[Size]) -> BoolTensor:
+    """Makes a mask of a boolean tensor whose values are unknown."""
     dims = tuple(None if expression(size) == 1 else d for d, size in enumerate(shape))
     return BoolTensor(frozenset({Opaque(node, dims)}), len(dims))
 
@@ -285,6 +286,7 @@ def to_tensor(mask: Mask, layout: Layout) -> BoolTensor | None:
 
 
 def axes_in(literal: AxisLiteral) -> set[int]:
+    """Returns the axes that a condition depends on."""
     if isinstance(literal, AxisExcept):
         return {literal.axis}
     if isinstance(literal, AxisCondition):

@@ -142,6 +142,7 @@ def _resized(layout: Layout, axis: int, size: Size) -> Layout:
 
 
 def part_of_operand(operand: TensorRef, axis: int, start: Size, length: Size | None) -> TensorRef:
+    """Returns the part of an operand that a slice of an axis leaves."""
     if axis not in axes_of(operand.layout):
         return operand
     dim = axis_dim(operand.layout, axis)

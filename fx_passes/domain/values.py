@@ -96,10 +96,12 @@ class Elements:
 
 
 def prob(k: int) -> Expr:
+    """Makes the variable of distribution k's probabilities."""
     return Expr("P", (), float(k))
 
 
 def log_prob(k: int) -> Expr:
+    """Makes the variable of distribution k's log-probabilities."""
     return Expr("logP", (), float(k))
 
 
@@ -138,6 +140,7 @@ VARIABLES = ("P", "logP", "lse", "within", "partly_within")
 
 
 def mentions(e: Expr, op: str) -> bool:
+    """Returns whether an expression contains an operation."""
     return e.op == op or any(mentions(a, op) for a in e.args)
 
 

@@ -18,6 +18,7 @@ PLACED = "streamkl_placed"  # in the metadata of whole tensors that stand for DT
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Returns whether a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # without it there are none
     return module is not None and isinstance(x, module.DTensor)
 
@@ -28,6 +29,7 @@ def dtensors_in(value: object) -> list[DTensor]:
 
 
 def has_dtensors(graph: fx.Graph) -> bool:
+    """Returns whether a graph records DTensors."""
     return any(True for _ in _all(graph))
 
 

@@ -113,6 +113,7 @@ def is_parameter(leaf: fx.Node) -> bool:
 
 
 def is_tensor(node: fx.Node) -> bool:
+    """Returns whether a node's value is a tensor."""
     return isinstance(example(node), Tensor)
 
 
@@ -147,6 +148,7 @@ def location_of(node: fx.Node) -> tuple[str, str]:
 
 
 def is_view(node: fx.Node) -> bool:
+    """Returns whether a node's value shares memory with an input of it."""
     value = example(node)
     if not isinstance(value, Tensor):
         return False
@@ -158,6 +160,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def num_bytes(node: fx.Node) -> int:
+    """Counts the bytes of a node's value, by hints of symbolic sizes."""
     value = example(node)
     if not isinstance(value, Tensor):
         return 0

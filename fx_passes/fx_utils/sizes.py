@@ -17,6 +17,7 @@ Size = int | torch.SymInt
 
 
 def shape_of(node: fx.Node) -> Sequence[Size]:
+    """Returns the recorded shape of a node."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value.shape
@@ -51,14 +52,17 @@ def provably_equal(a: Size, b: Size) -> bool:
 
 
 def is_one(size: Size) -> bool:
+    """Returns whether a size is 1, without adding a guard."""
     return expression(size) == 1
 
 
 def is_zero(size: Size) -> bool:
+    """Returns whether a size is 0, without adding a guard."""
     return expression(size) == 0
 
 
 def product(sizes: Iterable[Size]) -> Size:
+    """Multiplies sizes."""
     return math.prod(sizes)
 
 

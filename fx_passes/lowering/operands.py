@@ -36,6 +36,7 @@ from torch_streamkl.fx_passes.planning.dimensions import (
 
 
 def shape(node: fx.Node) -> Sequence[Size]:
+    """Returns the recorded shape of a node."""
     value = example(node)
     assert isinstance(value, Tensor)
     return value.shape

@@ -76,6 +76,7 @@ def masks_of(shape: Geometry, *, is_head: bool = False) -> MaskPlan:
 
 
 def masked_alike(shape: Geometry) -> bool:
+    """Returns whether both sides have the same mask."""
     teacher, student = _literals(shape)
     return teacher.keys() == student.keys()
 

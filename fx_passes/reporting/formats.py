@@ -22,6 +22,7 @@ _UNUSED = {"node", "name"}  # names of graph nodes, which no user has seen
 
 
 def to_dict(report: Report) -> dict[str, Any]:
+    """Converts a report to lists, dictionaries, strings and numbers."""
     whole = _plain(dataclasses.asdict(report))
     totals = {
         "num_losses": len(report.sites),
@@ -42,6 +43,7 @@ def _plain(x: Any) -> Any:
 
 
 def to_json(report: Report, **options: Any) -> str:
+    """Converts a report to JSON."""
     return json.dumps(to_dict(report), **options)
 
 

@@ -256,10 +256,12 @@ def _is_of_product(node: fx.Node) -> bool:
 
 
 def is_vector(value: Tensor) -> bool:
+    """Returns whether at most one dimension is larger than 1."""
     return sum(_hint(n) != 1 for n in value.shape) < 2
 
 
 def numel(value: Tensor) -> int:
+    """Counts a tensor's elements, by hints of symbolic sizes."""
     size = 1
     for n in value.shape:
         size *= _hint(n)

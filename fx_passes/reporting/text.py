@@ -56,6 +56,7 @@ def details(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
+    """Writes the report's first line."""
     if not report.sites:
         return f"streamkl: {NO_LOSS}"
     head = f"streamkl: {report.num_fused} of {losses_text(len(report.sites))} fused"
@@ -70,6 +71,7 @@ def headline(report: Report) -> str:
 
 
 def verdict_of(site: Site) -> str:
+    """Names what became of a loss: fused, skipped or not fused."""
     return "fused" if site.fused else "skipped" if site.left else "not fused"
 
 
@@ -79,6 +81,7 @@ def _unit(site: Site) -> str:
 
 
 def in_short(site: Site) -> str:
+    """Describes a loss in one line."""
     if site.fused:
         also = f" + {site.also}" if site.also else ""
         checked = site.check
@@ -217,6 +220,7 @@ def shown(location: str) -> str:
 
 
 def losses_text(count: int) -> str:
+    """Counts losses as a text."""
     return "1 loss" if count == 1 else f"{count} losses"
 
 

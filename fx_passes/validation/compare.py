@@ -27,7 +27,7 @@ MULTIPLE = 4  # of the error of the user's code
 
 @dataclass
 class Slack:
-    """By result: how far the user's code is from float64."""
+    """Holds, by result, how far the user's code is from float64."""
 
     error: dict[str, float] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)  # the largest of each gradient
@@ -150,4 +150,5 @@ def _same_infinities(x: Tensor, naive: Tensor, exact: Tensor) -> bool:
 
 
 def largest(x: Tensor) -> float:
+    """Returns the largest finite magnitude."""
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0

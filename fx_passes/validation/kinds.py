@@ -36,6 +36,7 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def draws_random(node: fx.Node) -> bool:
+    """Returns whether a node draws random numbers."""
     name = name_of(node)
     if name == "dropout":
         p, training = (

@@ -123,6 +123,7 @@ def _ambient() -> str:
 
 
 def passed_before(fingerprint: Fingerprint, options: CheckOptions) -> bool:
+    """Returns whether a region's check passed before."""
     if not fingerprint.is_known:
         return False
     if fingerprint.digest in _passed:
@@ -132,6 +133,7 @@ def passed_before(fingerprint: Fingerprint, options: CheckOptions) -> bool:
 
 
 def record_pass(fingerprint: Fingerprint, options: CheckOptions) -> None:
+    """Records that a region's check passed, on disk too if asked."""
     if not fingerprint.is_known:
         return
     _passed.add(fingerprint.digest)

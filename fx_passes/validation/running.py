@@ -249,6 +249,7 @@ def weights(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Sets torch's default dtype inside."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

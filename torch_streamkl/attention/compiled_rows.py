@@ -151,6 +151,7 @@ def sums_of_terms(
 
 
 def variables_of(student: Softmax, teacher: Softmax) -> dict[str, Tensor]:
+    """Returns the variables of a functional, by name."""
     return {"P": teacher.p, "S": student.p, "logP": teacher.log_p, "logS": student.log_p}
 
 

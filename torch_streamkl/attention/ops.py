@@ -35,7 +35,8 @@ _lib = Library(NAMESPACE, "DEF")
 
 # NOTE [Flat arguments]
 # A schema is flat and positional; the implementations take an AttentionProblem. The order below is
-# known to three places only: this schema, `problem_of` and the tensor count used by autograd.
+# known to this schema, the indices below and `problem_of`. Callers of an operator with flat
+# arguments follow it too (interface.py, bound_op.py, direct.py, distributed/).
 ARGUMENTS = (
     "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
     "Tensor? mask=None, Tensor? student_bias=None, Tensor? teacher_bias=None, "
@@ -105,6 +106,7 @@ def problem_of(
     impl: str = "auto",
     deterministic: bool = True,
 ) -> tuple[AttentionProblem, str]:
+    """Makes an AttentionProblem of an operator's flat arguments: NOTE [Flat arguments]."""
     problem = AttentionProblem(
         student=Side(
             student_q,

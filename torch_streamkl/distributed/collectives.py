@@ -39,6 +39,7 @@ def group_of(group: ProcessGroup | DeviceMesh, argument: str = "group") -> Proce
 
 
 def resolve(group_name: str) -> ProcessGroup:
+    """Returns the process group of a name."""
     group: ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     return group
 
@@ -85,5 +86,6 @@ def all_to_all(x: Tensor, receive: list[int], send: list[int], group_name: str) 
 
 
 def wait(x: Tensor) -> Tensor:
+    """Makes the current stream wait for a collective's result."""
     done: Tensor = _ops.wait_tensor(x)
     return done

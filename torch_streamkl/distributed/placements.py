@@ -75,6 +75,7 @@ HIDDEN = ("student_hidden", "teacher_hidden")
 
 
 def vocab_dim_of(name: str, x: DTensor) -> int | None:
+    """Returns the mesh dimension that shards a weight's vocabulary, None if it is replicated."""
     found = None
     for dim, placement in enumerate(x.placements):
         if type(placement) is Replicate:

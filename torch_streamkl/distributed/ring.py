@@ -101,6 +101,7 @@ class Ring:
 
 
 def form_of(functional: Functional) -> Bilinear:
+    """Returns the bilinear form of a functional, or raises if it has none."""
     form = functional.bilinear
     if form is None:
         raise NotImplementedError(

@@ -27,6 +27,7 @@ LABEL_FIELDS = 2
 
 
 def num_fields(problem: LinearProblem) -> int:
+    """Counts the fields of a row's state."""
     return STATE_FIELDS + (0 if problem.labels is None else LABEL_FIELDS)
 
 

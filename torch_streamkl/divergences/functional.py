@@ -75,6 +75,7 @@ P, S, LOG_P, LOG_S = (Expr(name) for name in VARIABLES)
 
 
 def const(value: float) -> Expr:
+    """Makes a constant."""
     return Expr("const", (), float(value))
 
 

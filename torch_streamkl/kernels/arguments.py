@@ -76,7 +76,7 @@ class Config(NamedTuple):
     S_BLOCK_D: int
     T_DIM: int
     T_BLOCK_D: int
-    S_TOGETHER: int  # elements of q and k at a multiple of their size, if no stride tells Triton
+    S_TOGETHER: int  # known vector alignment in elements, if strides are no multiples of 16
     T_TOGETHER: int
     S_SOFTCAP: bool
     T_SOFTCAP: bool

@@ -383,6 +383,7 @@ def score_gradient(
 
 @triton.jit
 def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
+    """Returns weighted log-probabilities."""
     # CT logP + CS logS in nats, and 0 where the weight before it is 0
     if CT == -CS:
         x = (log_t - log_s) * (CT * LN2)

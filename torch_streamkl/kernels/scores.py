@@ -82,6 +82,7 @@ def bind_side(
 
 @triton.jit
 def bind_student(student, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
+    """Moves the student's pointers to query head h."""
     return bind_side(
         student, masks, seq, b, h, inv_temperature, CONFIG.S_BIAS, CONFIG.S_ALIBI, CONFIG.S_SINK
     )
@@ -89,6 +90,7 @@ def bind_student(student, masks, seq, b, h, inv_temperature, CONFIG: tl.constexp
 
 @triton.jit
 def bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
+    """Moves the teacher's pointers to query head h."""
     return bind_side(
         teacher, masks, seq, b, h, inv_temperature, CONFIG.T_BIAS, CONFIG.T_ALIBI, CONFIG.T_SINK
     )
@@ -118,6 +120,7 @@ def load_tile(
 
 @triton.jit
 def student_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
+    """Loads rows of the student's q or k."""
     return load_tile(
         ptr, offs, num, stride, stride_d, CONFIG.S_DIM, CONFIG.S_BLOCK_D, CHECK, CONFIG.S_TOGETHER
     )
@@ -125,6 +128,7 @@ def student_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: 
 
 @triton.jit
 def teacher_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
+    """Loads rows of the teacher's q or k."""
     return load_tile(
         ptr, offs, num, stride, stride_d, CONFIG.T_DIM, CONFIG.T_BLOCK_D, CHECK, CONFIG.T_TOGETHER
     )
@@ -147,6 +151,7 @@ def gradient_ptrs(
 
 @triton.jit
 def tanh(x):
+    """Computes tanh(x)."""
     # 1 - 2 / (1 + e^2x): right at both ends, where e^2x overflows or vanishes
     return 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
 
@@ -186,6 +191,7 @@ def transformed(
 def student_scores(
     dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
 ):
+    """Applies the student's score transform to dot products."""
     return transformed(
         dot,
         side,
@@ -205,6 +211,7 @@ def student_scores(
 def teacher_scores(
     dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
 ):
+    """Applies the teacher's score transform to dot products."""
     return transformed(
         dot,
         side,

@@ -25,6 +25,7 @@ def split_strides(splits: Tensor) -> tuple[int, ...]:
 
 
 def num_splits(splits: Tensor) -> int:
+    """Counts the splits of a gradient."""
     return 1 if splits.dim() == 4 else splits.shape[2]
 
 

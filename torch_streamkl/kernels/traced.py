@@ -36,6 +36,8 @@ class Untraceable(NotImplementedError):
 
 @dataclass(frozen=True)
 class Allocation:
+    """Represents an allocation."""
+
     out: Tensor
 
 
@@ -51,6 +53,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Launch:
+    """Represents a kernel launch."""
+
     kernel: Any
     grid: tuple[Any, ...]
     arguments: tuple[Any, ...]

@@ -87,6 +87,7 @@ def driver_call(launcher: Any, given: tuple[Any, ...]) -> DriverCall | None:
 
 
 def is_descriptor(x: Any) -> bool:
+    """Returns whether an argument is a tensor descriptor."""
     return type(x).__name__ == "TensorDescriptor"
 
 

@@ -481,6 +481,7 @@ def is_wide(problem: AttentionProblem) -> bool:
 
 
 def has_bias(problem: AttentionProblem) -> bool:
+    """Returns whether a side has a bias."""
     return problem.student.bias is not None or problem.teacher.bias is not None
 
 
@@ -762,4 +763,5 @@ def dot_precision(x: torch.Tensor) -> str:
 
 @functools.cache
 def warn_once(message: str) -> None:
+    """Logs a warning the first time only."""
     _log.warning(message)

@@ -161,7 +161,7 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
     """Returns the row state of a shard of the vocabulary (nats) and the log-sum-exp of its
     labelled scores.
 
-    States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the
+    States of disjoint shards merge with `row_state.merge` and end in `row_state.finish`; with the
     merged statistics `backward` gives each shard's gradients.
     """
     form = problem.functional.bilinear or Bilinear()
@@ -223,10 +223,12 @@ def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
 
 
 def token_multiple(problem: LinearProblem) -> int:
+    """Returns the multiple of tokens that matmuls are fast with."""
     return TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 128)
 
 
 def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
+    """Returns how many tokens' logits fit the workspace."""
     limit = workspace // bytes_per_token
     if limit < 1:
         raise ValueError(
@@ -239,6 +241,7 @@ def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int
 
 
 def logits_buffer(head: Head, tokens: int) -> Tensor:
+    """Allocates a buffer for the logits of some tokens."""
     return head.hidden.new_empty((tokens, padded(head.vocab_size)))
 
 
@@ -338,6 +341,7 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def gradients_of(sides: list[GradientSums]) -> Gradients:
+    """Collects the gradients of both sides, in the order of the operators' outputs."""
     student, teacher = sides
     d_bias = [
         None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype)

@@ -217,6 +217,7 @@ def _backward(
 
 
 def gradient_fakes(problem: LinearProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
+    """Returns empty gradients: what a fake call returns."""
     student, teacher = problem.heads
     inputs = (
         student.hidden,
@@ -255,6 +256,7 @@ def sum_arguments(
     needs_grad: Any = (),
     **kwargs: Any,
 ) -> tuple[tuple[LinearProblem, int, str], Tensor | None, Tensor | None, list[bool]]:
+    """Splits the arguments of `linear_kl_sum` into problem, weights and output mask."""
     rest = args[NUM_TENSORS:]
     first = [row_weight, hard_row_weight, needs_grad]
     first[: len(rest[:3])] = rest[:3]
@@ -296,6 +298,7 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
+    """Sums values times weights."""
     # a row that does not count may be infinite
     return torch.where(weight == 0, 0.0, value * weight).sum()
 
@@ -412,6 +415,7 @@ def adapter_positions(first: int, num_inputs: int) -> range:
 
 
 def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Saves for backward what `sum_autograd` reads."""
     _total, value, hard, *grads = output
     ctx.mark_non_differentiable(value, hard, *grads)
     ctx.needs_grad = list(inputs[NUM_TENSORS + 2])
@@ -424,6 +428,7 @@ def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    """Multiplies the stored gradients by the gradient of the sum."""
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
     positions = (*INPUTS, *adapter_positions(NUM_TENSORS + 3 + NUM_OPTIONS, ctx.num_inputs))

@@ -235,6 +235,7 @@ ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast mat
 
 
 def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
+    """Rounds a size up to a multiple."""
     return int(-(-size // multiple) * multiple)
 
 
@@ -269,6 +270,7 @@ def row_bytes(problem: LinearProblem) -> tuple[int, int]:
 
 
 def ranges(size: int, step: int) -> Iterator[slice]:
+    """Yields the ranges of ``step`` that make up a size."""
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 

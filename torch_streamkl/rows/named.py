@@ -79,6 +79,7 @@ def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Values:
+    """Computes a program's reductions by the operator of its divergence."""
     form = _form(problem)
     ops = linear_ops if _is_of_vocab(problem) else attention_ops
     return _values(problem, form, *ops.run_forward(**_arguments(problem, form)))

@@ -40,10 +40,12 @@ class Operation:
 
 
 def mul0(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies; 0 where a factor is 0: NOTE [Zero annihilates] in expressions.py."""
     return torch.where((a == 0) | (b == 0), 0.0, a * b)
 
 
 def div0(a: Tensor, b: Tensor) -> Tensor:
+    """Divides; 0 where the dividend is 0: NOTE [Zero annihilates] in expressions.py."""
     return torch.where(a == 0, 0.0, a / b)
 
 

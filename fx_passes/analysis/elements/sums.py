@@ -51,6 +51,7 @@ def _logsumexp(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 @rule(aten.amax.default)
 def maximum(self: Operands, node: fx.Node, a: Arguments) -> Placed:
+    """Reads amax, and max over all elements."""
     x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
     given = a.get("dim", [])
     dims = [d % len(x.dims) for d in ([given] if isinstance(given, int) else given)]

@@ -52,6 +52,7 @@ def new_sums(q: Tensor, inner: int) -> Tensor:
 
 @gluon.jit
 def new_handover(dtype: gl.constexpr, TASK: gl.constexpr):
+    """Allocates shared memory and barriers for dscore tiles."""
     tile: gl.constexpr = [TASK.BLOCK, TASK.INNER]
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     handover = Handover(

@@ -126,6 +126,8 @@ class Block(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """Holds pointers to values, statistics and the states of splits."""
+
     value: Any
     s_stats: Any
     t_stats: Any
@@ -440,8 +442,7 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
         return State(
             sums.base_o, l_t, sums.base_w, l_s, a, b, state.low_t, state.low_s, c
         )  # fmt: skip
-    # The base is a score of the row, so that the lowest is not above it; of a row that had no key
-    # before, whose base is 0, it may be above.
+    # row_min <= frozen max, except for rows with no key yet (max = 0); hence the min().
     low_o = gl.minimum(gl.convert_layout(gl.min(sums.low_o, 1), row_layout), 0.0) + sums.base_o
     low_w = gl.minimum(gl.convert_layout(gl.min(sums.low_w, 1), row_layout), 0.0) + sums.base_w
     if WEIGHT_IS_TEACHER:
@@ -458,7 +459,9 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
 
 @gluon.jit
 def without_doubtful(state, SQUARES: gl.constexpr):
-    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be wrong."""
+    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be
+    wrong.
+    """
     smallest = SMALLEST_SQUARED if SQUARES else SMALLEST_SUM
     largest = LARGEST_SQUARED if SQUARES else LARGEST
     good = (state.l_t >= smallest) & (state.l_t <= largest)

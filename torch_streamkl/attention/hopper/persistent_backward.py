@@ -189,6 +189,7 @@ def load_all(
 
 @gluon.jit
 def load_outer(own_outer, other_outer, tiles, work, done, TASK: gl.constexpr):
+    """Loads the outer tiles of every warp group, when it is done with those before."""
     own_head = work.first_head if TASK.ROWS else work.own_key_head
     other_head = work.first_head if TASK.ROWS else work.other_key_head
     start = work.start

@@ -49,6 +49,8 @@ LOADER_REGISTERS = gl.constexpr(32)
 
 
 class Outputs(NamedTuple):
+    """Holds pointers to values and statistics."""
+
     value: Any
     s_stats: Any
     t_stats: Any

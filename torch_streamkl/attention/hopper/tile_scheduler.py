@@ -62,6 +62,7 @@ def tile_of_step(step_of_program, work):
 
 @gluon.jit
 def num_steps_of_program(work):
+    """Counts the blocks that a program computes, one a step."""
     return (work.num_works + work.num_programs - 1) // work.num_programs
 
 

@@ -69,6 +69,8 @@ class Block(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """Holds pointers to values and statistics."""
+
     value: Any
     s_stats: Any
     t_stats: Any

@@ -169,6 +169,7 @@ def deltas(log_t, log_s, POINTWISE_FN: tl.constexpr):
 
 @triton.jit
 def finite_lse(lse):
+    """Replaces -inf by 0."""
     # a row without keys has -inf: its tiles hold nothing, and 0 keeps their arithmetic defined
     return tl.where(lse == -float("inf"), 0.0, lse)
 
@@ -298,6 +299,7 @@ def forward_block(
     num_heads, inv_temperature, fill,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
+    """Computes values and statistics of one block of query rows."""
     b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return

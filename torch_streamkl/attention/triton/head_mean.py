@@ -32,6 +32,7 @@ SMALLEST_MEAN = tl.constexpr(2.0**-90)  # of a sum of probabilities: NOTE [Small
 
 @triton.jit
 def bind(side, masks, seq, b, head, inv_temperature, STUDENT: tl.constexpr, CONFIG: tl.constexpr):
+    """Moves a side's pointers to a query head."""
     if STUDENT:
         return bind_student(side, masks, seq, b, head, inv_temperature, CONFIG)
     else:
@@ -40,6 +41,7 @@ def bind(side, masks, seq, b, head, inv_temperature, STUDENT: tl.constexpr, CONF
 
 @triton.jit
 def query_tile(side, bound, seq, offs_m, STUDENT: tl.constexpr, CONFIG: tl.constexpr):
+    """Loads a tile of queries."""
     if STUDENT:
         return student_tile(bound.q, offs_m, seq.num_rows, side.q_m, side.q_d, True, CONFIG)
     else:
@@ -84,6 +86,7 @@ def side_tile(
 
 @triton.jit
 def tile_mask(masks, seq, offs_m, offs_n, CONFIG: tl.constexpr):
+    """Marks the allowed pairs of a tile."""
     i = offs_m[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
@@ -159,6 +162,7 @@ def add_head(top, row_sum, x):
 
 @triton.jit
 def log_of_mean(top, row_sum, ratio):
+    """Returns log2 of a mean over ``ratio`` heads, -inf where their sum is 0."""
     none = row_sum == 0.0
     return tl.where(none, -float("inf"), top + tl.math.log2(tl.where(none, 1.0, row_sum) / ratio))
 
@@ -213,6 +217,7 @@ def mean_tile(mean, block, offs_n, CONFIG: tl.constexpr):
 
 @triton.jit
 def load_mean(mean, block, offs_n, allowed, CONFIG: tl.constexpr):
+    """Loads a tile of the mean, -inf where not allowed."""
     ptrs = mean_tile(mean, block, offs_n, CONFIG)
     return tl.load(ptrs, mask=allowed, other=-float("inf"))
 

@@ -165,6 +165,7 @@ launch_table.ON_CHANGE.append(clear_plans)
 
 
 def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
+    """Returns the problem's tensors, in the order of the operators' arguments."""
     s, t = problem.student, problem.teacher
     return (
         s.q, s.k, t.q, t.k, s.bias, t.bias, s.alibi_slopes, t.alibi_slopes, s.sink, t.sink,
@@ -234,12 +235,14 @@ def _stage_of(problem: AttentionProblem, launch: TritonLaunch) -> Stage:
 
 
 def num_sequences(problem: AttentionProblem) -> int:
+    """Counts the sequences: packed ones, or batch elements."""
     if problem.cu_seqlens_q is not None:
         return problem.cu_seqlens_q.shape[0] - 1
     return problem.batch
 
 
 def longest_keys(problem: AttentionProblem) -> int:
+    """Returns the largest number of keys of a sequence."""
     return problem.max_seqlen_k if problem.is_packed else problem.seqlen_k
 
 

@@ -122,6 +122,7 @@ def config_of(
 
 
 def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights) -> RowArgs:
+    """Groups a kernel's per-row arguments."""
     return RowArgs(
         value=out.value,
         hard=out.hard,
@@ -142,10 +143,12 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 
 def head_args(head: Head, logits: Tensor) -> HeadArgs:
+    """Groups a kernel's arguments of one side."""
     return HeadArgs(
         logits, logits.stride(0), head.bias, head.vocab_size, head.scale, head.softcap or 1.0
     )
 
 
 def form_args(form: Bilinear) -> Form:
+    """Converts a bilinear form to compile-time coefficients."""
     return Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)

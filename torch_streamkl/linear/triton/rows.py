@@ -396,6 +396,7 @@ def store_gradient(
 
 @triton.jit
 def store_vocab(head, row, vocab, d, inside, MASKED: tl.constexpr):
+    """Writes gradients over a tile of logits."""
     ptrs = head.logits + row * head.stride + vocab
     d = d.to(head.logits.dtype.element_ty)
     if MASKED:

@@ -97,6 +97,7 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
 
 
 def operands_of(problem: RowProblem, dots: Sequence[int]) -> Operands:
+    """Describes the operands of some dots, by which tiles are chosen."""
     q = problem.operands[0][0]
     dims = tuple(padded_dim(problem.operands[i][0].shape[-1]) for i in dots)
     return Operands(dims, q.element_size(), dot_precision(q) == "ieee")
@@ -344,6 +345,7 @@ def _stride(x: Tensor, dim: int) -> int:
 
 
 def operand_argument(name: str, x: Tensor, pointer: str) -> dict[str, Any]:
+    """Returns a kernel's arguments for an operand: pointer and strides."""
     strides = {f"{name}_{s}": x.stride(dim) for dim, s in enumerate("bhmd")}
     # one head stays where it is, whatever the grid's
     return {pointer: x, **strides, f"{name}_h": _stride(x, 1)}
@@ -359,6 +361,7 @@ def _capture_argument(name: str, x: Tensor, kind: str) -> dict[str, Any]:
 
 
 def row_argument(name: str, x: Tensor) -> dict[str, Any]:
+    """Returns a kernel's arguments for per-row values: pointer and strides."""
     found = {name: x, f"{name}_b": x.stride(0), f"{name}_h": _stride(x, 1)}
     return found if x.dim() == 3 else {**found, f"{name}_m": x.stride(2)}  # of rows and blocks
 

@@ -214,6 +214,7 @@ def rows_source(
 
 @functools.lru_cache(maxsize=512)
 def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
+    """Writes a kernel of the gradient to a dot's column operand."""
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
     nodes = _with_maps(program, BACKWARD, (node,), program.dot_heads[dot])[0]
