@@ -21,6 +21,7 @@ from tests.support.row_cases import EXAMPLES, Sizes
 from tests.support.strategies import specs
 from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
 from tests.test_attention_operator import arguments_of, operator_arguments
+from torch_streamkl import bounds
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.divergences.functional import DIVERGENCES, named
@@ -212,6 +213,7 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
     ),
+    "checked_ids": (bounds.checked_ids, (torch.tensor([[0, 4, 2]]), 5, 1), {}),
     "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), {}),
     "double_backward_factor": (
         double_backward_factor,
