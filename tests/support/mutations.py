@@ -266,8 +266,8 @@ FAULTS = (
     ),
     Fault(
         ROWS,
-        "return (mom + row_sum * moment(shift_t, shift_s, CT, CS)) * alpha",
-        "return mom * alpha",
+        "moved = (mom + row_sum * moment(shift_t, shift_s, CT, CS)) * alpha",
+        "moved = mom * alpha",
         _triton("forward_kl", "split_keys"),
         True,
     ),
