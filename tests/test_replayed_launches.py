@@ -145,7 +145,7 @@ def test_one_gradient_for_two_results() -> None:
 
 
 def test_a_flag_is_no_tensor() -> None:
-    """As of scaled_dot_product_attention: a tensor may be written to, and a launch is of a value."""
+    """As in scaled_dot_product_attention: a tensor may be written to, a launch is of a value."""
     tensors = _tensors("cpu", 1, 2, 9, 16)
     with pytest.raises(TypeError, match=r"is_causal must be True or False, got a tensor"):
         attention_kl(*tensors, is_causal=torch.tensor(False))
