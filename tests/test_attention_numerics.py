@@ -271,3 +271,25 @@ def test_denominators_of_any_two_sizes() -> None:
     assert form is not None
     sums = row_state.finish(row_state.RowState(zero, l_t, zero, l_s, zero, zero), form)
     check_denominators(sums.value, expected)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+        ),
+    ],
+)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_scale_without_dimensions_is_not_rounded(device: str, on_cpu: bool) -> None:
+    torch.manual_seed(4)
+    q, k = (torch.randn(1, 1, 8, 16).to(device, torch.bfloat16) for _ in range(2))
+    scale = torch.tensor(0.31109869480133057, device="cpu" if on_cpu else device)
+    scale.requires_grad_()
+    exact = (q.double() * scale.double().to(device)).to(torch.bfloat16)
+    value = attention_kl(q, k, k, q, student_scale=scale)
+    assert torch.equal(value, attention_kl(exact, k, k, q, student_scale=1.0))
+    (grad,) = torch.autograd.grad(value.sum(), scale)
+    assert grad.shape == () and grad.device == scale.device and grad != 0

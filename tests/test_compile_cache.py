@@ -134,7 +134,7 @@ def test_a_pass_of_the_user_runs_and_is_part_of_the_key() -> None:
         def uuid(self) -> str | None:
             return self.name
 
-    ours, one, two = passes.JointPass({}), Users("one"), Users("two")
+    ours, one, two = passes.JointPass({}, None), Users("one"), Users("two")
     assert passes.chained(ours, None) is ours
     both = passes.chained(ours, [one, two])
     both(fx.Graph())

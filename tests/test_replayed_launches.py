@@ -144,13 +144,11 @@ def test_one_gradient_for_two_results() -> None:
         torch.testing.assert_close(gradients("triton", weight), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_settings_that_are_written_to() -> None:
-    """A causal mask from this step on."""
-    tensors, is_causal = _tensors("cpu", 1, 2, 9, 16), torch.tensor(False)
-    for wanted in (False, True, False):
-        is_causal.fill_(wanted)
-        expected = attention_kl(*tensors, is_causal=wanted)
-        assert torch.equal(attention_kl(*tensors, is_causal=is_causal), expected)
+def test_a_flag_is_no_tensor() -> None:
+    """As in scaled_dot_product_attention: a tensor may be written to, a launch is of a value."""
+    tensors = _tensors("cpu", 1, 2, 9, 16)
+    with pytest.raises(TypeError, match=r"is_causal must be True or False, got a tensor"):
+        attention_kl(*tensors, is_causal=torch.tensor(False))
 
 
 class FakeKernel:

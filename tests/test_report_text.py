@@ -55,8 +55,7 @@ No score- or logit-sized tensor remains.""",
             self.short("kl_and_cross_entropy"),
             """\
 streamkl: 1 of 1 loss fused, 120 KiB of logits not materialized
-  1. fused      loss.py:7  linear_kl: forward_kl + cross-entropy with labels in the same pass;
-    check passed
+  1. fused      loss.py:7  linear_kl: forward_kl + cross-entropy with labels in the same pass; check passed
 No score- or logit-sized tensor remains.""",
         )
 
@@ -65,8 +64,7 @@ No score- or logit-sized tensor remains.""",
             self.short("swapped"),
             """\
 streamkl: 1 of 1 loss fused, 120 KiB of logits not materialized
-  1. fused      loss.py:7  linear_kl: sum of P*(logP - S); check passed; warning: kl_div expects
-    log-probabilities as its input and gets probabilities: F.kl_div(input.log(), target)
+  1. fused      loss.py:7  linear_kl: sum of P*(logP - S); check passed; warning: kl_div expects log-probabilities as its input and gets probabilities: F.kl_div(input.log(), target)
 No score- or logit-sized tensor remains.""",
         )
 
@@ -75,10 +73,8 @@ No score- or logit-sized tensor remains.""",
             self.short("reverse_kl", min_mib=4096),
             """\
 streamkl: 0 of 1 loss fused, 1 skipped
-  1. skipped    loss.py:7  linear_kl: reverse_kl: 60 KiB of logits < 4 GiB (streamkl.min_mib).
-    Force with {"streamkl.min_mib": 0}
-7 score- or logit-sized tensors remain, 210 KiB (report.details()); largest: [48 x 160] (30 KiB)
-loss.py:7: read by log_softmax""",
+  1. skipped    loss.py:7  linear_kl: reverse_kl: 60 KiB of logits < 4 GiB (streamkl.min_mib). Force with {"streamkl.min_mib": 0}
+7 score- or logit-sized tensors remain, 210 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by log_softmax""",
         )
 
     def test_not_fused(self) -> None:
@@ -86,11 +82,8 @@ loss.py:7: read by log_softmax""",
             self.short("dropout_before_the_loss"),
             """\
 streamkl: 0 of 1 loss fused
-  1. not fused  loss.py:7  dropout changes the probabilities after the softmax (loss.py:7). Hint:
-    where the dropout is not meant (a teacher in training mode), call eval() or set p=0; a loss on
-    dropped probabilities is not streamed
-12 score- or logit-sized tensors remain, 384 KiB (report.details()); largest: [1 x 2 x 64 x 64] (32
-KiB) loss.py:7: read by softmax""",
+  1. not fused  loss.py:7  dropout changes the probabilities after the softmax (loss.py:7). Hint: where the dropout is not meant (a teacher in training mode), call eval() or set p=0; a loss on dropped probabilities is not streamed
+12 score- or logit-sized tensors remain, 384 KiB (report.details()); largest: [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by softmax""",
         )
 
     def test_graph_break(self) -> None:
@@ -99,13 +92,10 @@ KiB) loss.py:7: read by softmax""",
             text,
             """\
 streamkl: 0 of 1 loss fused
-  1. not fused  loss.py:7  the input of kl_div is not made from scores in this graph: a graph break
-    at loss.py:7 lies between: if s.isnan().any():. Hint: move what breaks the graph after the
-    loss, or before the products
-5 score- or logit-sized tensors remain, 127.5 KiB (report.details()); largest: [48 x 160] (30 KiB)
-     loss.py:7: read by log_softmax log_softmax at loss.py:7 is read by the code after the graph
-     break at loss.py:7 softmax at loss.py:7 is read by the code after the graph break at
-     loss.py:7""",
+  1. not fused  loss.py:7  the input of kl_div is not made from scores in this graph: a graph break at loss.py:7 lies between: if s.isnan().any():. Hint: move what breaks the graph after the loss, or before the products
+5 score- or logit-sized tensors remain, 127.5 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by log_softmax
+     log_softmax at loss.py:7 is read by the code after the graph break at loss.py:7
+     softmax at loss.py:7 is read by the code after the graph break at loss.py:7""",
         )
 
     def test_no_loss(self) -> None:
@@ -113,11 +103,10 @@ streamkl: 0 of 1 loss fused
             self.short("universal_logit_distillation"),
             """\
 streamkl: no distillation loss recognized
-8 score- or logit-sized tensors remain, 240 KiB (report.details()); largest: [48 x 160] (30 KiB)
-     loss.py:7: read by softmax softmax at loss.py:7 feeds sort at loss.py:7, which needs whole
-     rows softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows Hint: it needs whole
-     rows, which no streamed operator has; to keep it small, select the rows that count before the
-     product""",
+8 score- or logit-sized tensors remain, 240 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by softmax
+     softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
+     softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
+     Hint: it needs whole rows, which no streamed operator has; to keep it small, select the rows that count before the product""",
         )
 
     def test_nothing_large(self) -> None:
@@ -139,13 +128,13 @@ streamkl: 1 of 1 loss fused, 90 KiB of logits not materialized
   1. fused         loss.py:7
      code      kl = F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
      form      linear_kl: forward_kl
-     runs      as blocks of rows, compiled by Inductor, gradients in the forward, by chunks of
-     tokens check     same value and gradients on random inputs saved     90 KiB
+     runs      as blocks of rows, compiled by Inductor, gradients in the forward, by chunks of tokens
+     check     same value and gradients on random inputs
+     saved     90 KiB
 1 score- or logit-sized tensor remains, 30 KiB:
   read by losses:
      [48 x 160] (30 KiB) loss.py:7: read by cross_entropy
-note: the cross-entropy at loss.py:7 keeps the student's logits: it has class weights, label
-smoothing or soft labels""",
+note: the cross-entropy at loss.py:7 keeps the student's logits: it has class weights, label smoothing or soft labels""",
         )
 
     def test_details_of_what_is_not_fused(self) -> None:
@@ -158,8 +147,7 @@ streamkl: 0 of 1 loss fused
      code      return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="batchmean")
      reason    gather of attention or vocabulary probabilities (loss.py:7)
      at        s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
-     hint      torch_streamkl.row_program(..., columns=ids) streams losses on a few entries of each
-     row (docs/guide/row-programs.md); whole rows may be selected, logits[mask]
+     hint      torch_streamkl.row_program(..., columns=ids) streams losses on a few entries of each row (docs/guide/row-programs.md); whole rows may be selected, logits[mask]
 2 score- or logit-sized tensors remain, 60 KiB:
   read by losses:
      [48 x 160] (30 KiB) loss.py:7: read by log_softmax
@@ -171,15 +159,15 @@ streamkl: 0 of 1 loss fused
             str(FULL),
             """\
 streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
-  1. fused      a.py:1  attention_kl: forward_kl, causal; check skipped: ~22 s > 1 s limit. Force
-    with {"streamkl.verify": "always"}
+  1. fused      a.py:1  attention_kl: forward_kl, causal; check skipped: ~22 s > 1 s limit. Force with {"streamkl.verify": "always"}
   2. not fused  a.py:2  sort of scores (a.py:3). Hint: select rows
-3 score- or logit-sized tensors remain, 1.031 MiB (report.details()); largest: [8 x s0 x 64] (1
-     MiB) a.py:3: read by sort; sort needs whole rows softmax at a.py:6 feeds matmul at a.py:6
-The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint:
-compile what computes the loss, such as compute_loss graph break at a.py:7: print() 1 graph was not
-analysed: what remains is not known. what remains is not known: ValueError: planted analysis
-failed, graph left as it is: RuntimeError: planted""",
+3 score- or logit-sized tensors remain, 1.031 MiB (report.details()); largest: [8 x s0 x 64] (1 MiB) a.py:3: read by sort; sort needs whole rows
+     softmax at a.py:6 feeds matmul at a.py:6
+The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
+graph break at a.py:7: print()
+1 graph was not analysed: what remains is not known.
+what remains is not known: ValueError: planted
+analysis failed, graph left as it is: RuntimeError: planted""",
         )
         self.assertExpectedInline(
             FULL.details(),
@@ -202,8 +190,8 @@ streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
   not read by a recognized loss:
      2 of [64 x 64] (16 KiB) a.py:6: read by matmul
      softmax at a.py:6 feeds matmul at a.py:6
-The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint:
-     compile what computes the loss, such as compute_loss logits [2 x 96], 768 B a.py:5
+The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
+     logits [2 x 96], 768 B a.py:5
 graph break at a.py:7: print()
 note: the cross-entropy at a.py:4 keeps the logits
 1 graph was not analysed: what remains is not known.
@@ -215,20 +203,13 @@ analysis failed, graph left as it is: RuntimeError: planted""",
         self.assertExpectedInline(
             FULL._repr_html_(),
             """\
-<div class='streamkl'><b>streamkl: 1 of 2 losses fused, 1 GiB of scores not
-  materialized</b><table><thead><tr><th>loss</th><th>verdict</th><th>what</th></tr></thead><tbody><tr><td><code
-  title='kl(&lt;q&gt;)'>a.py:1</code></td><td><span
-  style='color:#1a7f37'>fused</span></td><td>attention_kl: forward_kl, causal; check skipped: ~22 s
-  &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;:
-  &quot;always&quot;}</td></tr><tr><td><code title='kl_sorted()'>a.py:2</code></td><td><span
-  style='color:#cf222e'>not fused</span></td><td>sort of scores (a.py:3). Hint: select
-  rows</td></tr></tbody></table><details><summary>details</summary><pre>streamkl: 1 of 2 losses
-  fused, 1 GiB of scores not materialized 1. fused         a.py:1
+<div class='streamkl'><b>streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized</b><table><thead><tr><th>loss</th><th>verdict</th><th>what</th></tr></thead><tbody><tr><td><code title='kl(&lt;q&gt;)'>a.py:1</code></td><td><span style='color:#1a7f37'>fused</span></td><td>attention_kl: forward_kl, causal; check skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;: &quot;always&quot;}</td></tr><tr><td><code title='kl_sorted()'>a.py:2</code></td><td><span style='color:#cf222e'>not fused</span></td><td>sort of scores (a.py:3). Hint: select rows</td></tr></tbody></table><details><summary>details</summary><pre>streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
+  1. fused         a.py:1
      code      kl(&lt;q&gt;)
      form      attention_kl: forward_kl, causal
      runs      as Triton kernels
-     check     skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;:
-     &quot;always&quot;} saved     1 GiB
+     check     skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;: &quot;always&quot;}
+     saved     1 GiB
   2. not fused     a.py:2
      code      kl_sorted()
      reason    sort of scores (a.py:3)
@@ -240,8 +221,8 @@ analysis failed, graph left as it is: RuntimeError: planted""",
   not read by a recognized loss:
      2 of [64 x 64] (16 KiB) a.py:6: read by matmul
      softmax at a.py:6 feeds matmul at a.py:6
-The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint:
-     compile what computes the loss, such as compute_loss logits [2 x 96], 768 B a.py:5
+The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
+     logits [2 x 96], 768 B a.py:5
 graph break at a.py:7: print()
 note: the cross-entropy at a.py:4 keeps the logits
 1 graph was not analysed: what remains is not known.

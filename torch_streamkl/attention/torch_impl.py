@@ -49,6 +49,14 @@ class Rows:
 
 
 @dataclass
+class RowGradient:
+    """The gradients to the values of a block of rows [batch, heads, queries, 1]."""
+
+    grad: Tensor
+    has_zeros: bool  # may have them
+
+
+@dataclass
 class ScoreBlock:
     """Scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
 
@@ -414,22 +422,16 @@ def _backward_sequence(
         and not needs_grad.teacher
         and not problem.head_mean
     )
-    # Rows that do not count get probabilities of 0: their own gradients may be infinite.
-    left_out = grad == 0
-    all_lse_s = without_infinity(stats.student_lse).masked_fill(left_out, math.inf)
-    all_lse_t = without_infinity(stats.teacher_lse).masked_fill(
-        _per_head(left_out, stats.teacher_lse.shape[1]), math.inf
-    )
-    all_delta_s = stats.student_delta.masked_fill(left_out, 0.0)
-    all_delta_t = stats.teacher_delta.masked_fill(
-        _per_head(left_out, stats.teacher_delta.shape[1]), 0.0
-    )
+    # rows that do not count add nothing, even where their own gradients are not finite
+    has_zeros = grad.device.type != "cpu" or bool((grad == 0).any())
+    all_lse_s = without_infinity(stats.student_lse)
+    all_lse_t = without_infinity(stats.teacher_lse)
     for rows in _row_blocks(problem, blocks):
         teacher_rows = _teacher_rows(problem, rows)
-        row_grad = rows.of(grad).unsqueeze(-1)
+        row_grad = RowGradient(rows.of(grad).unsqueeze(-1), has_zeros)
         lse_s, lse_t = rows.of(all_lse_s), teacher_rows.of(all_lse_t)
-        student_delta = rows.of(all_delta_s).unsqueeze(-1)
-        teacher_delta = teacher_rows.of(all_delta_t).unsqueeze(-1)
+        student_delta = rows.of(stats.student_delta).unsqueeze(-1)
+        teacher_delta = teacher_rows.of(stats.teacher_delta).unsqueeze(-1)
         for keys in _key_blocks(problem, blocks, rows):
             mask = _mask_of(problem, rows, keys)
             block_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, mask, lse_t)
@@ -459,7 +461,7 @@ def _backward_sequence(
                     keys,
                     dt,
                     block_t.slope,
-                    _per_head(row_grad, g.shape[1]),
+                    RowGradient(_per_head(row_grad.grad, g.shape[1]), has_zeros),
                     *sums[2:],
                 )
 
@@ -483,12 +485,14 @@ def _add_gradient(
     keys: slice,
     d_score: Tensor,
     slope: Tensor | float,
-    row_grad: Tensor,
+    row_grad: RowGradient,
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> None:
     """Add what a block contributes to dQ and dK; overwrites ``d_score``."""
-    d_dot = d_score.mul_(row_grad * (side.scale / problem.temperature))
+    d_dot = d_score.mul_(row_grad.grad * (side.scale / problem.temperature))
+    if row_grad.has_zeros:
+        d_dot.masked_fill_(row_grad.grad == 0, 0.0)
     if isinstance(slope, Tensor):
         d_dot.mul_(slope)
     kv_heads = _kv_heads(side, rows)

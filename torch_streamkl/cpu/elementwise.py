@@ -35,7 +35,7 @@ def _least_where_needed(x: Tensor) -> float | None:
     if x.device.type != "cpu":
         return None
     least = _LEAST[x.dtype]
-    return least if bool(x.amin() < least) else None  # NaN stays
+    return least if x.numel() and bool(x.amin() < least) else None  # NaN stays
 
 
 def _flushed(clamped: Tensor, least: float) -> Tensor:

@@ -109,7 +109,7 @@ def forward(shard: Shard) -> RowValues:
     """Returns values and statistics of all rows, the same on every rank."""
     problem, out = shard.problem, RowValues.allocate(shard.problem)
     chunks = shard.chunks(sum(shard.row_bytes))
-    most = max(chunk.stop - chunk.start for chunk in chunks)
+    most = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     student, teacher = (logits_buffer(head, most) for head in problem.heads)
     parts = shard.new_parts(0 if shard.needs_second_pass else problem.num_tokens)
     totals = parts.new_empty((3, problem.num_tokens if shard.needs_second_pass else 0))
@@ -149,7 +149,7 @@ def forward_with_gradients(
     out = RowValues.allocate(problem)
     sides = [GradientSums(problem, side, needs_grad) for side in (0, 1)]
     num_buffers = (min(2, len(chunks)), min(num_teacher_buffers, len(chunks)))
-    most = max(chunk.stop - chunk.start for chunk in chunks)
+    most = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     student, teacher = (
         [logits_buffer(head, most) for _ in range(number)]
         for head, number in zip(problem.heads, num_buffers, strict=True)

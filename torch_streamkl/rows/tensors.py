@@ -79,10 +79,11 @@ def keys_of(
     """Returns which keys a row has."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    if inputs.row_shape is not None and (is_causal or window is not None):
+    left, right = _window(window)
+    is_bounded = is_causal or left is not None or right is not None
+    if inputs.row_shape is not None and is_bounded:
         what = "is_causal=True" if is_causal else f"window={window!r}"
         raise ValueError(f"{what} is of keys with positions; {_OF_LM_HEADS}")
-    left, right = _window(window)
     return Keys(left, 0 if is_causal else right, inputs.has_lengths, inputs.has_mask)
 
 
