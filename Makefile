@@ -9,7 +9,11 @@ TORCH ?= torch==2.13.0
 export PIP_ROOT_USER_ACTION ?= ignore
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: everything demo test test-slow test-all test-integrations test-matrix dist bench lint clean
+.PHONY: everything demo docs test test-slow test-all test-integrations test-matrix dist bench lint clean
+
+# The site, into build/site; links are strict.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m bench.demo $(DEMO_ARGS)
@@ -57,10 +61,10 @@ lint: $(VENV)/.lint
 	ln -s $(CURDIR)/torch_streamkl/* build/types/torch_streamkl/ && ln -sfn $(CURDIR)/fx_passes build/types/torch_streamkl/fx_passes
 	cd build/types && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml
 
-# What lint and the tests need by one run of pip, and in turn where something of it cannot be had.
+# What lint, the site and the tests need by one run of pip, and in turn where something of it cannot be had.
 everything: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[lint,test,integrations]" && \
-	    touch $(VENV)/.lint $(VENV)/.test $(VENV)/.libraries || \
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[lint,test,docs,integrations]" && \
+	    touch $(VENV)/.lint $(VENV)/.test $(VENV)/.docs $(VENV)/.libraries || \
 	    $(MAKE) $(VENV)/.lint $(VENV)/.test $(VENV)/.libraries
 
 clean:

@@ -1,6 +1,7 @@
 """A whole distillation, eager and compiled with the plugin: do the curves stay together?
 
-    python -m bench.long_run --out docs/long_run.png --json docs/long_run.json      # one GPU
+    python -m bench.long_run --out docs/evidence/long_run.png \\
+        --json bench/results/long_run.json  # one GPU
 
 A Llama-like teacher learns Python's language reference byte by byte; then a student of half its
 depth is distilled on attention maps and logits, as naive code: bfloat16, AdamW, a cosine schedule,

@@ -2,10 +2,10 @@
 
     python -m bench.offline_matrix --targets sm_86 sm_120 --jobs 2  # goes on where it stopped
     python -m bench.offline_matrix --seconds 400 --record out/gpus.csv  # stops in time
-    python -m bench.offline_matrix --add out/gpus.csv  # into docs/gpus.csv
-    python -m bench.offline_matrix --render  # writes docs/gpus.md's table
+    python -m bench.offline_matrix --add out/gpus.csv  # into bench/results/gpus.csv
+    python -m bench.offline_matrix --render  # writes docs/evidence/gpus.md's table
 
-Rows are in docs/gpus.csv as soon as a cell is compiled. A cell whose rows are there, of
+Rows are in bench/results/gpus.csv as soon as a cell is compiled. A cell whose rows are there, of
 any Triton, with the tiles that are chosen today is not compiled again; after a change of kernels
 use --fresh. Each cell has a process of its own: a compiler that aborts is a result.
 """
@@ -30,8 +30,8 @@ from bench.offline import TARGETS, compile_launch
 from bench.offline_cells import DTYPES, EVERY_VARIANT, HEAD_DIMS, WORK, Cell
 from bench.table import markdown_lines
 
-RECORD = Path("docs/gpus.csv")
-DOCUMENT = Path("docs/gpus.md")
+RECORD = Path("bench/results/gpus.csv")
+DOCUMENT = Path("docs/evidence/gpus.md")
 
 
 @dataclass(frozen=True, order=True)
@@ -121,7 +121,7 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def render() -> None:
-    """Write the table of what was compiled into docs/gpus.md."""
+    """Write the table of what was compiled into docs/evidence/gpus.md."""
     rows = load()
     done = {r.cell for r in rows}
     every = offline_cells.cells()

@@ -1,6 +1,6 @@
 """What the instructions of the attention kernels allow on a GPU that is not here.
 
-    python -m bench.offline_rates            # writes the table of docs/gpus.md
+    python -m bench.offline_rates            # writes the table of docs/evidence/gpus.md
 
 The kernels are compiled, and the loop over tiles without masks is counted in the machine code:
 instructions for a pair of query and key (one student and one teacher score). A multiprocessor

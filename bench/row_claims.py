@@ -1,4 +1,4 @@
-"""Row programs at the sizes that docs/row-programs.md names: `python -m bench.row_claims`.
+"""Row programs at the sizes that docs/guide/row-programs.md names: `python -m bench.row_claims`.
 
 Each case has its providers in one process, in rounds: the program, and what it replaces or is
 compared with. A step is the mean of the rows' values and the gradients of what the student owns:

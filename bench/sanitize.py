@@ -5,7 +5,7 @@
 
 Each case runs in a process of its own under the tool, several at a time, and says which kernels
 it launched. The exit status is 1 where the tool complained or, with all cases, a kernel of ours
-was not launched, and 2 where the tool is not installed. The record is docs/sanitizer.md.
+was not launched, and 2 where the tool is not installed. The record is docs/evidence/sanitizer.md.
 
 NOTE [What racecheck does not follow]
 In the Hopper kernels a warp writes to shared memory, its threads meet (bar.warp.sync), one of them

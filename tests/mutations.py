@@ -1,6 +1,6 @@
 """Plant faults, one line each, and name the test that catches it.
 
-    python -m tests.mutations                # all; writes the table of docs/mutations.md
+    python -m tests.mutations                # all; writes the table of docs/evidence/mutations.md
     python -m tests.mutations --only rowstate
 
 A fault is planted in a copy of the tree, and the tests that are written next to it are run there
@@ -26,7 +26,7 @@ import torch
 from tests.support.mutations import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "mutations.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "mutations.md"
 BEGIN, END = "<!-- faults:begin -->\n", "<!-- faults:end -->\n"
 PARTS = (
     "torch_streamkl",

@@ -94,7 +94,7 @@ AGAIN_STACK = 128
 HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
 
 
-# one of each kind of matrix unit; the others are in docs/gpus.csv
+# one of each kind of matrix unit; the others are in bench/results/gpus.csv
 KINDS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 

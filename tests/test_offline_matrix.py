@@ -1,4 +1,4 @@
-"""docs/gpus.csv: nothing in it exceeds a GPU, it is of today's tiles, and a sample compiles so."""
+"""bench/results/gpus.csv exceeds no GPU, is of today's tiles, and a sample compiles so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.offline_cells import Cell, can_run, kernels_of, tiles_of, twin
 from bench.offline_matrix import Row, compiled, load
 
 ROWS = load()
-# bytes of a thread; docs/gpus.md says why
+# bytes of a thread; docs/evidence/gpus.md says why
 MOST_SPILLS = {"bf16": 160, "fp16": 160, "fp32": 512, "tf32": 512}
 OF_HEAD_MEANS = {"bf16": 192, "fp16": 192, "fp32": 640, "tf32": 640}
 OF_PADDING = {"bf16": 176, "fp32": 512}

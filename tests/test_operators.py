@@ -109,7 +109,7 @@ def row_program_backward_arguments() -> Arguments:
 
 
 def example_arguments(name: str, sizes: Sizes = Sizes(1, 4, 3, 7, 3)) -> Arguments:  # noqa: B008
-    """An example of docs/row-programs.md as it calls the operator."""
+    """An example of docs/guide/row-programs.md as it calls the operator."""
     seen: list[Arguments] = []
     original = RowProblem.of
 

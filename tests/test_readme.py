@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def _section(name: str, page: str = README) -> str:
@@ -20,7 +20,7 @@ def _section(name: str, page: str = README) -> str:
     return found[1]
 
 
-UNFUSED = (ROOT / "docs" / "what-is-fused.md").read_text()
+UNFUSED = (ROOT / "docs" / "reference" / "supported.md").read_text()
 # A script after the other in a process, which takes seconds to import what it needs.
 RUN = """
 import contextlib, runpy, sys, torch
@@ -91,4 +91,4 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120  # two screens
+    assert len(README.splitlines()) <= 110  # two screens

@@ -1,4 +1,4 @@
-"""docs/reasons.md is the table of hints, and every row has a program that gets it.
+"""docs/reference/reasons.md is the table of hints, and every row has a program that gets it.
 
 `python -m tests.test_reasons` writes the table.
 """
@@ -18,7 +18,7 @@ from tests.support.user_losses import USER_LOSSES
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, hint_for
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "reasons.md"
+PAGE = TESTS.parent / "docs" / "reference" / "reasons.md"
 BEGIN, END = "<!-- reasons:begin -->\n", "<!-- reasons:end -->\n"
 _USERS = {loss.fn: loss for loss in USER_LOSSES.values()}
 

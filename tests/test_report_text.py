@@ -159,7 +159,7 @@ streamkl: 0 of 1 loss fused
      reason    gather of attention or vocabulary probabilities (loss.py:7)
      at        s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
      hint      torch_streamkl.row_program(..., columns=ids) streams losses on a few entries of each
-     row (docs/row-programs.md); whole rows may be selected, logits[mask]
+     row (docs/guide/row-programs.md); whole rows may be selected, logits[mask]
 2 score- or logit-sized tensors remain, 60 KiB:
   read by losses:
      [48 x 160] (30 KiB) loss.py:7: read by log_softmax

@@ -210,7 +210,7 @@ def _differences(name: str, spelling: Spelling, place: str, impl: str) -> str:
     got = _program(spelling, *inputs, place, impl)
     expected = torch.as_tensor(spelling(*inputs)).to(dtype)
     x, y = (t.detach() for t in inputs)
-    # a product is 0 where a factor is, also next to an infinity or NaN (docs/row-programs.md)
+    # a product is 0 if a factor is, also with an infinity or NaN (docs/guide/row-programs.md)
     has_zero = (x == 0) | (y == 0) | (float(spelling(torch.tensor(2.0), torch.tensor(3.0))) == 0)
     if name == "xlogy":
         has_zero |= y == 1

@@ -46,7 +46,7 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _with(name: str, **options: Any) -> Callable[..., Tensor]:
-    """An example of docs/row-programs.md with other arguments."""
+    """An example of docs/guide/row-programs.md with other arguments."""
 
     def call(function: Any, **given: Any) -> Any:
         return row_program(function, **given, **options)

@@ -56,7 +56,7 @@ def test_the_error_names_it(what: str) -> None:
     message = str(raised.value)
     assert name in message
     assert f"torch {torch.__version__}" in message
-    assert "docs/versions.md" in message
+    assert "docs/reference/compatibility.md" in message
     assert "compile without the rewrite" in message
 
 

@@ -218,7 +218,8 @@ def test_nan_in_eager_is_said() -> None:
     notes = {x.name: x.note for x in result.results if x.note}
     assert notes.keys() == {"output 0", "gradient of argument 6"}
     assert notes["output 0"] == (
-        "eager is NaN here, the compiled program gives the defined value (docs/numerics.md)"
+        "eager is NaN here, the compiled program gives the defined value "
+        "(docs/reference/numerics.md)"
     )
     assert not any(x.difference for x in result.results)
 

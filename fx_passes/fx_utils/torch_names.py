@@ -2,7 +2,8 @@
 
 A release of torch may move any of them. The error then says which one, and what to do. Parts that
 the rewrite can do without are imported where they are used, and left out where they are missing
-(docs/versions.md). Imported here first of all, so that nothing of ours is half there.
+(docs/reference/compatibility.md). Imported here first of all, so that nothing of ours is half
+there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def _explained() -> Iterator[None]:
         raise ImportError(
             f"torch_streamkl {__version__} rewrites graphs with a private part of torch that "
             f"torch {torch.__version__} does not have where it was: {missing}. Install a release "
-            "of torch that docs/versions.md lists, or a newer torch_streamkl. Until then, compile "
+            "of torch that docs/reference/compatibility.md lists, or a newer torch_streamkl. "
+            "Until then, compile "
             "without the rewrite; attention_kl and linear_kl do not need it"
         ) from missing
 

@@ -1,7 +1,7 @@
 """Maps every kind of reason to one hint that would make the loss fusable and keeps it.
 
-`docs/reasons.md` is this table. A hint never asks for another loss than the one that is written:
-where only another one would fuse, the hint says what keeps the memory small, or says so.
+`docs/reference/reasons.md` is this table. A hint never asks for another loss than the one that is
+written: where only another one would fuse, the hint says what keeps the memory small, or says so.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ADVICE = (
         "^(gather|take_along_dim|index_select|index)\\b|single entries|gathered by index"
         "|several entries of a row",
         f"{ROW_PROGRAM}(..., columns=ids) streams losses on a few entries of each row "
-        "(docs/row-programs.md); whole rows may be selected, logits[mask]",
+        "(docs/guide/row-programs.md); whole rows may be selected, logits[mask]",
     ),
     Advice(
         "sort, top-k, cumsum: whole rows in order",
@@ -253,7 +253,8 @@ ADVICE = (
     Advice(
         "an operation of scores or probabilities that no operator has",
         "of scores$|of attention or vocabulary probabilities$",
-        f"{ROW_PROGRAM} computes sums over keys of your own functions (docs/row-programs.md)",
+        f"{ROW_PROGRAM} computes sums over keys of your own functions "
+        "(docs/guide/row-programs.md)",
     ),
 )
 
@@ -317,9 +318,7 @@ def _about_breaks(reason: str) -> Iterator[str]:
 
 
 def as_markdown(examples: Mapping[str, str]) -> str:
-    """Returns the table of `docs/reasons.md`; ``examples`` names a tested program for every
-    reason.
-    """
+    """Renders `docs/reference/reasons.md`; ``examples`` names a tested program per reason."""
     lines = ["| reason | what to do | tested by |", "| --- | --- | --- |"]
     lines += [f"| {x.reason} | {_escaped(x.hint)} | {examples[x.reason]} |" for x in ADVICE]
     return "\n".join(lines) + "\n"

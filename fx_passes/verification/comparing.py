@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.validation.compare import MULTIPLE, largest
 from torch_streamkl.fx_passes.verification.values import Results, Structure
 
 ENTRY_MULTIPLE = 32  # of the largest of a few samples of an entry's error
-DEFINED = "the compiled program gives the defined value (docs/numerics.md)"
+DEFINED = "the compiled program gives the defined value (docs/reference/numerics.md)"
 UNKNOWN = "cannot be compared"
 
 

@@ -68,7 +68,7 @@ def run_case(
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table in docs/corpus.md."""
+    """A line of the table in docs/evidence/corpus.md."""
 
     case: str
     verdict: str

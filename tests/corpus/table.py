@@ -1,4 +1,7 @@
-"""Write docs/corpus.md, what becomes of every corpus loss: `python -m tests.corpus.table`."""
+"""Write docs/evidence/corpus.md, the outcome of every corpus loss.
+
+Run as `python -m tests.corpus.table`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from tests.corpus.naive_losses import ALL_CASES, BY_NAME
 from tests.corpus.outcomes import Row, row_of, run_case
 
-PATH = Path(__file__).parents[2] / "docs" / "corpus.md"
+PATH = Path(__file__).parents[2] / "docs" / "evidence" / "corpus.md"
 HEAD = """# The corpus: what happens to real losses
 
 Each line is one of the {total} losses in `tests/corpus/naive_losses.py`, which follow the

@@ -1,6 +1,6 @@
 """Models as transformers has them: KL of their maps and of their logits, the table of the docs.
 
-``python -m tests.integrations.test_models`` writes the table into docs/libraries.md.
+``python -m tests.integrations.test_models`` writes the table into docs/reference/libraries.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.reporting.report import Report
 
 transformers = optional("transformers")
 pytestmark = needs("transformers")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "libraries.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "libraries.md"
 BEGIN, END = "<!-- models:begin -->", "<!-- models:end -->"
 VOCAB, TOKENS, LAYERS = 160, 24, 2
 SIZES = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-FAULTS = Path(__file__).parents[2] / "docs" / "mutations.md"
+FAULTS = Path(__file__).parents[2] / "docs" / "evidence" / "mutations.md"
 
 
 def quick_rows(

@@ -1,6 +1,6 @@
 """The feature table of the docs: every feature by implementation, each cell backed by a test.
 
-python -m tests.support.feature_table          # rewrite the section of docs/features.md
+python -m tests.support.feature_table          # rewrite the section of docs/reference/features.md
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.problems import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "features.md"
+PAGE = ROOT / "docs" / "reference" / "features.md"
 BEGIN, END = "<!-- features:begin -->", "<!-- features:end -->"
 
 ON_GPU = "Triton, GPU tests"
@@ -95,14 +95,15 @@ def section() -> str:
         BEGIN,
         "# Features of `attention_kl`",
         "",
-        "Values and gradients to both sides, against the textbook code in float64. Behind a cell",
-        "stand as many tests as it says: `test_feature[case]` of the file at the head of its",
-        "column, with the cases of `tests/support/problems.py`. The Triton column is the",
-        "interpreter, in float32 and float16. The last column counts the tests that a machine",
-        "with a GPU runs, in bfloat16, float16 and float32.",
+        "Tests compare values and gradients of both sides with textbook code in float64.",
+        "A cell counts the tests of its feature: `test_feature[case]` in the file at the head of",
+        "the column, with the cases of `tests/support/problems.py`.",
+        "",
+        "- The Triton column runs in Triton's interpreter, in float32 and float16.",
+        "- The last column needs a GPU: bfloat16, float16 and float32.",
         "",
         "| feature | cases | "
-        + " | ".join(f"[{name}](../{file})" for name, file in FILES.items())
+        + " | ".join(f"[{name}](../../{file})" for name, file in FILES.items())
         + " |",
         "| --- | --- |" + " --- |" * len(FILES),
     ]

@@ -1,6 +1,6 @@
 """The tables of options in the docs, made from `RewriteOptions` and the thresholds of the rewrite.
 
-python -m tests.support.option_table          # rewrite the tables of docs/options.md
+python -m tests.support.option_table          # rewrite the tables of docs/reference/options.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.quick import (
 )
 from torch_streamkl.fx_passes.options import PREFIX, RewriteOptions
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "options.md"
 THRESHOLDS = {
     "divergence of attention or of an LM head": MEASURED_MIB,
     "other loss, as a row program": MEASURED_PROGRAM_MIB,

@@ -1,4 +1,4 @@
-"""A program for every row of docs/reasons.md that one process on a CPU can run.
+"""A program for every row of docs/reference/reasons.md that one process on a CPU can run.
 
 Each takes hidden states and LM heads of student and teacher, or queries and keys of both.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.support.user_losses import USER_LOSSES
 
-EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reasons.md names
+EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reference/reasons.md names
 
 # rows whose examples need several processes, other devices or libraries, and where those are
 ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""The examples of docs/row-programs.md next to naive code, on problems of any size and dtype."""
+"""Runs the examples of docs/guide/row-programs.md and naive code, at any size and dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import torch_streamkl
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "row-programs.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "row-programs.md"
 SCALE = 0.4
 
 

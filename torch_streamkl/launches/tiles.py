@@ -2,7 +2,7 @@
 
 What was measured on an H200 (bf16, seqlen 8192) goes first, and serves every GPU that it fits:
 more programs on a multiprocessor beat larger tiles. Elsewhere the first choice of a list is taken
-that fits; compiling for each GPU says that it does and how much it spills (docs/gpus.md).
+that fits; compiling for each GPU says that it does and how much it spills (docs/evidence/gpus.md).
 """
 
 from __future__ import annotations
