@@ -1,10 +1,10 @@
 """Compares two results as strictly as naive code of the same dtype allows.
 
 NOTE [Tolerance of a check]
-No tolerance is fixed. The judge is the user's code in float64. A replacement may be off from it
+No tolerance is fixed. The reference is the user's code in float64. A replacement may be off from it
 by four times what the user's code in its own dtype is off, plus one rounding of the result: both
 round the same numbers, in another order. A run can be exact by luck, so before a difference is
-believed the judge runs a few times with every intermediate result moved up or down by one rounding
+believed the reference runs a few times with every intermediate result moved up or down by one rounding
 of the dtype it has in the program, and what exponentials give by roundings of the exponent. The
 largest error of these runs counts as the error of the user's code. It grows where large numbers
 cancel: in a sum to one number, in a difference of losses. A gradient whose terms cancel to 0 is
