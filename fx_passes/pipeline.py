@@ -168,7 +168,7 @@ def _rewrite_graph(
     outside: Readers,
     is_compiled: bool,
 ) -> tuple[Report, dict[str, str]]:
-    """The report, and sites that have to stay after all: the graph is of no use then."""
+    """Returns the report and losses to refuse; if any, discard this graph, retry without them."""
     report = Report()
     reason = why_unsupported(graph)
     if reason:

@@ -18,7 +18,7 @@ PACKAGES = ("torch_streamkl", "fx_passes")
 # matched within identifiers, too: "_" and digits end a word, as everything but letters does.
 RETIRED = {
     "words?": "vocab, vocab entries, ids",
-    "turns": "persistent kernel, tile scheduler; rounds of a measurement",
+    "(?:in|takes?|took|by|hopper)[ _]turns": "persistent kernel; alternately",
     "panels?": "query tiles, token tiles",
     "sites?_alone": "run_without_inductor",
     "row_body": "row kernel",
@@ -42,8 +42,11 @@ RETIRED = {
 }
 # where a term means what everybody means by it: (path, pattern) and the reason
 ALLOWED = {
-    ("docs/mutations.md", "words?"): "names of tests",
-    ("bench/notes/hopper_kernels.md", "turns"): "the file of a record, and of its kernels then",
+    ("docs/evidence/mutations.md", "words?"): "names of tests",
+    (
+        "bench/notes/hopper_kernels.md",
+        "(?:in|takes?|took|by|hopper)[ _]turns",
+    ): "the file of a record",
     ("fx_passes/fx_utils/mutation.py", "words?"): "parts of an operation's name",
     ("fx_passes/validation/kinds.py", "words?"): "parts of an operation's name",
     ("bench/offline_rates.py", "words?"): "the words of a line of assembly",
@@ -51,10 +54,6 @@ ALLOWED = {
     ("bench/plots.py", "panels?"): "the panels of a figure, as matplotlib calls them",
     ("bench/demo.py", "panels?"): "the panels of a figure",
     ("bench/long_run.py", "panels?"): "the panels of a figure",
-    ("fx_passes/analysis/elements/operands.py", "turns"): "a verb",
-    ("fx_passes/analysis/rules/softmax.py", "turns"): "a verb",
-    ("torch_streamkl/attention/hopper/backward.py", "turns"): "a verb",
-    ("torch_streamkl/attention/triton/plans.py", "turns"): "a verb",
 }
 # terms that prose may use, and names may not
 IN_CODE = ("hard[ _]labels?",)

@@ -42,7 +42,7 @@ def register(
 
 
 def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same, with an error for what the dispatcher drops: a tangent, beside a graph's inputs.
+    """Wraps an implementation to raise if the dispatcher would drop a tangent silently.
 
     Dynamo does not compile again for a level of dual numbers that is entered later.
     """

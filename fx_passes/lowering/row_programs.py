@@ -44,7 +44,7 @@ def emit(
 
     ``written`` is the memory that the graph writes to. The operator keeps its results for the
     backward, so what is written to, here or by whoever the graph returns it to, is a copy of them.
-    Two of the user's tensors are never one.
+    Outputs never alias each other.
     """
     lowering = _Lowering(build, plan, outer)
     tensors: list[fx.Node] = []

@@ -1,8 +1,7 @@
 """Maps every kind of reason to one hint that would make the loss fusable and keeps it.
 
 `docs/reference/reasons.md` is this table. A hint never asks for another loss than the one that is
-written:
-where only another one would fuse, the hint says what keeps the memory small, or says so.
+written: where only another one would fuse, the hint says what keeps the memory small, or says so.
 """
 
 from __future__ import annotations
@@ -319,7 +318,7 @@ def _about_breaks(reason: str) -> Iterator[str]:
 
 
 def as_markdown(examples: Mapping[str, str]) -> str:
-    """Render `docs/reference/reasons.md`; ``examples`` names a tested program for every reason."""
+    """Renders `docs/reference/reasons.md`; ``examples`` names a tested program per reason."""
     lines = ["| reason | what to do | tested by |", "| --- | --- | --- |"]
     lines += [f"| {x.reason} | {_escaped(x.hint)} | {examples[x.reason]} |" for x in ADVICE]
     return "\n".join(lines) + "\n"

@@ -35,7 +35,7 @@ def rewrite_checked(
     """Returns the rewritten graph with the sites that passed, and the report of all.
 
     ``attempt`` rewrites a copy of the graph (of ``original``, where that stands for it) but for
-    what is refused. What it leaves is analysed anew and checked anew, so that a site is judged in
+    what is refused. What it leaves is analysed anew and checked anew, so that a loss is checked in
     the graph that it is part of. ``agree`` gives what other processes refuse as well; it is asked
     wherever there are sites.
     """

@@ -63,7 +63,7 @@ class BoundOp:
         teacher_stats: Tensor,
         *tensors: Tensor | None,
     ) -> Tensors:
-        """Returns gradients to the first four tensors, None where they are not wanted."""
+        """Returns gradients to the first four tensors, None where they are not needed."""
         grad = grad.contiguous()  # a sum's is expanded, and launches are recorded of one layout
         call = self._backward.get(needs_grad)
         if call is None:
@@ -110,7 +110,7 @@ class _CompiledCall:
         self._sites: dict[Any, BoundOp] = {}
 
     def site(self, tensors: tuple[Tensor | None, ...]) -> BoundOp:
-        """The site of tensors of these sizes."""
+        """Returns the bound op of tensors of these sizes."""
         if self._site is not None:
             return self._site
         key = tuple([None if x is None else (x.shape, x.stride()) for x in tensors])

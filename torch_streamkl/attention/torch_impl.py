@@ -322,7 +322,7 @@ def _where_allowed(mask: Mask, x: Tensor) -> Tensor:
     return torch.where(_per_head(mask.allowed, x.shape[1]), x, torch.zeros_like(x))
 
 
-# to student_q, student_k, teacher_q, teacher_k, None where not wanted
+# to student_q, student_k, teacher_q, teacher_k, None where not needed
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 

@@ -311,11 +311,11 @@ def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
     problem = pack_gqa_heads(problem) or problem
     measured = measured_launch(problem, "forward")
     if measured is None:
-        needs_grad = _flop(problem) >= HOPPER_LEAST_FLOP
+        is_preferred = _flop(problem) >= HOPPER_LEAST_FLOP
     else:
-        needs_grad = measured.implementation == "hopper"
+        is_preferred = measured.implementation == "hopper"
     return (
-        needs_grad
+        is_preferred
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * _sequences(problem)
         and (_fills_device(problem) or _splits_keys(problem))
         and not _clamps_every_row(problem)
@@ -741,8 +741,8 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
     """Shares of a block that give every multiprocessor ``each`` programs, ``most`` at most."""
     if problem.is_packed:
         return 1
-    needs_grad = each * multiprocessors(problem.student.q.device)
-    return max(1, min(needs_grad // max(hint_of(programs), 1), hint_of(most), MOST_SPLITS))
+    enough = each * multiprocessors(problem.student.q.device)
+    return max(1, min(enough // max(hint_of(programs), 1), hint_of(most), MOST_SPLITS))
 
 
 def hint_of(n: int | torch.SymInt) -> int:

@@ -186,7 +186,7 @@ def row_program(
         every = op.row_program(inputs.tensors, program.text, is_differentiated, impl)
         results = [every[c] for c in program.outputs]
     values = dict(zip(traced.reductions, results, strict=True))
-    finished = reference.of_rows(problem, traced.nodes, traced.needs_grad, values)
+    finished = reference.of_rows(problem, traced.nodes, traced.roots, values)
     if inputs.row_shape is not None:
         finished = [x.reshape(*inputs.row_shape, *x.shape[3:]) for x in finished]
     names = traced.names
@@ -246,9 +246,9 @@ def _loss(traced: Traced, problem: RowProblem, reduction: str) -> RowLoss | None
 def _loss_of(
     traced: Traced, reduction: str, num_rows: int, learned: tuple[bool, ...]
 ) -> RowLoss | None:
-    """The same by the number of rows, and which captured tensors need a gradient."""
+    """Makes the loss of a traced program; None if a captured tensor in it needs a gradient."""
     graph = Graph(list(traced.nodes))
-    (root,) = traced.needs_grad
+    (root,) = traced.roots
     if reduction == "mean":
         root = graph.apply("mul", root, graph.const(1.0 / num_rows))
     numbers = dict(zip(traced.reductions, traced.program.outputs, strict=True))

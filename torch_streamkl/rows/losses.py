@@ -118,7 +118,7 @@ def gradients(
 def _evaluated(
     problem: RowProblem,
     nodes: Sequence[Node],
-    needs_grad: Sequence[int],
+    roots: Sequence[int],
     reductions: dict[int, Tensor],
     tensors: Sequence[Tensor],
     at: Slices,
@@ -129,5 +129,5 @@ def _evaluated(
 
     rows = {c: RowValue(x) for c, x in reductions.items()}
     size = (at[0].stop - at[0].start, 1, at[1].stop - at[1].start)
-    found = tile.evaluate(problem, nodes, needs_grad, at, rows, {}, captured=captured)
+    found = tile.evaluate(problem, nodes, roots, at, rows, {}, captured=captured)
     return [x.expand(*size, 1)[..., 0] for x in found]

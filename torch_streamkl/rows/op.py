@@ -84,7 +84,7 @@ def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
 
 
 def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
-    """The same, to be run."""
+    """Returns the module that computes a problem; raises if its kernels have no driver."""
     module = _module(problem, impl, is_differentiated)
     is_compiled = module is not torch_impl and module is not named
     if is_compiled and problem.operands[0][0].device.type == "cuda":

@@ -159,20 +159,18 @@ def _connected(problem: RowProblem, value: Tensor) -> Tensor:
 
 
 def of_rows(
-    problem: RowProblem, nodes: tuple[Node, ...], needs_grad: list[int], values: Values
+    problem: RowProblem, nodes: tuple[Node, ...], roots: list[int], values: Values
 ) -> list[Tensor]:
     """Returns per-row values that are computed from reductions, differentiated by autograd."""
     plain = {
-        i: values[int(nodes[i].value)]
-        for i in needs_grad
-        if nodes[i].op in ("reduction", BLOCK_SUM)
+        i: values[int(nodes[i].value)] for i in roots if nodes[i].op in ("reduction", BLOCK_SUM)
     }
-    rest = [i for i in needs_grad if i not in plain]
+    rest = [i for i in roots if i not in plain]
     if not rest:
-        return [plain[i] for i in needs_grad]
+        return [plain[i] for i in roots]
     rows = {c: RowValue(x) for c, x in values.items()}
     found = evaluate(problem, nodes, rest, whole(problem), rows, {}, run=GUARDED)
     size = (problem.batch, -1, problem.num_rows)
     shaped = (x.expand(problem.batch, -1, -1, 1)[..., 0].expand(size) for x in found)
     every = plain | dict(zip(rest, shaped, strict=True))
-    return [every[i] for i in needs_grad]
+    return [every[i] for i in roots]

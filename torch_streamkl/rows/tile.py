@@ -155,7 +155,7 @@ def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> 
 def evaluate(
     problem: RowProblem,
     nodes: Sequence[Node],
-    needs_grad: Sequence[int],
+    roots: Sequence[int],
     at: Slices,
     reductions: RowValues,
     seeds: Values,
@@ -170,11 +170,11 @@ def evaluate(
     device, dtype = problem.operands[0][0].device, problem.compute_dtype
     results: dict[int, Tensor] = {}
     last_use: dict[int, int] = {}
-    order = _order(tuple(nodes), tuple(needs_grad))
+    order = _order(tuple(nodes), tuple(roots))
     for i in order:
         for a in nodes[i].args:
             last_use[a] = i
-    keep = set(needs_grad)
+    keep = set(roots)
     for i in order:
         node = nodes[i]
         number = int(node.value) if node.op not in ("const", "pow") else 0
@@ -224,11 +224,11 @@ def evaluate(
         for a in set(node.args):
             if last_use[a] == i and a not in keep:
                 del results[a]
-    return [results[i] for i in needs_grad]
+    return [results[i] for i in roots]
 
 
-def _order(nodes: tuple[Node, ...], needs_grad: tuple[int, ...]) -> list[int]:
-    needed, stack = set(needs_grad), list(needs_grad)
+def _order(nodes: tuple[Node, ...], roots: tuple[int, ...]) -> list[int]:
+    needed, stack = set(roots), list(roots)
     while stack:
         for a in nodes[stack.pop()].args:
             if a not in needed:

@@ -109,14 +109,14 @@ ON_CPU: dict[str, Callable[..., Tensor]] = {"mul0": _mul0, "div0": _div0}
 def _evaluate(
     problem: RowProblem,
     nodes: Sequence[Node],
-    needs_grad: Sequence[int],
+    roots: Sequence[int],
     at: Slices,
     reductions: RowValues,
     seeds: Values,
     dot: DotProducts = tile.dots,
 ) -> list[Tensor]:
     run = None if _is_on_gpu(problem) else ON_CPU
-    return tile.evaluate(problem, nodes, needs_grad, at, reductions, seeds, dot, run=run)
+    return tile.evaluate(problem, nodes, roots, at, reductions, seeds, dot, run=run)
 
 
 def _is_on_gpu(problem: RowProblem) -> bool:
@@ -240,7 +240,7 @@ def _pass(
             sizes[slot] = jacobian.size
     if not sums and not maxima:
         return {}, {}
-    needs_grad = [node for node, _ in (*sums.values(), *maxima.values())]
+    roots = [node for node, _ in (*sums.values(), *maxima.values())]
 
     def full(
         head: int, value: float, dtype: torch.dtype = problem.compute_dtype, size: int = 0
@@ -261,7 +261,7 @@ def _pass(
     }
     for at in key_blocks(problem, batch, rows):
         keep = tile.allowed(problem, at)
-        elements = _evaluate(problem, plan.nodes, needs_grad, at, known, {}, dot)
+        elements = _evaluate(problem, plan.nodes, roots, at, known, {}, dot)
         num_keys = at[2].stop - at[2].start
         for slot, x in zip((*sums, *maxima), elements, strict=True):
             if slot in totals:

@@ -117,7 +117,7 @@ class Traced:
 
     program: Program
     nodes: tuple[Node, ...]
-    needs_grad: list[int]
+    roots: list[int]
     reductions: list[int]  # what the nodes call the program's outputs
     names: list[str] | None  # None for a single value
 
@@ -161,20 +161,20 @@ def trace(
     sums = [i for i, node in enumerate(graph.nodes) if node.op in ("reduction", BLOCK_SUM)]
     if not sums:
         raise ValueError('a row program must have a sum or logsumexp over "key"')
-    needs_grad = [_connected(graph, x._index, sums) for x in outputs.values()]
-    first = _outermost(graph, needs_grad) or sums[:1]
+    roots = [_connected(graph, x._index, sums) for x in outputs.values()]
+    first = _outermost(graph, roots) or sums[:1]
     return Traced(
         tracer.program(first),
         tuple(graph.nodes),
-        needs_grad,
+        roots,
         [int(graph[x].value) for x in first],
         list(outputs) if isinstance(returned, Mapping) else None,
     )
 
 
-def _outermost(graph: Graph, needs_grad: list[int]) -> list[int]:
+def _outermost(graph: Graph, roots: list[int]) -> list[int]:
     """The reductions that per-row values are computed from."""
-    return [i for i in graph.used_by(needs_grad) if graph[i].op in ("reduction", BLOCK_SUM)]
+    return [i for i in graph.used_by(roots) if graph[i].op in ("reduction", BLOCK_SUM)]
 
 
 def _connected(graph: Graph, x: int, sums: list[int]) -> int:

@@ -157,7 +157,7 @@ class Shared(NamedTuple):
 def _gradients(
     problem: AttentionProblem, plan: Plan, shared: Shared, of_q: bool, of_k: bool, student: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of one side."""
+    """Computes the gradients of one side."""
     whole = plan.whole_heads(problem, student) if of_q and of_k else None
     if whole is not None:
         return _dq_dk(problem, plan, whole, shared, student)

@@ -70,12 +70,12 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 def _maps_of(
     problem: RowProblem,
     which: str,
-    needs_grad: tuple[tuple[int, int], ...],
+    roots: tuple[tuple[int, int], ...],
     kept: Container[int] = (),
 ) -> dict[int, int]:
     """Bytes of each map, for one row and key, without the gradients that take a dot's place."""
     nodes, found = maps.nodes_of(problem.program, which), {}
-    for i in maps.every_map(problem.program, which, needs_grad):
+    for i in maps.every_map(problem.program, which, roots):
         node = nodes[i]
         if i in kept:
             continue
@@ -91,13 +91,13 @@ def _maps_of(
 def _bytes_of(
     problem: RowProblem,
     which: str,
-    needs_grad: tuple[tuple[int, int], ...],
+    roots: tuple[tuple[int, int], ...],
     kept: Container[int],
 ) -> int:
     """Counts the bytes of all maps for one row and key, with gradients that reuse no dot
     product.
     """
-    return max(sum(_maps_of(problem, which, needs_grad, kept).values()), 2)
+    return max(sum(_maps_of(problem, which, roots, kept).values()), 2)
 
 
 def kept_maps(problem: RowProblem) -> tuple[int, ...]:
@@ -160,8 +160,8 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     result = allocate(problem, is_differentiated)
     kept = dict(zip(kept_maps(problem), result.maps, strict=False))
     passes = _passes(program, derive.forward_plan(program, is_differentiated))
-    needs_grad = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
-    for at in _row_blocks(problem, _bytes_of(problem, which, needs_grad, kept), bool(kept)):
+    roots = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
+    for at in _row_blocks(problem, _bytes_of(problem, which, roots, kept), bool(kept)):
         block = maps.Block(problem, which, result, {}, at, kept, is_first=True)
         for slots, axis in passes:
             block.sums(slots, axis, {})
@@ -277,7 +277,7 @@ def _add_rows(
 def _in_two_passes(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The same where chunks are too short: a sum in 16 bits is rounded with each of them.
+    """Runs forward, then backward, if chunks are too short: 16-bit sums round with each chunk.
 
     NOTE [Sums over chunks] in linear/problem.py.
     """

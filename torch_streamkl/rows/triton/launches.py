@@ -169,8 +169,8 @@ def slots_of(
 @functools.lru_cache(maxsize=512)
 def _rows(program: Program, dots: tuple[int, ...], is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
-    needs_grad = {i: _node(plan, i) for i in dots}
-    return row_source.rows_kernel(program, plan.nodes, needs_grad, {}, is_exact)
+    gradients = {i: _node(plan, i) for i in dots}
+    return row_source.rows_kernel(program, plan.nodes, gradients, {}, is_exact)
 
 
 @functools.lru_cache(maxsize=512)

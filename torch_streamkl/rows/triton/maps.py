@@ -69,7 +69,7 @@ def _is_own_map(program: Program, node: Node) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _with_maps(
-    program: Program, which: str, needs_grad: tuple[int, ...], axis: int
+    program: Program, which: str, roots: tuple[int, ...], axis: int
 ) -> tuple[tuple[Node, ...], tuple[int, ...]]:
     """The nodes as a kernel over the heads of an axis reads them, and the maps that it reads.
 
@@ -77,7 +77,7 @@ def _with_maps(
     """
     nodes, behind = list(nodes_of(program, which)), _behind_maps(program, which)
     found: list[int] = []
-    seen, stack = set(needs_grad), list(needs_grad)
+    seen, stack = set(roots), list(roots)
     while stack:
         i = stack.pop()
         node = nodes[i]
@@ -95,13 +95,11 @@ def _with_maps(
 
 
 @functools.lru_cache(maxsize=512)
-def every_map(
-    program: Program, which: str, needs_grad: tuple[tuple[int, int], ...]
-) -> tuple[int, ...]:
+def every_map(program: Program, which: str, roots: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     """Returns all maps that nodes need, which are given with their axis of heads."""
     nodes = nodes_of(program, which)
     found: set[int] = set()
-    stack = list(needs_grad)
+    stack = list(roots)
     while stack:
         i, axis = stack.pop()
         for each in _with_maps(program, which, (i,), axis)[1]:
@@ -133,9 +131,9 @@ def read_twice(program: Program) -> tuple[int, ...]:
     forward = [r.node for r in program.reductions] + [j.node for j in plans[0].jacobians]
     backward = [n for n in (*plans[1].dots, *plans[1].captures) if n is not None]
     found: list[set[int]] = []
-    for which, needs_grad in ((DIFFERENTIATED, forward), (BACKWARD, backward)):
+    for which, roots in ((DIFFERENTIATED, forward), (BACKWARD, backward)):
         nodes = nodes_of(program, which)
-        found.append(set(every_map(program, which, tuple((n, nodes[n].head) for n in needs_grad))))
+        found.append(set(every_map(program, which, tuple((n, nodes[n].head) for n in roots))))
     own = enumerate(program.nodes)  # with which the nodes of both begin
     return tuple(i for i, n in own if n.op == "sum_heads" and all(i in x for x in found))
 
@@ -170,8 +168,8 @@ def _sums_source(
     axis: int,
     is_exact: bool,
 ) -> Source:
-    needs_grad = tuple(node for _, node, _ in slots)
-    nodes = _with_maps(program, which, needs_grad, axis)[0]
+    roots = tuple(node for _, node, _ in slots)
+    nodes = _with_maps(program, which, roots, axis)[0]
     listed = {s: (node, kind) for s, node, kind in slots}
     return row_source.sums_kernel(program, nodes, listed, is_exact)
 
@@ -180,15 +178,13 @@ def _sums_source(
 def _maps_source(
     program: Program,
     which: str,
-    needs_grad: tuple[int, ...],
+    roots: tuple[int, ...],
     axis: int,
     is_exact: bool,
     has_one_key_head: bool = False,
 ) -> Source:
-    nodes = _with_maps(program, which, needs_grad, axis)[0]
-    return row_source.maps_kernel(
-        program, nodes, needs_grad, is_exact, axis != 0, has_one_key_head
-    )
+    nodes = _with_maps(program, which, roots, axis)[0]
+    return row_source.maps_kernel(program, nodes, roots, is_exact, axis != 0, has_one_key_head)
 
 
 @functools.lru_cache(maxsize=512)
@@ -341,10 +337,10 @@ class Block:
             out.scatter_add_(-1, places, values.expand(places.shape))
         return out.narrow(-1, 0, p.num_keys)
 
-    def reads(self, needs_grad: Sequence[int], axis: int) -> dict[str, Any]:
+    def reads(self, roots: Sequence[int], axis: int) -> dict[str, Any]:
         """Returns the maps that a kernel of these nodes reads."""
         found: dict[str, Any] = {}
-        for i in _with_maps(self.program, self.which, tuple(needs_grad), axis)[1]:
+        for i in _with_maps(self.program, self.which, tuple(roots), axis)[1]:
             found.update(_place(f"map{i}", self.map(i)))
         return found
 
@@ -402,12 +398,12 @@ class Block:
             return ROW_SUMS
         return replace(ROW_SUMS, block_n=keys, num_warps=max(1, keys // 512))
 
-    def element_gradients(self, needs_grad: dict[int, int]) -> dict[int, Tensor]:
+    def element_gradients(self, roots: dict[int, int]) -> dict[int, Tensor]:
         """Returns gradients to dot products without heads, in place of the map of them."""
-        nodes = tuple(needs_grad.values())
+        nodes = tuple(roots.values())
         reads = self.reads(nodes, 0)
         out = {}
-        for dot, node in needs_grad.items():
+        for dot, node in roots.items():
             at = next(
                 (i for i, n in enumerate(self.nodes) if n.op == "dot" and n.value == dot), -1
             )

@@ -161,19 +161,19 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
 def rows_kernel(
     program: Program,
     nodes: Sequence[Node],
-    needs_grad: Mapping[int, int],
+    roots: Mapping[int, int],
     sums: Mapping[int, int],
     is_exact: bool,
 ) -> Source:
     """Writes the kernel of gradients to row operands, for dots whose gradients are these nodes;
     and sums of some.
     """
-    every = [*needs_grad.values(), *sums.values(), *_dots_of(nodes, list(needs_grad))]
+    every = [*roots.values(), *sums.values(), *_dots_of(nodes, list(roots))]
     w = Writer(program, nodes, every, is_exact)
     _start(w, "BLOCK_M", "m")
     w.bind("batch", "head")
     w.load_rows(is_checked=True)
-    for i in needs_grad:
+    for i in roots:
         w.line(f"da{i} = tl.zeros([BLOCK_M, DIM{i}], tl.float32)")
     for slot in sums:
         w.line(f"sum{slot} = tl.zeros([BLOCK_M], tl.float32)")
@@ -182,13 +182,13 @@ def rows_kernel(
         w.line(f"for j in tl.range({low}, {high}, BLOCK_N):")
         w.log_normalizer = 2
         _tile_of_keys(w, is_masked)
-        for i, node in needs_grad.items():
+        for i, node in roots.items():
             w.line(f"x{i} = {w.kept(node, '0.0', is_masked)}.to(b{i}_x.dtype)")
             w.line(f"da{i} = tl.dot(x{i}, b{i}_x, da{i}, input_precision=PRECISION)")
         for slot, node in sums.items():
             w.line(f"sum{slot} += tl.sum({w.kept(node, '0.0', is_masked)}, 1)")
         w.log_normalizer = 1
-    for i in needs_grad:
+    for i in roots:
         _store(w, f"da{i}", i, "m", "num_rows")
     for slot in sums:
         w.take(f"out{slot}", f"out{slot}_b", f"out{slot}_h")
@@ -240,7 +240,7 @@ def columns_kernel(
 def maps_kernel(
     program: Program,
     nodes: Sequence[Node],
-    needs_grad: Sequence[int],
+    roots: Sequence[int],
     is_exact: bool,
     is_summed: bool,
     has_one_key_head: bool = False,
@@ -251,7 +251,7 @@ def maps_kernel(
     Tiles of sums that no row has a key in are not written. Keys that all heads share are loaded
     once.
     """
-    w = Writer(program, nodes, needs_grad, is_exact)
+    w = Writer(program, nodes, roots, is_exact)
     w.take("num_blocks", "num_tiles", "num_heads")
     w.line("tile = tl.program_id(0)")
     w.line("batch = (tile // num_tiles // num_blocks).to(tl.int64)")
@@ -264,7 +264,7 @@ def maps_kernel(
         w.bounds("keys_of_rows", "start")
         w.line("if (first_n < first) | (first_n >= stop):")
         w.line("    return")
-        for i in needs_grad:
+        for i in roots:
             w.line(f"total{i} = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
         if has_one_key_head:
             w.line("head = batch * 0")
@@ -280,17 +280,17 @@ def maps_kernel(
     w.load_columns(is_checked=True, has_operands=has_one_key_head)
     w.elements(is_checked=True)
     if is_summed:
-        for i in needs_grad:
+        for i in roots:
             w.line(f"total{i} += {w.name(i)}")
         w.log_normalizer = 1
     else:
         w.keep()
-        for i in needs_grad:
+        for i in roots:
             w.line(f"total{i} = {w.kept(i, '0.0', is_masked=True)}")
         # the map may be one that was read: by every thread, before any of them overwrites it
         w.line("tl.debug_barrier()")
     w.line("inside = (m[:, None] < num_rows) & (n[None, :] < num_keys)")
-    for i in needs_grad:
+    for i in roots:
         w.take(f"to{i}", f"to{i}_b", f"to{i}_m")
         place = f"to{i} + batch * to{i}_b + m.to(tl.int64)[:, None] * to{i}_m + n[None, :]"
         w.line(f"tl.store({place}, total{i}.to(to{i}.dtype.element_ty), mask=inside)")

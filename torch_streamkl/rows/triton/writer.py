@@ -47,10 +47,10 @@ class Writer:
     """
 
     def __init__(
-        self, program: Program, nodes: Sequence[Node], needs_grad: Sequence[int], is_exact: bool
+        self, program: Program, nodes: Sequence[Node], roots: Sequence[int], is_exact: bool
     ) -> None:
         self.program, self.nodes, self.is_exact = program, nodes, is_exact
-        self.order = used_by(nodes, needs_grad)
+        self.order = used_by(nodes, roots)
         self.shape = {i: self._shape_of(i) for i in self.order}
         self.arguments: list[str] = []
         self.lines: list[str] = []
@@ -469,9 +469,9 @@ class Writer:
         return Source(text, name, (*self.arguments, *constants), len(constants))
 
 
-def used_by(nodes: Sequence[Node], needs_grad: Sequence[int]) -> list[int]:
+def used_by(nodes: Sequence[Node], roots: Sequence[int]) -> list[int]:
     """Returns what the wanted nodes need, in the order of computation."""
-    needed, stack = set(needs_grad), list(needs_grad)
+    needed, stack = set(roots), list(roots)
     while stack:
         for a in nodes[stack.pop()].args:
             if a not in needed:
