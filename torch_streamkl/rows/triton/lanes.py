@@ -49,7 +49,7 @@ def over_lanes(state, TILE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constex
 def merged_lanes(peak, row_sum):
     """Largest element [rows] and sum of exponentials relative to it, of lanes in nats."""
     top = tl.max(peak, 1)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)  # inf - inf is NaN
     return top, tl.sum(row_sum * tl.exp(peak - base[:, None]), 1)
 
 
