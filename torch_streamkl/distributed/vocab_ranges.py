@@ -46,8 +46,8 @@ class Shards:
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
-        """From every rank's vocabulary sizes and first vocabulary entries; raises where they do not
-        fit.
+        """From every rank's vocabulary sizes and first vocabulary entries; raises where they do
+        not fit.
         """
         student, teacher = (
             _ranges(

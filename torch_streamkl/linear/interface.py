@@ -216,6 +216,17 @@ def linear_kl(
     return _per_token(tensors, of_operator, *how)
 
 
+def refusing(error: Exception) -> Callable[..., Tensor]:
+    """A `linear_kl` that raises an error, on every rank: the others would wait for this one."""
+
+    @functools.wraps(linear_kl)
+    def refuse(*_args: Any, **_kwargs: Any) -> Tensor:
+        raise error
+
+    refuse.refusal = error  # type: ignore[attr-defined]
+    return _on_several_ranks(refuse)
+
+
 class Options(NamedTuple):
     """The arguments of `linear_kl` that are no tensors, with their defaults."""
 
@@ -331,12 +342,17 @@ class LinearKL(nn.Module):
         teacher_weight: Tensor,
         **tensors: Any,
     ) -> Tensor:
-        for name in tensors:
-            if name in Options._fields:
-                raise TypeError(f"{name} is an option of the module: pass it to LinearKL()")
-            if name not in _TENSORS:
-                checks.refuse_option("LinearKL.forward", name, _TENSORS)
-        return linear_kl(
+        call: Callable[..., Tensor] = linear_kl
+        try:
+            for name in tensors:
+                if name in Options._fields:
+                    raise TypeError(f"{name} is an option of the module: pass it to LinearKL()")
+                if name not in _TENSORS:
+                    checks.refuse_option("LinearKL.forward", name, _TENSORS)
+        except TypeError as error:
+            call = refusing(error)
+            tensors = {name: x for name, x in tensors.items() if name in _TENSORS}
+        return call(
             student_hidden,
             student_weight,
             teacher_hidden,
