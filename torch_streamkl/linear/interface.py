@@ -164,13 +164,13 @@ def linear_kl(
     Raises:
         ValueError, TypeError, NotImplementedError: before any launch, with the argument, the rule
             and the value.
+        IndexError: a label is no vocabulary entry (on a GPU an assertion of the device).
 
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
     after is float32. A vocabulary entry that the student excludes and the teacher does not makes a
-    token +inf; one whose probability underflows to 0 adds nothing. A label that is no vocabulary
-    entry is an error (on a GPU an assertion). Weight gradients are summed over a bounded number of
-    chunks (NOTE [Sums over chunks] in linear/problem.py), in a fixed order: the same bits on every
-    run.
+    token +inf; one whose probability underflows to 0 adds nothing. Weight gradients are summed
+    over a bounded number of chunks (NOTE [Sums over chunks] in linear/problem.py), in a fixed
+    order: the same bits on every run.
     """
     options = Options(
         divergence, beta, temperature, student_logit_scale, teacher_logit_scale, student_softcap,
