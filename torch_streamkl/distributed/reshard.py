@@ -156,7 +156,7 @@ def _exchanged(
     return collectives.wait(collectives.all_to_all(local, receive, send, group.group_name))
 
 
-def _pairs(ranges: object) -> list[tuple[int, int]]:
+def _pairs(ranges: Any) -> list[tuple[int, int]]:
     """``ranges`` as pairs of integers."""
     if isinstance(ranges, Tensor):
         ranges = ranges.tolist()
