@@ -101,7 +101,8 @@ def verify(
         `Verification`: printable, with ``ok``, one record a result, side effects, and the report
         of the compilation. Programs that draw random numbers, read iterators or do not give the
         same twice cannot be judged: ``not_judged`` says why, and ``ok`` is False. So it is where
-        eager code gives NaN, which is no measure for a number.
+        eager code gives NaN and the compiled program a number: NaN is no measure for it. NaN in
+        both agrees.
 
     Raises:
         TypeError: ``fn`` cannot be called.

@@ -225,8 +225,13 @@ def labels_that_are_no_word(me: Rank) -> None:
     problem = Problem(me, {"labels": labels_of(me)})
     problem.options["labels"][7] = NUM_WORDS
     parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
-    value = linear_kl(**parts, **problem.options, group=me.group)
-    assert torch.equal(value.isnan(), torch.arange(NUM_TOKENS, device=me.device) == 7)
+    if me.device.type != "cpu":  # an assertion on the device, which ends the process
+        return
+    for label in (NUM_WORDS, -1):
+        problem.options["labels"][7] = label
+        for reduction in ("none", "mean"):
+            with pytest.raises(IndexError, match=rf"\[0, {NUM_WORDS}\) .* got {label}"):
+                linear_kl(**parts, **problem.options, reduction=reduction, group=me.group)
 
 
 @on_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import Rank, assert_passed, on_ranks, outcomes, same_error
-from torch_streamkl import attention_kl, linear_kl
-from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
+from torch_streamkl import LinearKL, attention_kl, linear_kl, nitrobrew, row_program
+from torch_streamkl.distributed import (
+    attention_kl_context_parallel,
+    reshard_vocab,
+    shard_sequence,
+    trace_fully_shard,
+)
 
 BATCH, HEADS, HEAD_DIM = 2, 6, 4
 TOKENS, VOCAB, WIDTH = 6, 10, 4
@@ -276,6 +282,57 @@ def calls_without_tokens(me: Rank) -> None:
     value.full_tensor().backward()
     _close(value.detach(), _linear_rows(x).sum(), "one token")
     assert all(t.grad.full_tensor().any() for t in placed.values())
+
+
+# ------------------------------------------------------------------------------ refusals
+@on_ranks
+def what_one_rank_alone_refuses(me: Rank) -> None:
+    """Functions around `linear_kl` check arguments of their own: no rank waits for that one."""
+    for group, hidden, vocab in ((me.group, None, None), (None, Shard(0), Replicate())):
+        x = _heads(TOKENS) if hidden is None else _placed(me, _heads(TOKENS), hidden, vocab)
+        module = LinearKL(group=group)
+        for wrong in ({"label": x}, {"temperature": 2.0}):
+            given = {**x, **wrong} if me.rank else x
+            same_error(me, functools.partial(module, **given), *wrong)
+    order = ("student_hidden", "teacher_hidden", "student_weight", "teacher_weight")
+    heads = [x[name] for name in order]
+    chunk = 2048 if me.rank == 0 else 0
+    same_error(me, lambda: nitrobrew.forward_kl(*heads, chunk_V=chunk), "chunk_V must be at least")
+    last = heads[3] if me.rank == 0 else heads[3][:, 0]
+    same_error(me, lambda: nitrobrew.reverse_kl(*heads[:3], last), "wt must be")
+
+
+@on_ranks
+def arguments_that_do_not_fit(me: Rank) -> None:
+    x = _maps(4)
+    placed = {name: distribute_tensor(t, me.mesh, [Shard(0)]) for name, t in x.items()}
+    same_error(me, lambda: attention_kl(**placed, impl="reference"), "impl='reference'", "DTensor")
+    dots = {"t": (x["student_q"], x["student_k"])}
+    for given in (
+        {"dots": {"t": (placed["student_q"], placed["student_k"])}},
+        {"dots": dots, "rows": {"t2": placed["student_q"][..., 0]}},
+        {"dots": dots, "key_lengths": DTensor.from_local(torch.ones(2), me.mesh, [Replicate()])},
+    ):
+        same_error(
+            me, lambda given=given: row_program(lambda e: e.t.sum("key"), **given), "DTensor"
+        )
+    for ranges in (["ab", "cd"], [1, 2], [(0, 1, 2)] * 2, 5, [(0, 3.5), (3.5, 8)], [(False, 8)]):
+        call = functools.partial(reshard_vocab, torch.ones(4, 2), ranges, group=me.group)
+        same_error(me, call, "ranges")
+    whole = torch.ones(2, 2, 8)
+    same_error(me, lambda: shard_sequence([1, 2], me.mesh), "x must be a tensor", "list")
+    same_error(me, lambda: shard_sequence(whole, me.mesh, dim=3), "dim must be", "3")
+    same_error(me, lambda: shard_sequence(whole, me.mesh, dim=-4), "dim must be", "-4")
+    same_error(me, lambda: shard_sequence(whole, me.mesh, dim="a"), "dim must be", "'a'")
+    same_error(me, lambda: trace_fully_shard(None), "model must be a module", "NoneType")
+
+    def loss(q: Tensor) -> Tensor:
+        others = [x[name] for name in NAMES[1:]]
+        return attention_kl_context_parallel(q, *others, mesh=me.mesh, reduction="sum")
+
+    q = x["student_q"]
+    same_error(me, lambda: torch.vmap(loss)(q[None]), "torch.func")
+    same_error(me, lambda: torch.func.grad(loss)(q), "torch.func")
 
 
 ALL = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_ranks")]

@@ -362,3 +362,56 @@ def test_types(impl: str) -> None:
             elif not torch.allclose(got, expected.double(), rtol=1e-6, equal_nan=True):
                 found.append(f"{case}: {got.tolist()}, torch {expected.tolist()}")
     assert not found, "\n".join(found)
+
+
+# ------------------------------------------------------------------------------ log-sum-exps
+
+
+def _log_sum_exps_of_infinities(impl: str, dtype: torch.dtype) -> None:
+    """A key of +inf makes a row +inf, wherever it lies; -inf adds nothing."""
+    q, k = torch.randn(1, 3, 4, 2, dtype=dtype), torch.randn(1, 3, 70, 2, dtype=dtype)
+    bias = torch.zeros(1, 3, 70, dtype=dtype)
+    bias[0, 0, 1], bias[0, 1, 69], bias[0, 2, 5] = INF, INF, -INF
+    bias[0, 1, :69] = -INF
+    expected = ((q @ k.mT).double() + bias[:, :, None]).logsumexp(-1)
+    assert expected[0, :2].isinf().all() and expected[0, 2].isfinite().all()
+    got = row_program(
+        lambda e: (e.t + e.b).logsumexp("key"), dots={"t": (q, k)}, keys={"b": bias}, impl=impl
+    )
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    q[0, 0, 0] = INF  # dot products themselves
+    k = k.abs() + 0.1
+    expected = ((q.abs() @ k.mT).double() / 2).logsumexp(-1)
+    got = row_program(lambda e: (e.t / 2).logsumexp("key"), dots={"t": (q.abs(), k)}, impl=impl)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@outside
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_log_sum_exps_of_infinities(impl: str) -> None:
+    _log_sum_exps_of_infinities(impl, torch.float64)
+
+
+@inside
+@quiet
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_log_sum_exps_of_infinities_in_kernels() -> None:
+    _log_sum_exps_of_infinities("triton", torch.float32)
+
+
+@outside
+@pytest.mark.parametrize(
+    ("f", "error", "text"),
+    [
+        (lambda e: 3**e.n, NotImplementedError, "power of integers"),  # torch: 3 ** -1 is 0
+        (lambda e: True ** (e.n > 0), NotImplementedError, "power of integers"),
+        (lambda e: e.n.masked_fill(e.t > 0, -INF), TypeError, "takes an integer, got -inf"),
+        (lambda e: e.n.masked_fill(e.t > 0, 0.5), TypeError, "takes an integer, got 0.5"),
+    ],
+)
+def test_integers_that_would_not_be(f: Any, error: type[Exception], text: str) -> None:
+    one, n = torch.ones(1, 1, 4, 1), torch.tensor([-1, 0, 1, 2])
+    with pytest.raises(error, match=text):
+        row_program(lambda e: f(e).sum("key"), dots={"t": (one, one)}, keys={"n": n})
+    got = row_program(lambda e: (3.0**e.n).sum("key"), dots={"t": (one, one)}, keys={"n": n})
+    torch.testing.assert_close(got, torch.full((1, 1, 4), 13 + 1 / 3))

@@ -176,6 +176,15 @@ def refuse_transforms(operator: str) -> None:
         )
 
 
+def refuse_all_transforms(operator: str) -> None:
+    """Ranks exchange tensors, which no transform of torch.func can follow."""
+    if _is_transformed() or torch._C._functorch.get_interpreter_stack():
+        raise NotImplementedError(
+            f"{operator} takes no part in torch.func (vmap, grad, jvp); use torch.autograd.grad "
+            "or backward(), and a dimension of batch in the place of vmap"
+        )
+
+
 # a compiler enters the transforms that it traces, and guards on those around it
 @assume_constant_result
 def _is_transformed() -> bool:

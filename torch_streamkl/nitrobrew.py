@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.divergences.names import Divergence, Reduction
-from torch_streamkl.linear.interface import linear_kl
+from torch_streamkl.linear.interface import linear_kl, refusing
 from torch_streamkl.linear.problem import MIB
 
 __all__ = ["forward_kl", "reverse_kl"]
@@ -65,6 +65,15 @@ _NAMES = {
 }
 
 
+def _check(xs: Tensor, xt: Tensor, ws: Tensor, wt: Tensor, chunk_V: int) -> None:
+    checks.integer("chunk_V", chunk_V, 1)
+    for name, x, ndim in (("xs", xs, None), ("xt", xt, None), ("ws", ws, 2), ("wt", wt, 2)):
+        checks.tensor(name, x)
+        if x.ndim < 2 or x.ndim > (ndim or x.ndim):
+            raise ValueError(f"{name} must be [..., tokens, width] or [vocab_size, width], got "
+                             f"shape {tuple(x.shape)}")  # fmt: skip
+
+
 def _kl(
     divergence: Divergence,
     xs: Tensor,
@@ -75,12 +84,10 @@ def _kl(
     reduction: Reduction,
     chunk_V: int,
 ) -> Tensor:
-    checks.integer("chunk_V", chunk_V, 1)
-    for name, x, ndim in (("xs", xs, None), ("xt", xt, None), ("ws", ws, 2), ("wt", wt, 2)):
-        checks.tensor(name, x)
-        if x.ndim < 2 or x.ndim > (ndim or x.ndim):
-            raise ValueError(f"{name} must be [..., tokens, width] or [vocab_size, width], got "
-                             f"shape {tuple(x.shape)}")  # fmt: skip
+    try:
+        _check(xs, xt, ws, wt, chunk_V)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return refusing(error)(xs, ws, xt, wt)
     elements = max(math.prod(xs.shape[:-1]) * chunk_V, ws.shape[0] + 64)
     bytes_of_both = elements * (xs.element_size() + xt.element_size())
     try:

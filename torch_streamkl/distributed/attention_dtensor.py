@@ -41,6 +41,11 @@ def prepared(inputs: Inputs, settings: Settings) -> tuple[list[Any], Settings]:
 
     Raises where `sharding.py` has no way to run the call.
     """
+    if settings.impl == "reference":
+        raise NotImplementedError(
+            "impl='reference' needs whole tensors on one rank, and DTensors share them; "
+            "impl='torch' takes DTensors"
+        )
     given: dict[str, Any] = dict(zip(inputs._fields, inputs, strict=True))
     for name in (*sharding.QUERIES, *sharding.KEYS):
         if not isinstance(given[name], DTensor):

@@ -118,6 +118,7 @@ def compare(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, Any]) -> None:
     """Raise on what is not legal here, and agree with the other ranks on the rest."""
+    checks.refuse_all_transforms("attention_kl_context_parallel")
     given = {name: arguments[name] for name in QUERIES_AND_KEYS}
     method, reduction = arguments["method"], arguments["reduction"]
     ranks = Ranks(group.group_name, group.rank(), group.size(), arguments["load_balance"])

@@ -71,6 +71,8 @@ def _together(
     """All arguments and their layout, checked before anything is exchanged, on every rank."""
 
     def check() -> tuple[dict[str, Any], Layout]:
+        if (refusal := getattr(function, "refusal", None)) is not None:
+            raise refusal
         given = bound(function, args, kwargs)
         return given, _checked(given)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_streamkl.bounds import check_labels
 from torch_streamkl.distributed import collectives, shard_loops, shard_rows
 from torch_streamkl.distributed.agreement import agree
 from torch_streamkl.distributed.shard_loops import Shard
@@ -169,6 +170,7 @@ def _forward(
     shard = _shard(
         problem, workspace, impl, [], group_name, student_vocab_start, teacher_vocab_start
     )
+    check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
     out = shard_loops.forward(shard)
     return out.value, out.hard, out.statistics, _local_labels(shard.problem)
 
@@ -212,6 +214,7 @@ def _sum(
     shard = _shard(
         problem, workspace, impl, needs_grad, group_name, student_vocab_start, teacher_vocab_start
     )
+    check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
     rows, grads = shard_loops.forward_with_gradients(
         shard, RowWeights(weight, hard_weight), NeedsGrad(*needs_grad)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torch_streamkl import checks
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.agreement import agree, together, together_on_mesh
 from torch_streamkl.distributed.arguments import Own, bound, described
@@ -129,7 +130,7 @@ def _exchanged(
     local = (weight.to_local() if isinstance(weight, DTensor) else weight).detach().contiguous()
     if local.ndim == 0:
         raise ValueError("weight must have dimensions [vocab_size, ...], got a tensor of none")
-    given = None if ranges is None else [(int(start), int(stop)) for start, stop in ranges]
+    given = None if ranges is None else _pairs(ranges)
     facts = agree(
         group.group_name,
         local.device,
@@ -150,6 +151,23 @@ def _exchanged(
     send = [_overlap(own[rank], other) for other in needs_grad]
     receive = [_overlap(other, needs_grad[rank]) for other in own]
     return collectives.wait(collectives.all_to_all(local, receive, send, group.group_name))
+
+
+def _pairs(ranges: Any) -> list[tuple[int, int]]:
+    """``ranges`` as pairs of integers."""
+    if isinstance(ranges, Tensor):
+        ranges = ranges.tolist()
+    is_list = isinstance(ranges, Iterable) and not isinstance(ranges, str)
+    found = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in ranges] if is_list else []
+    if not is_list or any(len(pair) != 2 for pair in found):
+        raise TypeError(
+            "ranges must be a pair (start, stop) of vocabulary entries for each rank, got "
+            f"{found if is_list else ranges!r}"
+        )
+    for pair in found:
+        for name, x in zip(("start", "stop"), pair, strict=True):
+            checks.integer(f"{name} of ranges", x)
+    return [(int(start), int(stop)) for start, stop in found]
 
 
 def ranges_like(weight: DTensor, vocab_size: int, num_ranks: int) -> list[tuple[int, int]]:

@@ -38,9 +38,13 @@ def shard_sequence(
         load_balance: ``"head_tail"`` or None, as `attention_kl_context_parallel` has it.
 
     Raises:
-        ValueError: where the sequence does not divide.
+        ValueError, TypeError: the sequence does not divide, or an argument does not fit.
     """
     group = group_of(mesh, "mesh")
+    checks.tensor("x", x)
+    checks.integer("dim", dim)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dimension of x, which has {x.ndim}, got {dim}")
     checks.one_of("load_balance", load_balance, LOAD_BALANCES)
     num_chunks = group.size() * (2 if load_balance else 1)
     if x.shape[dim] % num_chunks:

@@ -78,11 +78,13 @@ def trace_fully_shard(model: nn.Module) -> nn.Module:
         ``model``.
 
     Raises:
-        ValueError: no module of the model is fully sharded.
+        ValueError, TypeError: no module of the model is fully sharded, or it is no module.
         NotImplementedError: a parameter that is sharded in another way too (tensor parallel),
             parameters offloaded to the CPU, or gradients that are no means over all ranks
             (``set_gradient_divide_factor`` and the like).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not sharded:
         raise ValueError(

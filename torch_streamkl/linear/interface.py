@@ -165,13 +165,13 @@ def linear_kl(
     Raises:
         ValueError, TypeError, NotImplementedError: before any launch, with the argument, the rule
             and the value.
+        IndexError: a label is no vocabulary entry (on a GPU an assertion of the device).
 
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
     after is float32. A vocabulary entry that the student excludes and the teacher does not makes a
-    token +inf; one whose probability underflows to 0 adds nothing. A label that is no vocabulary
-    entry is an error (on a GPU an assertion). Weight gradients are summed over a bounded number of
-    chunks (NOTE [Sums over chunks] in linear/problem.py), in a fixed order: the same bits on every
-    run.
+    token +inf; one whose probability underflows to 0 adds nothing. Weight gradients are summed
+    over a bounded number of chunks (NOTE [Sums over chunks] in linear/problem.py), in a fixed
+    order: the same bits on every run.
     """
     options = Options(
         divergence, beta, temperature, student_logit_scale, teacher_logit_scale, student_softcap,
@@ -215,6 +215,17 @@ def linear_kl(
     if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
         return _sum_in_forward(tensors, of_operator, *how)
     return _per_token(tensors, of_operator, *how)
+
+
+def refusing(error: Exception) -> Callable[..., Tensor]:
+    """A `linear_kl` that raises an error, on every rank: the others would wait for this one."""
+
+    @functools.wraps(linear_kl)
+    def refuse(*_args: Any, **_kwargs: Any) -> Tensor:
+        raise error
+
+    refuse.refusal = error  # type: ignore[attr-defined]
+    return _on_several_ranks(refuse)
 
 
 class Options(NamedTuple):
@@ -332,12 +343,17 @@ class LinearKL(nn.Module):
         teacher_weight: Tensor,
         **tensors: Any,
     ) -> Tensor:
-        for name in tensors:
-            if name in Options._fields:
-                raise TypeError(f"{name} is an option of the module: pass it to LinearKL()")
-            if name not in _TENSORS:
-                checks.refuse_option("LinearKL.forward", name, _TENSORS)
-        return linear_kl(
+        call: Callable[..., Tensor] = linear_kl
+        try:
+            for name in tensors:
+                if name in Options._fields:
+                    raise TypeError(f"{name} is an option of the module: pass it to LinearKL()")
+                if name not in _TENSORS:
+                    checks.refuse_option("LinearKL.forward", name, _TENSORS)
+        except TypeError as error:
+            call = refusing(error)
+            tensors = {name: x for name, x in tensors.items() if name in _TENSORS}
+        return call(
             student_hidden,
             student_weight,
             teacher_hidden,

@@ -104,6 +104,11 @@ def _pow(input: Element, exponent: Any) -> Element:
                 "a row program cannot express pow with an exponent that varies and a base that "
                 "does, too"
             )
+        if {input._dtype, exponent._dtype} <= {BOOL, INT}:
+            raise NotImplementedError(
+                "a row program cannot express a power of integers with an exponent that varies, "
+                f"which torch rounds to integers; write {base} ** x with a float for {base:g}"
+            )
         if not 0.0 < base < math.inf:
             raise ValueError(f"the base of a power must be positive and finite, got {base}")
         if base == 2.0:
@@ -173,7 +178,7 @@ def _masked_fill(input: Element, mask: Element, value: Any) -> Element:
     condition_of(mask, "masked_fill")
     if not isinstance(value, Element) and input._dtype != "float":
         number, _ = number_of("the value of masked_fill", value)
-        if input._dtype == INT and number != int(number):
+        if input._dtype == INT and not number.is_integer():  # infinity is none
             raise TypeError(f"masked_fill of integers takes an integer, got {value!r}")
         value = bool(number) if input._dtype == BOOL else int(number)
     return input._apply("where", mask, value, input)

@@ -70,9 +70,10 @@ def row_program(
             (fewer in the last), and is returned as it is. Elements have arithmetic,
             comparisons, ``& | ^ ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
             ``sum`` and ``mean("head")``, and the usual pointwise functions as methods or of
-            torch, with torch's arguments and type promotion. ``e.key_index`` is the position of
-            a key, ``e.row_index`` that of a query in its sequence, from 0: of LM heads along the
-            last dimension of ``[...]``.
+            torch, with torch's arguments and type promotion; captured integers count as int64 and
+            captured floats as the sums' dtype. ``e.key_index`` is the position of a key,
+            ``e.row_index`` that of a query in its sequence, from 0: of LM heads along the last
+            dimension of ``[...]``.
         dots: operands by name. Attention: ``[batch, heads, seqlen_q, head_dim]`` and ``[batch,
             kv_heads, seqlen_k, head_dim]`` where kv_heads divides heads; two dots may differ in
             heads if one is summed over them before they meet. LM heads: ``[..., hidden]`` and

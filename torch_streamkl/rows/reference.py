@@ -128,6 +128,7 @@ def forward(problem: RowProblem) -> list[Tensor]:
             is_empty = (x == -math.inf).all(-1)
             x = torch.where(is_empty[..., None], 0.0, x)
             peak = x.amax(-1).detach()
+            peak = torch.where(peak.isinf(), 0.0, peak)  # inf - inf is NaN
             row_sum = (x - peak[..., None]).logsumexp(-1)
             lse = peak + row_sum
             results[c] = torch.where(is_empty, -math.inf, lse)

@@ -109,11 +109,24 @@ def _window(window: object) -> tuple[int | None, int | None]:
     return left, right
 
 
+def _check_no_dtensors(inputs: Inputs) -> None:
+    """Ranks may share no tensor of a row program."""
+    declared = (inputs.dots, inputs.rows, inputs.keys, inputs.pairs, inputs.columns)
+    given = [item for tensors in declared for item in tensors.items()]
+    for name, x in [*given, ("key_lengths", inputs.key_lengths), ("mask", inputs.mask)]:
+        if any(hasattr(part, "device_mesh") for part in (x if isinstance(x, tuple) else (x,))):
+            raise NotImplementedError(
+                f"row_program takes plain tensors, got a DTensor for {name}; pass x.to_local() or "
+                "x.full_tensor()"
+            )
+
+
 def normalised(inputs: Inputs) -> Normalised:
     """Check the tensors' metadata, and give them batch and heads where they have none."""
     if not inputs.dots:
         raise ValueError("a row program must have at least one dot")
     _check_names(inputs)
+    _check_no_dtensors(inputs)
     operands = {name: _autocast(_operands(name, pair)) for name, pair in inputs.dots.items()}
     every = {f"{n}[{i}]": x for n, pair in operands.items() for i, x in enumerate(pair)}
     checks.same("dtype", {name: x.dtype for name, x in every.items()})

@@ -272,7 +272,7 @@ def _pass(
                 x = x.expand(*peaks[slot].shape, num_keys)
                 x = x if keep is None else torch.where(keep, x, -math.inf)
                 peak = torch.maximum(peaks[slot], x.amax(-1))
-                base = torch.where(peak == -math.inf, 0.0, peak)
+                base = torch.where(peak.isinf(), 0.0, peak)  # inf - inf is NaN
                 if slot in row_sums:
                     row_sums[slot] *= (peaks[slot] - base).exp()
                     row_sums[slot] += (x - base[..., None]).exp().sum(-1)

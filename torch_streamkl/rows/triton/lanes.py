@@ -51,7 +51,7 @@ def merged_lanes(peak, row_sum):
     nats.
     """
     top = tl.max(peak, 1)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)  # inf - inf is NaN
     return top, tl.sum(row_sum * tl.exp(peak - base[:, None]), 1)
 
 

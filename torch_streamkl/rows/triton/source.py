@@ -22,7 +22,7 @@ from torch_streamkl.rows.program import (
 )
 from torch_streamkl.rows.triton.writer import LOG2E, Source, Writer, used_by
 
-LOW = "float('-inf')"
+LOW, HIGH = "float('-inf')", "float('inf')"
 
 
 def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
@@ -146,7 +146,7 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
     w.line(f"y{slot} = {x}")
     w.line(f"new{slot} = tl.maximum(peak{slot}, lane_maxima(y{slot}, LANES, WIDTH) * {factor!r})")
     if kind == LOGSUMEXP:
-        w.line(f"base{slot} = tl.where(new{slot} == {LOW}, 0.0, new{slot})")
+        w.line(f"base{slot} = tl.where(tl.abs(new{slot}) == {HIGH}, 0.0, new{slot})")
         w.line(f"sum{slot} *= tl.math.exp2((peak{slot} - base{slot}) * {LOG2E!r})")
         # elements that a mask may have made alike, and large, are subtracted as they are
         scale = f" * {LOG2E!r}" if is_folded else ""
