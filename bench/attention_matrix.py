@@ -1,7 +1,7 @@
 """Rates of `attention_kl` over head_dim, mask, dtype and length, each checked against float64.
 
     python -m bench.attention_matrix --json bench/results/attention_matrix.json
-    python -m bench.attention_matrix --only "key lengths" packed --next to triton attention
+    python -m bench.attention_matrix --only "key lengths" packed --versus triton attention
 
 Kernels are compiled first, by processes that run every case once; then the cases are timed one by
 one. A row below 60 % of the best rate at its head_dim shows the reason that is written next to its
@@ -9,7 +9,7 @@ case here. TFLOP/s count the matmuls of the pairs of query and key in `Cell.pair
 forward; backward those again, dQ and dK of the student. The gate: values and dQ of sampled rows
 against float64, and sum(q dQ) = sum(k dK), which are both the sum of dS times the dot products.
 
-``--next to`` times other implementations of a cell interleaved with it, and "attention": torch's
+``--versus`` times other implementations of a cell interleaved with it, and "attention": torch's
 (cuDNN's on CUDA), full or causal, at the wider head_dim.
 """
 
@@ -69,7 +69,7 @@ class Row:
     implementation: str = ""
     forward_ms: float = 0.0
     backward_ms: float = 0.0
-    beside: dict[str, tuple[float, float]] = field(default_factory=dict)  # milliseconds of others
+    versus: dict[str, tuple[float, float]] = field(default_factory=dict)  # milliseconds of others
 
     def rates(self) -> tuple[float, float]:
         """TFLOP/s."""
@@ -83,15 +83,15 @@ class Row:
 
 
 def run_cell(
-    cell: Cell, device: torch.device, impl: str, rounds: int, rows: int, beside: Sequence[str] = ()
+    cell: Cell, device: torch.device, impl: str, rounds: int, rows: int, versus: Sequence[str] = ()
 ) -> Row:
     """Time a cell; ``rows`` of a head are checked first."""
-    row, why = attempt(lambda: _run_cell(cell, device, impl, rounds, rows, beside), device)
+    row, why = attempt(lambda: _run_cell(cell, device, impl, rounds, rows, versus), device)
     return row or Row(cell, **why)
 
 
 def _run_cell(
-    cell: Cell, device: torch.device, impl: str, rounds: int, rows: int, beside: Sequence[str]
+    cell: Cell, device: torch.device, impl: str, rounds: int, rows: int, versus: Sequence[str]
 ) -> Row:
     inputs = cell.inputs(device)
     forward, backward, value = _calls(cell, inputs, impl)
@@ -103,16 +103,16 @@ def _run_cell(
     del gradients
     synchronize(device)
     if rounds:
-        calls = {name: _calls(cell, inputs, name)[:2] for name in beside}
+        calls = {name: _calls(cell, inputs, name)[:2] for name in versus}
         calls[impl] = forward, backward
         takes = {
             name: lambda _, both=both: [median_ms(f, device, rounds) for f in both]
             for name, both in calls.items()
         }
-        for name, times in interleaved_calls(takes, TURNS if beside else 1).items():
+        for name, times in interleaved_calls(takes, TURNS if versus else 1).items():
             forward_ms, backward_ms = (median(x) for x in zip(*times, strict=True))
-            row.beside[name] = (forward_ms, backward_ms)
-        row.forward_ms, row.backward_ms = row.beside.pop(impl)
+            row.versus[name] = (forward_ms, backward_ms)
+        row.forward_ms, row.backward_ms = row.versus.pop(impl)
     return row
 
 
@@ -149,7 +149,7 @@ def _attention(cell: Cell) -> AttentionCase:
 
 def attention_rates(row: Row) -> tuple[float, ...]:
     """TFLOP/s of torch's attention next to a row."""
-    case, taken = _attention(row.cell), [Sample(*row.beside[ATTENTION])]
+    case, taken = _attention(row.cell), [Sample(*row.versus[ATTENTION])]
     modes = ("forward", "backward")
     return tuple(ceilings.attention_tflops(case, mode, taken) for mode in modes)
 
@@ -174,7 +174,7 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
 # ----------------------------------------------------------------------------------- compiling
 def compile_first(
     cells: list[Cell], jobs: int, impl: str, device: torch.device, progress: tqdm,
-    beside: Sequence[str] = (),
+    versus: Sequence[str] = (),
 ) -> dict[Cell, str]:  # fmt: skip
     """Run every case once in processes, which leaves its kernels in Triton's cache.
 
@@ -193,7 +193,7 @@ def compile_first(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = {pool.submit(run_cell, c, device, impl, 0, 0): c for c in new}
-        for other, c in itertools.product(set(beside) - {ATTENTION}, new):
+        for other, c in itertools.product(set(versus) - {ATTENTION}, new):
             pool.submit(run_cell, c, device, other, 0, 0)
         for future in as_completed(futures):
             c = futures[future]
@@ -318,19 +318,19 @@ def _rated(
         yield from (number(ms * unit), number(rate), f"{share:.0%}")
 
 
-def beside_lines(matrix: Matrix) -> list[str]:
+def versus_lines(matrix: Matrix) -> list[str]:
     """What was timed interleaved with the rows, where something was."""
-    rows = [row for row in matrix.rows if row.beside and row.status == "ok"]
+    rows = [row for row in matrix.rows if row.versus and row.status == "ok"]
     if not rows:
         return []
-    names = list(dict.fromkeys(name for row in rows for name in row.beside))
+    names = list(dict.fromkeys(name for row in rows for name in row.versus))
     same = (f"{name}, the same" for name in names)
     columns = (*COLUMNS[:5], "TFLOP/s, forward / backward", *same)
     lines = []
     for row in rows:
         rates = [row.rates()]
         for name in names:
-            forward_ms, backward_ms = row.beside[name]
+            forward_ms, backward_ms = row.versus[name]
             other = replace(row, forward_ms=forward_ms, backward_ms=backward_ms)
             rates.append(attention_rates(row) if name == ATTENTION else other.rates())
         pairs = (" / ".join(map(number, both)) for both in rates)
@@ -363,7 +363,7 @@ def markdown(matrix: Matrix) -> str:
         lines += ["The run was interrupted; what it had measured is here.", ""]
     if matrix.note:
         lines += [matrix.note, ""]
-    lines += beside_lines(matrix)
+    lines += versus_lines(matrix)
     order = {mask: i for i, mask in enumerate((*MASKS, "blocks", *DIVERGENCES))}
     usual = [row for row in matrix.rows if not row.cell.has_few_rows]
     usual.sort(
@@ -389,7 +389,7 @@ def run(cells: list[Cell], matrix: Matrix, settings: argparse.Namespace) -> None
     failed: dict[Cell, str] = {}
     with tqdm(total=len(cells) * (2 if jobs else 1), leave=False) as progress:
         if jobs:
-            failed = compile_first(cells, jobs, settings.impl, device, progress, settings.beside)
+            failed = compile_first(cells, jobs, settings.impl, device, progress, settings.versus)
             tqdm.write(f"compiled after {time.perf_counter() - started:.0f} s")
         for cell in cells:
             progress.set_description(title(cell))
@@ -397,7 +397,7 @@ def run(cells: list[Cell], matrix: Matrix, settings: argparse.Namespace) -> None
             if time.perf_counter() - started > settings.seconds:
                 tqdm.write(f"stopped after {settings.seconds:.0f} s, before {title(cell)}")
                 return
-            how = (settings.impl, settings.rounds, settings.rows, settings.beside)
+            how = (settings.impl, settings.rounds, settings.rows, settings.versus)
             is_known = cell in failed
             row = Row(cell, "error", failed[cell]) if is_known else run_cell(cell, device, *how)
             matrix.rows.append(row)
@@ -410,7 +410,7 @@ def run(cells: list[Cell], matrix: Matrix, settings: argparse.Namespace) -> None
 def main(arguments: list[str] | None = None, cells: list[Cell] | None = None) -> int:
     parser = Program("bench.attention_matrix", __doc__)
     parser.add_argument("--impl", default="auto")
-    parser.add_argument("--next to", nargs="+", default=(), help="also timed, interleaved")
+    parser.add_argument("--versus", nargs="+", default=(), help="also timed, interleaved")
     parser.add_argument("--only", nargs="+", help="cells whose title holds one of these texts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=3, help="of two heads that are checked")

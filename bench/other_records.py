@@ -35,6 +35,6 @@ def _section(title: str, record: Record) -> str:
     if columns := record.get("columns"):
         lines = markdown_lines(tuple(columns), (cells(columns, row) for row in record["rows"]))
     elif "copy_gbytes" in record:
-        lines = attention_matrix.beside_lines(attention_matrix.Matrix.of(record))
+        lines = attention_matrix.versus_lines(attention_matrix.Matrix.of(record))
     parts = (f"## {title}", command, f"{machine}.", record.get("note"), record.get("text"))
     return "\n\n".join(filter(None, (*parts, "\n".join(lines).strip()))) + "\n"

@@ -30,7 +30,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("an implementation was reached")
 
-    monkeypatch.setattr(ops.blocked, "forward", refuse)
+    monkeypatch.setattr(ops.torch_impl, "forward", refuse)
     monkeypatch.setattr(reference, "attention_kl_rows", refuse)
 
 

@@ -458,7 +458,7 @@ def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [row.cell for row in matrix.rows] == TINY_CELLS
     assert all(row.status == "ok" for row in matrix.rows), matrix.rows
     text = results.render({}, {}, matrix)
-    assert text.count("| streaming |") == len(TINY_CELLS) - 1
+    assert text.count("| torch |") == len(TINY_CELLS) - 1
     assert "| 1 | 128 | 4 (4) x 16 |" in text
 
 
@@ -469,12 +469,12 @@ def test_attention_matrix_beside_others(
     path = tmp_path / results.MATRIX
     cells = [TINY_CELL, replace(TINY_CELL, mask="causal", teacher_kv_heads=2)]
     arguments = ["--json", str(path), "--impl", "torch", "--rounds", "1", "--only", "causal"]
-    arguments += ["--next to", "reference", "attention"]
+    arguments += ["--versus", "reference", "attention"]
     assert attention_matrix.main(arguments, cells) == 0
     (row,) = attention_matrix.Matrix.load(path).rows
     assert row.status == "ok", row.detail
-    assert set(row.beside) == {"reference", "attention"}
-    assert "2 x 4 (4 from 2) x 64 | streaming" in capsys.readouterr().out
+    assert set(row.versus) == {"reference", "attention"}
+    assert "2 x 4 (4 from 2) x 64 | torch" in capsys.readouterr().out
 
 
 def test_attention_matrix_names_what_does_not_compile() -> None:

@@ -257,6 +257,37 @@ def test_float16_gradients_wait_for_the_loss_scale():
     )
 
 
+def check_infinite_rows(divergence, impl, dtype):
+    """Gradients are those of naive code, and 0 where a row's incoming gradient is."""
+    lacks_teacher = divergence == "reverse_kl"
+    inputs = heads(4, vocab=(10, 6) if lacks_teacher else (6, 10))
+    mine = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    z = [h @ w.mT for h, w in (inputs[:2], inputs[2:])]
+    log_s, log_t = (F.pad(x, (0, 10 - x.shape[1]), value=-math.inf).log_softmax(-1) for x in z)
+    p, s = log_t.exp(), log_s.exp()
+    forward, reverse = (
+        (a * torch.where(a == 0, 0.0, b - c)).sum(-1)
+        for a, b, c in ((p, log_t, log_s), (s, log_s, log_t))
+    )
+    naive = {"forward_kl": forward, "reverse_kl": reverse, "jeffreys": forward + reverse}
+    expected = naive[divergence]
+    value = linear_kl(*mine, divergence=divergence, impl=impl)
+    assert (value == math.inf).all() and (expected == math.inf).all()
+    weight = torch.arange(4.0)
+    found = torch.autograd.grad(value, mine, weight.to(value.dtype))
+    # h of the side that lacks entries by itself: naive code's where changes no finite derivative
+    lacking, other = (2, 0) if lacks_teacher else (0, 2)
+    d = {"forward_kl": s - p, "reverse_kl": p - s}.get(divergence)
+    if d is None:
+        d = s - p + s * (torch.where(s == 0, 0.0, log_s - log_t) - reverse[:, None])
+    d = (weight.double()[:, None] * d)[:, :6].detach()
+    hidden, weights = (inputs[lacking + i].detach() for i in (0, 1))
+    for got, exact in ((found[lacking], d @ weights), (found[lacking + 1], d.mT @ hidden)):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-5)
+    assert (found[other][0] == 0).all() and not found[other][1:].isfinite().any()
+    assert not found[other + 1].isfinite().any()
+
+
 @pytest.mark.parametrize("strategy", ["forward", "recompute"])
 def test_ignored_rows_add_nothing_even_where_infinite(strategy):
     inputs = heads(6, vocab=(37, 37))
@@ -269,6 +300,12 @@ def test_ignored_rows_add_nothing_even_where_infinite(strategy):
     torch.testing.assert_close(loss.detach(), linear_kl(*kept, reduction="mean"))
     assert all(g.isfinite().all() for g in grads[2:])
     assert (grads[0][2] == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jeffreys"])
+def test_rows_that_one_side_s_vocabulary_makes_infinite(divergence, impl):
+    check_infinite_rows(divergence, impl, torch.float64)
 
 
 def test_all_rows_ignored_is_zero():

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from tests.support.interpreter import inside, quiet
-from tests.test_linear_kl import DIVERGENCES, heads, limit_workspace, outcome
+from tests.test_linear_kl import (
+    DIVERGENCES,
+    check_infinite_rows,
+    heads,
+    limit_workspace,
+    outcome,
+)
 from torch_streamkl import linear_kl
 from torch_streamkl.linear import chunks as linear_chunks
 
@@ -103,3 +109,9 @@ def test_label_that_is_no_entry_is_an_error():
     inputs = heads(3, dtype=torch.float32)
     with pytest.raises(IndexError, match="got 37"):
         linear_kl(*inputs, labels=torch.tensor([0, 37, -100]), impl="triton")
+
+
+@inside
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jeffreys"])
+def test_rows_that_one_side_s_vocabulary_makes_infinite(divergence):
+    check_infinite_rows(divergence, "triton", torch.float32)

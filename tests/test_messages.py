@@ -178,7 +178,7 @@ def calls_of_programs() -> Iterator[Call]:
         "window": ((-1, None), (None, -2), (1.5, None)),
         "key_lengths": (torch.ones(3).int(), torch.ones(2), torch.ones(2).int().to("meta")),
         "mask": (torch.ones(6, 6), torch.ones(5, 6) > 0, torch.ones(2, 4, 6, 6) > 0),
-        "impl": ("cuda", "torch"),
+        "impl": ("cuda", "eager"),
     }.items():  # fmt: skip
         for value in values:
             text = f"row_program({name}={_inside(value)})"
@@ -239,10 +239,10 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("an implementation was reached")
 
-    monkeypatch.setattr(ops.blocked, "forward", refuse)
+    monkeypatch.setattr(ops.torch_impl, "forward", refuse)
     monkeypatch.setattr(reference, "attention_kl_rows", refuse)
     monkeypatch.setattr(linear_ops, "row_functions", refuse)
-    monkeypatch.setattr(row_op.blocked, "forward", refuse)
+    monkeypatch.setattr(row_op.torch_impl, "forward", refuse)
 
 
 def test_malformed_calls() -> None:

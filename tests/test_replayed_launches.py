@@ -86,8 +86,8 @@ def _tensors(device: str, *shape: int, seed: int = 0, **options: Any) -> list[Te
     return [torch.randn(shape, generator=generator, device=device, **options) for _ in range(4)]
 
 
-def _recorded_site(device: str) -> tuple[bound_op.Site, list[Tensor | None]]:
-    site = bound_op.Site(OPTIONS)
+def _recorded_site(device: str) -> tuple[bound_op.BoundOp, list[Tensor | None]]:
+    site = bound_op.BoundOp(OPTIONS)
     tensors: list[Tensor | None] = [*_tensors(device, 2, 2, 24, 16), *[None] * 11]
     for _ in range(3):
         site.forward(*tensors)
@@ -196,7 +196,7 @@ def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(capture, "runs_directly", lambda: True)
     plans.clear_plans()
-    site = bound_op.Site(OPTIONS)
+    site = bound_op.BoundOp(OPTIONS)
     keys = torch.ones(2, 1, 24, 24, dtype=torch.bool) if mask else None
     tensors = [*_tensors("cpu", 2, 2, 24, 16), keys, *[None] * 10]
     grad = torch.ones(2, 2, 24)
@@ -324,7 +324,7 @@ def test_a_program_keeps_no_tensor_alive() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="of plain torch")
 def test_plain_torch_is_not_recorded() -> None:
-    site = bound_op.Site((*OPTIONS[:-1], "torch"))
+    site = bound_op.BoundOp((*OPTIONS[:-1], "torch"))
     tensors = [*_tensors("cpu", 2, 2, 24, 16), *[None] * 11]
     for _ in range(3):
         results = site.forward(*tensors)
@@ -339,7 +339,7 @@ def test_plain_torch_is_not_recorded() -> None:
 def test_streams_and_cuda_graphs(impl: str) -> None:
     """Recorded launches go to the stream that is current, and into a graph that is captured."""
     options = (*OPTIONS[:-1], impl)
-    site = bound_op.Site(options)
+    site = bound_op.BoundOp(options)
     static = _tensors("cuda", 2, 4, 256, 64, dtype=torch.bfloat16)
     padding = [None] * 11
     try:

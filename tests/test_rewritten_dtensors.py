@@ -240,7 +240,7 @@ def forms(me: Rank) -> None:
     for program in (on_dtensors, on_whole_logits, on_local_copies):
         report = Case(program).fuses(me)
         site = report.sites[0]
-        assert "vocabulary entries shared by 2 ranks" in site.runs, site.runs
+        assert "vocabulary sharded over 2 ranks" in site.runs, site.runs
         assert site.check.startswith("same value and gradients"), site.check
     Case(two_losses).fuses(me, num_sites=2)
     Case(on_dtensors, wanted=("x_s", "w_s", "x_t", "w_t")).fuses(me)

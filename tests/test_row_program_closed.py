@@ -270,7 +270,7 @@ def test_an_implementation_by_name_is_the_rows_own() -> None:
         raise ZeroDivisionError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op.blocked, "forward", stop)
+        patch.setattr(op.torch_impl, "forward", stop)
         with pytest.raises(ZeroDivisionError):
             _program(_kl, x, "torch")
 

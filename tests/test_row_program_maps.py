@@ -149,6 +149,43 @@ def test_sums_over_heads(mask: str, small_workspace: None) -> None:
 
 
 @inside
+@pytest.mark.parametrize("mask", _all("causal", "window", "lengths"))
+def test_gradients_that_are_sums_over_heads(mask: str, small_workspace: None) -> None:
+    """Of tensors that all heads share: keys that take no part add nothing to them."""
+    torch.manual_seed(5)
+    q, k = _leaf(2, 3, 40, 5), _leaf(2, 3, 41, 5)
+    captured = _leaf(2, 1, 41), _leaf(2, 1, 40, 41), _leaf(2, 1, 40, 3)
+    ids = torch.rand(2, 1, 40, 41).argsort(-1)[..., :3]
+    allowed = torch.ones(2, 1, 40, 41, dtype=torch.bool)
+    i, j = torch.arange(40)[:, None] + 1, torch.arange(41)
+    if mask != "lengths":
+        left, right = MASKS[mask].get("window", (41, 0))
+        allowed &= (j >= i - left) & (j <= i + right)
+    else:
+        allowed &= j < MASKS[mask]["key_lengths"][:, None, None, None]
+    scores = (q @ k.mT).masked_fill(~allowed, 0.0).sum(1, keepdim=True)
+    expected = scores.sum(2), scores, scores.gather(-1, ids)
+
+    def linear(e: Any) -> dict[str, Any]:
+        return {"sum": (e.s * (e.key + e.pair + e.value)).sum("key")}
+
+    given = _cast(
+        {
+            "dots": {"s": (q, k)},
+            "keys": {"key": captured[0]},
+            "pairs": {"pair": captured[1]},
+            "columns": {"value": (ids, captured[2])},
+        },
+        torch.float32,
+        "cpu",
+    )
+    out = row_program(linear, impl="triton", **given, **MASKS[mask])
+    found = torch.autograd.grad(out["sum"].sum(), _leaves(given)[2:])
+    for got, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@inside
 def test_sums_over_heads_that_are_kept(
     small_workspace: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.support.covering import every
 from torch_streamkl.fx_passes.backend import collected, streamkl
@@ -99,6 +100,29 @@ def test_one_recompilation_and_fused_for_every_value(loss: Loss, number: str, ki
                 torch.testing.assert_close(*grads)
     assert counter.frame_count <= 2
     assert report.num_fused == len(report.sites) >= counter.frame_count, report
+
+
+@pytest.mark.parametrize("loss", [skew, softcap, guard], ids=lambda f: f.__name__)
+def test_aot_autograd_does_not_specialize(loss: Loss) -> None:
+    """It makes tensors of symbolic floats, or else constants: a compilation for each value."""
+    x = [torch.randn(s, requires_grad=i < 2) for i, s in enumerate([(5, 4), (9, 4)] * 2)]
+
+    def step(a: Any) -> Tensor:
+        q, k, qt, kt = x
+        return loss(q @ k.mT, qt @ kt.mT, a)
+
+    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
+    counts = []
+    for given in ({"backend": "aot_eager"}, {"backend": "streamkl", "options": options}):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(step, **given)
+        with collected() as report:
+            for a in VALUES["float"]:
+                torch.testing.assert_close(compiled(a), step(a))
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts == [2, 2]
+    assert report.num_fused == len(report.sites) == 2, report
 
 
 @pytest.mark.parametrize("loss", every(3, [skew, softcap, guard]), ids=lambda f: f.__name__)

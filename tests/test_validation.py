@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import torch_streamkl
+from tests.support.comparing import compare
 from tests.support.covering import every
 from tests.support.plants import (
     PLANTS,
@@ -452,3 +453,27 @@ def test_gradients_that_cancel_to_zero(
             *(torch.randn(s, requires_grad=i < 2) for i, s in enumerate(shapes))
         )
     assert report.num_fused == 1, report
+
+
+def test_a_mask_that_is_written_in_place_before_the_loss() -> None:
+    """Both graphs start from the memory that is written, or both compute it."""
+
+    def top_of_the_teacher(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = q @ k.mT, qt @ kt.mT
+        ids = t.topk(3, -1).indices
+        keep = torch.zeros_like(s, dtype=torch.bool).scatter_(-1, ids, True)
+        s, t = s.masked_fill(~keep, -1e9), t.masked_fill(~keep, -1e9)
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    def turned(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = q @ k.mT, qt @ kt.mT
+        keep = torch.zeros(5, 9, dtype=torch.bool)
+        keep.scatter_(-1, torch.tensor([[3]] * 5), True)
+        keep.logical_not_()
+        s, t = s.masked_fill(~keep, -1e9), t.masked_fill(~keep, -1e9)
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((5, 9, 5, 9))]
+    for fn in (top_of_the_teacher, turned):
+        outcome = compare(fn, inputs, options={"streamkl.min_mib": 0.0}).check()
+        assert outcome.num_fused == 1, outcome.report

@@ -165,11 +165,16 @@ class _Lowering:
         return self._arranged(x, slots, sizes, wanted, expanded=())
 
     def _number(self, node: fx.Node) -> fx.Node:
-        """A number of Python as a tensor; 32 bits are what arithmetic on narrower types has."""
+        """A number of Python as a tensor; 32 bits are what arithmetic on narrower types has.
+
+        AOTAutograd makes tensors of symbolic floats where they meet a tensor in arithmetic.
+        Anywhere else, as in `torch.full`, it makes them constants: a compilation for each value.
+        """
         operand = _value(self.tensors[0])
         dtype = torch.float64 if operand.dtype == torch.float64 else torch.float32
         number = outer_node(node, self.outer)
-        return self.build.call(torch.full, (), number, dtype=dtype, device=operand.device)
+        one = self.build.call(torch.ones, (), dtype=dtype, device=operand.device)
+        return self.build.call(torch.mul, one, number)
 
     def _ids_last(self, x: fx.Node, dim: int) -> fx.Node:
         """Ids of a row in the last dimension."""

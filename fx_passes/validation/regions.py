@@ -54,7 +54,9 @@ def find_region(change: Change, graphs: Comparison) -> Region:
         found = [
             graphs.before.nodes.get(n) or graphs.after.nodes[n] for n in sorted(names - inside)
         ]
-        torn = _torn(found, inside, graphs.before.cheap) - computed
+        torn = _torn(found, inside, graphs.before.cheap)
+        torn |= {x.name for x in leaves} & inside  # a leaf of one graph, computed in the other
+        torn -= computed
         if not torn:
             break
         computed |= torn

@@ -126,6 +126,7 @@ def attention_rows(
     naive: bool = False,
 ) -> Tensor:
     """[batch, num_heads, seqlen_q] of tensors in one precision, in the layout of ``options``."""
+    options = {**options, "is_rounded_again": naive and compute == torch.float64}
     named = dict(tensors)
     layout = options.get("layout", "bhnd")
     for side in ("student", "teacher"):
@@ -216,10 +217,23 @@ def _scores(
     if slopes is not None:
         distance = (torch.arange(n).view(n, 1) + (m - n) - torch.arange(m)).abs()
         scores = scores - slopes.to(q.dtype).view(-1, 1, 1) * distance
-    scores = scores / options.get("temperature", 1.0)
+    scores = _rounded_again(scores / options.get("temperature", 1.0), options)
     if allowed.shape[1] not in (1, heads):
         allowed = allowed.repeat_interleave(heads // allowed.shape[1], dim=1)
     return scores.masked_fill(~allowed, -INF)
+
+
+def _rounded_again(scores: Tensor, options: dict[str, Any]) -> Tensor:
+    """Scores as naive code of another order of operations may round them.
+
+    In float64 naive code is the formula itself, and is off by nothing: what an implementation may
+    be off by is then that of the formula with scores that are off by one rounding.
+    """
+    if not options.get("is_rounded_again"):
+        return scores
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, scores.shape, generator=generator).to(scores.dtype) * 2 - 1
+    return scores * (1 + signs * torch.finfo(scores.dtype).eps)
 
 
 def teacher_lse(named: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
@@ -250,7 +264,7 @@ def linear_rows(
             z = z + tensors[f"{side}_bias"]
         if logits_dtype is not None:
             z = _GradientRounded.apply(z, logits_dtype)
-        y = z * options.get(f"{side}_logit_scale", 1.0)
+        y = _rounded_again(z, options) * options.get(f"{side}_logit_scale", 1.0)
         softcap = options.get(f"{side}_softcap")
         if softcap is not None:
             y = softcap * torch.tanh(y / softcap)

@@ -115,7 +115,7 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
         finite = want.isfinite() & naive[name].isfinite()
         error = _largest((naive[name].double() - want)[finite])
         inner = scores if name == "value" else _partner(call, name) * (1.0 + size_of_value)
-        inner *= 1.0 if name == "value" else max(1.0, _largest(grad))
+        inner *= _sum_of_rows(call) if name == "value" else max(1.0, _largest(grad))
         units = 8.0 + (0.0 if name == "value" else scores)
         size = _largest(want)
         if name != "value" and 4 * size > torch.finfo(call.tensors[name].dtype).max:
@@ -125,6 +125,19 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
             # of gradients to queries or logits, which are rounded
             atol[name] += torch.finfo(call.dtype).eps / 2 * inner
     return Truth(exact, atol, grad)
+
+
+def _sum_of_rows(call: Drawn) -> float:
+    """What the rounding of a row becomes in a sum of rows, each of which has its own."""
+    if call.options.get("reduction") not in ("sum", "batchmean"):
+        return 1.0
+    q = call.tensors[f"student_{_OPERANDS[call.kind][0]}"]
+    num_rows = q.numel() / max(q.shape[-1], 1)
+    if call.options["reduction"] == "sum":
+        return math.sqrt(num_rows + 1)
+    is_packed = call.options.get("cu_seqlens_q") is not None
+    batch = len(call.options["cu_seqlens_q"]) - 1 if is_packed else q.shape[0]
+    return max(1.0, math.sqrt(num_rows + 1) / max(batch, 1))
 
 
 def _largest(x: Tensor) -> float:

@@ -93,7 +93,8 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
 def formula(call: Drawn, given: dict[str, Tensor], naive: bool) -> Tensor:
     """The right value of a call."""
     logits_dtype = call.dtype if naive and call.dtype.itemsize == 2 else None
-    return formulas.linear(given, call.options, call.compute, logits_dtype)
+    options = {**call.options, "is_rounded_again": naive and call.compute == torch.float64}
+    return formulas.linear(given, options, call.compute, logits_dtype)
 
 
 def run(call: Drawn, given: dict[str, Tensor], impl: str) -> Tensor:

@@ -101,7 +101,7 @@ def _same_as_eager(me: Rank, loss: Any, kind: str, num_sites: int) -> backend.Re
 def logits_of_tp_plan(me: Rank) -> None:
     for kind in ("llama", "qwen3"):
         report = _same_as_eager(me, logits, kind, 1)
-        assert "vocabulary entries shared by 2 ranks" in report.sites[0].runs, report.sites[0].runs
+        assert "vocabulary sharded over 2 ranks" in report.sites[0].runs, report.sites[0].runs
 
 
 @on_ranks

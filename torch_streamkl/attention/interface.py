@@ -409,9 +409,9 @@ def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     """The operator's tensors: views of the inputs unless a scale is a tensor or autocast is on."""
     q_s, k_s, q_t, k_t = inputs[:4]
     if isinstance(settings.student_scale, Tensor):
-        q_s = (q_s * settings.student_scale).to(q_s.dtype)
+        q_s = _scaled(q_s, settings.student_scale)
     if isinstance(settings.teacher_scale, Tensor):
-        q_t = (q_t * settings.teacher_scale).to(q_t.dtype)
+        q_t = _scaled(q_t, settings.teacher_scale)
     if settings.layout != "bhnd":
         q_s, k_s, q_t, k_t = (_heads_first(x, settings.layout) for x in (q_s, k_s, q_t, k_t))
     if checks.is_autocast(q_s):
@@ -551,7 +551,8 @@ def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: S
         checks.positive(f"{side}_softcap", softcap)
     scale = getattr(settings, f"{side}_scale")
     if isinstance(scale, Tensor):
-        checks.check_broadcast(f"{side}_scale", scale, tuple(given.shape), q.device)
+        if scale.ndim or scale.device.type != "cpu":  # a scalar on the CPU multiplies any tensor
+            checks.check_broadcast(f"{side}_scale", scale, tuple(given.shape), q.device)
         if scale.dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"{side}_scale must be floating point, got {scale.dtype}")
     elif scale is not None:
@@ -562,6 +563,17 @@ def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: S
             checks.check_vector(name, x, q.shape[1], q.device, checks.FLOAT_DTYPES)
             if not name.endswith("sink"):
                 checks.no_gradient(name, x)
+
+
+def _scaled(q: Tensor, scale: Tensor) -> Tensor:
+    """``q * scale``, rounded to q's dtype once.
+
+    A tensor without dimensions does not promote q, and a GPU rounds one of its own to q's dtype
+    before it multiplies.
+    """
+    if scale.ndim == 0 and scale.device == q.device:
+        scale = scale.reshape(1)
+    return (q * scale).to(q.dtype)
 
 
 def _scale(scale: float | Tensor | None, q: Tensor) -> float:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention.problem import AttentionProblem, Side, bottom_right_offset
-from torch_streamkl.divergences.functional import evaluate_logs, with_lost_rows
+from torch_streamkl.divergences.functional import evaluate_logs
+from torch_streamkl.divergences.infinite_rows import with_infinite_rows
 
 
 def attention_kl_rows(problem: AttentionProblem) -> Tensor:
@@ -40,7 +41,12 @@ def rows_and_lse(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
         f = evaluate_logs(problem.functional.expr, log_t, log_s)
         return torch.where(counted, f, torch.zeros_like(f)).sum(-1)
 
-    return with_lost_rows(sums, safe_t, safe_s), lse_s, lse_t
+    # of a mean of heads there is one for each head, and a key that all exclude has no derivative
+    of_teacher = torch.zeros_like(lse_s) if problem.head_mean else lse_t
+    value = with_infinite_rows(
+        problem.functional, sums, (safe_t, of_teacher), (safe_s, lse_s), counted
+    )
+    return value, lse_s, lse_t
 
 
 def allowed_keys(problem: AttentionProblem) -> Tensor:

@@ -414,16 +414,16 @@ def _backward_sequence(
     all_lse_t = without_infinity(stats.teacher_lse).masked_fill(
         _per_head(left_out, stats.teacher_lse.shape[1]), math.inf
     )
-    student_delta = stats.student_delta.masked_fill(left_out, 0.0)
-    teacher_delta = stats.teacher_delta.masked_fill(
+    all_delta_s = stats.student_delta.masked_fill(left_out, 0.0)
+    all_delta_t = stats.teacher_delta.masked_fill(
         _per_head(left_out, stats.teacher_delta.shape[1]), 0.0
     )
     for rows in _row_blocks(problem, blocks):
         teacher_rows = _teacher_rows(problem, rows)
         row_grad = rows.of(grad).unsqueeze(-1)
         lse_s, lse_t = rows.of(all_lse_s), teacher_rows.of(all_lse_t)
-        student_delta = rows.of(student_delta).unsqueeze(-1)
-        teacher_delta = teacher_rows.of(teacher_delta).unsqueeze(-1)
+        student_delta = rows.of(all_delta_s).unsqueeze(-1)
+        teacher_delta = teacher_rows.of(all_delta_t).unsqueeze(-1)
         for keys in _key_blocks(problem, blocks, rows):
             mask = _mask_of(problem, rows, keys)
             block_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, mask, lse_t)

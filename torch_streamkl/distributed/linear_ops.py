@@ -103,7 +103,7 @@ def _shard(
             **_options_of(problem, max_workspace_mib, rows.__name__, needs_grad),
         },
         {
-            "student_words": student.vocab_size,
+            "student_vocab": student.vocab_size,
             "teacher_vocab": teacher.vocab_size,
             "student_vocab_start": student_vocab_start,
             "teacher_vocab_start": teacher_vocab_start,
@@ -112,7 +112,7 @@ def _shard(
     )
     shards = Shards.of(facts)
     largest = (
-        max(fact["student_words"] for fact in facts),
+        max(fact["student_vocab"] for fact in facts),
         max(fact["teacher_vocab"] for fact in facts),
     )
     vocab_start = shards.vocab_start(collectives.resolve(group_name).rank())

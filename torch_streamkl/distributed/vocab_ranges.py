@@ -46,13 +46,17 @@ class Shards:
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
-        """From every rank's vocabulary sizes and first vocabulary entrys; raises where they do not
+<<<<<<< HEAD
+        """From every rank's vocabulary sizes and first entries; raises where they do not fit."""
+=======
+        """From every rank's vocabulary sizes and first vocabulary entries; raises where they do not
         fit.
         """
+>>>>>>> attack2
         student, teacher = (
             _ranges(
                 side,
-                [fact[f"{side}_first_word"] for fact in facts],
+                [fact[f"{side}_vocab_start"] for fact in facts],
                 [fact[f"{side}_vocab"] for fact in facts],
             )
             for side in ("student", "teacher")
@@ -77,7 +81,7 @@ def _ranges(side: str, firsts: list[int], sizes: list[int]) -> list[VocabRange]:
     given = [first != BY_RANK for first in firsts]
     if any(given) and not all(given):
         raise DisagreementError(
-            f"{side}_first_word must be given on every rank or on none, got "
+            f"{side}_vocab_start must be given on every rank or on none, got "
             f"{listed([first if first != BY_RANK else None for first in firsts])}"
         )
     if not any(given):

@@ -365,21 +365,6 @@ def evaluate_logs(e: Expr, log_t: Tensor, log_s: Tensor) -> Tensor:
     return evaluate(e, variables).expand_as(log_t)
 
 
-def with_lost_rows(
-    sums: Callable[[Tensor, Tensor], Tensor], log_t: Tensor, log_s: Tensor
-) -> Tensor:
-    """``sums(log_t, log_s)``, one value a row, of which infinite ones are constants to autograd.
-
-    Their derivatives are not finite, and 0 times them is NaN: a caller who leaves such a row out
-    would lose the gradients of all others.
-    """
-    with torch.no_grad():
-        value = sums(log_t, log_s)
-    lost = value.isinf()
-    kept_t, kept_s = (x.masked_fill(lost.unsqueeze(-1), 0.0) for x in (log_t, log_s))
-    return torch.where(lost, value, sums(kept_t, kept_s))
-
-
 Monomial = tuple[int, int, int, int]  # powers of P, S, logP, logS
 
 

@@ -259,7 +259,7 @@ def _checked(options: Options) -> dict[str, Any]:
     firsts = (options.student_vocab_start, options.teacher_vocab_start)
     for side, first in zip(("student", "teacher"), firsts, strict=True):
         if first is not None:
-            checks.integer(f"{side}_first_word", first, 0)
+            checks.integer(f"{side}_vocab_start", first, 0)
     if options.group is None and not (firsts[0] is None and firsts[1] is None):
         raise ValueError(
             "student_vocab_start and teacher_vocab_start say which vocabulary entries of a "

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_streamkl.divergences.functional import evaluate_logs, with_lost_rows
+from torch_streamkl.divergences.functional import evaluate_logs
+from torch_streamkl.divergences.infinite_rows import with_infinite_rows
 from torch_streamkl.linear.problem import Head, LinearProblem
 
 
@@ -16,12 +17,15 @@ def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     """Differentiable values and cross-entropies per token (no elements without labels)."""
     y_s, y_t = (_scores(head, problem.compute_dtype) for head in problem.heads)
     vocab_size = max(y_s.shape[1], y_t.shape[1])
-    log_s, log_t = (_log_probabilities(y / problem.temperature, vocab_size) for y in (y_s, y_t))
+    student, teacher = (
+        _log_probabilities(y / problem.temperature, vocab_size) for y in (y_s, y_t)
+    )
 
     def sums(log_t: Tensor, log_s: Tensor) -> Tensor:
         return evaluate_logs(problem.functional.expr, log_t, log_s).sum(-1)
 
-    value = with_lost_rows(sums, log_t, log_s)
+    counted = torch.ones_like(student[0], dtype=torch.bool)
+    value = with_infinite_rows(problem.functional, sums, teacher, student, counted)
     if problem.labels is None:
         return value, value.new_empty(0)
     hard = F.cross_entropy(
@@ -40,11 +44,13 @@ def _scores(head: Head, dtype: torch.dtype) -> Tensor:
     return head.softcap * torch.tanh(y / head.softcap) if head.softcap else y
 
 
-def _log_probabilities(scores: Tensor, vocab_size: int) -> Tensor:
+def _log_probabilities(scores: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """And the log-sum-exp of each row, 0 without vocabulary entries."""
     # a vocabulary entry that this side lacks has the score -inf; where all are, none has a
     # probability
     scores = F.pad(scores, (0, vocab_size - scores.shape[1]), value=-math.inf)
     absent = scores == -math.inf
     empty = absent.all(-1, keepdim=True)
-    log_p = scores.masked_fill(empty, 0.0).log_softmax(-1)
-    return log_p.masked_fill(absent, -math.inf)
+    scores = scores.masked_fill(empty, 0.0)
+    log_p = scores.log_softmax(-1).masked_fill(absent, -math.inf)
+    return log_p, scores.logsumexp(-1).masked_fill(empty.squeeze(-1), 0.0)

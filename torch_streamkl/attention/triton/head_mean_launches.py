@@ -149,17 +149,19 @@ class Launcher:
             (*self.tensors, sums),
         )  # fmt: skip
 
-    def dq(self, chunk: Chunk, sums: Tensor, grad: Tensor, splits: Tensor, student: bool) -> None:
+    def dq(
+        self, chunk: Chunk, sums: Tensor, grad: Tensor, partials: Tensor, student: bool
+    ) -> None:
         """Write a chunk's rows of dQ."""
         side, own_ratio = self.own(student)
-        splits = num_splits(splits)
+        splits = num_splits(partials)
         self.plan.run(
             ("dq", student),
             head_mean_gradients.mean_dq_kernel,
             ((chunk.stop - chunk.first) * own_ratio, splits, 1),
             (
                 self.student, self.teacher, self.masks, chunk.mean, chunk.first, grad,
-                self.stats.student, self.stats.teacher, sums, splits, *split_strides(splits),
+                self.stats.student, self.stats.teacher, sums, partials, *split_strides(partials),
                 side.scale / self.problem.temperature, self.num_blocks, self.problem.num_heads,
                 self.ratio, self.keys_of(splits), self.plan.inv_temperature,
             ),
@@ -168,10 +170,12 @@ class Launcher:
             (*self.tensors, sums, grad),
         )  # fmt: skip
 
-    def dk(self, chunk: Chunk, sums: Tensor, grad: Tensor, splits: Tensor, student: bool) -> None:
+    def dk(
+        self, chunk: Chunk, sums: Tensor, grad: Tensor, partials: Tensor, student: bool
+    ) -> None:
         """Add what a chunk's rows give to dK."""
         side, _ = self.own(student)
-        splits = num_splits(splits)
+        splits = num_splits(partials)
         rows_of_split = ceil_div(self.num_blocks, splits) * self.stage.launch.block_m
         self.plan.run(
             ("dk", student),
@@ -179,7 +183,7 @@ class Launcher:
             (self.key_programs(side), splits, 1),
             (
                 self.student, self.teacher, self.masks, chunk.mean, chunk.first, chunk.stop, grad,
-                self.stats.student, self.stats.teacher, sums, splits, *split_strides(splits),
+                self.stats.student, self.stats.teacher, sums, partials, *split_strides(partials),
                 side.scale / self.problem.temperature, self.num_blocks, self.stage.num_key_blocks,
                 self.problem.num_heads, self.ratio, side.num_kv_heads,
                 side.num_heads // side.num_kv_heads, rows_of_split, self.plan.inv_temperature,
@@ -220,19 +224,19 @@ def forward(
     launcher.log_sum_exps()
     splits = head_mean_splits(problem, launcher.blocks, launcher.stage.num_key_blocks)
     sums = (value, stats.student_delta)
-    splits = sums
+    partials = sums
     if splits > 1:
         values, student_sums = value.new_empty((2, splits, *value.shape))
-        splits = (values, student_sums)
+        partials = (values, student_sums)
     has_sink = problem.teacher.sink is not None  # whose gradient is computed from the statistics
     if not has_sink:  # it costs a pass over all heads, and few teachers have gradients
         stats.teacher_delta.zero_()
     for chunk in launcher.chunks():
-        launcher.sums(chunk, *splits, splits)
+        launcher.sums(chunk, *partials, splits)
         if has_sink:
             launcher.group_sums(chunk, stats.teacher_delta)
     if splits > 1:
-        for out, parts in zip(sums, splits, strict=True):
+        for out, parts in zip(sums, partials, strict=True):
             torch.sum(parts, 0, out=out)
     return value, stats
 
@@ -258,19 +262,19 @@ def backward(
         needs_grad.teacher_k,
     )
     inputs = problem.queries_and_keys
-    splits = [
+    partials = [
         launcher.new_splits(student, queries) if is_needed else None
         for (student, queries), is_needed in zip(GRADIENTS, flags, strict=True)
     ]
     for chunk in launcher.chunks():
         if makes_group_sums:
             launcher.group_sums(chunk, group)
-        for (student, queries), out in zip(GRADIENTS, splits, strict=True):
+        for (student, queries), out in zip(GRADIENTS, partials, strict=True):
             if out is not None:
                 gradient = launcher.dq if queries else launcher.dk
                 gradient(chunk, stats.student_delta if student else group, grad, out, student)
     dq, dk, teacher_dq, teacher_dk = (
         None if out is None else combine_splits(out, x)
-        for out, x in zip(splits, inputs, strict=True)
+        for out, x in zip(partials, inputs, strict=True)
     )
     return dq, dk, teacher_dq, teacher_dk

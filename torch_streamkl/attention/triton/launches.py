@@ -174,13 +174,13 @@ def _dq_dk(
     programs = side.num_kv_heads * plan.num_sequences
     group = problem.num_heads // side.num_kv_heads
     num_splits = key_splits(problem, group, programs, resident=2)
-    dq, splits = new_splits(side.q, 1), new_splits(side.k, num_splits)
+    dq, partials = new_splits(side.q, 1), new_splits(side.k, num_splits)
     plan.run(
         ("dq_dk", student),
         bwd.dq_dk_kernel,
         (programs * num_splits, 1, 1),
         (
-            *shared.arguments, dq, *split_strides(dq)[1:], splits, *split_strides(splits),
+            *shared.arguments, dq, *split_strides(dq)[1:], partials, *split_strides(partials),
             side.scale / problem.temperature, problem.num_heads, group, group // num_splits,
             plan.inv_temperature,
         ),
@@ -188,27 +188,28 @@ def _dq_dk(
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return dq, combine_splits(splits, side.k)
+    return dq, combine_splits(partials, side.k)
 
 
 def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
     side = problem.student if student else problem.teacher
     stage = plan.stage(problem, "dq")
     splits = stage.launch.num_splits
-    splits = new_splits(side.q, splits)
+    partials = new_splits(side.q, splits)
     plan.run(
         ("dq", student),
         bwd.dq_kernel,
         (stage.programs, splits, 1),
         (
-            *shared.arguments, splits, *split_strides(splits), side.scale / problem.temperature,
+            *shared.arguments, partials, *split_strides(partials),
+            side.scale / problem.temperature,
             stage.num_blocks, problem.num_heads, stage.keys_per_split, plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return combine_splits(splits, side.q)
+    return combine_splits(partials, side.q)
 
 
 def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
@@ -217,13 +218,14 @@ def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) ->
     programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
     group = problem.num_heads // side.num_kv_heads
     num_splits = key_splits(problem, group, programs, resident=2)
-    splits = new_splits(side.k, num_splits)
+    partials = new_splits(side.k, num_splits)
     plan.run(
         ("dk", student),
         bwd.dk_kernel,
         (programs * num_splits, 1, 1),
         (
-            *shared.arguments, splits, *split_strides(splits), side.scale / problem.temperature,
+            *shared.arguments, partials, *split_strides(partials),
+            side.scale / problem.temperature,
             stage.num_key_blocks, problem.num_heads, group, group // num_splits,
             plan.inv_temperature,
         ),
@@ -231,4 +233,4 @@ def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) ->
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return combine_splits(splits, side.k)
+    return combine_splits(partials, side.k)

@@ -539,15 +539,16 @@ class _Gradients:
             block.sums({0: (node, SUM)}, axis, row_argument("out0", d))
             self._add_rows(block, i, d)
             return
+        found = block.masked_map(node)
         if kind == KEY:
-            d = block.map(node).sum(1).unsqueeze(1)
+            d = found.sum(1).unsqueeze(1)
             into = part(target, batch, ALL, keys)
         elif kind == PAIR:
-            d = block.map(node).unsqueeze(1)
+            d = found.unsqueeze(1)
             into = part(target, batch, ALL, rows, keys)
         else:
             places = tile.column_places(self.problem, i, block.at).select(1, 0)
-            found = block.map(node).expand(*places.shape[:-1], -1)
+            found = found.expand(*places.shape[:-1], -1)
             inside = places < found.shape[-1]
             d = torch.where(inside, found.gather(-1, places.clamp_max(found.shape[-1] - 1)), 0.0)
             d, into = d.unsqueeze(1), part(target, batch, ALL, rows)

@@ -24,7 +24,7 @@ from torch_streamkl.linear.problem import padded
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import ALL, RowProblem, part
-from torch_streamkl.rows.program import COLUMNS, VALUES, Program
+from torch_streamkl.rows.program import COLUMNS, VALUES, Keys, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import source as row_source
@@ -273,6 +273,19 @@ class Block:
         if i not in self.maps:
             self.maps[i] = self._computed(i)
         return self.maps[i]
+
+    def masked_map(self, i: int) -> Tensor:
+        """A map that is 0 where a key takes no part.
+
+        Only a sum over heads is not written so: every reader masks it, and tiles of which no row
+        has a key are not written at all.
+        """
+        x = self.map(i)
+        if self.nodes[i].op == "sum_heads" and self.program.keys != Keys():
+            source = _maps_source(self.program, self.which, (i,), 0, self.is_exact)
+            given = {**self.reads((i,), 0), **_place(f"to{i}", x)}
+            self._start_maps(source, self._elements(), 1, given)
+        return x
 
     def _computed(self, i: int) -> Tensor:
         node = self.nodes[i]
