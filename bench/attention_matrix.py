@@ -54,7 +54,7 @@ from bench.table import markdown_lines, number
 
 LEAST_SHARE = 0.6  # of the best rate at a head_dim; a row below shows its reason
 ATTENTION = "attention"  # of those next to a cell
-TURNS = 5  # of a cell and those next to it
+ROUNDS = 5  # of a cell and those next to it
 Call = Callable[[], Any]
 
 
@@ -109,7 +109,7 @@ def _run_cell(
             name: lambda _, both=both: [median_ms(f, device, rounds) for f in both]
             for name, both in calls.items()
         }
-        for name, times in interleaved_calls(takes, TURNS if versus else 1).items():
+        for name, times in interleaved_calls(takes, ROUNDS if versus else 1).items():
             forward_ms, backward_ms = (median(x) for x in zip(*times, strict=True))
             row.versus[name] = (forward_ms, backward_ms)
         row.forward_ms, row.backward_ms = row.versus.pop(impl)
@@ -319,7 +319,7 @@ def _rated(
 
 
 def versus_lines(matrix: Matrix) -> list[str]:
-    """What was timed interleaved with the rows, where something was."""
+    """What was timed alternately with the rows, where something was."""
     rows = [row for row in matrix.rows if row.versus and row.status == "ok"]
     if not rows:
         return []

@@ -26,7 +26,7 @@ from bench.models import steps_on
 from bench.providers import choose
 from bench.records import Program, Run
 from bench.runner import Settings
-from bench.steps import PROVIDERS, Turns, default_providers, run_all
+from bench.steps import PROVIDERS, Schedule, default_providers, run_all
 
 HEADS_PROVIDERS = ["inductor", "direct", "streamkl", "inductor-graphs", "streamkl-graphs"]
 
@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     dtype = usual_dtype(device)
     run = Run(**head, dtype=str(dtype).removeprefix("torch."), ceilings={})
     chosen = options.providers or default_providers(device)
-    turns = Turns(device, options.rounds, options.repeats, profiles=options.profile)
+    schedule = Schedule(device, options.rounds, options.repeats, profiles=options.profile)
     steps = [steps_on(device.type)[name] for name in options.steps]
-    run_all(steps, options.seqlens, options.batch, chosen, turns, run, options.json)
+    run_all(steps, options.seqlens, options.batch, chosen, schedule, run, options.json)
     if options.seconds:
         run.ceilings = ceilings.both(device, dtype)
         names = options.providers or HEADS_PROVIDERS

@@ -57,7 +57,7 @@ def default_providers(device: torch.device) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Turns:
+class Schedule:
     """How steps are timed."""
 
     device: torch.device
@@ -129,11 +129,11 @@ def run_step(
     seqlen: int,
     batch_size: int,
     providers: list[str],
-    turns: Turns,
+    schedule: Schedule,
     keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """A row for every provider, whatever happens to it; ``keep`` gets those that there are."""
-    device = turns.device
+    device = schedule.device
     torch._dynamo.reset()
     measure.release(device)
     batch = step.batch(batch_size, seqlen, device)
@@ -152,7 +152,7 @@ def run_step(
                 contenders[name] = made
                 print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
             keep(list(rows.values()))
-        _, why = measure.attempt(lambda: _interleaved(contenders, rows, batch, turns), device)
+        _, why = measure.attempt(lambda: _interleaved(contenders, rows, batch, schedule), device)
         for name in contenders:
             rows[name] |= why
         keep(list(rows.values()))
@@ -174,14 +174,17 @@ def run_step(
 
 
 def _interleaved(
-    contenders: dict[str, Contender], rows: dict[str, Row], batch: Sequence[Tensor], turns: Turns
+    contenders: dict[str, Contender],
+    rows: dict[str, Row],
+    batch: Sequence[Tensor],
+    schedule: Schedule,
 ) -> None:
     """Times the contenders in rounds, and writes what they took into their rows."""
     samples: dict[str, Callable[[int], float]] = {}
-    for name, contender in contenders.items() if turns.rounds else ():
-        repeats = turns.repeats or math.ceil(measure.BURST_S * 1e3 / contender.timed(batch, 1))
+    for name, contender in contenders.items() if schedule.rounds else ():
+        repeats = schedule.repeats or math.ceil(measure.BURST_S * 1e3 / contender.timed(batch, 1))
         samples[name] = lambda _, c=contender, repeats=repeats: c.timed(batch, repeats)
-    for name, times in measure.interleaved_calls(samples, turns.rounds).items():
+    for name, times in measure.interleaved_calls(samples, schedule.rounds).items():
         timing = measure.Timing.of(times)
         if rows[name]["status"] == "untimed":
             rows[name] |= {"status": "ok", "detail": ""}
@@ -190,11 +193,11 @@ def _interleaved(
             "tokens_per_s": batch[0].numel() / timing.median_ms * 1e3,
             "samples": len(times),
         }
-    if turns.device.type == "cuda":
+    if schedule.device.type == "cuda":
         alone = {n: lambda _, c=contenders[n]: c.host_ms(batch) for n in samples}
-        for name, times in measure.interleaved_calls(alone, turns.rounds).items():
+        for name, times in measure.interleaved_calls(alone, schedule.rounds).items():
             rows[name]["host_ms"] = statistics.median(times)
-    if turns.profiles:
+    if schedule.profiles:
         for name, contender in contenders.items():
             print(f"{name}: {PROFILED} steps\n{_profile(contender, batch)}", flush=True)
 
@@ -261,7 +264,7 @@ def run_all(
     contexts: Sequence[int],
     batch_size: int,
     providers: list[str],
-    turns: Turns,
+    schedule: Schedule,
     run: Run,
     path: Path,
 ) -> None:
@@ -275,7 +278,7 @@ def run_all(
                 run.end_to_end = before + rows
                 run.save(path)
 
-            rows = run_step(step, context, batch_size, fitting, turns, keep)
+            rows = run_step(step, context, batch_size, fitting, schedule, keep)
             keep(rows)
             reference = next((r for r in rows if r["provider"] == "inductor"), None)
             print("\n".join(line(row, reference) for row in rows), flush=True)

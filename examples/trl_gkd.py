@@ -18,7 +18,7 @@ from examples.one_gpu import use_one_gpu
 
 
 class Prompted(Texts):
-    """The first vocabulary entrys of a text are its prompt: they have no label."""
+    """The first tokens of a text are its prompt: they have no label."""
 
     def __getitem__(self, index: int) -> Any:
         text = super().__getitem__(index)

@@ -1,0 +1,1 @@
+"""Rewrites Dynamo graphs so that distillation losses call the streaming operators."""

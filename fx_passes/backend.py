@@ -1,4 +1,4 @@
-"""backend="streamkl" and inductor_options(): two thin front ends of one rewrite."""
+"""Defines backend="streamkl" and inductor_options(), two thin front ends of one rewrite."""
 
 from __future__ import annotations
 
@@ -182,7 +182,8 @@ _streamkl.reset = _forget  # type: ignore[attr-defined]  # functions declare non
 
 
 def inductor_options(options: Given = None, /, **named: Unpack[OptionValues]) -> dict[str, Any]:
-    """Options for ``torch.compile(fn, options=...)`` that run the same rewrite inside Inductor.
+    """Returns options for ``torch.compile(fn, options=...)`` that run the same rewrite inside
+    Inductor.
 
     Passes that are already configured in ``torch._inductor.config`` run before ours. A graph that
     Inductor finds in its cache is not analysed again: a report is logged when a graph is compiled,
@@ -251,8 +252,8 @@ def rewrite_and_report(
     cpp_wrapper: bool | None = None,
     may_run_without_inductor: bool = False,
 ) -> Report:
-    """``may_run_without_inductor``: a graph with nothing to compile runs without Inductor, and is
-    noted.
+    """Rewrites a graph and logs the report; ``may_run_without_inductor``: a graph with nothing to
+    compile runs without Inductor.
     """
     scan = Scan(gm)
     # a checkpoint around the call counts what is saved, and its hooks may read it

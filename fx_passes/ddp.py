@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a graph is rewritten before Dynamo splits it, not part by part.
+"""Rewrites a graph before DistributedDataParallel splits it, not part by part.
 
 Under DistributedDataParallel Dynamo splits every graph where buckets of gradients are reduced, and
 a backend gets the parts: attention maps that one makes and another compares, as its inputs. There
@@ -33,7 +33,9 @@ _is_part = ContextVar("is_part", default=False)
 
 
 def is_part_of_a_rewritten_graph() -> bool:
-    """Whether the graph that is compiled now is a part of one that was rewritten as a whole."""
+    """Returns whether the graph that is compiled now is a part of one that was rewritten as a
+    whole.
+    """
     return _is_part.get()
 
 
@@ -41,7 +43,7 @@ def rewrite_before_split(
     options_of: Callable[[Any], RewriteOptions | None],
     rewrite: Callable[[fx.GraphModule, RewriteOptions], Report],
 ) -> None:
-    """From now on a graph that is split for our backend is rewritten first.
+    """Makes DistributedDataParallel rewrite a graph for our backend before it is split.
 
     ``options_of`` gives the options of a compiler that is our backend, None for any other one.
     """
@@ -69,7 +71,7 @@ def rewrite_before_split(
 
 
 def notes() -> list[str]:
-    """What the report of a graph says about DistributedDataParallel."""
+    """Returns what the report of a graph says about DistributedDataParallel."""
     owner = optional("torch.nn.parallel", "DistributedDataParallel")
     active = getattr(owner, "_get_active_ddp_module", lambda: None)()
     if active is None or _is_part.get():

@@ -1,4 +1,4 @@
-"""enable(): the rewrite in every Inductor compilation, for trainers that call torch.compile."""
+"""Defines enable(): rewrites in every Inductor compilation, as trainers call torch.compile."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _before: ContextVar[dict[str, object] | None] | _OfProcess = (
 
 
 class Enabled:
-    """What `enable` returns: ``with enable():`` puts back at its end what was before it."""
+    """The result of `enable`: ``with enable():`` restores at its end what was before it."""
 
     def __init__(self, before: RewriteOptions | None) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""explain(fn, *args): what the backend would do with a program, without changing it."""
+"""Defines explain(fn, *args): reports what the backend would do with a program."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_program(caller: str, fn: Any, options: Given) -> None:
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What the user gave to torch.compile."""
+    """Returns the function or module that the user gave to torch.compile."""
     inner = getattr(fn, "_orig_mod", None)  # of a module that was compiled
     if isinstance(inner, nn.Module):
         return inner
@@ -85,7 +85,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with code of its own, so that nothing compiled before is found for it."""
+    """Returns a function with code of its own, so that nothing compiled before is found for it."""
 
     def program(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""On a CPU, gradients of an attention KL are computed in its forward where the loss allows.
+"""Moves gradients of an attention KL into its forward, on a CPU, where the loss allows it.
 
 The backward operator computes the scores again: six products for the student where four are enough
 when the weight of every row in the loss is known before. In the joint graph of forward and
@@ -76,7 +76,7 @@ def compute_in_forward(graph: fx.Graph) -> int:
 
 
 def topological_sort() -> Any:
-    """Inductor's function that orders a graph, None if this torch has it elsewhere."""
+    """Returns Inductor's function that orders a graph, None if this torch has it elsewhere."""
     return optional("torch._inductor.pattern_matcher", "stable_topological_sort")
 
 
@@ -123,7 +123,7 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
             return False
         number = factors.number
         if kept := _read_inputs(given, needs_grad):
-            once = _call(graph, double_backward_factor, number, kept)  # see once.py
+            once = _call(graph, double_backward_factor, number, kept)  # see double_backward.py
             number = _call(graph, aten.mul.Tensor, number, once)
         call = _call(graph, attention_kl_with_gradients, factors.weight, needs_grad, *given)
         results: dict[fx.Node, fx.Node] = {}

@@ -1,7 +1,7 @@
-"""What Inductor writes into a compiled graph in the place of a call of our operators.
+"""Makes Inductor call a bound operator instead of the dispatcher.
 
 The wrapper of a compiled graph calls a custom operator through the dispatcher, which passes some
-thirty arguments to Python and back; next to short kernels that is most of the time. Here it calls
+thirty arguments to Python and back; for short kernels that is most of the time. Here it calls
 an object of `torch_streamkl.attention.bound_op` instead, which knows everything but the tensors,
 and where they vary their sizes. The generated code makes that object from literals, so that it
 means the same in another process, where Inductor finds it in its caches.

@@ -1,4 +1,5 @@
-"""Our kernels in graphs that Inductor compiles to C++: Inductor launches them itself.
+"""Makes Inductor launch our kernels itself in graphs that it compiles to C++.
+
 
 With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded where there
 is no Python of ours. So the lowering of an operator is not a call of it there: what its
@@ -98,7 +99,9 @@ def _lower(
 
 
 def is_needed() -> bool:
-    """Whether the graph that Inductor lowers becomes C++, from which a call of Python is long."""
+    """Returns whether the graph that Inductor lowers becomes C++, from which a call of Python is
+    long.
+    """
     from torch._inductor.virtualized import V
 
     return bool(V.graph.cpp_wrapper)

@@ -1,4 +1,4 @@
-"""A launch of one of our kernels in Inductor's intermediate representation.
+"""Represents a launch of one of our kernels in Inductor's intermediate representation.
 
 Inductor has a node for kernels that users have written. This is that node for an entry
 (torch_streamkl/kernels/entries.py), and differs from it in three things: it is told which tensors
@@ -56,7 +56,7 @@ class KernelLaunch(ir.UserDefinedTritonKernel):
         V.graph.register_operation(self)
 
     def get_kernel_and_metadata(self) -> tuple[Any, Any, list[str], list[str]]:
-        """What Inductor writes into the graph's code, and launches."""
+        """Returns the kernel that Inductor writes into the graph's code and launches."""
         return self.entry, [self.config], [], []
 
     def can_fuse_epilogue(self) -> bool:

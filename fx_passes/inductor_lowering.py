@@ -1,4 +1,4 @@
-"""The lowering of one call of an operator by what its implementation does.
+"""Lowers one operator call to the steps of its implementation.
 
 Fake tensors stand for Inductor's while the implementation is traced; then every step becomes a
 node: an allocation, an operation whose result is written to one, a launch.
@@ -34,7 +34,7 @@ ATTENTION, LINEAR = (
 
 
 def attention_implementation(given: dict[str, Any]) -> str:
-    """Which kernels compute the problem of these arguments; raises where none do."""
+    """Chooses the kernels that compute the problem of these arguments; raises if none do."""
     problem, impl = ops.problem_of(**{k: given[k] for k in ATTENTION})
     if not all(isinstance(n, int) for x in problem.queries_and_keys for n in x.shape[1::2]):
         raise Untraceable("the number of heads or their width varies")
@@ -45,7 +45,7 @@ def attention_implementation(given: dict[str, Any]) -> str:
 
 
 def linear_implementation(given: dict[str, Any]) -> str:
-    """The same for LM heads."""
+    """Returns the same for LM heads."""
     problem, _, impl = linear_ops.problem_of(**{k: given[k] for k in LINEAR})
     if not all(isinstance(n, int) for head in problem.heads for n in head.hidden.shape):
         raise Untraceable("the number of tokens varies, and with it that of chunks")
@@ -65,7 +65,7 @@ class Lowering:
         run: Callable[..., Sequence[Tensor]],
         implementation: Callable[[dict[str, Any]], str],
     ) -> Callable[[], tuple[Any, ...]]:
-        """A function that makes the nodes: nothing may stop it, so all is tried before."""
+        """Returns a function that makes the nodes: nothing may stop it, so all is tried before."""
 
         def refuse(guard: Any, _: Any) -> None:
             raise Untraceable("sizes that vary decide what it does")
@@ -95,7 +95,7 @@ class Lowering:
         return build
 
     def _fake(self, x: Any) -> Any:
-        """What stands for an argument."""
+        """Returns the fake tensor, or the number, that stands for an argument."""
         if isinstance(x, sympy.Expr):
             return V.graph.sizevars.shape_env.create_symintnode(x, hint=None)
         if not isinstance(x, ir.TensorBox):
@@ -143,7 +143,7 @@ class Lowering:
         lowerings[aten.copy_.default](view, self._value(step))
 
     def _value(self, step: Operation) -> Any:
-        """What an operation computes."""
+        """Computes an operation's value."""
         args = [self._box(x) if isinstance(x, Tensor) else x for x in step.args]
         size, dtype, device = _expressions(step.out.shape), step.out.dtype, step.out.device
         match step.name:

@@ -1,4 +1,4 @@
-"""Our passes of Inductor, and what the compiled graphs that they make are cached under."""
+"""Defines our Inductor passes, and the keys under which their compiled graphs are cached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our 
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of every file of the package: a change of ours must never meet a cached graph.
+    """Returns the digest of every file of the package: a change of ours must never meet a cached
+    graph.
 
     A custom operator's backward is part of compiled graphs only by name, so without this a cached
     graph would silently keep computing yesterday's gradient.
@@ -39,7 +40,9 @@ def source_digest() -> str:
 
 
 def digest_of(root: Path) -> str:
-    """Digest of names and contents of all files below a directory, compiled bytecode excepted."""
+    """Returns the digest of names and contents of all files below a directory, compiled bytecode
+    excepted.
+    """
     digest = hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
@@ -48,7 +51,7 @@ def digest_of(root: Path) -> str:
 
 
 def cache_key(ours: RewriteOptions) -> str:
-    """What a compiled graph depends on next to the graph: our sources and our options."""
+    """Returns what a compiled graph depends on besides the graph: our sources and our options."""
     return f"torch_streamkl {source_digest()} {ours}"
 
 
@@ -103,7 +106,7 @@ class PreGradPass(CustomGraphPass):
 
 
 class Chained(CustomGraphPass):
-    """What the user configured, then ours; not cached when one of the passes has no uuid."""
+    """Runs what the user configured, then ours; not cached when one of the passes has no uuid."""
 
     def __init__(self, users: Any, *ours: CustomGraphPass) -> None:
         self.users = users
@@ -119,13 +122,15 @@ class Chained(CustomGraphPass):
 
 
 def chained(ours: CustomGraphPass, configured: Any) -> CustomGraphPass:
-    """What the user configured (nothing, a pass, or a list of passes), then ours, once."""
+    """Chains what the user configured (nothing, a pass, or a list of passes) and our pass,
+    once.
+    """
     users = without_ours(configured)
     return ours if users is None else Chained(users, ours)
 
 
 def without_ours(configured: Any) -> Any:
-    """What the user configured, where `chained` may have added to it."""
+    """Returns what the user configured, without the pass that `chained` may have added."""
     if isinstance(configured, Chained):
         return configured.users
     if isinstance(configured, (list, tuple)):  # put around ours by the user
@@ -135,14 +140,14 @@ def without_ours(configured: Any) -> Any:
 
 
 def as_one_pass(configured: Any) -> Any:
-    """What Inductor calls as it is: one that takes no lists of passes gets a list as one pass."""
+    """Wraps a list of passes as one pass, for an Inductor that takes no lists."""
     takes_lists = hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes")
     is_list = isinstance(configured, (list, tuple))
     return Chained(configured) if is_list and not takes_lists else configured
 
 
 def rewriting_pass(configured: Any) -> PreGradPass | None:
-    """The rewrite among configured pre-grad passes."""
+    """Finds the rewrite among configured pre-grad passes."""
     for each in _as_list(configured):
         for x in each.passes if isinstance(each, Chained) else (each,):
             if isinstance(x, PreGradPass):

@@ -1,4 +1,4 @@
-"""RewriteOptions: every option of the rewrite, with its rule, for all front ends.
+"""Defines RewriteOptions: every option of the rewrite, with its rule, for all front ends.
 
 In a dict of options, such as ``torch.compile(..., options=)``, ours have the prefix ``streamkl.``
 and all others are Inductor's. Keyword arguments of Python functions have no prefix.
@@ -53,7 +53,7 @@ def _option(default: Any, rule: _OneOf | _Number, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class RewriteOptions:
-    """What the rewrite may do. Every value is checked when the options are made.
+    """Says what the rewrite may do. Every value is checked when the options are made.
 
     True and False are the only values of a flag, and a number is an int or a float and no flag.
 
@@ -132,7 +132,7 @@ Given = RewriteOptions | Mapping[str, Any] | None  # what users may pass as ``op
 
 
 def split_options(given: Given) -> tuple[RewriteOptions, dict[str, Any]]:
-    """Our options, checked and completed, and those of Inductor."""
+    """Returns our options, checked and completed, and those of Inductor."""
     if given is None:
         return RewriteOptions(), {}
     if isinstance(given, RewriteOptions):
@@ -152,7 +152,7 @@ def split_options(given: Given) -> tuple[RewriteOptions, dict[str, Any]]:
 
 
 def with_keywords(given: Given, named: Mapping[str, Any], caller: str) -> tuple[Any, Any]:
-    """`split_options` of what a function was given, changed by its keyword arguments."""
+    """Applies `split_options` to what a function was given, changed by its keyword arguments."""
     ours, theirs = split_options(given)
     for name in named:
         if name not in NAMES:
@@ -164,7 +164,7 @@ def with_keywords(given: Given, named: Mapping[str, Any], caller: str) -> tuple[
 
 
 def without_inner(ours: RewriteOptions, caller: str) -> RewriteOptions:
-    """The options of a front end that changes what Inductor compiles."""
+    """Returns the options of a front end that changes what Inductor compiles."""
     if ours.inner != "inductor":
         raise ValueError(
             f"{PREFIX}inner must be 'inductor' in {caller}(), whose graphs Inductor compiles, got "

@@ -1,6 +1,6 @@
-"""rewrite(gm): find the losses of a Dynamo graph and replace each by a streaming operator.
+"""Defines rewrite(gm): replaces every loss found in a Dynamo graph by a streaming operator.
 
-Stages: capture -> analysis -> planning -> lowering -> followup -> validation, each a folder.
+Stages: capture -> analysis -> planning -> lowering -> passes -> validation, each a folder.
 A graph of DTensors goes through them as one of whole tensors (`sharded`).
 The work is done on a copy of the graph, which takes the original's place only when everything
 succeeded: a program that compiles without the rewrite compiles with it.
@@ -144,13 +144,15 @@ def rewrite(
 
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:
-    """As the body of every parameter that FSDP gathers again: its readers are not looked for."""
+    """Tells bodies in which no loss is searched, as those that gather a parameter of FSDP
+    again.
+    """
     subgraphs = [x for x in body.children() if isinstance(x, fx.GraphModule)]
     return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 
 
 def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:
-    """How the rewrite of a graph is checked: DTensors are seen as whole tensors, by all ranks."""
+    """Chooses how the rewrite of a graph is checked: DTensors as whole tensors, by all ranks."""
     if not has_dtensors(gm.graph):
         return rewrite_checked
     from torch_streamkl.fx_passes.dtensors.rewriting import rewrite_sharded  # needs DTensor
@@ -249,7 +251,7 @@ def _rewrite_graph(
         unfused = [n for n in unfused if reads_products(n, replaced)]
         for candidate in waiting:
             fuse(candidate)
-    operands_of_user = dict(trace.outer)  # before followup steps replace nodes
+    operands_of_user = dict(trace.outer)  # before later passes replace nodes
     report.sites += [site for _, site in stayed]
     products = quadratic_nodes(trace, recognised, [*path, *unfused], operands)
     sizes = {n: inner for n, inner in products.items() if not is_view(n) and not _is_scalar(n)}

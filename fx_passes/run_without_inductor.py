@@ -1,9 +1,8 @@
-"""A graph in which little is left next to fused attention sites runs as it is, without Inductor.
+"""Runs a graph without Inductor if it holds little but fused attention losses.
 
-A loss that is compiled apart from its models is such a graph. What a compiled graph costs for
-being one, with wrappers around both passes and a node of autograd, keeps the host longer than the
-site of a BERT layer keeps a GPU, and there is nothing in it for Inductor to make faster
-(bench/notes/host.md).
+A loss that is compiled apart from its models is such a graph. A compiled graph's host overhead,
+wrappers around both passes and an autograd node, exceeds the GPU time of a short loss, such as
+that of a BERT layer, and Inductor has nothing to make faster there (bench/notes/host.md).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ON_ROWS = {
 
 
 def runs_without_inductor(gm: fx.GraphModule) -> fx.GraphModule | None:
-    """A graph on a GPU as it can run at once, None where something in it is Inductor's."""
+    """Returns a graph on a GPU as it can run at once, None where something in it is Inductor's."""
     num_rows = sum(_num_rows(site) for site in _sites(gm.graph))
     if not num_rows or not all(_is_plain(node, num_rows) for node in gm.graph.nodes):
         return None

@@ -1,4 +1,4 @@
-"""verify(fn, *args): a program in eager mode, compiled and in float64, side by side."""
+"""Defines verify(fn, *args): runs a program eagerly, compiled and in float64, and compares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 @dataclass
 class Verification:
-    """What `verify` found; printable."""
+    """Holds what `verify` found; printable."""
 
     results: list[Compared] = field(default_factory=list)
     report: Report = field(default_factory=Report)
@@ -37,12 +37,12 @@ class Verification:
 
     @property
     def num_compared(self) -> int:
-        """How many numbers, texts and other values were compared."""
+        """Counts the numbers, texts and other values that were compared."""
         return sum(x.num_entries for x in self.results)
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared, all of it could be, and nothing differs."""
+        """Returns whether something was compared, all of it could be, and nothing differs."""
         is_judged = not self.not_judged and not self.not_compared and self.num_compared > 0
         return is_judged and all(x.agrees for x in self.results)
 

@@ -639,9 +639,9 @@ def rows_of_graphs(
 ) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr("bench.cuda_graphs.check", lambda device: None)
     monkeypatch.setitem(steps.PROVIDERS, "streamkl-graphs", lambda loss_of: loss_of)
-    turns = steps.Turns(CPU, 2, 1)
+    schedule = steps.Schedule(CPU, 2, 1)
     names = ["eager", "streamkl-graphs"]
-    rows = steps.run_step(GraphStep(on_call), 1, 1, names, turns)
+    rows = steps.run_step(GraphStep(on_call), 1, 1, names, schedule)
     return {row["provider"]: row for row in rows}
 
 

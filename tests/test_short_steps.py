@@ -11,7 +11,7 @@ import torch
 
 from bench import cuda_graphs, steps
 from bench.models import Batch, ShortStep
-from bench.steps import Turns
+from bench.steps import Schedule
 from tests.support.covering import every
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def test_a_step_is_the_same_in_both_ways(objective: str, monkeypatch: pytest.Mon
     quickly = partial(steps.with_streamkl, **{"streamkl.inner": "eager"})
     monkeypatch.setitem(steps.PROVIDERS, "streamkl", quickly)
     step = replace(TINY, objective=objective)
-    rows = steps.run_step(step, 8, 2, ["eager", "streamkl"], Turns(CPU, 3, 1))
+    rows = steps.run_step(step, 8, 2, ["eager", "streamkl"], Schedule(CPU, 3, 1))
     assert [row["status"] for row in rows] == ["ok", "ok"], rows
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
     for row in rows:
@@ -48,7 +48,7 @@ def test_rows_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(steps.PROVIDERS, "inductor", breaks)
     kept: list[list[str]] = []
     rows = steps.run_step(
-        TINY, 8, 2, ["eager", "inductor"], Turns(CPU, 0, 1),
+        TINY, 8, 2, ["eager", "inductor"], Schedule(CPU, 0, 1),
         lambda rows: kept.append([row["status"] for row in rows]),
     )  # fmt: skip
     assert kept == [["untimed"], *[["untimed", "error"]] * 2]
@@ -87,7 +87,7 @@ def test_graphs_are_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for mib, name in zip((3, 5), names, strict=True):
         provider = partial(with_graphs, name=name, mib=mib)
         monkeypatch.setitem(steps.PROVIDERS, name, provider)
-    rows = steps.run_step(TINY, 8, 2, ["eager", *names], Turns(CPU, 2, 1))
+    rows = steps.run_step(TINY, 8, 2, ["eager", *names], Schedule(CPU, 2, 1))
     assert [row["status"] for row in rows] == ["ok"] * 3, rows
     assert [row.get("graph_pool_mib") for row in rows] == [None, 3.0, 5.0]
     small = rows[0]["peak_mib"]

@@ -1,4 +1,4 @@
-"""Streaming distillation losses: fused operators and the torch.compile backend "streamkl"."""
+"""Provides streaming distillation losses: operators and the torch.compile backend "streamkl"."""
 
 import importlib.util
 import sys

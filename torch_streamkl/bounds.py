@@ -1,4 +1,4 @@
-"""Indices that code gives to torch are checked by torch; here are the checks of those given to us.
+"""Checks that ids and labels are in range, as torch does for the indices that it is given.
 
 A row program compares the ids of a row with the keys, and `linear_kl` looks for a label among the
 vocabulary entries: one out of range would be nowhere, and its row a plausible number. On a CPU the
@@ -42,7 +42,7 @@ def _checked(ids: Tensor, size: int, dim: int) -> Tensor:
         is_right = ids.clamp(0, size - 1) == ids
         if ids.device.type != "cpu":
             torch._assert_async(is_right.all(), f"an index is out of bounds for size {size}")
-        elif not is_right.all():  # in the vocabulary entries of torch's gather and scatter
+        elif not is_right.all():  # worded as torch's gather and scatter do
             raise RuntimeError(
                 f"index {int(ids[~is_right][0])} is out of bounds for dimension {dim} with size "
                 f"{size}"

@@ -1,4 +1,4 @@
-"""Input checks from metadata alone: they run on fake tensors, before any launch.
+"""Checks arguments by metadata alone, on fake tensors too, before any launch.
 
 Each error states the rule and the value that broke it.
 """
@@ -49,7 +49,7 @@ _R = TypeVar("_R")
 
 
 class Validation:
-    """What legal arguments come to, and what their user keeps for the next call with such."""
+    """Caches the validation result for one input signature."""
 
     __slots__ = ("kept", "options")
 
@@ -67,7 +67,7 @@ def validated(
     settings: tuple[Any, ...],
     check: Callable[[Any, Any], tuple[Any, ...]],
 ) -> Validation:
-    """``check(tensors, settings)`` for plain tensors, run once for each metadata.
+    """Runs ``check(tensors, settings)`` for plain tensors once for each metadata.
 
     The checks of a call cost more than its launch, and depend on metadata only. Types belong to
     it: True, 1 and 1.0 are equal.
@@ -97,20 +97,23 @@ def _has_tensor(settings: tuple[Any, ...]) -> bool:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for a tensor's device. Meta tensors have none, and asking raises."""
+    """Returns whether autocast is on for a tensor's device.
+
+    Meta tensors have none, and asking raises.
+    """
     is_any: bool = torch._C._is_any_autocast_enabled()
     return is_any and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matmul would take a tensor: under autocast that of autocast."""
+    """Returns the dtype in which a matmul would take a tensor: under autocast that of autocast."""
     is_cast = is_autocast(x) and x.dtype in FLOAT_DTYPES and x.dtype != torch.float64
     dtype: torch.dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
     return dtype
 
 
 def as_matmul_operand(x: Tensor) -> Tensor:
-    """The tensor as a matmul would take it: cast under autocast, unless it is float64."""
+    """Returns the tensor as a matmul would take it: cast under autocast, unless it is float64."""
     dtype = matmul_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -125,7 +128,9 @@ def _autocast_dtype(tensors: tuple[Tensor | None, ...]) -> torch.dtype | None:
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether a call on these tensors is ordinary eager execution that nothing observes."""
+    """Returns whether a call on these tensors is ordinary eager execution that nothing
+    observes.
+    """
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack():
@@ -151,7 +156,8 @@ _VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
 
 
 def has_batched_gradients() -> bool:
-    """Whether a backward runs for several gradients at once, as ``is_grads_batched=True`` asks.
+    """Returns whether a backward runs for several gradients at once, as ``is_grads_batched=True``
+    asks.
 
     Those are tensors of an older vmap, which none of functorch's functions know.
     """
@@ -162,7 +168,7 @@ def has_batched_gradients() -> bool:
 
 
 def refuse_transforms(operator: str) -> None:
-    """An operator's derivatives are autograd's; those of torch.func would be silently wrong."""
+    """Refuses torch.func transforms, whose derivatives of an operator would be silently wrong."""
     if _is_transformed():
         raise NotImplementedError(
             f"{operator} has no derivative under torch.func and no forward-mode derivative; use "
@@ -184,7 +190,7 @@ def _is_transformed() -> bool:
 def check_attention_inputs(
     student_q: Tensor, student_k: Tensor, teacher_q: Tensor, teacher_k: Tensor, head_mean: bool
 ) -> None:
-    """q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim] fit."""
+    """Checks q [batch, heads, seqlen_q, head_dim] and k [batch, kv_heads, seqlen_k, head_dim]."""
     named = {
         "student_q": student_q,
         "student_k": student_k,
@@ -223,6 +229,7 @@ def check_attention_inputs(
 
 
 def check_tensor(name: str, x: object, ndim: int) -> None:
+    """Checks a tensor's number of dimensions, dtype and last stride."""
     x = tensor(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}")
@@ -238,7 +245,7 @@ ONE_DEVICE = "all tensors must be on one device"
 
 
 def same(what: str, values: dict[str, object]) -> None:
-    """All values are equal."""
+    """Checks that all values are equal."""
     first, *rest = values.values()
     if any(value != first for value in rest):
         if what == "device":
@@ -255,7 +262,7 @@ def _listed(items: Sequence[str] | dict[str, object]) -> str:
 
 
 def tensor(name: str, x: object) -> Tensor:
-    """The argument, which has to be a tensor with strides."""
+    """Returns the argument, which has to be a tensor with strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.is_nested:
@@ -269,7 +276,9 @@ def tensor(name: str, x: object) -> Tensor:
 
 
 def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tensor with as many dimensions as ``shape``, each of size 1 or that of ``shape``."""
+    """Returns the tensor with as many dimensions as ``shape``, each of size 1 or that of
+    ``shape``.
+    """
     tensor(name, x)
     on_device(name, x, device)
     if x.ndim > len(shape):
@@ -283,7 +292,7 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
 
 
 def additive(name: str, x: Tensor) -> None:
-    """A tensor that is added to scores: floating point, and constant."""
+    """Checks a tensor that is added to scores: floating point, and constant."""
     if x.dtype not in FLOAT_DTYPES:
         rule = "boolean or floating point" if name == "attn_mask" else "floating point"
         hint = "; attn_mask takes a boolean mask" if x.dtype == torch.bool else ""
@@ -292,6 +301,7 @@ def additive(name: str, x: Tensor) -> None:
 
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:
+    """Checks that a tensor is on the device of the operands."""
     if x.device != device:
         raise ValueError(f"{ONE_DEVICE}; {name} is on {x.device}, the operands on {device}")
 
@@ -299,7 +309,7 @@ def on_device(name: str, x: Tensor, device: torch.device) -> None:
 def check_vector(
     name: str, x: Tensor, size: int, device: torch.device, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """A one-dimensional tensor of a given size and one of the dtypes."""
+    """Checks for a one-dimensional tensor of a given size and one of the dtypes."""
     tensor(name, x)
     on_device(name, x, device)
     if tuple(x.shape) != (size,):
@@ -314,7 +324,9 @@ def one_of(
     allowed: Sequence[object],
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """The value is one of a few; ``aliases`` are other names that people know them by."""
+    """Checks that a value is one of a few; ``aliases`` are other names that people know them
+    by.
+    """
     # a tensor or an array has no single truth value when it is compared
     if (value is None or isinstance(value, str)) and value in allowed:
         return
@@ -326,7 +338,8 @@ def one_of(
 def did_you_mean(
     value: object, allowed: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """The end of an error's sentence: the allowed name that was probably meant, if there is one.
+    """Returns the end of an error's sentence: the allowed name that was probably meant, if there
+    is one.
 
     It is the alias's, one that differs in case, ends alike, or is spelled nearly so.
     """
@@ -345,7 +358,9 @@ def did_you_mean(
 
 
 def named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, with an error for a keyword that it does not have which names a near one."""
+    """Returns the function, with an error for a keyword that it does not have which names a near
+    one.
+    """
     names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -359,7 +374,7 @@ def named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def refuse_option(function: str, name: str, allowed: Iterable[str]) -> NoReturn:
-    """What is not an option is an error that names a near one."""
+    """Raises for an unknown option, and names a near one."""
     allowed = sorted(allowed)
     hint = did_you_mean(name, allowed, OPTION_ALIASES) or f"; it has {', '.join(allowed)}"
     raise TypeError(f"{function}() has no argument {name!r}{hint}")
@@ -374,7 +389,7 @@ def _shown(value: object) -> str:
 
 
 def number(name: str, value: object) -> None:
-    """A tensor's value would be the first one that it had, and it would get no gradient."""
+    """Refuses a tensor in place of a number: its first value would be kept, without gradient."""
     if isinstance(value, Tensor):
         raise TypeError(
             f"{name} must be a number, got a tensor; .item() reads it, without a gradient: what "
@@ -387,25 +402,28 @@ def number(name: str, value: object) -> None:
 
 
 def finite(name: str, value: Any) -> None:
+    """Checks that a number is finite in float32."""
     number(name, value)
     if not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{name} must be finite in float32, got {_shown(value)}")
 
 
 def positive(name: str, value: Any) -> None:
+    """Checks that a number is positive and finite in float32."""
     number(name, value)
     if not value > 0 or not SMALLEST <= value <= LARGEST:
         raise ValueError(f"{name} must be positive and finite in float32, got {_shown(value)}")
 
 
 def in_unit_interval(name: str, value: Any) -> None:
+    """Checks that a number lies between 0 and 1."""
     number(name, value)
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must lie between 0 and 1, got {_shown(value)}")
 
 
 def integer(name: str, value: Any, least: int | None = None) -> None:
-    """A whole number, of at least ``least``."""
+    """Checks that a value is a whole number, of at least ``least``."""
     # a bool is an int of Python; numpy's integers are numbers.Integral
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be an integer, got {_shown(value)}")
@@ -417,12 +435,13 @@ def integer(name: str, value: Any, least: int | None = None) -> None:
 
 
 def boolean(name: str, value: object) -> None:
+    """Checks that a value is True or False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 
 
 def no_gradient(name: str, x: Tensor | None) -> None:
-    """The operator has no gradient to this tensor: refuse rather than drop it."""
+    """Raises if a tensor that the operator has no gradient for needs one."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{name} gets no gradient from this operator; "

@@ -1,4 +1,4 @@
-"""torch.compiler's decorators without the import of the compiler.
+"""Provides torch.compiler's decorators without importing the compiler.
 
 `torch.compiler.disable` and `assume_constant_result` import Dynamo, which takes longer than all
 of torch_streamkl. These leave the same marks on a function, and Dynamo reads them when it traces.
@@ -16,13 +16,13 @@ _R = TypeVar("_R")
 
 
 def assume_constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """As `torch.compiler.assume_constant_result`."""
+    """Marks a function as `torch.compiler.assume_constant_result` does."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def disable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """As `torch.compiler.disable`: a graph break, and what is called inside is not compiled.
+    """Marks a function as `torch.compiler.disable` does: it breaks the graph and is not compiled.
 
     Dynamo is imported by the first call.
     """

@@ -1,10 +1,10 @@
-"""`once`: a number whose gradients its forward computed can be differentiated once.
+"""Marks a loss whose gradients were computed in the forward; double backward raises.
 
-Such a sum keeps its gradients, and nothing that leads from them to what they were computed from:
-autograd would leave a second derivative out and say nothing. `once` is the number itself; its
-backward reads ``inputs``, tensors that the sum is of. In eager code a second derivative by any of
-them is an error of ours. AOTAutograd refuses one where a graph keeps an input that needs a
-gradient for its backward, and so it does here, as it does for the code that the sum replaced.
+Such a loss stores its gradients, and no graph from them to what they were computed from: autograd
+would omit a second derivative silently. The operator `once` returns the loss itself; its backward
+reads ``inputs``, the tensors that the loss is computed from. In eager code a second derivative by
+any of them raises our error. AOTAutograd refuses double backward if a graph keeps an input that
+needs a gradient for its backward; `once` keeps such inputs, as the replaced code did.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ double_backward_factor = torch.ops.torch_streamkl.double_backward_factor.default
 
 
 def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
-    """A sum of ``inputs``, the tensors among them, whose second derivative is an error.
+    """Returns a sum of ``inputs``, the tensors among them, whose second derivative is an error.
 
     Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
     the way to each of them. Empty tensors after them keep none of their memory. A compiler would

@@ -1,4 +1,4 @@
-"""FLOP formulas of the operators for `torch.utils.flop_counter`.
+"""Registers FLOP formulas of the operators for `torch.utils.flop_counter`.
 
 That module imports Triton, so it is not imported here: the formulas wait until it is loaded.
 """

@@ -1,4 +1,4 @@
-"""Drop-in for Nitrobrew's two functions, with `linear_kl` after them.
+"""Replaces Nitrobrew's two functions by calls of `linear_kl`.
 
 ``from torch_streamkl.nitrobrew import forward_kl, reverse_kl``. Everything else that `linear_kl`
 can do (biases, softcaps, labels, row weights, gradients to the teacher) is there, not here.
@@ -28,8 +28,7 @@ def forward_kl(
     reduction: Reduction = "mean",
     chunk_V: int = 2048,
 ) -> Tensor:
-    """KL(teacher || student) of ``softmax(xt @ wt.T / temperature)`` and ``softmax(xs @ ws.T /
-    temperature)``.
+    """Computes KL(teacher || student) of LM heads, as Nitrobrew's function of this name.
 
     Args:
         xs, xt: ``[batch, tokens, width]`` hidden states of the student and the teacher.
@@ -53,7 +52,7 @@ def reverse_kl(
     reduction: Reduction = "mean",
     chunk_V: int = 2048,
 ) -> Tensor:
-    """KL(student || teacher); arguments as in `forward_kl`."""
+    """Computes KL(student || teacher) of LM heads, as Nitrobrew's function of this name."""
     return _kl("reverse_kl", xs, xt, ws, wt, temperature, reduction, chunk_V)
 
 

@@ -26,7 +26,7 @@ def register(
     flops: Callable[..., int],
     compiled: Callable[..., Any] | None = None,
 ) -> None:
-    """An operator: its implementation on every device, fake and FLOP count; autocast kept out.
+    """Registers an operator: its implementation on every device, fake and FLOP count.
 
     ``compiled`` is the implementation in graphs that Inductor compiles, where it is another.
     """
@@ -42,7 +42,7 @@ def register(
 
 
 def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same, with an error for what the dispatcher drops: a tangent, next to a graph's inputs.
+    """The same, with an error for what the dispatcher drops: a tangent, beside a graph's inputs.
 
     Dynamo does not compile again for a level of dual numbers that is entered later.
     """
@@ -74,7 +74,7 @@ def _without_autocast(op: Any, device: str) -> Any:
 
 
 def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` as the dispatcher runs an operator, on a device of any type."""
+    """Calls ``function(*args)`` as the dispatcher runs an operator, on a device of any type."""
     if not torch._C._is_any_autocast_enabled():
         return function(*args)
     with torch._C._DisableAutocast():
@@ -82,7 +82,7 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def register_no_double_backward(lib: Library, name: str) -> None:
-    """The gradient of ``<name>_backward`` is an error that says what to use."""
+    """Makes the gradient of ``<name>_backward`` an error that says what to use."""
 
     def refuse(*_: Any) -> NoReturn:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Find the fastest launches of the attention kernels for your shapes, on this machine's GPU.
+"""Finds the fastest launches of the attention kernels for your shapes, on this machine's GPU.
 
     python -m torch_streamkl.tune --heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --causal
 
@@ -85,7 +85,7 @@ class Shape:
         )
 
     def problem(self) -> AttentionProblem:
-        """Random inputs, the same ones every time."""
+        """Returns random inputs, the same ones every time."""
         generator = torch.Generator(self.device).manual_seed(0)
 
         def normal(heads: int, head_dim: int) -> Tensor:
@@ -106,7 +106,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one launch; runtime_ms is infinite where it did not count."""
+    """Holds the outcome of one launch; runtime_ms is infinite where it did not count."""
 
     kernel: str
     launch: TritonLaunch | None  # None is the kernel for Hopper
@@ -131,7 +131,7 @@ class Workload:
         return launch.launch_key(self.problem, kernel)
 
     def run(self, kernel: str) -> tuple[Tensor, ...]:
-        """The results of a kernel, as the launchers choose its tiles."""
+        """Returns the results of a kernel, as the launchers choose its tiles."""
         from torch_streamkl.attention.triton import launches as portable
 
         return self._run(portable, kernel)
@@ -150,7 +150,7 @@ class Workload:
         return tuple(g for g in grads if g is not None)
 
     def table(self, kernel: str, tiles: TritonLaunch) -> LaunchTable:
-        """A table that makes the launchers choose these tiles."""
+        """Returns a table that makes the launchers choose these tiles."""
         entry = measured(self.key(kernel), tiles, 1.0, 1.0)
         return launch_table.new_table(self.device).updated((entry,))
 
@@ -163,12 +163,13 @@ def _finite(stats: RowStatistics, student: bool) -> Tensor:
 def measured(
     key: LaunchKey, tiles: TritonLaunch, runtime_ms: float, default_ms: float
 ) -> MeasuredLaunch:
+    """Makes a table's entry of a measurement."""
     sizes = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
     return MeasuredLaunch(key, "triton", *sizes, runtime_ms, default_ms)
 
 
 def candidates(default: TritonLaunch, element_bytes: int) -> list[TritonLaunch]:
-    """The default first, then every tile whose scores fit registers."""
+    """Returns the default first, then every tile whose scores fit registers."""
     default = replace(default, num_splits=1)
     low, high = SCORES_PER_THREAD[element_bytes]
     others = [
@@ -190,7 +191,9 @@ def tune_kernel(
     timer: Timer,
     show: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Trial], MeasuredLaunch]:
-    """Time launches, each with why it cannot run or "", the default first; what is to be kept."""
+    """Times launches, each with why it cannot run or "", the default first; returns what
+    is to be kept.
+    """
     trials: list[Trial] = []
     expected: tuple[Tensor, ...] = ()
     for tiles, refusal in launches:
@@ -221,7 +224,7 @@ def tune_kernel(
 def with_implementation(
     entries: list[MeasuredLaunch], hopper: list[Trial]
 ) -> list[MeasuredLaunch]:
-    """The entries with the implementation that is faster in all their kernels together.
+    """Returns the entries with the implementation that is faster in all their kernels together.
 
     One implementation computes both passes, so that training pays for the sum; the forward's entry
     names it. ``hopper`` are the trials of the kernels for Hopper, none where they cannot run.
@@ -266,7 +269,7 @@ def _trial(
 def _decide(
     workload: Workload, kernel: str, best: Trial, default: Trial, timer: Timer
 ) -> tuple[Trial, Trial]:
-    """The winner and the default, timed interleaved."""
+    """The winner and the default, timed alternately."""
     taken: dict[int, list[float]] = {0: [], 1: []}
     for _ in range(ROUNDS):
         for i, trial in enumerate((best, default)):
@@ -280,7 +283,7 @@ def _decide(
 
 
 def largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest error of a row over what another order of the same sums explains.
+    """Returns the largest error of a row over what another order of the same sums explains.
 
     That is two roundings of the results' dtype, and 1e-4 where they are float32.
     """
@@ -304,12 +307,13 @@ def _poison(like: tuple[Tensor, ...]) -> None:
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the first line of an error."""
     text = str(error).strip().split("\n")[0][:100]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def device_timer(call: Callable[[], Any]) -> float:
-    """Median milliseconds on the device."""
+    """Returns the median milliseconds on the device."""
     from triton.testing import do_bench
 
     return float(do_bench(call, warmup=10, rep=TIMED_MS, return_mode="median"))
@@ -319,7 +323,7 @@ def device_timer(call: Callable[[], Any]) -> float:
 def first_runs(
     shape: Shape, work: list[tuple[str, TritonLaunch]], jobs: int
 ) -> Iterator[tuple[str, TritonLaunch, str]]:
-    """Each launch with why it cannot run, or ""; compiled in parallel into Triton's cache.
+    """Runs each launch: why it cannot run, or ""; compiled in parallel into Triton's cache.
 
     A launch that breaks its process is one that cannot run, and this process stays whole.
     """
@@ -385,6 +389,7 @@ class Bar:
 
 
 def describe(tiles: TritonLaunch | None) -> str:
+    """Describes tiles in a table."""
     if tiles is None:
         return "the kernel for Hopper"
     sizes = f"{tiles.block_m} x {tiles.block_n}"
@@ -392,7 +397,7 @@ def describe(tiles: TritonLaunch | None) -> str:
 
 
 def table_text(trials: list[Trial]) -> str:
-    """The launches of one kernel, the fastest first."""
+    """Returns the launches of one kernel, the fastest first."""
     default_ms = trials[0].runtime_ms
     lines = [f"{trials[0].kernel:26} {'ms':>9}  against the default"]
     for trial in sorted(trials, key=lambda trial: trial.runtime_ms):
@@ -443,6 +448,7 @@ def save(entries: list[MeasuredLaunch], device: str, path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Makes the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m torch_streamkl.tune",
         description=(__doc__ or "").split("\n")[0],
@@ -474,6 +480,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None, timer: Timer = device_timer) -> int:
+    """Runs the command line."""
     options = parser().parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     entries: list[MeasuredLaunch] = []

@@ -1,1 +1,3 @@
+"""Holds the version of the package."""
+
 __version__ = "0.1.0"

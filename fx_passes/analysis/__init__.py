@@ -1,0 +1,1 @@
+"""Finds out what every node of a region means, by one rule per operator overload."""

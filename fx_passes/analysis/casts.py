@@ -1,4 +1,4 @@
-"""What a cast makes of scores and of values after the softmax.
+"""Decides which casts of scores and of values after the softmax keep their meaning.
 
 A cast to a wider type is the identity. One to a narrower type rounds, and blocks: float8 always,
 and any other type but that of the scores' matmul or of its operands. Back to that type the
@@ -29,7 +29,7 @@ Cast = Scores | Elements | Entries | Rows | LogSumExp | RowMax | Shifted | ExpSu
 
 
 def is_narrower(to: torch.dtype, than: torch.dtype) -> bool:
-    """Whether a cast between floating types rounds."""
+    """Returns whether a cast between floating types rounds."""
     if to == than:
         return False
     if to.itemsize == 1 or than.itemsize == 1:  # float8 promotes with nothing
@@ -38,7 +38,7 @@ def is_narrower(to: torch.dtype, than: torch.dtype) -> bool:
 
 
 def after_rounding(analysis: Analysis, node: fx.Node, value: object) -> object:
-    """The value of a node, Blocked where the node rounds what it is made of.
+    """Returns the value of a node; raises Unsupported if the node rounds what it is made of.
 
     Rows of a narrower type are the user's: None.
     """

@@ -1,4 +1,4 @@
-"""Integer and boolean tensors that depend on nothing but sizes, to see what they hold.
+"""Evaluates integer and boolean tensors that depend on sizes only.
 
 Transformers builds the sequence number of every token from `position_ids` in case sequences are
 packed, also where the positions are a plain `arange`. All are zero then, and comparing them is no
@@ -19,7 +19,7 @@ LIMIT = 2**20  # elements: index vectors, never masks of two sequence dimensions
 
 
 class Folding:
-    """Values of the constant nodes of a graph, visited in order."""
+    """Evaluates the constant nodes of a graph, visited in order."""
 
     def __init__(self) -> None:
         self.tensors: dict[fx.Node, Tensor] = {}
@@ -47,7 +47,7 @@ class Folding:
             self.tensors[node] = result
 
     def meaning(self, node: fx.Node) -> Number | Affine | None:
-        """A constant whose elements are all equal, or affine in their indices."""
+        """Returns a constant whose elements are all equal, or affine in their indices."""
         tensor = self.tensors.get(node)
         if tensor is None or tensor.numel() == 0:
             return None

@@ -1,4 +1,4 @@
-"""What every rule of the recogniser reads: values found so far, gradients, reasons."""
+"""Holds what every rule of the recogniser reads: values found so far, gradients, reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 
 
 class Analysis:
-    """State of the recogniser, and the questions that its rules ask.
+    """Holds the state of the recogniser, and answers the questions that its rules ask.
 
     Rules are methods that `registry.rule` registers for overloads: ``method(node, arguments)``
     says what the operation makes of its inputs' values. They are grouped by kind of operation in
@@ -48,14 +48,18 @@ class Analysis:
     counted: dict[fx.Node, tuple[RowSelection, int, Size]]
 
     def _dtype_of(self, node: fx.Node) -> torch.dtype:
-        """What Dynamo recorded, which knows of autocast, or what the trace has."""
+        """Returns the dtype that Dynamo recorded, which accounts for autocast, or else that of the
+        trace.
+        """
         source = self.trace.outer.get(node)
         value = example(source) if source is not None else node.meta["val"]
         assert isinstance(value, Tensor)
         return value.dtype
 
     def _no_rule(self, node: fx.Node, name: str) -> object:
-        """Of an operation without a rule: nothing known, unless its inputs were scores or such."""
+        """Gives up on an operation without a rule, and blocks if its inputs were scores or
+        such.
+        """
         known = [self.value(a) for a in node.all_input_nodes]
         if any(isinstance(v, Rows) for v in known):
             return None  # what the user does with rows stays the user's code
@@ -71,7 +75,7 @@ class Analysis:
         return None
 
     def value(self, x: object) -> object:
-        """The abstract value of an argument: a number stands for itself."""
+        """Returns the abstract value of an argument: a number stands for itself."""
         if isinstance(x, fx.Node):
             return self.values.get(x)
         if isinstance(x, (bool, int, float)):
@@ -79,7 +83,7 @@ class Analysis:
         return None
 
     def requires_grad(self, node: fx.Node) -> bool:
-        """Whether gradient flows through a node: what Dynamo recorded for the user's code.
+        """Returns whether gradient flows through a node: what Dynamo recorded for the user's code.
 
         Its record of an attribute such as ``k.mT`` does not know of no_grad.
         """
@@ -95,11 +99,11 @@ class Analysis:
         return source in self.unrecorded and any(x is None or _requires_grad(x) for x in written)
 
     def reference(self, node: fx.Node, layout: Layout = ()) -> TensorRef:
-        """A tensor that a value is made of, with what it says of its own gradient."""
+        """Returns a tensor that a value is made of, with what it says of its own gradient."""
         return TensorRef(self.canonical[node], layout, grad=self.requires_grad(node))
 
     def _stays_blocked(self, *nodes: object) -> None:
-        """Raise the reason of an input that was blocked before."""
+        """Raise the reason of an input that is unsupported."""
         for node in nodes:
             if isinstance(node, fx.Node) and node in self.reasons:
                 raise Unsupported(self.reasons[node])

@@ -1,4 +1,4 @@
-"""The recogniser: an abstract interpreter over a region's ATen graph.
+"""Interprets a region's ATen graph abstractly: the recogniser.
 
 Every node gets an abstract value, or none together with a reason why not. Rules are compositional:
 each knows one operation and the meanings of its inputs, never a whole spelling, so that spelling,
@@ -42,7 +42,9 @@ T = TypeVar("T")
 
 
 class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRules):
-    """Abstract values of all nodes of a trace, in ``values``, and reasons in ``reasons``."""
+    """Computes abstract values of all nodes of a trace, in ``values``, and reasons in
+    ``reasons``.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace

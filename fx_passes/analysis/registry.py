@@ -1,4 +1,4 @@
-"""Tables of rules: what an operator overload makes of the values of its inputs."""
+"""Registers rules by operator overload: each computes a result's value from its inputs' values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES: dict[object, Rule] = {}
 
 
 def registering(table: dict[object, Any]) -> Callable[..., Callable[[R], R]]:
-    """``rule(*overloads)`` of a table: it registers a function as the rule of these overloads.
+    """Makes a table's ``rule(*overloads)``, which registers a function as the rule of overloads.
 
     An overload has one rule. What is not in the table has no meaning, whatever it is named: a
     foreign ``mine::softmax`` is not torch's.

@@ -1,4 +1,4 @@
-"""Where a program computes something like a divergence, fused or not: the report misses none.
+"""Finds every place where a program computes a divergence, fused or not, for the report.
 
 A site is where two distributions first meet and one of them is a logarithm: the product or the
 difference of a divergence, a mixture, or a call of kl_div. Each distribution is known by the
@@ -45,7 +45,9 @@ class Mark:
 
 
 def divergence_sites(trace: Trace, recognised: Recogniser) -> list[fx.Node]:
-    """The first nodes of the trace where two distributions meet, one of them as a logarithm."""
+    """Returns the first nodes of the trace where two distributions meet, one of them as a
+    logarithm.
+    """
     marks: dict[fx.Node, frozenset[Mark]] = {}
     met: set[fx.Node] = set()
     sites = []
@@ -94,7 +96,9 @@ def _is_call(node: fx.Node, name: str) -> bool:
 def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
-    """Why a site stays: the nearest thing after or before it that blocked, and its node."""
+    """Explains why a loss is not fused: the nearest node after or before it that blocked, and
+    why.
+    """
     for node in (site, *site.users):
         if any(x.op == "placeholder" for x in compared_by_hand(node)):
             return f"{ONE_SIDE} in this graph", None
@@ -121,7 +125,7 @@ def reason_of(
 
 
 def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] | None:
-    """What blocked something that the node is made of, the nearest first."""
+    """Yields what blocked something that the node is made of, the nearest first."""
     for earlier in _near(node, "all_input_nodes"):
         reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
         if NOT_MADE not in reason and VARIES not in reason:
@@ -130,7 +134,7 @@ def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] 
 
 
 def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:
-    """Where a reason that was handed on from input to user began."""
+    """Finds where a reason that was passed on from input to user began."""
     for earlier in _near(node, "all_input_nodes"):
         if recognised.reasons.get(earlier) == reason and not any(
             recognised.reasons.get(a) == reason for a in earlier.all_input_nodes
@@ -157,10 +161,11 @@ def quadratic_nodes(
     sites: Sequence[fx.Node],
     operands: Iterable[fx.Node] = (),
 ) -> dict[fx.Node, fx.Node]:
-    """The user's nodes with a value per query and key on a site's path, and the trace's nodes.
+    """Returns the user's nodes with a value per query and key on a site's path, and the trace's
+    nodes.
 
     These are scores, probabilities and what is made of them, as long as it has as many entries.
-    The logits of a language-model loss next to a divergence are not on its path. Nor are features
+    The logits of a language-model loss besides a divergence are not on its path. Nor are features
     of linear attention, which ``operands`` of the sites' products are: softmaxes of products that
     are no larger than what they are computed from.
     """
@@ -224,14 +229,16 @@ class _Families:
 
 
 def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
-    """A score matrix, or what is made of logits or probabilities from elsewhere."""
+    """Returns a score matrix, or what is made of logits or probabilities from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
     return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
 
 
 def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
-    """What a score matrix is a product of; for what is none, the node."""
+    """Returns the operands of the product that a score matrix is; the node itself if it is
+    none.
+    """
     scores = recognised.values.get(node)
     if not isinstance(scores, Scores):
         return node

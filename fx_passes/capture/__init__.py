@@ -1,0 +1,1 @@
+"""Selects the part of a Dynamo graph that can be analysed, and traces it to ATen."""

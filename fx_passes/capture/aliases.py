@@ -1,4 +1,4 @@
-"""In-place writes: they have no data edge, so they are looked for by storage.
+"""Finds in-place writes to what an operator reads, by storage: they have no data edge.
 
 Eager code may change a tensor after its scores were computed. A fused operator reads the tensor
 later (and again in the backward), so a site whose inputs are written to after the scores were made

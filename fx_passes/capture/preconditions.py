@@ -1,4 +1,4 @@
-"""What keeps a whole graph from being rewritten, whatever is in it."""
+"""Checks what forbids the rewrite of a whole graph, whatever it computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _LIKE_A_DIVERGENCE = ("kl_div", "cross_entropy", "log_softmax", "logsumexp", "so
 
 
 def why_unsupported(graph: fx.Graph) -> str:
-    """Why the graph is left as it is, in the user's terms; empty when it can be analysed."""
+    """Explains in the user's terms why the graph cannot be rewritten; empty if it can be
+    analysed.
+    """
     if forward_ad._current_level >= 0:  # which Dynamo guards on
         return _FORWARD_MODE
     for node in graph.nodes:
@@ -38,7 +40,9 @@ def why_unsupported(graph: fx.Graph) -> str:
 
 
 def divergence_like(graph: fx.Graph) -> list[fx.Node]:
-    """The calls to show for a graph that was not analysed: losses, or else log-softmaxes."""
+    """Returns the calls to show for a graph that was not analysed: losses, or else
+    log-softmaxes.
+    """
     calls = [n for n in graph.nodes if n.op.startswith("call")]
     losses = [n for n in calls if name_of(n) == "kl_div"]
     logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]

@@ -1,4 +1,4 @@
-"""Which nodes of a Dynamo graph a KL could be made of: the region around its softmaxes.
+"""Selects the nodes that a divergence could be made of: the region around its softmaxes.
 
 A region starts at the seeds (softmax, kl_div and their hand-written forms, cross_entropy), reaches
 backwards to the matmuls that make the scores and through the code that makes the masks, and
@@ -48,12 +48,12 @@ class Region:
 
 
 def has_seeds(graph: fx.Graph) -> bool:
-    """Whether there is anything in a graph that an analysis could begin with."""
+    """Returns whether there is anything in a graph that an analysis could begin with."""
     return any(map(_is_seed, graph.nodes))
 
 
 def find_region(graph: fx.Graph) -> Region | None:
-    """The union of the regions of all seeds, or None when there is none."""
+    """Returns the union of the regions of all seeds, or None when there is none."""
     seeds = [n for n in graph.nodes if _is_seed(n)]
     if not seeds:
         return None
@@ -93,7 +93,9 @@ def _add_shapes(inside: set[fx.Node]) -> None:
 
 
 def _add_identities(inside: set[fx.Node]) -> None:
-    """What returns its input, as ``x.type_as(x)``, is inside: no two leaves are one tensor."""
+    """Adds operations that return their input, as ``x.type_as(x)``: no two inputs are one
+    tensor.
+    """
     stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
     while stack:
         node = stack.pop()
@@ -171,7 +173,9 @@ def _is_of_product(node: fx.Node) -> bool:
 
 
 def compared_by_hand(node: fx.Node) -> list[fx.Node]:
-    """p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``, wherever they were made."""
+    """Returns p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``, wherever they were
+    made.
+    """
     if name_of(node) not in PRODUCTS or len(node.all_input_nodes) != 2:
         return []
     for weight, ratio in (node.all_input_nodes, reversed(node.all_input_nodes)):
@@ -199,7 +203,9 @@ def _compared(ratio: fx.Node) -> list[fx.Node]:
 
 
 def _behind(node: fx.Node, names: set[str]) -> fx.Node:
-    """What these operations, each with one tensor as its input, are applied to."""
+    """Returns the tensors that these operations, each with one tensor as its input, are applied
+    to.
+    """
     while name_of(node) in names and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
@@ -237,7 +243,7 @@ def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:
     """Add in-place writes to values of the region, which have no data edge to a later reader.
 
     False when one of them cannot be run again. Writes to what the region reads from outside are
-    no part of it: `aliasing` looks for those.
+    no part of it: `aliases` looks for those.
     """
     while True:
         leaves = {a for n in inside for a in n.all_input_nodes if a not in inside}

@@ -1,4 +1,4 @@
-"""Re-trace a region to pre-dispatch ATen, where spellings are few; for analysis only.
+"""Traces a region again to pre-dispatch ATen, where spellings are few; for analysis only.
 
 What is compiled is always the user's own graph with nodes replaced. The re-traced graph loses
 autograd functions, checkpoint regions and autocast, so it is read and thrown away.
@@ -47,12 +47,12 @@ class Trace:
 
 
 def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
-    """The user's node that a node of the trace has its value from, or else came from."""
+    """Returns the user's node that a node of the trace has its value from, or else came from."""
     return trace.outer.get(node) or trace.origin.get(node)
 
 
 def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The user's node that holds an ATen node's value."""
+    """Returns the user's node that holds an ATen node's value."""
     found = outer.get(node)
     if found is None:
         raise Unsupported(
@@ -64,7 +64,7 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     """Run the region's nodes on their recorded fake inputs under make_fx.
 
-    Blocked where torch would have to know a size that only the data decides.
+    Raises Unsupported where torch would have to know a size that only the data decides.
     """
     slice_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -185,7 +185,7 @@ def _take_symbols(mode: FakeTensorMode, bindings: Mapping[Any, Any], result: obj
 
 
 def fake_mode_of(region: Region) -> FakeTensorMode:
-    """The mode the recorded values live in; another one could not mix with them."""
+    """Returns the mode the recorded values live in; another one could not mix with them."""
     for node in (*region.leaves, *region.nodes):
         value = example(node)
         if isinstance(value, FakeTensor):

@@ -1,4 +1,4 @@
-"""What Dynamo has to be told to keep a distillation step in one graph."""
+"""Sets Dynamo's options that keep a distillation step in one graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs inside of graphs: the bodies of which higher-order operators are like any code."""
+"""Finds the subgraphs of higher-order operators that may be rewritten."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from torch import fx
 
 
 def is_plain_body(gm: fx.GraphModule, name: str) -> bool:
-    """Bodies that run as they are: checkpoint regions, not autograd functions or mapped code."""
+    """Returns whether a body runs as it is: checkpoint regions do, autograd functions and mapped
+    code do not.
+    """
     users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
     return (
         bool(users)
@@ -16,7 +18,7 @@ def is_plain_body(gm: fx.GraphModule, name: str) -> bool:
 
 
 def owner_of(gm: fx.GraphModule, name: str) -> str:
-    """The higher-order operator that runs a body."""
+    """Returns the higher-order operator that runs a body."""
     users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
     name = str(users[0].target) if users else "another operator"
     return "a custom autograd.Function" if "autograd_function" in name else f"the body of {name}"

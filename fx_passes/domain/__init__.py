@@ -1,0 +1,1 @@
+"""Defines the values of the analysis: scores, masks, distributions, sums over keys."""

@@ -1,4 +1,4 @@
-"""Rules for values with one entry per key: expressions over probabilities, and their sums.
+"""Combines values with one entry per key: expressions over probabilities, and their sums.
 
 Binary operations line up two tensors by position; two uses of one distribution are the same
 variable only when they put its axes in the same dimensions.
@@ -43,12 +43,12 @@ OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row prog
 
 
 def softmax(scores: Scores, dim: int, *, log: bool) -> Elements:
-    """Probabilities (or their logarithms) along a dimension of the scores."""
+    """Returns probabilities (or their logarithms) along a dimension of the scores."""
     return _elements(log_prob(0) if log else prob(0), scores, dim)
 
 
 def raw_scores(scores: Scores, dim: int) -> Elements:
-    """The scores themselves as log-probability + log-sum-exp."""
+    """Returns the scores themselves as log-probability + log-sum-exp."""
     _, shift = scores.key.split_shift()
     value = log_prob(0) + lse(0)
     return _elements(value + const(shift) if shift else value, scores, dim)
@@ -70,7 +70,9 @@ def _distribution(scores: Scores, dim: int) -> Distribution:
 
 
 def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
-    """Both values over one list of distributions and one shape, that of the two broadcast."""
+    """Returns both values over one list of distributions and one shape, that of the two
+    broadcast.
+    """
     rank = max(a.rank, b.rank)
     a, b = with_rank(a, rank), with_rank(b, rank)
     if a.key_dim != b.key_dim:
@@ -95,6 +97,7 @@ def aligned(a: Elements, b: Elements) -> tuple[Elements, Elements]:
 
 
 def with_rank(a: Elements, rank: int) -> Elements:
+    """Adds leading dimensions of size 1."""
     extra = rank - a.rank
     if extra == 0:
         return a
@@ -107,7 +110,7 @@ def with_rank(a: Elements, rank: int) -> Elements:
 
 
 def combined(op: str, a: Elements, b: Elements) -> Elements:
-    """A binary operation on two values."""
+    """Returns a binary operation on two values."""
     a, b = aligned(a, b)
     if op in ("add", "sub"):
         minus = [replace(t, expr=-t.expr) for t in b.terms] if op == "sub" else list(b.terms)
@@ -126,7 +129,7 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
 
 
 def collected(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms with equal row factors as one term."""
+    """Returns terms with equal row factors as one term."""
     sums: dict[tuple[RowFactor, ...], Expr] = {}
     for term in terms:
         sums[term.factors] = sums[term.factors] + term.expr if term.factors in sums else term.expr
@@ -136,7 +139,7 @@ def collected(terms: Sequence[Term]) -> tuple[Term, ...]:
 
 
 def unary(op: str, a: Elements) -> Elements:
-    """neg, exp, log, abs, sqrt of a value."""
+    """Applies neg, exp, log, abs or sqrt to a value."""
     if op == "neg":
         return a.map(lambda e: -e)
     e = a.single()
@@ -176,7 +179,9 @@ def _power(e: Expr) -> tuple[Expr | None, float]:
 
 
 def takes_part(a: Elements) -> Elements:
-    """Whether a key has a probability: always, or ``logP > lowest`` where scores were padded."""
+    """Returns whether a key has a probability: always, or ``logP > lowest`` where scores were
+    padded.
+    """
     if not any(isinstance(x, Pad) for d in a.parts for x in d.scores.steps):
         return a.map(lambda _: ONE)
     if len(a.parts) != 1 or a.single() is None:
@@ -185,7 +190,7 @@ def takes_part(a: Elements) -> Elements:
 
 
 def needs_probability(a: Elements, condition: Expr | None) -> bool:
-    """Whether every addend has the probability as a factor that the condition is about."""
+    """Returns whether every addend has the probability as a factor that the condition is about."""
     e = a.single()
     numbers = set() if condition is None else variables(condition)
     if e is None or len(numbers) != 1:
@@ -196,7 +201,7 @@ def needs_probability(a: Elements, condition: Expr | None) -> bool:
 
 
 def kept_where(a: Elements, condition: Expr | None, *, inverted: bool) -> Elements:
-    """The value where a condition on probabilities holds (or does not), 0 elsewhere."""
+    """Returns the value where a condition on probabilities holds (or does not), 0 elsewhere."""
     e = a.single()
     if e is None or condition is None:
         raise Unsupported("a condition on probabilities and values that carry row weights")
@@ -227,7 +232,7 @@ def _distributed(e: Expr, sign: float) -> list[tuple[float, Expr]]:
 
 
 def not_negative(a: Elements) -> bool:
-    """Whether the value is a positive multiple of probabilities."""
+    """Returns whether the value is a positive multiple of probabilities."""
     e = a.single()
     if e is None:
         return False
@@ -242,7 +247,7 @@ def _without_lse(e: Expr) -> Expr:
 
 
 def with_constant(op: str, a: Elements, value: float, *, reverse: bool = False) -> Elements:
-    """A binary operation with a number; ``reverse`` has the number first."""
+    """Returns a binary operation with a number; ``reverse`` has the number first."""
     c = const(value)
     if op in ("mul", "div") and not reverse:
         return a.map(lambda e: apply(op, e, c))
@@ -255,12 +260,12 @@ def with_constant(op: str, a: Elements, value: float, *, reverse: bool = False) 
 
 
 def with_row_factor(a: Elements, factor: RowFactor) -> Elements:
-    """Every entry of a row times the row's factor."""
+    """Returns every entry of a row times the row's factor."""
     return replace(a, terms=tuple(replace(t, factors=(*t.factors, factor)) for t in a.terms))
 
 
 def chosen(condition: Expr, a: Elements, b: Elements, c: Elements) -> Elements:
-    """where(condition, a, b); the condition's variables are those of ``c``."""
+    """Reads where(condition, a, b); the condition's variables are those of ``c``."""
     x, y, z = a.single(), b.single(), c.single()
     if x is None or y is None or z is None:
         raise Unsupported("where on values that carry row weights")
@@ -273,7 +278,7 @@ def masked_after(
     node_rank: Mapping[fx.Node, int],
     factor: Callable[[], RowFactor],
 ) -> Elements:
-    """Entries set to 0 where the mask does not hold.
+    """Returns entries set to 0 where the mask does not hold.
 
     Conditions on rows alone keep or drop whole rows. Conditions on keys have to be the mask of one
     distribution, and no other may lack a key that they keep, or part of every distribution's mask:
@@ -329,7 +334,7 @@ def _num_dims(layout: Layout, axis: int) -> int:
 
 
 def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) -> Elements:
-    """A view operation applied to every layout; the keys stay one dimension."""
+    """Returns a view operation applied to every layout; the keys stay one dimension."""
     if any(t.factors for t in a.terms):
         raise Unsupported(f"{what} of values that carry row weights")
     layouts = []
@@ -355,7 +360,7 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
 
 
 def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Rows | Elements:
-    """sum or mean over dimensions: rows if the keys are among them, else averaged ones."""
+    """Returns sum or mean over dimensions: rows if the keys are among them, else averaged ones."""
     if a.key_dim not in dims:
         return averaged(a, dims, keepdim, mean)
     divisors = tuple(a.shape[d] for d in dims) if mean else ()
@@ -397,7 +402,10 @@ def _share_within(a: Elements) -> float | None:
 
 
 def split_constants(e: Expr) -> tuple[Expr, list[tuple[int, float]], float]:
-    """The expression without its parts whose sum over keys is known: P (1) and P * lse (lse)."""
+    """Returns the expression without its parts whose sum over keys is known.
+
+    They are P (1) and P * lse (lse).
+    """
     rest, offsets, constant = ZERO, [], 0.0
     for sign, addend in _addends(e, 1.0):
         coefficient, factors = _factors(addend)
@@ -444,7 +452,7 @@ def _factors(e: Expr) -> tuple[float, list[Expr]]:
 
 
 def averaged(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Elements:
-    """Probabilities summed over heads: a multiple of their mean, itself a distribution."""
+    """Returns probabilities summed over heads: a multiple of their mean, itself a distribution."""
     distribution = a.probability()
     layout = a.layouts[0] if distribution is not None else ()
     if distribution is None or a.parts != (distribution,):

@@ -1,4 +1,4 @@
-"""Index tensors as the program stores them: extents, dtype, slices, promotion.
+"""Models index tensors as the program stores them: extents, dtype, slices, promotion.
 
 NOTE [Index values]
 An `Affine` is exact arithmetic on integers; a tensor is not. Every value that a rule makes is
@@ -45,7 +45,7 @@ LARGEST_EXTENT = 2**40
 
 
 def stored(value: object, tensor: Tensor) -> object:
-    """The value as this tensor holds it, or None where that is not certain."""
+    """Returns the value as this tensor holds it, or None where that is not certain."""
     match value:
         case Affine():
             return _stored_affine(value, tensor)
@@ -62,7 +62,7 @@ def stored(value: object, tensor: Tensor) -> object:
 
 
 def in_dtype(value: float, dtype: torch.dtype) -> float | None:
-    """A number in a tensor of this dtype; None where an integer type cannot hold it."""
+    """Returns a number in a tensor of this dtype; None where an integer type cannot hold it."""
     if dtype == torch.bool:
         return float(value != 0)
     if dtype.is_floating_point:
@@ -74,13 +74,13 @@ def in_dtype(value: float, dtype: torch.dtype) -> float | None:
 
 
 def promoted(left: object, right: object) -> torch.dtype:
-    """The dtype in which torch compares or combines two tensors or numbers."""
+    """Returns the dtype in which torch compares or combines two tensors or numbers."""
     kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
     return elementwise_dtypes(left, right, type_promotion_kind=kind)[1]
 
 
 def promote(value: Number | Choice, dtype: torch.dtype) -> Number | Choice | None:
-    """A number or a choice in the dtype in which it is compared."""
+    """Returns a number or a choice in the dtype in which it is compared."""
     if isinstance(value, Number):
         number = in_dtype(value.value, dtype)
         return None if number is None else Number(number)
@@ -91,7 +91,7 @@ def promote(value: Number | Choice, dtype: torch.dtype) -> Number | Choice | Non
 
 
 def is_exact(x: object, shape: Sequence[Size], dtype: torch.dtype) -> bool:
-    """Whether all values of an index expression are exact in a dtype.
+    """Returns whether all values of an index expression are exact in a dtype.
 
     ``x`` is an `Affine` with these extents, or an integer.
     """
@@ -103,7 +103,7 @@ def is_exact(x: object, shape: Sequence[Size], dtype: torch.dtype) -> bool:
 
 
 def first_index(start: Size | None, size: Size, length: Size) -> Size | None:
-    """Where a slice or narrow of a dimension begins, counted from the front.
+    """Returns where a slice or narrow of a dimension begins, counted from the front.
 
     A negative start counts from the end, and one before the first entry is the first entry, as in
     Python. None where the sign is not certain for every size.
@@ -122,7 +122,7 @@ def first_index(start: Size | None, size: Size, length: Size) -> Size | None:
 
 
 def is_certain(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition holds for every size, without asking for a guard."""
+    """Returns whether a condition holds for every size, without asking for a guard."""
     return bool(statically_known_true(condition))
 
 
@@ -140,7 +140,7 @@ def _of_indices(coefficients: Sequence[int], shape: Sequence[Size]) -> tuple[int
 
 
 def on_tensor(mask: BoolTensor, shape: Sequence[Size]) -> BoolTensor | None:
-    """The mask of a tensor of this shape: an index along an extent of 1 is 0."""
+    """Returns the mask of a tensor of this shape: an index along an extent of 1 is 0."""
     if mask.rank > len(shape):
         return None
     literals: set[Literal] = set()
@@ -176,7 +176,7 @@ def _bounds(x: Affine | Size, shape: Sequence[Size]) -> tuple[int, int]:
 
 
 def _range_of(size: Size) -> tuple[int, int]:
-    """What is known of a size; a symbol without a limit is as large as memory allows."""
+    """Bounds a size; a symbol without a limit is as large as memory allows."""
     known = expression(size)
     if isinstance(known, int):
         return known, known

@@ -1,4 +1,4 @@
-"""Where the axes of a score matrix are in a tensor that was reshaped, transposed and broadcast.
+"""Tracks the axes of a score matrix through reshapes, transposes and broadcasts.
 
 A tensor dimension is a tuple of pieces: (b, h) is a flattened dimension, () one of size 1. A piece
 is a digit of an axis: with axis index = sum(stride * digit), splitting H into (groups, members)
@@ -45,14 +45,17 @@ Shape = tuple[Size, ...]
 
 
 def dim_size(dim: Dim) -> Size:
+    """Returns the size of a dimension."""
     return product(p.size for p in dim)
 
 
 def axes_of(layout: Layout) -> set[int]:
+    """Returns the axes of a layout."""
     return {p.axis for dim in layout for p in dim}
 
 
 def sizes_of(layout: Layout) -> Shape:
+    """Returns the shape of a layout."""
     return tuple(dim_size(d) for d in layout)
 
 
@@ -63,31 +66,31 @@ def with_rank(layout: Layout, rank: int) -> Layout | None:
 
 
 def has_shape(layout: Layout, shape: Sequence[Size]) -> bool:
-    """Whether a tensor of this layout has provably this shape."""
+    """Returns whether a tensor of this layout has provably this shape."""
     return len(layout) == len(shape) and all(map(provably_equal, sizes_of(layout), shape))
 
 
 def broadcasts_to(layout: Layout, shape: Sequence[Size]) -> bool:
-    """Whether a tensor of this layout is, or is provably broadcast to, this shape."""
+    """Returns whether a tensor of this layout is, or is provably broadcast to, this shape."""
     return len(layout) == len(shape) and all(
         d == () or provably_equal(dim_size(d), size) for d, size in zip(layout, shape, strict=True)
     )
 
 
 def broadcast(a: Sequence[Size], b: Sequence[Size]) -> Shape | None:
-    """The shape of two tensors of one rank together; None where extents may differ."""
+    """Returns the shape of two tensors of one rank together; None where extents may differ."""
     if not all(is_one(x) or is_one(y) or provably_equal(x, y) for x, y in zip(a, b, strict=True)):
         return None
     return tuple(y if is_one(x) else x for x, y in zip(a, b, strict=True))
 
 
 def without(layout: Layout, dim: int) -> Layout:
-    """The layout after a reduction over ``dim`` that keeps it with size 1."""
+    """Returns the layout after a reduction over ``dim`` that keeps it with size 1."""
     return (*layout[:dim], (), *layout[dim + 1 :])
 
 
 def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | None:
-    """The layout after a view or reshape to ``shape``."""
+    """Returns the layout after a view or reshape to ``shape``."""
     pieces = [p for dim in layout for p in dim if not is_one(p.size)]
     result: list[Dim] = []
     for size in shape:
@@ -116,7 +119,7 @@ def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | None:
 
 
 def merged(dim: Dim) -> Dim:
-    """Neighbouring digits of one axis as one digit."""
+    """Returns neighbouring digits of one axis as one digit."""
     result: list[Piece] = []
     for piece in dim:
         if result:
@@ -129,10 +132,12 @@ def merged(dim: Dim) -> Dim:
 
 
 def permute(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Permutes dimensions."""
     return tuple(layout[d] for d in dims)
 
 
 def unsqueeze(layout: Layout, dim: int) -> Layout:
+    """Inserts a dimension of size 1."""
     dim = dim % (len(layout) + 1)
     return (*layout[:dim], (), *layout[dim:])
 
@@ -143,7 +148,7 @@ def squeeze(layout: Layout, dims: Sequence[int]) -> Layout:
 
 
 def axis_dim(layout: Layout, axis: int) -> int | None:
-    """The dimension that is exactly the whole axis, or None."""
+    """Returns the dimension that is exactly the whole axis, or None."""
     for i, dim in enumerate(layout):
         if any(p.axis == axis for p in dim):
             whole = len(dim) == 1 and is_one(dim[0].stride)

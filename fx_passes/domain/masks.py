@@ -1,4 +1,4 @@
-"""Masks as logic: conjunctions of exact index conditions and of opaque boolean tensors.
+"""Represents masks as conjunctions of exact index conditions and of opaque boolean tensors.
 
 ``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices, so
 that a causal mask or a window is known exactly and never has to exist as a tensor. What is not
@@ -18,7 +18,9 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, provably_e
 
 @dataclass(frozen=True)
 class Affine:
-    """An integer tensor: sum over its dimensions of coefficient * index, plus a constant."""
+    """Represents an integer tensor: sum over its dimensions of coefficient * index, plus a
+    constant.
+    """
 
     coefficients: tuple[int, ...]
     constant: Size = 0
@@ -96,19 +98,19 @@ class BoolTensor:
         return replace(self, negative=not self.negative)
 
     def indexed_dims(self) -> set[int]:
-        """Dimensions whose index the conditions read."""
+        """Returns dimensions whose index the conditions read."""
         linear = [x for x in self.literals if isinstance(x, Linear)]
         return {d for x in linear for d, c in enumerate(x.coefficients) if c != 0}
 
     def conjunction(self, other: BoolTensor) -> BoolTensor | None:
-        """Both hold; None when that is not a conjunction of literals."""
+        """Combines two masks that both hold; None if that is not a conjunction of literals."""
         if self.negative or other.negative:
             return None
         rank = max(self.rank, other.rank)
         return BoolTensor(self.raised(rank).literals | other.raised(rank).literals, rank)
 
     def raised(self, rank: int) -> BoolTensor:
-        """With leading dimensions added."""
+        """Returns the mask with leading dimensions added."""
         extra = rank - self.rank
         if extra == 0:
             return self
@@ -128,6 +130,7 @@ def _with_leading(literal: Literal, extra: int) -> Literal:
 
 
 def opaque(node: fx.Node, shape: Sequence[Size]) -> BoolTensor:
+    """Makes a mask of a boolean tensor whose values are unknown."""
     dims = tuple(None if expression(size) == 1 else d for d, size in enumerate(shape))
     return BoolTensor(frozenset({Opaque(node, dims)}), len(dims))
 
@@ -151,7 +154,9 @@ class AnyKey:
 
 
 def rearranged(mask: BoolTensor, order: Sequence[int | None]) -> BoolTensor:
-    """The mask with dimension d of the result taken from ``order[d]``, None for a new one."""
+    """Returns the mask with dimension d of the result taken from ``order[d]``, None for a new
+    one.
+    """
 
     def moved(literal: Literal) -> Literal:
         if isinstance(literal, Linear):
@@ -204,7 +209,9 @@ Mask = frozenset[AxisLiteral]
 
 
 def to_axes(mask: BoolTensor, layout: Layout, node_rank: Mapping[fx.Node, int]) -> Mask | None:
-    """The literals of a conjunction as conditions on the axes of a tensor with ``layout``."""
+    """Returns the literals of a conjunction as conditions on the axes of a tensor with
+    ``layout``.
+    """
     if mask.negative or mask.rank > len(layout):
         return None
     literals: set[AxisLiteral] = set()
@@ -253,7 +260,7 @@ def _to_axes(
 
 
 def to_tensor(mask: Mask, layout: Layout) -> BoolTensor | None:
-    """The inverse of `to_axes`: a mask on axes as one of a tensor with ``layout``."""
+    """Returns the inverse of `to_axes`: a mask on axes as one of a tensor with ``layout``."""
     literals: set[Literal] = set()
     for literal in mask:
         if isinstance(literal, AxisExcept):
@@ -279,6 +286,7 @@ def to_tensor(mask: Mask, layout: Layout) -> BoolTensor | None:
 
 
 def axes_in(literal: AxisLiteral) -> set[int]:
+    """Returns the axes that a condition depends on."""
     if isinstance(literal, AxisExcept):
         return {literal.axis}
     if isinstance(literal, AxisCondition):

@@ -1,4 +1,4 @@
-"""Rules for sums over keys: sums of them, and log-sum-exps next to them.
+"""Combines sums over keys with each other, and with log-sum-exps.
 
 Two sums belong together when they were taken over the same axes, with the same extents, and
 divided by the same sizes.
@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import product, provably_equal
 
 
 def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:
-    """a + sign * b, both summed over the same axes and divided by the same sizes.
+    """Combines a + sign * b, both summed over the same axes and divided by the same sizes.
 
     The rows that are left may be broadcast; what was summed over may not: a sum over a dimension
     counts its extent.
@@ -60,7 +60,7 @@ def _rows_with_rank(rows: Rows, rank: int) -> Rows:
 
 
 def rows_and_lse(rows: Rows, value: LogSumExp, sign: float) -> Rows:
-    """rows + sign * log-sum-exp."""
+    """Combines rows + sign * log-sum-exp."""
     elements, layout = rows.elements, value.layout
     if rows.reduced != (elements.key_dim,) or rows.divisors:
         raise Unsupported("a log-sum-exp is added to a sum over more than the keys")

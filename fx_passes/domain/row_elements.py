@@ -1,4 +1,4 @@
-"""What a tensor's elements are, as a formula over dot products: the raw material of row programs.
+"""Represents a tensor's elements as formulas over dot products, from which row programs are made.
 
 A `Formula` says how the element at one index of its axes is computed; a `Placed` formula says
 which dimension of a tensor each axis is in. Views change places only. Axes have no names: those
@@ -36,11 +36,11 @@ class Axes:
         return len(self._sizes) - 1
 
     def of_shape(self, shape: Sequence[Size]) -> tuple[Dim, ...]:
-        """A new axis for each dimension that has an index."""
+        """Returns a new axis for each dimension that has an index."""
         return tuple(() if is_one(size) else (self.new(size),) for size in shape)
 
     def atoms(self, axes: Iterable[int]) -> Dim:
-        """What the axes consist of today."""
+        """Returns the atoms that the axes currently consist of."""
         found: list[int] = []
         for axis in axes:
             while axis in self._same_as:
@@ -55,7 +55,7 @@ class Axes:
         return product(self._sizes[a] for a in self.atoms(axes))
 
     def split(self, atom: int, trailing: Size) -> tuple[int, int]:
-        """An atom as two: index = leading * size of trailing + trailing."""
+        """Returns an atom as two: index = leading * size of trailing + trailing."""
         leading = quotient(self._sizes[atom], trailing)
         if leading is None:
             raise Unsupported(
@@ -65,7 +65,7 @@ class Axes:
         return self._parts[atom]
 
     def unify(self, a: Dim, b: Dim) -> None:
-        """Two dimensions that have one index."""
+        """Makes two dimensions share one index."""
         left, right = list(self.atoms(a)), list(self.atoms(b))
         while left and right:
             x, y = left.pop(0), right.pop(0)
@@ -92,7 +92,7 @@ class Axes:
             raise Unsupported("scores meet a tensor of another shape")
 
     def digits(self, axis: int, size: Size, stride: Size) -> Dim:
-        """The atoms of a digit of an axis, which is split where that needs it."""
+        """Returns the atoms of a digit of an axis, which is split where that needs it."""
         outer, _ = self._cut(self.atoms((axis,)), stride)
         return self._cut(outer, size)[1]
 
@@ -116,7 +116,7 @@ class Axes:
         return tuple(rest), tuple(taken)
 
     def reshaped(self, dims: Sequence[Dim], shape: Sequence[Size]) -> tuple[Dim, ...]:
-        """The places of axes after a view or reshape."""
+        """Returns the places of axes after a view or reshape."""
         atoms = [a for dim in dims for a in self.atoms(dim)]
         result: list[Dim] = []
         for size in shape:
@@ -159,12 +159,14 @@ class Dot:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the product and of what it is computed from."""
+        """Returns the dtypes of the product and of what it is computed from."""
         operands: tuple[Tensor, Tensor] = (self.lhs.node.meta["val"], self.rhs.node.meta["val"])
         return (self.dtype, *(x.dtype for x in operands))
 
     def dims(self, layout: Layout, axes: Axes) -> list[Dim]:
-        """The axes in each dimension of an operand; contracted ones are negative numbers."""
+        """Returns the axes in each dimension of an operand; contracted ones are negative
+        numbers.
+        """
         found: list[Dim] = []
         for dim in layout:
             parts: list[int] = []
@@ -180,7 +182,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Sum:
-    """What a reduction is over: ``scale`` times the sum, divided by sizes.
+    """Describes a reduction: ``scale`` times the sum, divided by sizes.
 
     ``dims`` are dimensions of the tensor whose axes are ``places``. A log-sum-exp has no scale.
     """
@@ -227,7 +229,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Keys that the ids of a row name, each of them once.
+    """Represents top-k entries: unique key ids per row, as a masked reduction over all keys.
 
     A tensor of entries at them has an axis of its own, and their formula is that of all keys: the
     others count nothing once it is reduced.
@@ -238,7 +240,7 @@ class Chosen:
 
 
 def formulas_in(root: Formula) -> list[Formula]:
-    """A formula and all that it is made of, operands first."""
+    """Returns a formula and all that it is made of, operands first."""
     order: list[Formula] = []
     seen: set[Formula] = set()
     stack = [root]

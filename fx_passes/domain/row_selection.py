@@ -1,4 +1,4 @@
-"""Which rows of a tensor are used: the meaning of `x[mask]`, `x[i, j]`, `masked_select`, `gather`.
+"""Describes which rows are used by `x[mask]`, `x[i, j]`, `masked_select` and `gather`.
 
 NOTE [Selected rows]
 A selection replaces consecutive dimensions of scores, of ``sizes``, by dimensions of ``shape``. It
@@ -63,6 +63,6 @@ class RowSelection:
         return self.kind in (MASK, MASK_ENTRIES)
 
     def condition_tensors(self) -> Iterator[fx.Node]:
-        """What the condition is about."""
+        """Returns the tensors that the condition is about."""
         if self.condition is not None:
             yield from (x.node for x in self.condition.literals if isinstance(x, Opaque))

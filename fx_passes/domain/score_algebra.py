@@ -1,4 +1,4 @@
-"""Operations that change which scores there are: padding, sums over heads, slices, rows."""
+"""Applies operations that change which scores exist: padding, sums over heads, slices, rows."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, provably_equal
 
 
 def padded(scores: Scores, size: Size) -> Scores:
-    """Scores with -inf after the last one of their last dimension: vocabulary entries that this
-    side lacks.
+    """Pads scores with -inf after the last one of their last dimension: vocabulary entries
+    that this side lacks.
     """
     key, (*rows, last) = scores.key, scores.layout
     if len(last) != 1 or axis_dim(scores.layout, last[0].axis) != len(rows):
@@ -53,7 +53,7 @@ def padded(scores: Scores, size: Size) -> Scores:
 
 
 def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]:
-    """Scores summed over a batch dimension: the axis joins the contraction."""
+    """Returns scores summed over a batch dimension: the axis joins the contraction."""
     key, pieces = scores.key, scores.layout[dim]
     operands = (key.lhs, key.rhs)
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:
@@ -82,7 +82,7 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
 
 
 def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
-    """What an operation on each of the summed scores is to their sum."""
+    """Converts an operation on each of the summed scores to one on their sum."""
     if isinstance(step, Scale):
         return step
     if isinstance(step, Shift) and isinstance(size, int):
@@ -97,7 +97,9 @@ def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
 def part(
     key: ScoreKey, layout: Layout, dim: int, start: Size, length: Size | None
 ) -> tuple[ScoreKey, Layout]:
-    """``scores.narrow(dim, start, length)``, or ``scores.select(dim, start)`` without a length."""
+    """Reads ``scores.narrow(dim, start, length)``, or ``scores.select(dim, start)`` without a
+    length.
+    """
     pieces = layout[dim]
     if pieces == ():
         return key, layout if length is not None else (*layout[:dim], *layout[dim + 1 :])
@@ -140,6 +142,7 @@ def _resized(layout: Layout, axis: int, size: Size) -> Layout:
 
 
 def part_of_operand(operand: TensorRef, axis: int, start: Size, length: Size | None) -> TensorRef:
+    """Returns the part of an operand that a slice of an axis leaves."""
     if axis not in axes_of(operand.layout):
         return operand
     dim = axis_dim(operand.layout, axis)
@@ -173,7 +176,7 @@ def _part_of_literal(
 def selected_rows(
     key: ScoreKey, layout: Layout, dim: int, selection: RowSelection
 ) -> tuple[ScoreKey, Layout]:
-    """Scores of the rows that are selected of the dimensions from ``dim`` on."""
+    """Returns scores of the rows that are selected of the dimensions from ``dim`` on."""
     end = dim + len(selection.sizes)
     indexed = layout[dim:end]
     pieces = merged(tuple(p for d in indexed for p in d))

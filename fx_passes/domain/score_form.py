@@ -1,4 +1,4 @@
-"""What the operators can do with a chain of operations on scores.
+"""Brings a chain of operations on scores into the form that the operators compute.
 
 They compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases, fill)``, with
 biases either before or after the tanh, and a number added to all of it, which a softmax ignores.
@@ -68,7 +68,9 @@ class ScoreForm:
 
 
 def read(key: ScoreKey) -> ScoreForm:
-    """The chain as an operator's arguments, or Blocked with the step that is none of them."""
+    """Returns the chain as an operator's arguments, or raises Unsupported with the step that is
+    none of them.
+    """
     form = ScoreForm()
     for step in key.steps:
         form = _after(form, step)

@@ -1,4 +1,4 @@
-"""A sum of two products over the same rows and keys, as a low-rank adapter of an LM head makes it.
+"""Represents a sum of two products over the same rows and keys: a low-rank adapter of an LM head.
 
 ``x W^T + s (x A^T) B^T`` is one head over the features [x, s x A^T] with the weight [W, B]. The
 first product stays the scores, and the second is a step of their chain, so that neither weight is
@@ -22,7 +22,9 @@ from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 
 
 def sum_of_heads(x: Scores, y: Scores, sign: float) -> Scores | None:
-    """``x + sign * y`` where both are products of rows with one matrix of keys, else None."""
+    """Combines ``x + sign * y`` if both are products of rows with one matrix of keys, else
+    None.
+    """
     if _is_plain(y.key.steps) and _is_linear(x.key.steps):
         return _joined(x, y.then(Scale(sign)))
     if _is_plain(x.key.steps) and _is_linear(y.key.steps):

@@ -1,4 +1,4 @@
-"""Scores: dot products of two operands, and the chain of operations that was applied to them.
+"""Represents scores: dot products of two operands, and the chain of operations applied to them.
 
 The chain is kept in the order written and normalised once, as each step is appended. What a step
 may move past:
@@ -110,7 +110,7 @@ Steps = tuple[ScoreStep, ...]
 
 @dataclass(frozen=True)
 class ScoreKey:
-    """The identity of a score matrix: two with equal keys hold the same numbers."""
+    """Identifies a score matrix: two with equal keys hold the same numbers."""
 
     lhs: TensorRef
     rhs: TensorRef
@@ -122,14 +122,14 @@ class ScoreKey:
         return dict(self.sizes)[axis]
 
     def then(self, *steps: ScoreStep) -> ScoreKey:
-        """With operations applied to the scores."""
+        """Returns the key with operations applied to the scores."""
         chain = self.steps
         for step in steps:
             chain = appended(chain, step)
         return replace(self, steps=chain)
 
     def split_shift(self) -> tuple[ScoreKey, float]:
-        """The scores that a softmax sees, and the number that it ignores."""
+        """Returns the scores that a softmax sees, and the number that it ignores."""
         last = self.steps[-1] if self.steps else None
         if isinstance(last, Shift) and abs(last.number) <= LARGEST_SHIFT:
             return replace(self, steps=self.steps[:-1]), last.number
@@ -148,7 +148,7 @@ class Scores:
 
 
 def appended(steps: Steps, step: ScoreStep) -> Steps:
-    """The chain with one operation more, in its normal form."""
+    """Returns the chain with one operation more, in its normal form."""
     match step:
         case Scale():
             return _scaled(steps, step.number)
@@ -202,7 +202,7 @@ def _scaled(steps: Steps, number: float) -> Steps:
 
 
 def axes_of_step(step: ScoreStep) -> set[int]:
-    """The axes of the scores along which an operation varies."""
+    """Returns the axes of the scores along which an operation varies."""
     match step:
         case Factor() | Bias():
             return axes_of(step.tensor.layout)
@@ -216,14 +216,14 @@ def axes_of_step(step: ScoreStep) -> set[int]:
 
 
 def leading_scale(steps: Steps) -> float:
-    """The number that multiplies everything after the last tanh, or from the start."""
+    """Returns the number that multiplies everything after the last tanh, or from the start."""
     behind = max((i + 1 for i, step in enumerate(steps) if isinstance(step, Tanh)), default=0)
     first = steps[behind] if behind < len(steps) else None
     return first.number if isinstance(first, Scale) else 1.0
 
 
 def nearly_equal(a: Steps, b: Steps) -> bool:
-    """Whether two chains differ by no more than the rounding of their numbers."""
+    """Returns whether two chains differ by no more than the rounding of their numbers."""
     return len(a) == len(b) and all(map(_nearly_the_same, a, b))
 
 

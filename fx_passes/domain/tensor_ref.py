@@ -1,4 +1,4 @@
-"""One reference to a tensor of the user's graph, with whether gradient flows back to it."""
+"""Represents a reference to a tensor of the user's graph, and whether gradient flows to it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TensorRef:
 
 
 def map_refs(value: T, change: Callable[[TensorRef], TensorRef]) -> T:
-    """The value with every reference in it changed."""
+    """Returns the value with every reference in it changed."""
     if isinstance(value, TensorRef):
         return change(value)  # type: ignore[return-value]  # T is TensorRef
     if isinstance(value, (tuple, frozenset)):
@@ -73,7 +73,7 @@ def map_refs(value: T, change: Callable[[TensorRef], TensorRef]) -> T:
 
 
 def refs_in(value: object) -> Iterator[TensorRef]:
-    """All references in a value, in the order of its fields."""
+    """Yields all references in a value, in the order of its fields."""
     if isinstance(value, TensorRef):
         yield value
     elif isinstance(value, (tuple, frozenset)):
@@ -90,15 +90,15 @@ def _may_hold_refs(value: object) -> bool:
 
 
 def grad_flows(value: object) -> bool:
-    """Whether a gradient of the value reaches any tensor."""
+    """Returns whether a gradient of the value reaches any tensor."""
     return any(ref.grad for ref in refs_in(value))
 
 
 def cut(value: T) -> T:
-    """The value without gradient, as after detach or under no_grad."""
+    """Returns the value without gradient, as after detach or under no_grad."""
     return map_refs(value, lambda ref: replace(ref, grad=False)) if grad_flows(value) else value
 
 
 def same_numbers(a: object, b: object) -> bool:
-    """Whether two values are equal but for where their gradients flow."""
+    """Returns whether two values are equal but for where their gradients flow."""
     return cut(a) == cut(b)

@@ -1,4 +1,4 @@
-"""What the analysis knows of a tensor: the abstract values that the recogniser computes with.
+"""Defines the abstract values that the recogniser computes with.
 
 Scores -> Distribution (softmax over one axis) -> Elements (an expression over the probabilities of
 one or more distributions, one value per key) -> Rows (summed over the keys). Masks are in
@@ -30,7 +30,7 @@ class Distribution:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows back to the scores from this use of them."""
+        """Returns whether a gradient flows back to the scores from this use of them."""
         return grad_flows(self.scores)
 
 
@@ -86,35 +86,39 @@ class Elements:
         return replace(self, terms=tuple(replace(t, expr=change(t.expr)) for t in self.terms))
 
     def single(self) -> Expr | None:
-        """The expression when there is one term without row factors."""
+        """Returns the expression when there is one term without row factors."""
         return self.terms[0].expr if len(self.terms) == 1 and not self.terms[0].factors else None
 
     def probability(self) -> Distribution | None:
-        """The distribution when the value is exactly its probabilities."""
+        """Returns the distribution when the value is exactly its probabilities."""
         e = self.single()
         return self.parts[int(e.value)] if e is not None and e.op == "P" else None
 
 
 def prob(k: int) -> Expr:
+    """Makes the variable of distribution k's probabilities."""
     return Expr("P", (), float(k))
 
 
 def log_prob(k: int) -> Expr:
+    """Makes the variable of distribution k's log-probabilities."""
     return Expr("logP", (), float(k))
 
 
 def lse(k: int) -> Expr:
-    """The log-sum-exp of distribution k's scores: one value per row."""
+    """Returns the log-sum-exp of distribution k's scores: one value per row."""
     return Expr("lse", (), float(k))
 
 
 def within(k: int) -> Expr:
-    """1 at the keys that distribution k's mask allows: a mask applied after the softmax."""
+    """Returns 1 at the keys that distribution k's mask allows: a mask applied after the
+    softmax.
+    """
     return Expr("within", (), float(k))
 
 
 def partly_within(k: int) -> Expr:
-    """1 at the keys that some of the conditions of distribution k's mask allow."""
+    """Returns 1 at the keys that some of the conditions of distribution k's mask allow."""
     return Expr("partly_within", (), float(k))
 
 
@@ -123,7 +127,7 @@ MAX_OPERATIONS = 256
 
 
 def num_operations(e: Expr, limit: int) -> int:
-    """How many operations an expression has, counted up to a limit."""
+    """Counts an expression's operations, up to a limit."""
     count, stack = 0, [e]
     while stack and count <= limit:
         current = stack.pop()
@@ -136,11 +140,12 @@ VARIABLES = ("P", "logP", "lse", "within", "partly_within")
 
 
 def mentions(e: Expr, op: str) -> bool:
+    """Returns whether an expression contains an operation."""
     return e.op == op or any(mentions(a, op) for a in e.args)
 
 
 def variables(e: Expr) -> set[int]:
-    """Indices of the distributions an expression mentions."""
+    """Returns indices of the distributions an expression mentions."""
     if e.op in VARIABLES:
         return {int(e.value)}
     found: set[int] = set()
@@ -150,21 +155,23 @@ def variables(e: Expr) -> set[int]:
 
 
 def where_within(e: Expr, holds: bool) -> Expr:
-    """The expression at keys where every mask applied after the softmax holds, or none does."""
+    """Returns the expression at keys where every mask applied after the softmax holds, or none
+    does.
+    """
     if e.op == "where" and e.args[0].op in ("within", "partly_within"):
         return where_within(e.args[1 if holds else 2], holds)
     return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e
 
 
 def conditions_in(e: Expr) -> set[Expr]:
-    """The masks that were applied after a softmax."""
+    """Returns the masks that were applied after a softmax."""
     if e.op in ("within", "partly_within"):
         return {e}
     return set().union(*(conditions_in(a) for a in e.args))
 
 
 def renumbered(e: Expr, number: dict[int, int]) -> Expr:
-    """The expression with distribution indices replaced."""
+    """Returns the expression with distribution indices replaced."""
     if e.op in VARIABLES:
         return Expr(e.op, (), float(number[int(e.value)]))
     return apply(e.op, *(renumbered(a, number) for a in e.args)) if e.args else e

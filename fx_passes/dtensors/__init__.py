@@ -1,1 +1,1 @@
-"""Graphs of DTensors: seen as the whole tensors that they stand for, rewritten, put back."""
+"""Rewrites graphs of DTensors: analysed as whole tensors, with results restored to DTensors."""

@@ -1,4 +1,4 @@
-"""Ranks that share DTensors rewrite alike, or not at all.
+"""Makes all ranks that share DTensors rewrite alike, or not at all.
 
 A rewritten graph has other collectives than the user's, so a rank that rewrites while another does
 not (its check failed, or had no memory) would wait forever. Before a rewrite is taken all ranks
@@ -35,7 +35,7 @@ class RanksDisagreeError(Fatal, DisagreementError):
 
 
 class Agreement:
-    """What the ranks of a graph's meshes agree on, one exchange after the other."""
+    """Makes the ranks of a graph's meshes agree, one exchange after the other."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.ranks = ranks_of(graph)
@@ -45,11 +45,11 @@ class Agreement:
         self.prefix = "streamkl/" + "-".join(map(str, self.ranks))
 
     def refusals(self, rewrite: Sequence[str], refused: Mapping[str, str]) -> dict[str, str]:
-        """Every site that a rank refuses, and why, the same on all ranks.
+        """Returns every site that a rank refuses, and why, the same on all ranks.
 
         ``rewrite`` says what all of them have to do alike: options, sites, operators.
 
-        Blocked, on all of them, where they would do something else or one of them failed.
+        Raises Unsupported on all of them, if one would do something else or failed.
         """
         if self.store is None:
             return dict(refused)
@@ -75,7 +75,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def told_of_failures(self) -> Iterator[None]:
-        """Others do not wait for a rank whose analysis raises."""
+        """Tells other ranks if this rank's analysis raises, so that they do not wait."""
         try:
             yield
         except (Unsupported, Fatal):
@@ -93,7 +93,9 @@ class Agreement:
         return number
 
     def _exchanged(self, told: object) -> dict[int, dict[str, Any]]:
-        """What every rank tells, by rank; RanksDisagreeError where one says nothing."""
+        """Returns what every rank sends, by rank; raises RanksDisagreeError if one sends
+        nothing.
+        """
         assert self.store is not None
         number = self._tell(told)
         found = {}

@@ -1,4 +1,4 @@
-"""From a rewritten graph of whole tensors back to the user's graph of DTensors.
+"""Restores the user's graph of DTensors from a rewritten graph of whole tensors.
 
 Nodes of the user's get what they were. Operators of ours get DTensors, by way of
 `distributed.graph_calls`, and their rows are plain tensors that every rank has; where the user's
@@ -38,7 +38,7 @@ OF_TOKENS = {"flatten", "reshape", "view", "narrow", "slice", "getitem", "select
 
 
 class DoesNotFit(Exception):
-    """Why sites of a graph cannot be put back, in the user's terms."""
+    """Says why losses of a graph cannot be restored to DTensors, in the user's terms."""
 
     def __init__(self, reason: str, sites: frozenset[str]) -> None:
         super().__init__(reason)
@@ -107,7 +107,7 @@ class Restore:
         return {n.name for n in chain if n.users}
 
     def _sites_of(self, node: fx.Node) -> frozenset[str]:
-        """What has to stay as it is so that a node is not needed."""
+        """Finds the losses to refuse so that a node disappears."""
         own = [c for c, made in self.replaced.items() if node in made]
         follow_ups = {
             c.before.name for c in own if not any(SITE in n.meta for n in self.replaced[c])
@@ -171,7 +171,8 @@ class Restore:
             reader.replace_input_with(old, new)
 
     def _looser(self, readers: list[fx.Node]) -> list[fx.Node]:
-        """What is computed from ranks' terms of a sum (Partial) before the sum is asked for.
+        """Finds what is computed from a sum's terms on ranks (Partial) before the sum is asked
+        for.
 
         It may as well be computed from the sum, unless somebody sees the terms.
         """
@@ -338,7 +339,7 @@ class Restore:
         return found
 
     def _of_rows(self, node: fx.Node) -> None:
-        """What is made of rows is plain: weights of rows become what every rank has."""
+        """Makes what is computed from rows plain: weights of rows become what every rank has."""
         self.rows.add(node)
         for source in node.all_input_nodes:
             if is_dtensor(example(source)) and not _reads_sizes(node):
@@ -436,7 +437,7 @@ class Restore:
 
 
 def _arguments_of(call: fx.Node) -> dict[str, Any]:
-    """Of an operator on LM heads, by name."""
+    """Returns the arguments of an operator on LM heads, by name."""
     names = [argument.name for argument in linear_ops.linear_kl._schema.arguments]
     return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 

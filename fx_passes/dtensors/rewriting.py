@@ -1,4 +1,4 @@
-"""The rewrite of a graph of DTensors: as whole tensors, agreed on by all ranks, and put back."""
+"""Rewrites a graph of DTensors: as whole tensors, agreed on by all ranks, and restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rewrite_sharded(
     attempt: Attempt,
     options: CheckOptions,
 ) -> tuple[fx.Graph, Report]:
-    """The rewritten graph with the sites that passed and that fit, and the report of all.
+    """Returns the rewritten graph with the sites that passed and that fit, and the report of all.
 
     Checks run on whole tensors, on every rank by itself.
     """

@@ -1,4 +1,4 @@
-"""A graph of DTensors as a graph of the whole tensors that they stand for.
+"""Converts a graph of DTensors to a graph of the whole tensors that they stand for.
 
 DTensor has the semantics of one device: an operation on DTensors gives what it gives on whole
 tensors, whatever their placements. So the graph is analysed with plain tensors in their places,
@@ -39,7 +39,7 @@ _OF_REDISTRIBUTE = {"device_mesh", "placements", "async_op"}
 
 
 def whole_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with whole tensors; nodes have the names that they had."""
+    """Returns a copy of the graph with whole tensors; nodes have the names that they had."""
     _check_writes(graph)
     result = copied(graph)
     mode = fake_mode(graph)
@@ -75,7 +75,9 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _check_writes(graph: fx.Graph) -> None:
-    """Blocked where memory changes that opaque nodes do not share as the program's tensors do."""
+    """Raises Unsupported where memory changes that opaque nodes do not share as the program's
+    tensors do.
+    """
     shared: set[int] = set()
     for node in graph.nodes:
         values = [example(node)]
@@ -98,7 +100,7 @@ def _storage(x: Tensor) -> int:
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    """The mode that the recorded values live in."""
+    """Returns the mode that the recorded values live in."""
     for node in graph.nodes:
         for x in tree_leaves(example(node)):
             local = x._local_tensor if is_dtensor(x) else x
@@ -155,7 +157,7 @@ def _replace(node: fx.Node, target: Any, args: tuple[fx.Node, ...]) -> None:
 
 
 def conversion(node: fx.Node) -> str:
-    """Which of DTensor's own methods a node calls, empty for everything else."""
+    """Names the method of DTensor that a node calls; empty for everything else."""
     name = name_of(node).removeprefix("prim").strip("_ ")
     return name if name in ("redistribute", "full_tensor", "to_local", "from_local") else ""
 
@@ -267,7 +269,7 @@ def _are_sums(x: Any) -> bool:
 
 
 def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What a method of DTensor is called with; torch 2.11 keeps it in a closure."""
+    """Returns the arguments of a method of DTensor; torch 2.11 keeps them in a closure."""
     if isinstance(node.target, str) or not name_of(node).startswith("prim"):
         return node.args[1:], dict(node.kwargs)
     code, cells = getattr(node.target, "__code__", None), getattr(node.target, "__closure__", None)

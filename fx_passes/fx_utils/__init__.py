@@ -1,0 +1,1 @@
+"""Holds helpers for FX graphs: nodes, sizes, effects, insertion and removal."""

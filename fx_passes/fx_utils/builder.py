@@ -1,4 +1,4 @@
-"""Insert nodes into a Dynamo graph with complete metadata.
+"""Inserts nodes into a Dynamo graph with complete metadata.
 
 A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes
 guess.
@@ -37,7 +37,7 @@ class Selections:
         self.counts: dict[str, tuple[fx.Node, int]] = {}
 
     def positions_of(self, size: str) -> fx.Node | None:
-        """The positions of a mask that selects so many rows."""
+        """Returns the positions of a mask that selects so many rows."""
         return self.positions.get(self.masked.get(size))
 
 
@@ -57,7 +57,7 @@ class Builder:
 
     @contextlib.contextmanager
     def undone_if_blocked(self) -> Iterator[None]:
-        """Take back what is inserted meanwhile when it steps out to be Blocked."""
+        """Take back what is inserted meanwhile when it steps out to be unsupported."""
         kept = len(self.added)
         try:
             yield
@@ -67,13 +67,13 @@ class Builder:
             raise
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A function call."""
+        """Returns a function call."""
         return self._insert(
             "call_function", function, args, kwargs, lambda a, k: function(*a, **k)
         )
 
     def method(self, name: str, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-        """A tensor method call."""
+        """Returns a tensor method call."""
         if name == "detach" and self._is_in_inference_mode:
             return x  # nothing is recorded there
         return self._insert(
@@ -85,7 +85,7 @@ class Builder:
         return autograd_modes(self.graph.nodes)[self.before] == INFERENCE
 
     def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """The same operation with some of its inputs replaced."""
+        """Returns the same operation with some of its inputs replaced."""
         given: Any = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
         args, kwargs = given
         if callable(node.target):
@@ -120,14 +120,15 @@ class Builder:
         return node
 
     def size(self, size: Size, tensors: Sequence[fx.Node]) -> int | fx.Node:
-        """A size as a constant, or from the tensors' sizes."""
+        """Returns a size as a constant, or from the tensors' sizes."""
         known = expression(size)
         return known if isinstance(known, int) else self._symbolic(known, tensors)
 
     def positions(
         self, selection: object, mask: fx.Node, rows: Callable[[Builder], fx.Node]
     ) -> fx.Node:
-        """Where a boolean mask is True, as indices into its flattened entries.
+        """Inserts the positions where a boolean mask is True, as indices into its flattened
+        entries.
 
         They are made after the mask, once for each selection; ``rows`` adds the nodes that make
         one entry a row of it.
@@ -170,7 +171,7 @@ class Builder:
         raise Unsupported(f"the size {wanted} is not the size of any input of the scores")
 
     def product(self, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> int | fx.Node:
-        """Product of sizes."""
+        """Returns the product of sizes."""
         result: int | fx.Node = 1
         for size in sizes:
             factor = self.size(size, tensors)

@@ -1,4 +1,4 @@
-"""Copies of graphs to work on."""
+"""Copies graphs, so that a rewrite works on a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes also have what Dynamo set on them next to their metadata."""
+    """Returns a copy whose nodes also have what Dynamo set on them besides their metadata."""
     result = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, result.nodes, strict=True):
         for name, value in vars(old).items():

@@ -1,4 +1,4 @@
-"""Erase from a graph what only replaced code used."""
+"""Erases nodes that only replaced code used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph records of DTensors: which values are, how they are placed, who has a part."""
+"""Reads what a graph records of DTensors: their nodes, placements and meshes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ PLACED = "streamkl_placed"  # in the metadata of whole tensors that stand for DT
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Returns whether a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # without it there are none
     return module is not None and isinstance(x, module.DTensor)
 
 
 def dtensors_in(value: object) -> list[DTensor]:
-    """The DTensors of a recorded value, which may be a tuple."""
+    """Returns the DTensors of a recorded value, which may be a tuple."""
     return [x for x in tree_leaves(value) if is_dtensor(x)]
 
 
 def has_dtensors(graph: fx.Graph) -> bool:
+    """Returns whether a graph records DTensors."""
     return any(True for _ in _all(graph))
 
 
 def ranks_of(graph: fx.Graph) -> tuple[int, ...]:
-    """Every rank that has a part of a DTensor of the graph."""
+    """Returns every rank that has a part of a DTensor of the graph."""
     meshes: list[Any] = []
     for x in _all(graph):
         if not any(x.device_mesh is mesh for mesh in meshes):

@@ -1,4 +1,4 @@
-"""Why something is left as the user wrote it, or why compiling has to end."""
+"""Defines the exceptions that say why something is not fused, or why compiling has to end."""
 
 
 class Unsupported(Exception):
@@ -6,4 +6,4 @@ class Unsupported(Exception):
 
 
 class Fatal(Exception):
-    """What must not be taken for a failed analysis: other processes would go on without us."""
+    """Must not be taken for a failed analysis: other processes would go on without us."""

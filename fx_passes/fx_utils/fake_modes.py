@@ -1,4 +1,4 @@
-"""Which mode of fake tensors is found by code of torch that asks for the current one."""
+"""Sets the fake tensor mode that code of torch finds when it asks for the current one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, later
 
 @contextlib.contextmanager
 def found_mode(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Higher-order operators ask the compilation for its mode, whatever tensors they are given.
+    """Sets the mode that higher-order operators find, whatever tensors they are given.
 
     That of a backend is not the one of Dynamo's graph, and with None there is none: real tensors.
     """

@@ -1,4 +1,4 @@
-"""Which nodes of a graph write to tensors, draw random numbers, or have another effect."""
+"""Finds the nodes that write to tensors, draw random numbers, or have another effect."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in, storage_o
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a node writes to one of its arguments."""
+    """Returns whether a node writes to one of its arguments."""
     return bool(written_by(node))
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node may do more than return a value: write, draw random numbers, check."""
+    """Returns whether a node may do more than return a value: write, draw random numbers,
+    check.
+    """
     if node.op not in ("call_function", "call_method"):
         return True
     return _draws_random(node) or is_in_place(node) or node.is_impure()
@@ -39,7 +41,7 @@ def _draws_random(node: fx.Node) -> bool:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes to."""
+    """Returns the arguments that a node writes to."""
     if node.op not in ("call_function", "call_method"):
         return []
     name = name_of(node)
@@ -68,7 +70,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def written_storages(graph: fx.Graph) -> set[int | None]:
-    """The memory that any node of a graph writes to."""
+    """Returns the memory that any node of a graph writes to."""
     return {storage_of(x) for node in graph.nodes for x in written_by(node)} - {None}
 
 
@@ -85,7 +87,9 @@ RECORDS, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
 
 
 def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """The mode that each node of a graph is computed in, by the code's own changes of it."""
+    """Returns the mode that each node of a graph is computed in, by the code's own changes of
+    it.
+    """
     modes, entered = {}, list[str]()
     mode = RECORDS
     for node in nodes:
@@ -103,7 +107,9 @@ def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
-    """The operations that autograd does not record, by the code's own changes of the mode."""
+    """Returns the operations that autograd does not record, by the code's own changes of the
+    mode.
+    """
     modes = autograd_modes(graph.nodes)
     return {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
 

@@ -1,4 +1,4 @@
-"""What a node of an FX graph is: its name, arguments, recorded value, and place in user code."""
+"""Reads a node of an FX graph: its name, arguments, recorded value, and place in user code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_SPECIAL: dict[object, str] = {
 
 
 def name_of(node: fx.Node) -> str:
-    """The bare name of a function or method of torch, whatever the overload.
+    """Returns the bare name of a function or method of torch, whatever the overload.
 
     What is not torch's keeps its namespace or module: an operator ``mine::softmax`` is no softmax.
     """
@@ -48,7 +48,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an ATen operation by schema name; defaults are left out."""
+    """Returns arguments of an ATen operation by schema name; defaults are left out."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return dict(node.kwargs)
     names = [argument.name for argument in node.target._schema.arguments]
@@ -56,19 +56,19 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
-    """The nodes among arguments, however nested."""
+    """Returns the nodes among arguments, however nested."""
     found: list[fx.Node] = []
     fx.map_arg(arguments, lambda n: found.append(n))
     return found
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
-    """The node and all that it is computed from."""
+    """Returns the node and all that it is computed from."""
     return _reached([node], lambda n: n.all_input_nodes)
 
 
 def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that is computed from them."""
+    """Returns the nodes and all that is computed from them."""
     return _reached(nodes, lambda n: n.users)
 
 
@@ -86,7 +86,7 @@ def _reached(
 
 
 def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that a higher-order operator runs."""
+    """Returns the graphs that a higher-order operator runs."""
     owner = node.graph.owning_module
     named = [
         getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"
@@ -95,12 +95,15 @@ def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def example(node: fx.Node) -> object:
-    """The fake value that Dynamo, or a trace, recorded for a node."""
+    """Returns the fake value that Dynamo, or a trace, recorded for a node."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def is_parameter(leaf: fx.Node) -> bool:
-    """Whether a node reads a parameter of an exported program: Dynamo has inputs for those."""
+    """Returns whether a node reads a parameter of an exported program.
+
+    Dynamo has inputs for those.
+    """
     if leaf.op != "get_attr" or not isinstance(example(leaf), Tensor):
         return False
     owner: object = leaf.graph.owning_module
@@ -110,11 +113,15 @@ def is_parameter(leaf: fx.Node) -> bool:
 
 
 def is_tensor(node: fx.Node) -> bool:
+    """Returns whether a node's value is a tensor."""
     return isinstance(example(node), Tensor)
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """Identity of a tensor's memory; views share it. None where there is none to compare."""
+    """Returns the identity of a tensor's memory; views share it.
+
+    None where there is none to compare.
+    """
     value = example(node)
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         return None
@@ -122,12 +129,12 @@ def storage_of(node: fx.Node) -> int | None:
 
 
 def in_torch(file: str) -> bool:
-    """Whether a file is torch's own code, not the user's."""
+    """Returns whether a file is torch's own code, not the user's."""
     return file.startswith(_TORCH)
 
 
 def location_of(node: fx.Node) -> tuple[str, str]:
-    """file:line, and its text, of the innermost frame of the user's code after a node."""
+    """Returns file:line, and its text, of the innermost frame of the user's code after a node."""
     trace = node.meta.get("stack_trace")
     if not trace:
         return UNKNOWN, ""
@@ -141,6 +148,7 @@ def location_of(node: fx.Node) -> tuple[str, str]:
 
 
 def is_view(node: fx.Node) -> bool:
+    """Returns whether a node's value shares memory with an input of it."""
     value = example(node)
     if not isinstance(value, Tensor):
         return False
@@ -152,6 +160,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def num_bytes(node: fx.Node) -> int:
+    """Counts the bytes of a node's value, by hints of symbolic sizes."""
     value = example(node)
     if not isinstance(value, Tensor):
         return 0

@@ -1,4 +1,4 @@
-"""What stands in a graph for a node that is not to be analysed, or that changes no value."""
+"""Defines functions that replace nodes in a graph: opaque to the analysis, or the identity."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import Any
 
 
 def same(x: Any) -> Any:
-    """The same numbers: placements and memory may differ (DTensor.redistribute, full_tensor)."""
+    """Returns the same numbers: placements and memory may differ (DTensor.redistribute,
+    full_tensor).
+    """
     return x
 
 
 def same_detached(x: Any) -> Any:
-    """The same numbers without their gradient: what is moved under no_grad."""
+    """Returns the same numbers without their gradient: what is moved under no_grad."""
     return x.detach()
 
 
 def opaque(*inputs: Any) -> Any:
-    """What is made of the inputs in a way that is not looked into; never run."""
+    """Stands for a node whose computation is not analysed; never run."""
     raise RuntimeError("a node that stands for another one was run")

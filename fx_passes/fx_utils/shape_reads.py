@@ -1,4 +1,4 @@
-"""Operations that read the shape or the type of a tensor, and none of its values."""
+"""Lists operations that read the shape or the type of a tensor, and none of its values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones}
 
 
 def read_for_metadata(node: fx.Node) -> fx.Node | None:
-    """The argument that a node asks for nothing but its shape or type, if there is one."""
+    """Returns the argument that a node asks for nothing but its shape or type, if there is one."""
     name = name_of(node)
     if name in LIKE:
         source = node.args[0] if len(node.args) == 1 else None

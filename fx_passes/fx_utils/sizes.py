@@ -1,4 +1,4 @@
-"""Sizes that may be symbolic: shapes, comparison without adding guards, and products."""
+"""Compares and multiplies sizes that may be symbolic, without adding guards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Size = int | torch.SymInt
 
 
 def shape_of(node: fx.Node) -> Sequence[Size]:
+    """Returns the recorded shape of a node."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value.shape
 
 
 def expression(size: Size) -> Any:
-    """A value to compare sizes by: the integer or the symbolic expression."""
+    """Returns a value to compare sizes by: the integer or the symbolic expression."""
     if isinstance(size, torch.SymInt):
         node = size.node
         constant = node.maybe_as_int()
@@ -33,7 +34,9 @@ def expression(size: Size) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def simplified(expr: sympy.Expr) -> sympy.Expr:
-    """The expression with divisions done that leave no remainder: ``(b * h) // b`` is h."""
+    """Returns the expression with divisions done that leave no remainder: ``(b * h) // b`` is
+    h.
+    """
 
     def divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
         exact = sympy.cancel(a / b)
@@ -43,25 +46,28 @@ def simplified(expr: sympy.Expr) -> sympy.Expr:
 
 
 def provably_equal(a: Size, b: Size) -> bool:
-    """Provably equal, without asking the symbolic shapes for a guard."""
+    """Returns whether sizes are provably equal, without adding a guard on symbolic shapes."""
     x, y = expression(a), expression(b)
     return bool(x == y) if isinstance(x, int) and isinstance(y, int) else str(x - y) == "0"
 
 
 def is_one(size: Size) -> bool:
+    """Returns whether a size is 1, without adding a guard."""
     return expression(size) == 1
 
 
 def is_zero(size: Size) -> bool:
+    """Returns whether a size is 0, without adding a guard."""
     return expression(size) == 0
 
 
 def product(sizes: Iterable[Size]) -> Size:
+    """Multiplies sizes."""
     return math.prod(sizes)
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """a / b where it is provably an integer, else None."""
+    """Returns a / b where it is provably an integer, else None."""
     x, y = expression(a), expression(b)
     if isinstance(x, int) and isinstance(y, int):
         return a // b if y and x % y == 0 else None
@@ -72,12 +78,12 @@ def quotient(a: Size, b: Size) -> Size | None:
 
 
 def is_unknown(size: Size) -> bool:
-    """Whether a size depends on data: the number of rows that a boolean index selects."""
+    """Returns whether a size depends on data: the number of rows that a boolean index selects."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes as users read it."""
+    """Returns a number of bytes as users read it."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024

@@ -1,4 +1,4 @@
-"""How values lie in memory: code after a replaced value may view it, or read its strides."""
+"""Reads how values lie in memory: code after a replaced value may view it, or read its strides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 
 def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
-    """``x`` in the memory layout of another tensor of its shape, or Blocked."""
+    """Returns ``x`` in the memory layout of another tensor of its shape, or raises Unsupported."""
     if _lie_alike(_value(x), like):
         return x
     strides = [_hint(s) for s in like.stride()]
@@ -42,7 +42,8 @@ def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
 def strides_are_seen(
     node: fx.Node, other: fx.Node, build: Builder, written: Container[int | None]
 ) -> bool:
-    """Whether code after ``node`` could tell that it gets ``other`` in another memory layout.
+    """Returns whether code after ``node`` could tell that it gets ``other`` in another memory
+    layout.
 
     ``written`` is the memory that the graph writes to.
 

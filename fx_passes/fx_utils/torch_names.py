@@ -1,4 +1,4 @@
-"""Every private part of torch that the rewrite cannot do without, imported in one place.
+"""Imports in one place every private part of torch that the rewrite cannot do without.
 
 A release of torch may move any of them. The error then says which one, and what to do. Parts that
 the rewrite can do without are imported where they are used, and left out where they are missing
@@ -72,13 +72,13 @@ with _explained():
 
 
 def later(module: str, name: str) -> Any:
-    """A name of a part of torch that takes long to import, when it is needed."""
+    """Returns a name of a part of torch that takes long to import, when it is needed."""
     with _explained():
         return getattr(importlib.import_module(module), name)
 
 
 def optional(module: str, name: str) -> Any:
-    """A name of a module of torch, None where it is missing: for what may be left out."""
+    """Returns a name of a module of torch, None where it is missing: for what may be left out."""
     try:
         owner = importlib.import_module(module)
         return getattr(owner, name, None) or importlib.import_module(f"{module}.{name}")

@@ -1,0 +1,1 @@
+"""Inserts the planned operator calls into the user's graph."""

@@ -1,4 +1,4 @@
-"""Insert a planned site's operator calls into the user's graph."""
+"""Inserts a planned loss's operator calls into the user's graph."""
 
 from __future__ import annotations
 
@@ -209,7 +209,8 @@ def add_up_biases(
     outer: Mapping[fx.Node, fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node | None:
-    """The additive tensors of a side's scores as one that broadcasts to the operator's scores.
+    """Returns the additive tensors of a side's scores as one that broadcasts to the operator's
+    scores.
 
     ``dtype`` is that of the scores: a narrower tensor is scaled after it was added to them.
     """

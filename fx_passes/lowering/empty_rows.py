@@ -1,4 +1,4 @@
-"""Eager's values and gradients for rows in which every key has a huge negative number added."""
+"""Restores eager's values and gradients for rows whose keys are all masked by a finite number."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def rows_with_keys(
     *,
     all_heads: bool = False,
 ) -> fx.Node:
-    """Where a row of the additive mask [..., keys] leaves something of its scores, as [..., 1].
+    """Marks the rows of an additive mask [..., keys] that keep some of their scores, as [..., 1].
 
-    ``keep`` is the boolean mask next to it. ``all_heads``: a row counts when it does in any head.
+    ``keep`` is the boolean mask that comes with it. ``all_heads``: a row counts if it does in any
+    head.
     """
     if keep is not None:
         added = build.call(torch.where, keep, added, -math.inf)
@@ -44,7 +45,8 @@ def rows_with_keys(
 def uniform_rows(
     build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, scale: float, *, added: bool
 ) -> fx.Node:
-    """Attention with equal weights for all keys, with the gradients of the code it replaces.
+    """Returns attention with equal weights for all keys, with the gradients of the code it
+    replaces.
 
     A mask that is added lets the gradient of the softmax through to the scores: its first-order
     term 1/N sum_j (s_j - mean s) v_j, minus its own value. A mask that is filled in does not.
@@ -62,7 +64,7 @@ def uniform_rows(
 def window_tensor(
     build: Builder, place: Geometry, left: Size | None, right: Size | None, nodes: list[fx.Node]
 ) -> fx.Node | None:
-    """The window as a boolean [queries, keys]."""
+    """Returns the window as a boolean [queries, keys]."""
     if left is None and right is None:
         return None
     first = example(nodes[0])

@@ -1,4 +1,4 @@
-"""Language-model heads: scores whose keys are one matrix for all rows become `linear_kl`.
+"""Lowers language-model heads, whose keys are one matrix for all rows, to `linear_kl`.
 
 Nothing of the size of the logits is kept, and the widths of hidden states are far beyond what
 attention kernels take. The operator rounds logits to the type of the product, as the user's linear
@@ -35,7 +35,9 @@ DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 def emit(
     build: Builder, geometry: Geometry, functional: Functional, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The value per token, with the geometry's digits as dimensions: batch, heads, rows."""
+    """Returns the value per token, with the geometry's digits as dimensions: batch, heads,
+    rows.
+    """
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {}
     sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}
@@ -115,7 +117,7 @@ def _adapter(
 
 
 def _removed_vocab_entries(build: Builder, mask: Mask, head: fx.Node) -> fx.Node:
-    """-inf at the vocabulary entries that the mask leaves out, as [vocabulary entries]."""
+    """-inf at the vocabulary entries that the mask leaves out, as [vocab_size]."""
     matrix = example(head)
     assert isinstance(matrix, Tensor)
     vocab = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)

@@ -1,4 +1,4 @@
-"""From a matmul operand in the user's graph to the tensor that an operator takes.
+"""Inserts the views that turn a matmul's operand into the tensor that an operator takes.
 
 Transposes, casts and repeated heads were peeled off by the analysis, so the source tensor is used
 as it is; what is inserted here are views, except where flattened dimensions cannot be a view.
@@ -36,6 +36,7 @@ from torch_streamkl.fx_passes.planning.dimensions import (
 
 
 def shape(node: fx.Node) -> Sequence[Size]:
+    """Returns the recorded shape of a node."""
     value = example(node)
     assert isinstance(value, Tensor)
     return value.shape
@@ -53,7 +54,7 @@ def canonical(
     dtype: torch.dtype,
     factors: Sequence[Factor] = (),
 ) -> fx.Node:
-    """An operand as [batch, heads, rows or keys, head_dim]."""
+    """Returns an operand as [batch, heads, rows or keys, head_dim]."""
     own = geometry.side(side)
     x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry)
@@ -82,7 +83,7 @@ def weight(
     outer: Mapping[fx.Node, fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node:
-    """An operand that holds keys only, as [keys, width]."""
+    """Returns an operand that holds keys only, as [keys, width]."""
     x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry)
     places = [Place(kind, p.slot, p.size) for kind in ("key", "dim") for p in _of(kind, pieces)]
@@ -98,7 +99,9 @@ def weight(
 
 
 def materialise(build: Builder, tensor: TensorRef, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The part of the user's tensor that a reference stands for, detached where it has to be."""
+    """Returns the part of the user's tensor that a reference stands for, detached where it has to
+    be.
+    """
     x = outer_node(tensor.node, outer)
     for step in tensor.steps:
         x = _with_step(build, x, step, outer)
@@ -361,7 +364,8 @@ def rows_as_user(
     *,
     trailing: bool = False,
 ) -> fx.Node:
-    """Row values [batch, heads, queries] in the user's dimensions, the key dimension of size 1.
+    """Returns the row values [batch, heads, queries] in the user's dimensions, the key dimension
+    of size 1.
 
     ``trailing``: the values have one more dimension, which takes the place of the (last) key
     dimension.
@@ -401,7 +405,7 @@ def placed(
     geometry: Geometry,
     tensors: Sequence[fx.Node],
 ) -> fx.Node:
-    """A mask or bias as a tensor that broadcasts to [batch, heads, queries, keys]."""
+    """Returns a mask or bias as a tensor that broadcasts to [batch, heads, queries, keys]."""
     pieces = _split(layout, side, geometry)
     keys = [Place("width", p.slot, p.size) for p in _of("key", pieces)]
     places = [*_row_places(geometry), _query_place(geometry)]

@@ -1,4 +1,4 @@
-"""Insert a row program's operator call into the user's graph, and its results in their places."""
+"""Inserts a row program's operator call into the user's graph, and its results in their places."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def emit(
     outer: Mapping[fx.Node, fx.Node],
     written: Container[int | None],
 ) -> dict[fx.Node, fx.Node]:
-    """The call, and by node of the user's graph what takes its place.
+    """Returns the call, and by node of the user's graph what takes its place.
 
     ``written`` is the memory that the graph writes to. The operator keeps its results for the
     backward, so what is written to, here or by whoever the graph returns it to, is a copy of them.

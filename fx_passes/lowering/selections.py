@@ -1,4 +1,4 @@
-"""Selected rows in the user's graph: the user's own operation, on an operand of the scores.
+"""Applies the user's own row selection to an operand of the scores.
 
 See NOTE [Selected rows] in domain/row_selection.py.
 """
@@ -31,7 +31,7 @@ def selected(
     selection: RowSelection,
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
-    """The rows of ``x`` that are selected of ``num_dims`` dimensions from ``dim`` on."""
+    """Returns the rows of ``x`` that are selected of ``num_dims`` dimensions from ``dim`` on."""
     tensors = [outer_node(n, outer) for n in selection.tensors]
     made_of = [outer[n] for n in selection.condition_tensors() if n in outer]
     build.selecting.append((tensors, made_of))
@@ -65,7 +65,7 @@ def _mask_of_rows(build: Builder, mask: fx.Node, selection: RowSelection) -> fx.
 
 
 def _count_positions(build: Builder, selection: RowSelection, tensors: list[fx.Node]) -> None:
-    """Where to read numbers of positions that are symbols, as those of ``torch.where(mask)``."""
+    """Finds where to read sizes that are symbols, as those of ``torch.where(mask)``."""
     for i, size in enumerate(selection.shape):
         if isinstance(size, int):
             continue
@@ -107,7 +107,7 @@ def _gathered(
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    """As far as it is known without a guard."""
+    """Checks contiguity, as far as it is known without a guard."""
     value = example(node)
     assert isinstance(value, Tensor)
     expected: Size = 1

@@ -1,0 +1,1 @@
+"""Holds the passes that run on a graph after its losses are fused."""

@@ -1,4 +1,4 @@
-"""``softmax(softcap * tanh(scale * QK^T)) @ V``, with masks, as a call of FlexAttention.
+"""Rewrites ``softmax(softcap * tanh(scale * QK^T)) @ V``, with masks, to a call of FlexAttention.
 
 scaled_dot_product_attention has no softcap; torch.nn.attention.flex_attention takes any function
 of a score. On a GPU Inductor makes kernels of it and of its backward that never have a tensor of
@@ -44,7 +44,8 @@ def softcapped_attention(
     alive: Tensor | None = None,
     has_slope: bool = False,
 ) -> Tensor:
-    """Attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias`` where allowed.
+    """Returns attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias`` where
+    allowed.
 
     A query i sees the keys j with ``first <= j - i <= last`` at which all masks are True. A row in
     which ``alive`` is False sees all keys alike: its scores are 0, with the gradient of the capped
@@ -122,7 +123,7 @@ class _Captured:
 
 
 def _one_block(device: torch.device) -> tuple[Any, ...]:
-    """What the operator takes for a block mask, of which no block is left out."""
+    """Makes the block mask that the operator takes if no block is skipped."""
     block_mask = later("torch.nn.attention.flex_attention", "BlockMask")
     whole = block_mask.from_kv_blocks(
         torch.ones((1, 1, 1), dtype=torch.int32, device=device),

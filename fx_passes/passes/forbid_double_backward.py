@@ -1,4 +1,4 @@
-"""Sums with gradients from the forward say what they are of: a second derivative is an error.
+"""Makes double backward raise for sums whose gradients were computed in the forward.
 
 Their backward reads no input of the graph, which is what AOTAutograd looks for before it refuses
 to differentiate twice. What it gets is the nearest input to each operand that the replaced code's
@@ -44,7 +44,7 @@ LINEAR = TERMS | {"mul", "div", "truediv", "matmul", "mm", "bmm", "linear"}
 
 
 def refuse_second_derivatives(graph: fx.Graph, builder: MakeBuilder) -> None:
-    """Tell the sums of a graph what they are of."""
+    """Makes second derivatives of a graph's sums raise."""
     written = written_storages(graph)
     for call in [n for n in graph.nodes if n.target in SUMS]:
         for total in [n for n in call.users if n.target is operator.getitem and n.args[1] == 0]:
@@ -65,7 +65,7 @@ def refuse_second_derivatives(graph: fx.Graph, builder: MakeBuilder) -> None:
 
 
 def _operands_of(call: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """What a call is differentiated by, and whether the backward of the replaced code read it."""
+    """Returns a call's differentiable operands, and whether the replaced backward read each."""
     if call.target is row_op.row_program_sum:
         tensors: Any = call.args[0]
         program: Any = call.args[2]

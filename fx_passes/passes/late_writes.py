@@ -1,4 +1,4 @@
-"""Teachers that are updated in the step: which operators read what is written after them.
+"""Finds operators that read tensors which are written after them: teachers updated in the step.
 
 `linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does not: it
 makes its gradients in the forward. Which of the two a divergence becomes is known at the end. So
@@ -19,7 +19,9 @@ from torch_streamkl.rows import op as row_op
 
 
 def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:
-    """By site: why it has to stay, where one of its operators reads a tensor after a write."""
+    """Finds, by loss, an operator that reads a tensor after a write, which forbids
+    fusing.
+    """
     position = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[str, str] = {}
     for node in graph.nodes:

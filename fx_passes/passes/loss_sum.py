@@ -1,4 +1,4 @@
-"""A weighted sum of `linear_kl` rows becomes `linear_kl_sum`: gradients after its forward.
+"""Rewrites a weighted sum of `linear_kl` rows to `linear_kl_sum`, with gradients in its forward.
 
 The per-token operator computes the logits again in the backward: six matmuls for the student where
 four are enough when the weight of each token in the loss is known before. It is known when the
@@ -46,7 +46,7 @@ BIASES = ("student_bias", "teacher_bias")
 
 @dataclass(frozen=True)
 class Chain:
-    """What happens to the tokens' values until they are a scalar."""
+    """Collects the operations on the tokens' values until they are a scalar."""
 
     steps: tuple[fx.Node, ...]
     total: fx.Node  # the sum or mean
@@ -193,7 +193,7 @@ def _ones(call: fx.Node, build: Builder) -> fx.Node:
 
 
 def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
-    """What the steps make of ones, in the order of the rows."""
+    """Applies the steps to ones, which gives the weights of rows in their order."""
     (rows,) = call.users
     copies = {rows: ones}
     current = ones

@@ -1,4 +1,4 @@
-"""How many rows a boolean mask selects is read from the positions, not from large tensors.
+"""Reads the number of rows that a boolean mask selects from the positions, not from large tensors.
 
 Dynamo asserts at run time what it has assumed of such sizes, and reads them where they were made:
 of the selected logits.
@@ -24,7 +24,9 @@ Counts = dict[str, tuple[fx.Node, Size]]  # by symbol: positions, and entries of
 
 
 def symbols_of_counts(recognised: Recogniser) -> dict[str, RowSelection]:
-    """The selections by mask, by the symbols that the trace has for their numbers of rows."""
+    """Returns the selections by mask, by the symbols that the trace has for their numbers of
+    rows.
+    """
     return {
         str(expression(shape_of(node)[dim] // width)): selection
         for node, (selection, dim, width) in recognised.counted.items()

@@ -1,4 +1,4 @@
-"""A sum of a row program's values becomes `row_program_sum`: gradients in its forward.
+"""Rewrites a sum of a row program's values to `row_program_sum`, with gradients in its forward.
 
 A program of an LM head makes its logits again in the backward, unless what each row adds to the
 loss is known in the forward. It is where the program's values go through functions of each row,
@@ -46,7 +46,7 @@ BINARY = {
 
 @dataclass(frozen=True)
 class Term:
-    """What a node of the graph is: a value for each row, or their sum over all rows."""
+    """Describes a node of the graph: a value for each row, or their sum over all rows."""
 
     index: int  # in the graph of the loss
     is_sum: bool
@@ -54,17 +54,17 @@ class Term:
 
 @dataclass(frozen=True)
 class Chain:
-    """What is computed of a program's values, until it is one number."""
+    """Collects what is computed of a program's values, until it is one number."""
 
     before: tuple[fx.Node, ...]  # in the order of the graph
     total: fx.Node
     loss: RowLoss
-    known: tuple[Specialized, ...]
+    known: tuple[KnownTensor, ...]
 
 
 @dataclass(frozen=True)
-class Specialized:
-    """A tensor that is read next to the values, in their shape; None is the number of rows."""
+class KnownTensor:
+    """A tensor that is read with the values, in their shape; None is the number of rows."""
 
     node: fx.Node | None
     text: str = ""  # of the shape: comparing symbolic sizes would guard
@@ -121,7 +121,7 @@ class _Reader:
     def __init__(self, call: fx.Node) -> None:
         self.call, self.graph = call, Literal()
         self.terms: dict[fx.Node, Term] = {}
-        self.known: list[Specialized] = []
+        self.known: list[KnownTensor] = []
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
         self.behind = descendants([call])
         program: Any = call.args[1]
@@ -223,7 +223,7 @@ class _Reader:
         rows = self.problem.num_rows
         if isinstance(rows, int):
             return self.graph.const(rows)
-        return self._capture(Specialized(None), FLOAT)
+        return self._capture(KnownTensor(None), FLOAT)
 
     def _apply(self, node: fx.Node, op: str, given: list[Any]) -> Term | None:
         """A pointwise operation: of per-row values, or of their sums where it is linear."""
@@ -264,10 +264,10 @@ class _Reader:
         if (value.dtype.is_floating_point and not self._is_computed(value)) or value.is_complex():
             return None
         shape = tuple(_value(node).shape)
-        known = Specialized(x, str(shape), shape)
+        known = KnownTensor(x, str(shape), shape)
         return self._capture(known, dtype_of(value))
 
-    def _capture(self, known: Specialized, dtype: str) -> int:
+    def _capture(self, known: KnownTensor, dtype: str) -> int:
         if known not in self.known:
             self.known.append(known)
         place = self.known.index(known)
@@ -356,7 +356,7 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     return total
 
 
-def _tensor_of_rows(known: Specialized, call: fx.Node, build: Builder) -> fx.Node:
+def _tensor_of_rows(known: KnownTensor, call: fx.Node, build: Builder) -> fx.Node:
     """[1, 1, rows], or [1, 1, 1] of one number."""
     operands: Any = call.args[0]
     if known.node is None:

@@ -1,4 +1,4 @@
-"""``softmax(QK^T + mask) @ V`` becomes scaled_dot_product_attention where the map is unused.
+"""Rewrites attention whose probabilities nothing else reads to scaled_dot_product_attention.
 
 Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
 which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a
@@ -61,7 +61,7 @@ def replace_attention(
     refused: Mapping[str, str],
     min_mib: float | None,
 ) -> list[str]:
-    """Attention written by hand, where its map has no other reader, by the fused one.
+    """Replaces attention written by hand whose probabilities have no other reader.
 
     Maps of less than ``min_mib`` are skipped, None being what was measured on the device.
     Returns what the report says of that which stays.
@@ -140,7 +140,7 @@ class Leftovers:
     alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
 
     def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
-        """A node with the value of ``probabilities @ values``, or raises Blocked."""
+        """Returns a node with the value of ``probabilities @ values``, or raises Unsupported."""
         elements = attention.probabilities
         distribution, layout = elements.parts[0], elements.layouts[0]
         form = read(distribution.scores)
@@ -245,7 +245,9 @@ class Leftovers:
         options: dict[str, Any],
         dtype: torch.dtype,
     ) -> fx.Node | None:
-        """Which rows have a key; None where all have, or where eager makes NaN of the others."""
+        """Marks the rows that have a key; None if all have, or if eager makes NaN of the
+        others.
+        """
         total = options.get("attn_mask")
         form = read(place.student.distribution.scores)
         if total is None or not _may_lack_keys(place, mask):
@@ -385,6 +387,8 @@ def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
 
 
 def shape_scale(q: fx.Node) -> float:
-    """The scale that scaled_dot_product_attention uses by default, 0 when it is not known."""
+    """Returns the scale that scaled_dot_product_attention uses by default, 0 when it is not
+    known.
+    """
     head_dim = shape(q)[-1]
     return head_dim**-0.5 if isinstance(head_dim, int) and head_dim else 0.0

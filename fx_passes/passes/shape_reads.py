@@ -1,4 +1,4 @@
-"""Operations that read the shape or type of a large tensor, such as expand_as, given that instead.
+"""Redirects reads of a large tensor's shape or type, such as expand_as, to another tensor.
 
 Nothing else may keep scores or probabilities alive that a fused operator replaced.
 """
@@ -24,7 +24,9 @@ from torch_streamkl.fx_passes.fx_utils.shape_reads import (
 def shapes_as_sizes(
     region: Region, quadratic: Container[fx.Node], builder: Callable[[fx.Node], Builder]
 ) -> None:
-    """``x.expand_as(scores)`` becomes ``x.expand(sizes)``, with sizes from the region's inputs."""
+    """Replaces ``x.expand_as(scores)`` by ``x.expand(sizes)``, with sizes from the region's
+    inputs.
+    """
     tensors = [leaf for leaf in region.leaves if is_tensor(leaf)]
     for node in region.nodes:
         if node._erased:
@@ -44,7 +46,7 @@ def shapes_as_sizes(
 
 
 def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node]) -> fx.Node:
-    """What a node gives, from the shape or type of the tensor that it asks for them."""
+    """Computes what a node returns from the shape or type of its tensor alone."""
     x, name = node.args[0], name_of(node)
     assert isinstance(x, fx.Node)
     if name in OF_ITS_TYPE:

@@ -1,4 +1,4 @@
-"""A cross-entropy with labels next to a distillation loss shares the operator's logits.
+"""Computes a cross-entropy with labels in the operator call of the distillation loss.
 
 Most trainers add the two. Not fused, the cross-entropy keeps the student's logits alive, which
 are what `linear_kl` avoids; with ``labels`` the operator returns the cross-entropy per token as
@@ -165,7 +165,7 @@ def _labels(node: fx.Node) -> Any:
 
 
 def _temperature(call: fx.Node, logits: Scores) -> float | None:
-    """What the call's student scores are the logits divided by; None when they are others."""
+    """Returns the number by which the call divides the logits; None if its logits are others."""
     key, pieces = call.meta[STUDENT]
     if "labels" in call.kwargs:
         return None
@@ -186,7 +186,7 @@ def _temperature(call: fx.Node, logits: Scores) -> float | None:
 
 
 def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
-    """Where both outputs can be computed, after moving what reads the earlier one after it."""
+    """Finds a node before which both outputs can be computed, and moves readers after it."""
     order = list(graph.nodes)
     position = {n: i for i, n in enumerate(order)}
     earlier, later = sorted((call, node), key=position.__getitem__)

@@ -1,4 +1,4 @@
-"""Where softcapped attention becomes a call of FlexAttention, and that call."""
+"""Decides where softcapped attention becomes a call of FlexAttention, and inserts the call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def emit(
     nodes: Sequence[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
-    """A call with the value of ``softmax(scores) @ v``, or Blocked where none is compiled.
+    """Returns a call with the value of ``softmax(scores) @ v``, or raises Unsupported where none
+    is compiled.
 
     ``alive`` are the rows with keys. Masks stay conditions on positions and small tensors: nothing
     of queries x keys is made of them.
@@ -93,7 +94,7 @@ def _value(node: fx.Node) -> Tensor:
 
 
 def why_not(q: Tensor, v: Tensor) -> str:
-    """Why FlexAttention is not compiled for such tensors, or nothing."""
+    """Explains why FlexAttention is not compiled for such tensors; None if it is."""
     sizes = (q.shape[1], q.shape[3], v.shape[1], v.shape[3])
     if not all(isinstance(n, int) for n in sizes):
         return "FlexAttention needs to know the numbers of heads and their size"

@@ -1,0 +1,1 @@
+"""Plans operator calls for recognised losses, without touching the graph."""

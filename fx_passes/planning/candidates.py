@@ -1,4 +1,4 @@
-"""Which values of a graph operators will compute: the earliest ones that they can."""
+"""Chooses which values of a graph operators compute: the earliest ones that they can."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.plan import Plan, plan
 
-# what a divergence reads that is made next to a planned operator
+# what a divergence reads that is computed besides a planned operator
 DISTRIBUTIONS = MATMULS | {
     "_softmax", "softmax", "_log_softmax", "log_softmax", "logsumexp", "kl_div",
     "cross_entropy_loss",
@@ -34,7 +34,7 @@ class Candidate:
 def find_candidates(
     trace: Trace, values: Mapping[fx.Node, object]
 ) -> tuple[list[Candidate], Plans]:
-    """Where to put operators: the earliest nodes whose value one can compute."""
+    """Finds where to put operators: the earliest nodes whose value one can compute."""
     rows = {
         n: v
         for n, v in values.items()
@@ -82,7 +82,7 @@ def _cover(node: fx.Node, rows: dict[fx.Node, Rows], covered: set[fx.Node]) -> N
 
 
 def without_candidate(found: Sequence[fx.Node], candidates: Sequence[Candidate]) -> list[fx.Node]:
-    """Sites that no operator is planned for."""
+    """Returns sites that no operator is planned for."""
     handled: set[fx.Node] = set()
     for candidate in candidates:
         handled |= ancestors(candidate.inner)

@@ -1,4 +1,4 @@
-"""How two distributions over the same keys map onto one operator call.
+"""Maps two distributions over the same keys onto one operator call.
 
 NOTE [Axes]
 An axis is a dimension of a matmul's result: an identity within its scores, with an extent. A
@@ -84,7 +84,9 @@ class Geometry:
         return (self.teacher, self.student)[side]
 
     def digits_of(self, piece: Piece, side: int) -> list[tuple[Slot, Size]]:
-        """The digits that a piece of a row axis is made of, the leading one first, or Blocked."""
+        """Returns the digits that a piece of a row axis is made of, the leading one first, or
+        raises Unsupported.
+        """
         found = [(Slot("digit", i), d.pieces[side]) for i, d in enumerate(self.digits)]
         found += [(Slot("averaged", i), p) for i, p in enumerate(self.side(side).averaged)]
         within = [(slot, p) for slot, p in found if p is not None and _covers(piece, p)]
@@ -104,7 +106,9 @@ def geometry(
     key_dim: int,
     others: Sequence[TensorRef] = (),
 ) -> Geometry:
-    """Geometry of the pair, or Blocked; ``others`` are further operands of the student's side."""
+    """Returns the geometry of the pair, or raises Unsupported; ``others`` are further operands of
+    the student's side.
+    """
     num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
     if not provably_equal(*num_keys):
         raise Unsupported("teacher and student have different keys")
@@ -264,7 +268,7 @@ def _covers(held: Piece, piece: Piece) -> bool:
 
 
 def leading_first(pieces: Sequence[Piece]) -> list[int]:
-    """Positions of the pieces of one axis by falling stride."""
+    """Returns positions of the pieces of one axis by falling stride."""
 
     def rank(i: int) -> int:
         stride = pieces[i].stride
@@ -275,7 +279,9 @@ def leading_first(pieces: Sequence[Piece]) -> list[int]:
 
 
 def is_split_of(pieces: Sequence[Piece], whole: Piece) -> bool:
-    """Whether pieces, the leading one first, are the digits of a piece without gap or overlap."""
+    """Returns whether pieces, the leading one first, are the digits of a piece without gap or
+    overlap.
+    """
     ends = [p.size * p.stride for p in pieces]
     starts = [p.stride for p in pieces]
     wanted = [whole.size * whole.stride, *starts]

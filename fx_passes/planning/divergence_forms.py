@@ -1,4 +1,4 @@
-"""Expressions that are linear in log-probabilities: as named divergences, or sums of them."""
+"""Expresses sums that are linear in log-probabilities as named divergences, or sums of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Monomials = dict[tuple[tuple[str, int], ...], float]
 
 
 def monomials(e: Expr) -> Monomials | None:
-    """The expression as a polynomial in its variables, or None."""
+    """Returns the expression as a polynomial in its variables, or None."""
     if e.op == "const":
         return {(): e.value} if e.value else {}
     if e.op in ("P", "logP"):
@@ -64,7 +64,9 @@ def _coefficients(polynomial: Monomials) -> dict[tuple[int, int], float] | None:
 
 
 def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Expr, float] | None:
-    """Canonical expression and factor of a form that is linear in the log-probabilities."""
+    """Returns the canonical expression and factor of a form that is linear in the
+    log-probabilities.
+    """
     c = _coefficients(polynomial)
     if c is None:
         return None
@@ -91,7 +93,7 @@ def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Ex
 def split_pairs(
     expr: Expr, parts: Sequence[Distribution], used: Sequence[int]
 ) -> list[tuple[Expr, int, int, float]]:
-    """More than two distributions: a sum of divergences, one call each."""
+    """Splits more than two distributions into a sum of divergences, one call each."""
     polynomial = monomials(expr)
     c = None if polynomial is None else _coefficients(polynomial)
     if c is None:

@@ -1,4 +1,4 @@
-"""Which pairs of scores are language-model heads: their keys are one matrix for all rows."""
+"""Decides which pairs of scores are LM heads: their keys are one matrix for all rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_streamkl.fx_passes.planning.dimensions import (
 
 
 def is_lm_head(geometry: Geometry) -> bool:
-    """Whether both sides are hidden states times one matrix, without masks."""
+    """Returns whether both sides are hidden states times one matrix, without masks."""
     return all(_is_head(side) for side in (geometry.teacher, geometry.student))
 
 
@@ -53,7 +53,7 @@ def _is_per_vocab_entry(bias: Bias, side: SideGeometry) -> bool:
 
 
 def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
-    """The second product of a side's logits, and its operands with the rows and with the
+    """Returns the second product of a side's logits, and its operands with the rows and with the
     vocabulary entries.
     """
     for added in read(side.distribution.scores).products:
@@ -64,7 +64,9 @@ def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
 
 
 def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:
-    """What is added to the logits; the operator adds it before a softcap, never after it."""
+    """Returns what is added to the logits; the operator adds it before a softcap, never after
+    it.
+    """
     return form.inner_biases + form.biases
 
 

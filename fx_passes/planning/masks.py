@@ -1,4 +1,4 @@
-"""The masks of a call's two sides in the operator's terms."""
+"""Translates the masks of a call's two sides into the operator's arguments."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Literals = dict[tuple[object, ...], Any]  # a mask's conditions by what they mea
 
 
 def masks_of(shape: Geometry, *, is_head: bool = False) -> MaskPlan:
-    """The masks of both sides in the operator's terms; they have to be the same.
+    """Returns the masks of both sides in the operator's terms; they have to be the same.
 
     ``is_head``: of an LM head, whose operator leaves out vocabulary entries (`linear.emit`).
     """
@@ -76,6 +76,7 @@ def masks_of(shape: Geometry, *, is_head: bool = False) -> MaskPlan:
 
 
 def masked_alike(shape: Geometry) -> bool:
+    """Returns whether both sides have the same mask."""
     teacher, student = _literals(shape)
     return teacher.keys() == student.keys()
 
@@ -90,7 +91,9 @@ def _check_overwritten(shape: Geometry, is_head: bool) -> None:
 def plan_masks(
     shape: Geometry, functional: Functional, drops_rows: bool, *, is_head: bool
 ) -> MaskPlan:
-    """Masks that are the same on both sides; ``drops_rows``: rows without keys count as 0."""
+    """Returns masks that are the same on both sides; ``drops_rows``: rows without keys count
+    as 0.
+    """
     teacher, student = (read(s.distribution.scores) for s in (shape.teacher, shape.student))
     masks = masks_of(shape, is_head=is_head)
     is_masked = bool(student.mask)
@@ -107,7 +110,7 @@ def plan_masks(
 
 
 def plan_masks_within(shape: Geometry, side: int) -> MaskPlan:
-    """Masks of which ``side`` has all conditions and more, and the sum takes its keys."""
+    """Returns masks of which ``side`` has all conditions and more, and the sum takes its keys."""
     _check_overwritten(shape, is_head=False)
     sides = _literals(shape)
     stricter, other = sides[side], sides[1 - side]
@@ -128,7 +131,7 @@ def plan_masks_within(shape: Geometry, side: int) -> MaskPlan:
 
 
 def within_of(expr: Expr) -> int | None:
-    """The distribution whose keys alone give the expression a value, or None."""
+    """Returns the distribution whose keys alone give the expression a value, or None."""
     found = conditions_in(expr)
     if len(found) != 1 or where_within(expr, False) != ZERO:
         return None
@@ -137,7 +140,8 @@ def within_of(expr: Expr) -> int | None:
 
 
 def drops_rows_without_keys(expr: Expr, keys: Sequence[ScoreKey]) -> bool:
-    """Whether a mask after the softmax, which all distributions have, changes rows without keys.
+    """Returns whether a mask after the softmax, which all distributions have, changes rows without
+    keys.
 
     Those are uniform. False where they are 0 with the mask and without it.
     """
@@ -229,7 +233,7 @@ def _literals_of(side: int, shape: Geometry, mask: Mask) -> Literals:
 
 
 def _roles(piece: Piece, side: int, shape: Geometry) -> list[object]:
-    """Where a piece of a mask is in the operator's tensors."""
+    """Maps a piece of a mask to the dimensions of the operator's tensors."""
     if piece.axis == shape.side(side).distribution.axis:
         return [("key", *piece.key()[1:])]
     return [slot for slot, _ in shape.digits_of(piece, side)]

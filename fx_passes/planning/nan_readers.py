@@ -1,4 +1,4 @@
-"""Code after a site that asks for NaN or infinity, where eager has them and operators do not.
+"""Finds code after a loss that could observe NaN or infinity that only eager produces.
 
 Eager gives NaN where a masked key has the probability 0 and the logarithm -inf, and infinity where
 a probability is 0 by underflow. An operator gives the limit. Whoever replaces NaN by 0, counts it,
@@ -78,7 +78,7 @@ def check_nan_readers(
     values: Mapping[fx.Node, object],
     outside: Readers = NO_READERS,
 ) -> None:
-    """Blocked where code after ``node`` would see another number than in eager.
+    """Raises Unsupported where code after ``node`` would see another number than in eager.
 
     ``inner`` is the same value in the trace, of which ``values`` knows what its nodes are.
     ``outside`` are the readers of what the graph returns, where another graph calls it.
@@ -100,7 +100,7 @@ def check_nan_readers(
 def check_masked_logarithms(
     inner: fx.Node, elements: Elements, values: Mapping[fx.Node, object]
 ) -> None:
-    """Blocked where the logarithm of probabilities that a finite mask makes 0 counts.
+    """Raises Unsupported where the logarithm of probabilities that a finite mask makes 0 counts.
 
     ``softmax(-1).log()`` is -inf there in eager code, the operators' is what the score gives it.
     Where both sides are masked alike eager's product with a probability is NaN.
@@ -148,13 +148,13 @@ def _may_be_log_of_zero(node: fx.Node, values: Mapping[fx.Node, object]) -> bool
 
 
 def readers_of_body(owner: fx.GraphModule, name: str, outside: Readers) -> Readers:
-    """The readers, in the graph that calls a body, of what the body returns."""
+    """Returns the readers, in the graph that calls a body, of what the body returns."""
     subgraphs = [n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name]
     return readers_behind([user for body in subgraphs for user in body.users], outside)
 
 
 def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> Readers:
-    """The readers of the nodes' values, also of what these are written to."""
+    """Returns the readers of the nodes' values, also of what these are written to."""
     if not nodes:
         return NO_READERS
     graph, found = nodes[0].graph, NO_READERS

@@ -1,4 +1,4 @@
-"""From summed elements to operator calls: what to call, on which operands, with which options.
+"""Plans operator calls for summed elements: the operator, its operands and options.
 
 `plan` decides without touching the graph and raises `Unsupported` with the reason.
 """
@@ -53,7 +53,7 @@ from torch_streamkl.fx_passes.planning.masks import (
 
 @dataclass(frozen=True)
 class Call:
-    """One operator call of a site: coefficient * row factors * divergence."""
+    """Describes one operator call of a loss: coefficient * row factors * divergence."""
 
     functional: Functional
     geometry: Geometry
@@ -65,14 +65,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a site needs."""
+    """Holds everything that the operator calls of a loss need."""
 
     rows: Rows
     calls: tuple[Call, ...]
 
 
 def plan(rows: Rows) -> Plan:
-    """The calls that compute the rows, or Blocked."""
+    """Returns the calls that compute the rows, or raises Unsupported."""
     if rows.offsets:
         raise Unsupported("a log-sum-exp of the scores is left over")
     elements = rows.elements
@@ -172,7 +172,7 @@ def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFact
 
 
 def _forms(shape: Geometry) -> tuple[ScoreForm, ScoreForm]:
-    """What the scores of teacher and student are, in the operator's terms."""
+    """Brings the scores of teacher and student into the operator's form."""
     return read(shape.teacher.distribution.scores), read(shape.student.distribution.scores)
 
 

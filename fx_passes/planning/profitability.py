@@ -1,4 +1,4 @@
-"""What is small and computed as fast by Inductor's own code: it can be left to it.
+"""Decides which losses are too small to fuse: Inductor's own code is as fast.
 
 What a site saves is its tensors of queries x keys. Where those take a few MiB, what counts is the
 number of launches and the host's work between them. The same holds of the attention that is left
@@ -34,17 +34,17 @@ LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 4096.0}
 
 
 def least_mib(device: str, given: float | None) -> float:
-    """What the option `streamkl.min_mib` says for a device."""
+    """Returns the threshold of the option `streamkl.min_mib` for a device."""
     return LEAST_MIB.get(device, 0.0) if given is None else given
 
 
 def least_attention_mib(device: str, given: float | None) -> float:
-    """The same for attention that is left over."""
+    """Returns the same for attention that is left over."""
     return LEAST_ATTENTION_MIB.get(device, 0.0) if given is None else given
 
 
 def why_program_is_left(plan: RowPlan, device: str, given: float | None) -> str:
-    """Why a row program is skipped, or nothing.
+    """Explains why a row program is skipped; None if it is fused.
 
     Sizes that vary count as they are when the graph is compiled; those that only data decides are
     taken for large.
@@ -71,7 +71,7 @@ def _hint(size: Size) -> int | None:
 
 
 def why_left(candidate: Candidate, device: str, given: float | None) -> str:
-    """Why a loss is skipped, or nothing; dynamic shapes are fused."""
+    """Explains why a loss is skipped; None if it is fused, as losses with dynamic shapes are."""
     mib, least = _mib_of(candidate.plan.rows.elements), least_mib(device, given)
     if mib is None or mib >= least:
         return ""
@@ -80,7 +80,7 @@ def why_left(candidate: Candidate, device: str, given: float | None) -> str:
 
 
 def why_maps_are_left(elements: Elements, device: str, given: float | None) -> str:
-    """The same of attention that is left over."""
+    """Returns the same of attention that is left over."""
     mib, least = _mib_of(elements), least_attention_mib(device, given)
     if mib is None or mib >= least:
         return ""
@@ -97,14 +97,14 @@ def _mib_of(elements: Elements) -> float | None:
 def too_small(
     mib: float, what: str, least: float, device: str, given: float | None, kind: str
 ) -> str:
-    """A size and the threshold that it is below of, and where that comes from."""
+    """Returns a size and the threshold that it is below of, and where that comes from."""
     name = {"cuda": "GPU", "cpu": "CPU"}.get(device, device)
     origin = f"{name} threshold for {kind}" if given is None else "streamkl.min_mib"
     return f"{bytes_text(mib * MIB)} of {what} < {bytes_text(least * MIB)} ({origin})"
 
 
 def why_small(plan: RowPlan) -> str:
-    """Why a program saves nothing; a softmax is always worth it.
+    """Explains why a program saves nothing; a softmax is always worth it.
 
     Products without one may be layers of a network, compared with others: projected hidden states,
     which are no larger than what they are computed from.

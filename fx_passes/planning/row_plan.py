@@ -1,4 +1,4 @@
-"""From formulas to row programs: which sums one operator computes, and on which axes.
+"""Plans row programs from formulas: which sums one operator computes, and on which axes.
 
 The operator knows batch, heads, rows and keys. The axis that was summed over is the keys; what
 every product has besides is rows where no column operand has it, else batch and heads. Axes that
@@ -87,12 +87,12 @@ class RowPlan:
 
 
 def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) -> RowPlan:
-    """One program for these sums, or Blocked."""
+    """Returns one program for these sums, or raises Unsupported."""
     return _Planner(elements, [elements.placed[r] for r in roots]).plan(roots, trace)
 
 
 def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
-    """The sums over keys that a value of rows is computed from."""
+    """Returns the sums over keys that a value of rows is computed from."""
     found: dict[Formula, None] = {}
     stack, seen = [root], {root}
     while stack:

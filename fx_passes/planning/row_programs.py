@@ -1,4 +1,4 @@
-"""Which sums over keys of a graph become row programs, and which of them one program computes."""
+"""Chooses which sums over keys become row programs, and which of them one program computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUMS = {
 
 
 def may_have_programs(trace: Trace) -> bool:
-    """Whether there are a product and a sum at all."""
+    """Returns whether there are a product and a sum at all."""
     names = {name_of(n) for n in trace.graph.nodes if n.op == "call_function"}
     return bool(names & MATMULS) and bool(names & SUMS)
 
@@ -41,7 +41,7 @@ def find_programs(
     region: Region,
     handled: set[fx.Node],
 ) -> list[RowPlan]:
-    """The programs of a region that leave none of their products to other code.
+    """Returns the programs of a region that leave none of their products to other code.
 
     ``handled`` are nodes that other operators compute already.
     """
@@ -77,7 +77,8 @@ def find_programs(
 
 
 def needs_no_mask(candidate: Candidate, elements: RowElements) -> bool:
-    """Whether a divergence that takes a dense mask or bias is a program that reads ids instead.
+    """Returns whether a divergence that takes a dense mask or bias is a program that reads ids
+    instead.
 
     Such a tensor, of labels scattered into zeros, is as large as the scores.
     """
@@ -192,6 +193,6 @@ def _joined(
 
 
 def first_of(plan: RowPlan) -> fx.Node:
-    """The node of the user's graph before which a program has to stand."""
+    """Returns the node of the user's graph before which a program has to stand."""
     nodes = {o.node for o in plan.outputs}
     return next(n for n in plan.outputs[0].node.graph.nodes if n in nodes)

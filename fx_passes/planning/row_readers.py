@@ -1,4 +1,4 @@
-"""What other code reads of a row program: its products, and whether its sums are numbers."""
+"""Finds who else reads a row program's products, and whether its sums are read as numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from torch_streamkl.fx_passes.planning.special_elements import (
 
 
 def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
-    """Whether a node needs the products of programs by another way than the programs' results."""
+    """Returns whether a node needs the products of programs by another way than the programs'
+    results.
+    """
     products = {plan.elements.products[dot] for plan in plans for dot in plan.dots}
     results = {o.inner for plan in plans for o in plan.outputs}
     behind: set[fx.Node] = set()
@@ -37,7 +39,7 @@ def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
 
 
 def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
-    """Blocked where code after the sums makes numbers of NaN and infinity.
+    """Raises Unsupported where code after the sums makes numbers of NaN and infinity.
 
     A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
     which of them is not told apart.
@@ -56,7 +58,7 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
 def why_kept(
     plan: RowPlan, elements: RowElements, trace: Trace, region: Region, gone: set[fx.Node]
 ) -> str:
-    """What else reads all products of a program, which would be made twice then; or nothing.
+    """Explains why fusing would recompute: who else needs all products of a program.
 
     ``gone`` are nodes of the user's graph that operators take the place of. That attention reads
     its map as well is usual: the map of the loss is another one.

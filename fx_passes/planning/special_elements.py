@@ -1,4 +1,4 @@
-"""Operations on elements that ask for NaN or infinity, where eager has them and programs do not.
+"""Refuses operations that could observe NaN or infinity that eager produces and programs do not.
 
 As in nan_readers.py, but between scores and sums. Two values of a program differ from eager's:
 
@@ -51,7 +51,7 @@ def check_readers_inside(
     *,
     logarithms_are_exact: bool,
 ) -> None:
-    """Blocked where an operation on elements would see another number than in eager."""
+    """Raises Unsupported where an operation on elements would see another number than in eager."""
     _check_comparisons(formulas, nodes, graph)
     _check_maxima(formulas, nodes, graph)
     _check_logarithms(formulas, nodes, graph, are_exact=logarithms_are_exact)
@@ -65,7 +65,7 @@ PLAIN_FORMULAS = {*PLAIN, "columns", "linear", "reduce", "div"}
 
 
 def is_as_special(program: Program, sums: Iterable[Formula]) -> bool:
-    """Whether the outputs are NaN or infinite exactly where eager's are.
+    """Returns whether the outputs are NaN or infinite exactly where eager's are.
 
     So it is without masks of -inf, logarithms and quotients: of finite scores both have numbers,
     and where a score is none, no row with it has one. A log-sum-exp of infinity is infinite in
@@ -83,7 +83,7 @@ def is_as_special(program: Program, sums: Iterable[Formula]) -> bool:
 
 
 def is_never_infinite(program: Program, sums: Iterable[Formula]) -> bool:
-    """Whether sums of finite scores are never infinite, neither the program's nor eager's.
+    """Returns whether sums of finite scores are never infinite, neither the program's nor eager's.
 
     They are sums of probabilities, times what is finite: a probability is at most 1, and 0 or, in
     eager code, NaN where a row has no key.
@@ -230,7 +230,7 @@ def _smallest(f: Formula) -> float:
 
 
 def _precision(f: Formula) -> float:
-    """What is less next to 1 is nothing, in float32 or a narrower type of as many exponents."""
+    """Returns the number that is lost next to 1, in float32 or in a narrower type."""
     dtypes = {dtype for dot in f.dots for dtype in dot.dtypes}
     return float(torch.finfo(torch.float16 if torch.float16 in dtypes else torch.float32).eps)
 

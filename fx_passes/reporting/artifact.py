@@ -1,4 +1,4 @@
-"""Puts a report into torch's structured trace, where `tlparse` shows it next to the graph."""
+"""Puts a report into torch's structured trace, where `tlparse` shows it with the graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "streamkl_report"
 
 
 def store(report: Report) -> None:
-    """An artifact for `tlparse`, where this torch offers one (TORCH_TRACE is set)."""
+    """Stores an artifact for `tlparse`, if this torch offers one (TORCH_TRACE is set)."""
     trace = getattr(getattr(torch, "_logging", None), "trace_structured", None)
     if trace is None:
         return

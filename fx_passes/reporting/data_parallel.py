@@ -1,4 +1,4 @@
-"""Graphs whose inputs nn.DataParallel gathered from its replicas.
+"""Finds graphs whose inputs nn.DataParallel gathered from its replicas.
 
 It calls them in threads, which Dynamo does not trace. So logits that they give are inputs of the
 graph that has the loss, as after any other graph break, and nothing can be fused.
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.reporting.report import Site
 
 GATHERED = "nn.DataParallel runs the model in threads, outside of this graph"
-REMEDY = (
+HINT = (
     "start the program with torchrun, one process for each GPU, and DistributedDataParallel: "
     "there losses fuse; or let it see one GPU, as CUDA_VISIBLE_DEVICES=0 does"
 )
@@ -23,7 +23,8 @@ _ELSEWHERE = re.compile("not made.* in this graph")
 
 
 def named(sites: Iterable[Site], origins: Iterable[fx.Node | None]) -> list[Site]:
-    """The sites, with nn.DataParallel as the reason where it gathered an input of their graph.
+    """Returns the sites, with nn.DataParallel as the reason where it gathered an input of their
+    graph.
 
     ``origins`` are the sites' nodes in Dynamo's graph, as far as they are known.
     """
@@ -31,8 +32,7 @@ def named(sites: Iterable[Site], origins: Iterable[fx.Node | None]) -> list[Site
     if not any(_is_gathered(x) for graph in graphs for x in graph.find_nodes(op="placeholder")):
         return list(sites)
     return [
-        replace(x, reason=GATHERED, hint=REMEDY) if _ELSEWHERE.search(x.reason) else x
-        for x in sites
+        replace(x, reason=GATHERED, hint=HINT) if _ELSEWHERE.search(x.reason) else x for x in sites
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a planned site is called in the report."""
+"""Names a planned loss for the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SWAPPED = (
 
 
 def describe(planned: Plan) -> tuple[str, str]:
-    """Kind and form of a site for the report."""
+    """Returns the kind and form of a site for the report."""
     forms = []
     for call in planned.calls:
         form = spoken(_without_condition(call))
@@ -47,7 +47,7 @@ def describe(planned: Plan) -> tuple[str, str]:
 
 
 def warning_of(planned: Plan) -> str:
-    """What a user should know of a loss that is fused as it is written."""
+    """Warns of a loss that is fused as it is written but that probably has a mistake."""
     is_odd = any(is_swapped(_without_condition(call)) for call in planned.calls)
     return SWAPPED if is_odd else ""
 
@@ -60,7 +60,7 @@ def _without_condition(call: Call) -> Functional:
 
 
 def describe_program(planned: RowPlan) -> str:
-    """The form of a row program."""
+    """Returns the form of a row program."""
     products, levels = len(planned.dots), max(planned.program.levels)
     what = "the product" if products == 1 else f"{products} products"
     sizes = sorted({r.size for r in planned.program.reductions if r.size})

@@ -1,4 +1,4 @@
-"""How the operators of a rewritten graph will run: what the report says of each fused site."""
+"""Describes how the operators of a rewritten graph will run, for each fused loss."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def sum_in_any_order(graph: fx.Graph) -> None:
 
 
 def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> dict[str, str]:
-    """By site: the implementation that is chosen on this device, and where gradients are made.
+    """Returns, by loss, the implementation that is chosen on this device, and where
+    gradients are made.
 
     ``is_compiled``: by Inductor, which then compiles the CPU's blocks as well.
     """
@@ -70,7 +71,7 @@ def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> d
 
 
 def shared_with(graph: fx.Graph) -> dict[str, str]:
-    """By site: what its operator also returns."""
+    """Returns, by loss, what its operator also returns."""
     heads = (linear_ops.linear_kl, linear_ops.linear_kl_sum)
     return {
         node.meta[SITE]: "cross-entropy with labels in the same pass"
@@ -127,5 +128,5 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
 
 
 def _because(x: Tensor, limit: str | None) -> str:
-    """Why a GPU that is there has no kernel for it: it is slower."""
+    """Explains why an available GPU has no kernel for a loss, which makes it slower."""
     return "" if x.device.type == "cpu" or limit is None else f" (the kernel {limit})"

@@ -1,4 +1,4 @@
-"""The report for programs and for notebooks: as JSON and as HTML."""
+"""Writes the report as JSON and as HTML."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _UNUSED = {"node", "name"}  # names of graph nodes, which no user has seen
 
 
 def to_dict(report: Report) -> dict[str, Any]:
+    """Converts a report to lists, dictionaries, strings and numbers."""
     whole = _plain(dataclasses.asdict(report))
     totals = {
         "num_losses": len(report.sites),
@@ -42,11 +43,12 @@ def _plain(x: Any) -> Any:
 
 
 def to_json(report: Report, **options: Any) -> str:
+    """Converts a report to JSON."""
     return json.dumps(to_dict(report), **options)
 
 
 def to_html(report: Report) -> str:
-    """A table of the losses, and the rest of the details folded away."""
+    """Returns a table of the losses, and the rest of the details folded away."""
     rows = "".join(_row(site, count) for site, count in text.alike(report.sites))
     table = (
         "<table><thead><tr><th>loss</th><th>verdict</th><th>what</th></tr></thead>"

@@ -1,4 +1,4 @@
-"""Where Dynamo ended graphs: no loss is seen across such a line, so the report names it."""
+"""Records where Dynamo ended graphs: no loss is recognised across such a line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _CALLED: dict[tuple[str, str], GraphBreak] = {}
 
 
 def break_after(gm: fx.GraphModule) -> GraphBreak | None:
-    """The graph break that ended a graph of Dynamo's, None where it is the whole function."""
+    """Returns the graph break that ended a graph of Dynamo's, None where it is the whole
+    function.
+    """
     cause: Any = getattr(gm, "compile_subgraph_reason", None)
     if cause is None or not getattr(cause, "graph_break", False):
         return None
@@ -44,7 +46,7 @@ def break_after(gm: fx.GraphModule) -> GraphBreak | None:
 
 
 def break_before(node: fx.Node) -> GraphBreak | None:
-    """The graph break after which a node's code goes on, None where there was none."""
+    """Returns the graph break after which a node's code goes on, None where there was none."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     for file, _, function in reversed(frames):
         resumed = _RESUMED.match(function)
@@ -57,7 +59,9 @@ def break_before(node: fx.Node) -> GraphBreak | None:
 
 
 def reason_in(text: str) -> str | None:
-    """Dynamo's reason for the graph break whose place a text names, None where it names none."""
+    """Returns Dynamo's reason for the graph break whose place a text names, None where it names
+    none.
+    """
     known = (*_KNOWN.values(), *_CALLED.values())
     return next((x.reason for x in known if f"graph break at {shown(x.location)} " in text), None)
 

@@ -1,4 +1,4 @@
-"""Logits and attention maps that a graph returns: a loss on them may run uncompiled, unseen."""
+"""Finds logits and attention probabilities that a graph returns: a loss on them is not seen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY_PER_WIDTH = 6
 
 
 def graph_outputs(graph: fx.Graph) -> list[Outside]:
-    """Outputs of the graph that a distillation loss could be taken of."""
+    """Returns outputs of the graph that a distillation loss could be taken of."""
     found = []
     for node in graph.find_nodes(op="output")[0].all_input_nodes if len(graph.nodes) else []:
         value = example(node)
@@ -56,7 +56,7 @@ def _is_map(node: fx.Node) -> bool:
 
 
 def _before(node: fx.Node, names: set[str]) -> fx.Node:
-    """What a chain of these operations begins with, along their first operands."""
+    """Follows a chain of these operations along their first operands to its beginning."""
     while name_of(node) in names and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""What would make a loss fusable: for every kind of reason one hint that keeps the loss.
+"""Maps every kind of reason to one hint that would make the loss fusable and keeps it.
 
 `docs/reference/reasons.md` is this table. A hint never asks for another loss than the one that is
 written:
@@ -260,7 +260,7 @@ ADVICE = (
 )
 
 
-# What broke graphs, in Dynamo's vocabulary entries, and what keeps them whole.
+# What broke graphs, in Dynamo's terms, and what keeps them whole.
 _BREAKS = (
     (
         "requires_grad_",
@@ -291,12 +291,12 @@ _ANY_BREAK = (
 
 
 def advice_for(reason: str) -> Advice | None:
-    """The row of the table that a reason belongs to."""
+    """Returns the row of the table that a reason belongs to."""
     return next((x for x in ADVICE if re.search(x.pattern, reason)), None)
 
 
 def hint_for(reason: str) -> str:
-    """Advice in the user's terms, empty where there is none."""
+    """Returns advice in the user's terms, empty where there is none."""
     found = advice_for(reason)
     hint = found.hint if found is not None else ""
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))
@@ -307,7 +307,7 @@ def hint_for(reason: str) -> str:
 
 
 def _about_breaks(reason: str) -> Iterator[str]:
-    """What to do about the graph break that a reason names, or else about all that there were."""
+    """Says what to do about the graph break that a reason names, or about all that there were."""
     named = reason_in(reason)
     if named is not None:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, named))

@@ -1,4 +1,4 @@
-"""Every score- or logit-sized tensor that a graph materializes, whatever made or reads it.
+"""Finds every score- or logit-sized tensor that a graph materializes, whatever made or reads it.
 
 The analysis of losses follows what it recognizes. This looks at sizes alone, so that the report
 never passes over what the analysis does not know: products of two matrices that are much larger
@@ -48,7 +48,7 @@ _STEPS = 12  # from a product to its softmax
 
 
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
-    """The graph and those of its bodies, which higher-order operators run."""
+    """Yields the graph and those of its bodies, which higher-order operators run."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield module.graph
@@ -75,7 +75,7 @@ class ScoreShapes:
         return found
 
     def is_far_smaller(self, shape: Sequence[object]) -> bool:
-        """Whether a tensor that is made of an input is none next to such scores: a table of it."""
+        """Returns whether a tensor made of an input, such as a table, is far below score size."""
         sizes = [n if isinstance(n, int) else UNKNOWN_SIZE for n in shape]
         return math.prod(sizes) * SMALLER <= self.largest
 
@@ -89,7 +89,7 @@ def large_tensors(
     listed: Sequence[Remaining] = (),
     at_break: str | None = None,
 ) -> list[tuple[Remaining, fx.Node]]:
-    """What the graph makes of these sizes, but for what is ``listed`` already.
+    """Finds what the graph makes of these sizes, except what is ``listed`` already.
 
     ``at_break`` is where a graph break ends the graph, if one does.
     """
@@ -157,7 +157,9 @@ def _written_target(node: fx.Node) -> Tensor | None:
 
 
 def is_origin(node: fx.Node) -> bool:
-    """Whether a node makes a score- or logit-sized tensor of smaller ones, or of an input."""
+    """Returns whether a node makes a score- or logit-sized tensor of smaller ones, or of an
+    input.
+    """
     value = example(node)
     if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
         return False
@@ -254,10 +256,12 @@ def _is_of_product(node: fx.Node) -> bool:
 
 
 def is_vector(value: Tensor) -> bool:
+    """Returns whether at most one dimension is larger than 1."""
     return sum(_hint(n) != 1 for n in value.shape) < 2
 
 
 def numel(value: Tensor) -> int:
+    """Counts a tensor's elements, by hints of symbolic sizes."""
     size = 1
     for n in value.shape:
         size *= _hint(n)

@@ -1,6 +1,4 @@
-"""What happened to every distillation loss of a program, as a value; `text.py` vocabulary entries
-it.
-"""
+"""Defines the report on every distillation loss of a program; `text.py` formats it."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo ended a graph, so that no loss is seen across that line."""
+    """Says where Dynamo ended a graph, so that no loss is seen across that line."""
 
     location: str
     code: str
@@ -88,7 +86,7 @@ class Report:
 
     @property
     def num_unfused(self) -> int:
-        """Divergences that stay as they are for another reason than their size."""
+        """Returns divergences that stay as they are for another reason than their size."""
         return sum(not (site.fused or site.left) and site.is_required for site in self.sites)
 
     @property
@@ -101,12 +99,14 @@ class Report:
 
     @property
     def remaining_bytes(self) -> int:
-        """Bytes of all score- and logit-sized tensors that the program still materializes."""
+        """Returns bytes of all score- and logit-sized tensors that the program still
+        materializes.
+        """
         return sum(x.num_bytes for x in (*self.remaining, *self.elsewhere))
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything was analysed: else what remains is not known."""
+        """Returns whether everything was analysed: else what remains is not known."""
         return not (self.not_analysed or self.failures or self.not_scanned)
 
     def extend(self, other: Report) -> None:
@@ -125,17 +125,19 @@ class Report:
         return text.short(self)
 
     def details(self) -> str:
-        """Everything that is known, as text: code, form, implementation, tensors that remain."""
+        """Returns everything that is known, as text: code, form, implementation, tensors that
+        remain.
+        """
         return text.details(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as lists, dictionaries, strings and numbers."""
+        """Returns the report as lists, dictionaries, strings and numbers."""
         return formats.to_dict(self)
 
     def to_json(self, **options: Any) -> str:
-        """The report as JSON; ``options`` are those of ``json.dumps``."""
+        """Returns the report as JSON; ``options`` are those of ``json.dumps``."""
         return formats.to_json(self, **options)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns what a notebook shows."""
         return formats.to_html(self)

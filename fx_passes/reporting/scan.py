@@ -17,7 +17,7 @@ log = logging.getLogger("torch_streamkl.report")
 
 
 class Scan:
-    """Which sizes a graph's scores and logits have, taken before the graph is rewritten.
+    """Notes the sizes of a graph's scores and logits before the graph is rewritten.
 
     A program compiles whatever goes wrong here: the report then says that it does not know.
     """
@@ -31,7 +31,7 @@ class Scan:
             self._failed(error)
 
     def add_to(self, report: Report, gm: fx.GraphModule) -> None:
-        """``gm`` is the rewritten graph."""
+        """Adds what was found to a report; ``gm`` is the rewritten graph."""
         try:
             ended = break_after(gm)
             if ended is not None:

@@ -1,4 +1,4 @@
-"""What the report says of sites that stay as they are."""
+"""Describes the losses that are not fused or skipped, with reasons and hints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
 
 def not_fused(reason: str, graph: fx.Graph) -> Report:
-    """Sites of a graph that is not analysed."""
+    """Returns sites of a graph that is not analysed."""
     hint = hint_for(reason)
     sites = [
         Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
@@ -47,7 +47,7 @@ def unfused_sites(
     plans: Plans,
     of_programs: Mapping[fx.Node, str],
 ) -> list[Site]:
-    """Losses without an operator, each with the first operation that none of them has.
+    """Returns losses without an operator, each with the first operation that none of them has.
 
     ``of_programs`` are the nodes that row programs do not take, and why.
     """
@@ -115,7 +115,9 @@ def _first_of_programs(
 
 
 def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> list[str]:
-    """The operations that keep a graph without any loss from a row program, as sentences."""
+    """Returns the operations that keep a graph without any loss from a row program, as
+    sentences.
+    """
     found: dict[str, None] = {}
     for node, reason in of_programs.items():
         name = name_of(node) if node.op == "call_function" else ""
@@ -129,7 +131,7 @@ def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> lis
 
 
 def _symbolic_number(origin: fx.Node) -> str:
-    """Which Python number of the user's code is symbolic, if one is."""
+    """Finds a Python number of the user's code that is symbolic, if there is one."""
     if any(isinstance(example(node), torch.SymFloat) for node in ancestors(origin)):
         return "a Python number that changes between calls is symbolic in this graph"
     return ""
@@ -187,7 +189,7 @@ def _reads_input(site: fx.Node) -> bool:
 
 
 def _near(site: fx.Node) -> Iterator[fx.Node]:
-    """What a site is made of, the nearest first."""
+    """Yields what a node is computed from, the nearest first."""
     queue, seen = [site], {site}
     while queue:
         node = queue.pop(0)

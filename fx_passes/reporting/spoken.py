@@ -1,6 +1,4 @@
-"""A divergence in the vocabulary entries of papers: recognised by its values, not by how it is
-written.
-"""
+"""Names a divergence as papers do, by its values and not by how it is written."""
 
 from __future__ import annotations
 
@@ -32,7 +30,9 @@ _UNARY: dict[str, Callable[[float], float]] = {
 
 
 def spoken(functional: Functional) -> str:
-    """A divergence by its name where it has one, else as the sum over keys that is computed."""
+    """Returns a divergence by its name where it has one, else as the sum over keys that is
+    computed.
+    """
     known = _by_form(functional)
     if known:
         return known
@@ -48,7 +48,9 @@ def spoken(functional: Functional) -> str:
 
 
 def is_swapped(functional: Functional) -> bool:
-    """Whether it is P (log P - S): what kl_div makes of probabilities as its first argument."""
+    """Returns whether it is P (log P - S): what kl_div makes of probabilities as its first
+    argument.
+    """
     try:
         return any(
             all(_is_close(value_of(functional.expr, p, s), f(p, s)) for p, s in _POINTS)
@@ -77,7 +79,7 @@ def _by_form(functional: Functional) -> str:
 
 
 def value_of(e: Expr, p: float, s: float) -> float:
-    """The value of an expression at one key's probabilities."""
+    """Returns the value of an expression at one key's probabilities."""
     variables = {"P": p, "S": s, "logP": math.log(p), "logS": math.log(s), "const": e.value}
     if e.op in variables:
         return variables[e.op]

@@ -1,4 +1,4 @@
-"""The report as text: a headline, a line a loss and a line for what remains; and all details."""
+"""Formats the report as text: a headline, a line for each loss, what remains, and details."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_REASONS = 3  # of tensors that no recognized loss reads
 
 
 def short(report: Report) -> str:
-    """The headline, one line a loss, one line for what remains."""
+    """Returns the headline, one line a loss, one line for what remains."""
     lines = [headline(report)]
     for index, (site, count) in enumerate(alike(report.sites), 1):
         verdict = verdict_of(site) + (f" {count}x" if count > 1 else "")
@@ -43,7 +43,7 @@ def short(report: Report) -> str:
 
 
 def details(report: Report) -> str:
-    """All that is known of every loss and of every tensor that remains."""
+    """Returns all that is known of every loss and of every tensor that remains."""
     lines = [headline(report)]
     for index, (site, count) in enumerate(alike(report.sites), 1):
         lines += [f"{index:>3}. {line}" if i == 0 else line for i, line in _table(site, count)]
@@ -56,6 +56,7 @@ def details(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
+    """Writes the report's first line."""
     if not report.sites:
         return f"streamkl: {NO_LOSS}"
     head = f"streamkl: {report.num_fused} of {losses_text(len(report.sites))} fused"
@@ -70,15 +71,17 @@ def headline(report: Report) -> str:
 
 
 def verdict_of(site: Site) -> str:
+    """Names what became of a loss: fused, skipped or not fused."""
     return "fused" if site.fused else "skipped" if site.left else "not fused"
 
 
 def _unit(site: Site) -> str:
-    """What the loss would be computed of."""
+    """Names the unit of code that would have to be compiled."""
     return {"linear_kl": "logits", "row_program": "products"}.get(site.kind, "scores")
 
 
 def in_short(site: Site) -> str:
+    """Describes a loss in one line."""
     if site.fused:
         also = f" + {site.also}" if site.also else ""
         checked = site.check
@@ -207,20 +210,21 @@ def _not_analysed(report: Report) -> Iterator[str]:
 
 
 def alike(items: Sequence[Item]) -> list[tuple[Item, int]]:
-    """Equal items once, in order of appearance, with their number."""
+    """Returns equal items once, in order of appearance, with their number."""
     return list(Counter(items).items())
 
 
 def shown(location: str) -> str:
-    """A location relative to the working directory when it is below it."""
+    """Returns a location relative to the working directory when it is below it."""
     return location.removeprefix(os.getcwd() + os.sep)
 
 
 def losses_text(count: int) -> str:
+    """Counts losses as a text."""
     return "1 loss" if count == 1 else f"{count} losses"
 
 
 def remaining_text(count: int) -> str:
-    """How many large tensors remain, as a sentence without its end."""
+    """Says how many large tensors remain, as a sentence without its end."""
     one = count == 1
     return f"{count} score- or logit-sized tensor{'' if one else 's'} remain{'s' if one else ''}"

@@ -1,4 +1,4 @@
-"""Large tensors of a graph: which are new memory, how much of it, and which a rewrite leaves."""
+"""Measures the large tensors of a graph: which are new memory, and which a rewrite leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _plain(shape: Sequence[object]) -> tuple[object, ...]:
 
 
 def unread_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """What no result needs: every compiler drops it."""
+    """Finds the nodes that no result needs: every compiler drops them."""
     unread: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not has_effect(node) and all(user in unread for user in node.users):
@@ -45,7 +45,7 @@ def unread_nodes(graph: fx.Graph) -> set[fx.Node]:
 def readers_text(
     node: fx.Node, unread: Collection[fx.Node] = (), read_by: str | None = None
 ) -> str:
-    """Who reads a tensor, and what a user could do about an output.
+    """Says who reads a tensor, and what a user could do about an output.
 
     ``read_by`` says who reads the outputs, where that is not the caller of a compiled function.
     """
@@ -66,7 +66,8 @@ def large_tensors_left(
     recognised: Recogniser,
     outer: Mapping[fx.Node, fx.Node],
 ) -> list[Remaining]:
-    """Those of ``sizes``, large tensors and what they are in the trace, that are still made.
+    """Returns those of ``sizes``, large tensors and what they are in the trace, that are still
+    made.
 
     A mask that took its shape from scores, and gets it from elsewhere now, is none of them. A
     product of the same operands that other code makes again is.
@@ -146,7 +147,7 @@ def _operands(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a tensor is an arrangement of, or one of several results."""
+    """Returns the tensor that a view, or one of several results, is taken from."""
     while node.op != "placeholder" and node.all_input_nodes and is_view(node):
         before = node.all_input_nodes[0]
         if not isinstance(example(before), Tensor) or _num_elements(before) != _num_elements(node):
@@ -162,7 +163,7 @@ def _num_elements(node: fx.Node) -> object:
 
 
 def _read_by_order(graph: fx.Graph, unread: set[fx.Node]) -> dict[fx.Node, str]:
-    """What is made for an operation that needs all of a row in order, and how that is said."""
+    """Finds tensors made for an operation that needs whole rows in order, and describes them."""
 
     def has_the_keys_of(user: fx.Node, node: fx.Node) -> bool:
         x, y = example(user), example(node)

@@ -1,4 +1,4 @@
-"""Why a score- or logit-sized tensor is part of no recognized loss, in the user's terms."""
+"""Explains why a score- or logit-sized tensor is part of no recognized loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "n
 
 
 def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
-    """One sentence for every group of tensors that meet the same reader.
+    """Returns one sentence for every group of tensors that meet the same reader.
 
     ``at_break`` is where a graph break ends the graph, if one does.
     """

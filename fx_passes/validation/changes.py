@@ -1,4 +1,4 @@
-"""What a rewrite changed: two graphs compared node by node, without asking who changed them."""
+"""Compares two graphs node by node to find what a rewrite changed, without asking the rewrite."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Graph:
 
     @functools.cached_property
     def cheap(self) -> frozenset[str]:
-        """What may be computed again to keep a relation."""
+        """Returns the nodes that may be recomputed to keep a relation."""
         nodes = self.nodes.values()
         return frozenset(n.name for n in nodes if not is_leaf(n) and name_of(n) not in HEAVY)
 
@@ -54,7 +54,9 @@ class Comparison:
 
 
 def compare_graphs(before: fx.Graph, after: fx.Graph) -> Comparison:
-    """A copy of a graph has the names of the original; nodes that were added have new ones."""
+    """Compares graphs by names: a copy keeps the original's, and nodes that were added have new
+    ones.
+    """
     old, new = Graph(before), Graph(after)
     kept: set[str] = set()
     changes: dict[Change, None] = {}

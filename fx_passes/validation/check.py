@@ -1,4 +1,4 @@
-"""check(before, after): run what a rewrite replaced and what replaces it on the same inputs.
+"""Defines check(before, after): runs replaced code and its replacement on the same inputs.
 
 A rewrite is not believed but checked, each time one is compiled. The check compares graphs and
 runs them. It knows nothing of the rules that made the replacement, so it cannot share their
@@ -63,7 +63,7 @@ LISTENERS: list[Callable[[Verdict], None]] = []  # who wants to hear of every ve
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check says of one replaced value."""
+    """Holds the check's result for one replaced value."""
 
     node: str  # of the user's graph
     sites: frozenset[str]  # whose operators compute it now
@@ -87,7 +87,7 @@ class Budget:
 def check(
     before: fx.Graph, after: fx.Graph, owner: fx.GraphModule, options: CheckOptions
 ) -> list[Verdict]:
-    """A verdict for every value of ``before`` that ``after`` computes in another way."""
+    """Returns a verdict for every value of ``before`` that ``after`` computes in another way."""
     graphs = compare_graphs(before, after)
     budget = Budget(math.inf if options.mode == "always" else options.max_seconds)
     sites_of = {
@@ -95,7 +95,7 @@ def check(
         for change in graphs.changes
     }
     verdicts = []
-    # divergences first, attention that is fused next to them later
+    # divergences first, attention that is fused besides them later
     for change, sites in sorted(sites_of.items(), key=lambda item: not item[1]):
         reason = found = ""
         is_fault = False
@@ -187,7 +187,7 @@ class _Comparison:
         self.region, self.owner, self.sizes, self.budget = region, owner, sizes, budget
 
     def difference(self) -> str:
-        """What the replacement does differently on the first inputs that tell; or nothing."""
+        """Describes the difference on the first inputs that show one; empty if none do."""
         reason = ""
         for draw in PLAIN:
             try:

@@ -1,4 +1,4 @@
-"""Whether two results are the same, as far as naive code of the same dtype can tell.
+"""Compares two results as strictly as naive code of the same dtype allows.
 
 NOTE [Tolerance of a check]
 No tolerance is fixed. The judge is the user's code in float64. A replacement may be off from it
@@ -27,7 +27,7 @@ MULTIPLE = 4  # of the error of the user's code
 
 @dataclass
 class Slack:
-    """By result: how far the user's code is from float64."""
+    """Holds, by result, how far the user's code is from float64."""
 
     error: dict[str, float] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)  # the largest of each gradient
@@ -50,7 +50,7 @@ class Slack:
 
 
 def difference(ours: Result, naive: Result, exact: Result, slack: Slack) -> str:
-    """What differs first, with the figures; empty when nothing does."""
+    """Describes the first difference, with the figures; empty if there is none."""
     reason = _structure(ours, naive)
     if reason:
         return reason
@@ -72,7 +72,7 @@ def difference(ours: Result, naive: Result, exact: Result, slack: Slack) -> str:
 
 
 def is_informative(exact: Result) -> bool:
-    """Whether a result has numbers to compare."""
+    """Returns whether a result has numbers to compare."""
     value = exact.value
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return True
@@ -133,7 +133,9 @@ def _triples(a: Result, b: Result, c: Result) -> Iterator[tuple[str, Tensor, Ten
 
 
 def distance(x: Tensor, exact: Tensor, naive: Tensor) -> float:
-    """Largest difference where the exact value and the user's are finite; NaN is far."""
+    """Returns the largest difference where the exact value and the user's are finite; NaN is
+    far.
+    """
     if not x.numel() or not x.dtype.is_floating_point:
         return 0.0
     where = exact.isfinite() & naive.isfinite()
@@ -142,10 +144,11 @@ def distance(x: Tensor, exact: Tensor, naive: Tensor) -> float:
 
 
 def _same_infinities(x: Tensor, naive: Tensor, exact: Tensor) -> bool:
-    """What is infinite in the user's code and in truth is so in the replacement."""
+    """Checks that the replacement is infinite where the user's code and the reference are."""
     where = naive.isinf() & (naive.double() == exact.double())
     return bool((~where | (x.double() == exact.double())).all())
 
 
 def largest(x: Tensor) -> float:
+    """Returns the largest finite magnitude."""
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0

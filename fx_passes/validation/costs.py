@@ -1,4 +1,4 @@
-"""What a check would cost: memory and time of the naive code, forward and backward, in float64."""
+"""Estimates a check's cost: memory and time of the naive code, both passes, in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOPS = {"cpu": 4e9, "cuda": 5e11}  # float64, a slow device of its kind
 
 
 def bytes_needed(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node], sizes: Sizes) -> int:
-    """Bytes of all that the naive code makes in float64 and keeps for its backward."""
+    """Returns bytes of all that the naive code makes in float64 and keeps for its backward."""
     made: dict[object, int] = {}
     for node in (*nodes, *leaves):
         value = example(node)
@@ -32,7 +32,9 @@ def bytes_needed(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node], sizes: Siz
 
 
 def seconds_needed(nodes: Iterable[fx.Node], sizes: Sizes) -> float:
-    """Time of the naive code in its own dtype and in float64, each with its backward."""
+    """Estimates the time of the naive code in its own dtype and in float64, each with its
+    backward.
+    """
     total = 0.0
     for node in nodes:
         value = example(node)
@@ -50,7 +52,7 @@ def seconds_needed(nodes: Iterable[fx.Node], sizes: Sizes) -> float:
 
 
 def bytes_allowed(device: torch.device, options: CheckOptions) -> float:
-    """The bound on memory: what was asked for, or a share of what is free."""
+    """Returns the bound on memory: what was asked for, or a share of what is free."""
     if options.mode == "always":
         return math.inf
     if options.max_mib is not None:

@@ -1,4 +1,4 @@
-"""How large the terms are that a gradient is the sum of.
+"""Measures how large the terms of a gradient's sum are.
 
 A gradient is a sum over the uses of a tensor, and inside of a softmax over its keys. Where the
 terms cancel, the user's code may give exactly 0: of one key that a mask leaves, p * (g - p * g)
@@ -28,7 +28,7 @@ class GradientTerms:
         self.generator = generator
 
     def use(self, node: fx.Node, x: Any) -> Any:
-        """A tensor as ``node`` gets it: what this use gives back gets signs."""
+        """Returns a tensor as ``node`` gets it: what this use gives back gets signs."""
         is_plain = isinstance(x, Tensor) and x.dtype.is_floating_point and x.requires_grad
         if not is_plain or not torch.is_grad_enabled() or written_by(node):
             return x
@@ -37,7 +37,7 @@ class GradientTerms:
         return view
 
     def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
-        """The result of a softmax of ``x``; its terms reach ``x`` next to their sum."""
+        """Returns the result of a softmax of ``x``; its terms reach ``x`` besides their sum."""
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         if name_of(node) not in SOFTMAXES or not isinstance(dim, int):
             return made

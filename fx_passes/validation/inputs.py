@@ -1,4 +1,4 @@
-"""Random values for the inputs of a region, such as a real program could have.
+"""Draws random values for the inputs of a region, such as a real program could have.
 
 Every tensor has the shape, strides, dtype, device and gradient flag that the graph recorded.
 """
@@ -46,7 +46,7 @@ _ORDERS = {"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"}
 
 @dataclass
 class Meaning:
-    """What the program does with an integer input."""
+    """Describes what the program does with an integer input."""
 
     limit: int | None = None  # the values are indices below it
     special: set[int] = field(default_factory=set)  # values that the program asks for
@@ -56,7 +56,7 @@ class Meaning:
 def values_of(
     leaves: Iterable[fx.Node], nodes: Iterable[fx.Node], sizes: Sizes, draw: Draw, owner: Any
 ) -> dict[str, Any]:
-    """A value for every leaf; the same for the same draw."""
+    """Returns a value for every leaf; the same for the same draw."""
     nodes = list(nodes)
     found: dict[str, Any] = {}
     for index, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""Run real tensors inside a compilation and leave the process as it was found."""
+"""Runs real tensors inside a compilation and restores the state of the process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def _without_compiled_autograd() -> Any:
 
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
-    """Real tensors, whatever is being traced; random state, modes and caches as they were."""
+    """Lets real tensors run, whatever is being traced, and restores random state, modes and
+    caches.
+    """
     cuda = sorted({with_index(d).index for d in devices if d.type == "cuda"})
     grad = torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""Kinds of nodes that a check treats in their own way: never run, not looked after, modes."""
+"""Lists the nodes that a check treats specially: never run, not compared, or modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", 
 
 
 def is_leaf(node: fx.Node) -> bool:
-    """A node that is never run: an input, a known number, or what is drawn at random."""
+    """Returns a node that is never run: an input, a known number, or what is drawn at random."""
     if node.op in ("placeholder", "get_attr"):
         return True
     return Sizes().is_known(example(node)) or _is_opaque(node)
@@ -36,6 +36,7 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def draws_random(node: fx.Node) -> bool:
+    """Returns whether a node draws random numbers."""
     name = name_of(node)
     if name == "dropout":
         p, training = (
@@ -47,5 +48,5 @@ def draws_random(node: fx.Node) -> bool:
 
 
 def sets_state(node: fx.Node) -> bool:
-    """Whether a node changes a mode for those that follow: gradients, autocast."""
+    """Returns whether a node changes a mode for those that follow: gradients, autocast."""
     return name_of(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")

@@ -1,4 +1,4 @@
-"""When a rewrite is checked, and how much that may cost."""
+"""Decides when a rewrite is checked, and how much that may cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHARE_OF_FREE_MEMORY = 0.25  # where no limit is given
 
 
 class NotChecked(Exception):
-    """Why a replacement cannot be judged, in the user's terms."""
+    """Says why a replacement cannot be checked, in the user's terms."""
 
 
 @dataclass(frozen=True)

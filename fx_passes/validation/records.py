@@ -1,4 +1,4 @@
-"""Which checks passed before: the same region is not run again, in this process or a later one.
+"""Remembers which checks passed, so that the same region is not run again, here or later.
 
 Two regions are the same when operations, constants and the metadata of inputs are the same, such
 as those of the layers of a network. Only passes are recorded.
@@ -29,7 +29,7 @@ _passed: set[str] = set()
 
 
 class Fingerprint:
-    """A digest of a region; ``is_stable`` where it means the same in another process."""
+    """Holds a digest of a region; ``is_stable`` if it means the same in another process."""
 
     def __init__(self, region: Region, sizes: Sizes, owner: Any) -> None:
         self.sizes, self.owner = sizes, owner
@@ -109,7 +109,7 @@ class Fingerprint:
 
 
 def _device(device: torch.device) -> str:
-    """What kernels depend on: two GPUs of one name are alike."""
+    """Describes the device as kernels depend on it: two GPUs of one name are alike."""
     return device_name(device) if device.type == "cuda" else device.type
 
 
@@ -123,6 +123,7 @@ def _ambient() -> str:
 
 
 def passed_before(fingerprint: Fingerprint, options: CheckOptions) -> bool:
+    """Returns whether a region's check passed before."""
     if not fingerprint.is_known:
         return False
     if fingerprint.digest in _passed:
@@ -132,6 +133,7 @@ def passed_before(fingerprint: Fingerprint, options: CheckOptions) -> bool:
 
 
 def record_pass(fingerprint: Fingerprint, options: CheckOptions) -> None:
+    """Records that a region's check passed, on disk too if asked."""
     if not fingerprint.is_known:
         return
     _passed.add(fingerprint.digest)

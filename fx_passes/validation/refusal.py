@@ -1,4 +1,4 @@
-"""Rewrite, check, and rewrite again without the sites whose check failed."""
+"""Rewrites, checks, and rewrites again without the losses whose check failed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rewrite_checked(
     original: fx.Graph | None = None,
     agree: Agree = _alone,
 ) -> tuple[fx.Graph, Report]:
-    """The rewritten graph with the sites that passed, and the report of all.
+    """Returns the rewritten graph with the sites that passed, and the report of all.
 
     ``attempt`` rewrites a copy of the graph (of ``original``, where that stands for it) but for
     what is refused. What it leaves is analysed anew and checked anew, so that a site is judged in
@@ -66,7 +66,7 @@ def rewrite_checked(
 
 
 def _refusals(verdict: Verdict, options: CheckOptions) -> list[tuple[str, str]]:
-    """What is not to be rewritten after a verdict, and why."""
+    """Lists the losses not to rewrite after a verdict, and why."""
     reason = ""
     if verdict.difference:
         reason = f"the check failed: {verdict.difference}"

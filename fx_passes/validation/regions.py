@@ -1,4 +1,4 @@
-"""Which part of the two graphs to run for one changed value, and from which inputs on.
+"""Chooses which part of the two graphs to run for a changed value, and from which inputs on.
 
 NOTE [Leaves of a check]
 A check runs the user's code from some leaves to the value that was replaced, and the replacement
@@ -38,7 +38,9 @@ class Region:
 
 
 def find_region(change: Change, graphs: Comparison) -> Region:
-    """The least region around a change in which every relation between its inputs is kept."""
+    """Returns the least region around a change in which every relation between its inputs is
+    kept.
+    """
     computed: set[str] = set()
     if change.after.name in graphs.kept:
         computed |= _cone(graphs.before.nodes[change.after.name])
@@ -70,7 +72,9 @@ def find_region(change: Change, graphs: Comparison) -> Region:
 
 
 def replacement_of(change: Change, graphs: Comparison) -> set[fx.Node]:
-    """The nodes of the new graph that are not in the user's and that make a changed value."""
+    """Returns the nodes of the new graph that are not in the user's and that make a changed
+    value.
+    """
     return _walk(change.after, graphs.kept)[0]
 
 
@@ -143,7 +147,7 @@ def _cone(node: fx.Node) -> set[str]:
 
 
 def _torn(leaves: list[fx.Node], inside: set[str], cheap: frozenset[str]) -> set[str]:
-    """What has to be computed, so that no relation between leaves is lost."""
+    """Finds what has to be computed, so that no relation between leaves is lost."""
     names = {x.name for x in leaves}
     cones = {x: _cone(x) for x in leaves if not is_leaf(x)}
     torn: set[str] = set()

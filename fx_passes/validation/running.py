@@ -1,4 +1,4 @@
-"""Run the nodes of a region on real tensors, in their own dtypes or in float64."""
+"""Runs the nodes of a region on real tensors, in their own dtypes or in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILL = 1e4  # beyond it lie the values of masks
 
 @dataclass
 class Result:
-    """What a region gives: its value, and the gradients of its leaves."""
+    """Holds what a region computes: its value, and the gradients of its leaves."""
 
     value: Any
     gradients: dict[str, Tensor | None]
@@ -49,7 +49,7 @@ def run(
     finite: bool = False,
     terms: GradientTerms | None = None,
 ) -> Result:
-    """The value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
+    """Returns the value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
 
     What is computed from no floating leaf (masks, positions, tables) keeps its dtype in float64
     runs too, and so does a cast to a dtype narrower than all leaves: there a rounding is part of
@@ -238,7 +238,7 @@ def _gradients(value: Any, leaves: Mapping[str, Any]) -> dict[str, Tensor | None
 
 
 def weights(value: Tensor) -> Tensor:
-    """The gradient of the value: another for each entry, so that no errors cancel."""
+    """Returns the gradient of the value: another for each entry, so that no errors cancel."""
     if value.dim() == 0:
         return torch.ones_like(value)
     generator = torch.Generator(value.device).manual_seed(7)
@@ -249,6 +249,7 @@ def weights(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Sets torch's default dtype inside."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -259,7 +260,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_restored() -> Iterator[None]:
-    """Gradient mode and autocast as they were, however the nodes left them."""
+    """Restores gradient mode and autocast, however the nodes left them."""
     devices = [d for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()]
     before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     cache, grad = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Numbers for symbolic sizes: those that the graph was traced with, or smaller ones."""
+"""Chooses numbers for symbolic sizes: those that the graph was traced with, or smaller ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SymNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Sizes:
-    """What symbols stand for: ``smaller`` ones, or the hints of the graph."""
+    """Maps symbols to numbers: ``smaller`` ones, or the hints of the graph."""
 
     def __init__(self, smaller: Mapping[sympy.Symbol, int] | None = None) -> None:
         self.smaller = dict(smaller or {})
 
     def number(self, x: Any) -> Any:
-        """A number as a Python number; NotChecked when only the data decides it."""
+        """Returns a number as a Python number; NotChecked when only the data decides it."""
         if not isinstance(x, SymNumber):
             return x
         node = x.node
@@ -43,7 +43,7 @@ class Sizes:
         return [int(self.number(x)) for x in xs]
 
     def is_known(self, value: object) -> bool:
-        """Whether a value is made of numbers that do not depend on data."""
+        """Returns whether a value is made of numbers that do not depend on data."""
         if isinstance(value, (tuple, list)):
             return len(value) > 0 and all(self.is_known(x) for x in value)
         if isinstance(value, SymNumber):
@@ -51,7 +51,7 @@ class Sizes:
         return isinstance(value, (bool, int, float))
 
     def known(self, value: Any) -> Any:
-        """A value of which `is_known` holds, without symbols."""
+        """Returns a value of which `is_known` holds, without symbols."""
         if isinstance(value, (tuple, list)):
             parts = [self.known(x) for x in value]
             return torch.Size(parts) if isinstance(value, torch.Size) else type(value)(parts)
@@ -59,7 +59,9 @@ class Sizes:
 
 
 def smaller_sizes(graph: fx.Graph) -> list[Sizes]:
-    """Sizes with every symbol a half, a quarter, ... of its hint, where the guards allow it."""
+    """Returns sizes with every symbol a half, a quarter, ... of its hint, where the guards allow
+    it.
+    """
     try:
         return _smaller_sizes(graph)
     except AttributeError:  # private parts of symbolic shapes, in another torch

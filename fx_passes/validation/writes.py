@@ -1,4 +1,4 @@
-"""Which nodes of a graph write to which memory, those included whose names do not tell."""
+"""Finds which nodes write to which memory, including hidden writes (batch_norm statistics)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Write = tuple[fx.Node, frozenset[int]]  # a node and the storages that it writes
 
 
 def writes_of(nodes: Iterable[fx.Node]) -> tuple[Write, ...]:
-    """In order of the graph."""
+    """Returns the nodes that write and the storages they write to, in order of the graph."""
     found = []
     for node in nodes:
         targets = [storage_of(x) for x in (*written_by(node), *_hidden_targets(node))]

@@ -1,0 +1,1 @@
+"""Runs the comparisons of verify(): eager, compiled and float64."""

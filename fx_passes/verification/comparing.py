@@ -1,4 +1,4 @@
-"""Whether a compiled program's results are as right as those of eager code, entry by entry.
+"""Compares a compiled program's results with eager's, entry by entry, against float64.
 
 NOTE [Tolerance of verify()]
 The reference is the user's program in float64. An entry of a compiled result may be off from it
@@ -59,12 +59,16 @@ class Runs:
         self.add_error(self.eager)
 
     def add(self, other: Results, *, is_rounded: bool) -> None:
-        """Another run in eager mode; with operations rounded otherwise, or arguments alone."""
+        """Adds another run in eager mode; with operations rounded otherwise, or arguments
+        alone.
+        """
         self.others.append(other)
         self.add_error(other, least=0.0 if is_rounded else 1.0)
 
     def add_error(self, run: Results, least: float = 0.0) -> None:
-        """``least``: of the roundings of a result, what its error is at least."""
+        """Records an error; ``least`` is what the roundings of a result make its error at
+        least.
+        """
         for name, z in self.exact.values.items():
             x, exact = _numbers(run.values.get(name)), _numbers(z)
             if x is None or exact is None or x.shape != exact.shape:
@@ -76,7 +80,7 @@ class Runs:
 
 
 def compare(runs: Runs) -> list[Compared]:
-    """A record of every result; containers are recorded where they differ."""
+    """Returns a record of every result; containers are recorded where they differ."""
     x, y = runs.eager.values, runs.compiled.values
     found = [_compared(runs, name) for name in dict.fromkeys([*x, *y])]
     return [c for c in found if c is not None]
@@ -109,7 +113,7 @@ _NONE = _None()
 
 
 def _kinds(x: Any, y: Any) -> str:
-    """How two results differ before their numbers are looked at."""
+    """Describes how two results differ before their numbers are compared."""
     if x is _NONE or (x is None and y is not None):
         return "eager has none"
     if y is _NONE or (y is None and x is not None):
@@ -165,7 +169,7 @@ def _is_one_of(y: Any, *others: Any) -> bool:
 
 
 def _of_numbers(runs: Runs, name: str) -> tuple[str, str, float, int]:
-    """What differs, what cannot be measured by eager, how far off it is, and numbers compared."""
+    """Compares numbers: what differs, what eager cannot measure, the error, and the count."""
     raw = runs.eager.values[name]
     x, y = _numbers(raw), _numbers(runs.compiled.values[name])
     z = _numbers(runs.exact.values.get(name))

@@ -1,4 +1,4 @@
-"""Everything a program can reach besides its arguments: what it reads, and what it may change.
+"""Finds everything a program can reach besides its arguments: what it reads and may change.
 
 Found are tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
 closure cells, named globals, generators of random numbers) of a function, of the objects that it
@@ -40,7 +40,7 @@ class Holder:
     before: dict[Any, Any]
 
     def changed(self) -> Iterator[tuple[str, Any]]:
-        """The parts that the program replaced, added or removed, with their values now."""
+        """Yields the parts that the program replaced, added or removed, with their values now."""
         after = contents(self.owner)
         for place, key in enumerate(dict.fromkeys([*self.before, *after])):
             old, new = self.before.get(key, _MISSING), after.get(key, _MISSING)
@@ -57,7 +57,7 @@ class Holder:
 def reached_from(
     program: Callable[..., Any], arguments: list[Any]
 ) -> tuple[dict[str, Tensor], list[Holder], list[str]]:
-    """Tensors by name, mutable objects, and iterators, which cannot be put back.
+    """Returns tensors by name, mutable objects, and iterators, which cannot be put back.
 
     ``arguments`` are those that are no tensors and no containers.
     """
@@ -189,7 +189,7 @@ def _slots(x: Any) -> list[str]:
 
 
 def contents(x: Any) -> dict[Any, Any]:
-    """What a mutable object holds now, by key."""
+    """Returns what a mutable object holds now, by key."""
     if isinstance(x, (list, deque)):
         return dict(enumerate(x))
     if isinstance(x, dict):
@@ -212,7 +212,7 @@ def contents(x: Any) -> dict[Any, Any]:
 
 
 def _is_definition(name: str, value: Any) -> bool:
-    """Of a class: its methods and what Python keeps in it, which programs do not change."""
+    """Tells methods of a class and what Python keeps in it, which programs do not change."""
     kinds = (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
     is_pythons = name.startswith("__") or isinstance(value, (*kinds, types.GetSetDescriptorType))
     return is_pythons or name.startswith("_abc_")

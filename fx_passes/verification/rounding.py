@@ -1,4 +1,4 @@
-"""The same program rounded otherwise: how far correct code may be off, entry by entry."""
+"""Runs a program with other roundings, to see how far correct code may be off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a program from the same state: eager, compiled, in float64, rounded otherwise.
+"""Runs a program from the same state: eager, compiled, in float64, and with other roundings.
 
 Arguments are copied for every run. Everything else that the program reaches is put back.
 """
@@ -78,7 +78,7 @@ class Runner:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything as it was, whatever happens."""
+        """Restores everything as it was, whatever happens."""
         try:
             yield
         finally:
@@ -103,7 +103,7 @@ class Runner:
         _set_random_state(self.random)
 
     def draws_random(self) -> bool:
-        """Whether the last run did, so that no two runs give the same."""
+        """Returns whether the last run did, so that no two runs give the same."""
         now = _random_state()
         same = (torch.equal(x, y) for x, y in zip(self.random[0], now[0], strict=False))
         return not all(same) or now[1] != self.random[1] or not _same_numpy(now[2], self.random[2])
@@ -118,7 +118,7 @@ class Runner:
         moved: int | None = None,
         compiled: bool = False,
     ) -> Results:
-        """Everything that a run gives.
+        """Returns everything that a run gives.
 
         With ``seed`` operations are rounded otherwise, with ``moved`` the arguments are.
         """
@@ -185,7 +185,7 @@ class Runner:
         before: Mapping[str, Tensor],
         grads: Mapping[str, Tensor | None],
     ) -> None:
-        """What was written to, accumulated, replaced and appended."""
+        """Adds what was written to, accumulated, replaced and appended."""
         for name, x in tensors.items():
             if not _same_bits(x.detach(), before[name]):
                 results.add(f"{name} after", x.detach())

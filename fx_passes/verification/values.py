@@ -1,4 +1,4 @@
-"""What a program gives, as a flat table: numbers by the name that a user knows."""
+"""Flattens a program's results to a table of numbers, by the names that a user knows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Structure:
 
 @dataclass
 class Results:
-    """What a run gave, by name."""
+    """Holds what a run returned, by name."""
 
     values: dict[str, Any] = field(default_factory=dict)  # tensors are copies, without gradient
     needs_grad: dict[str, bool] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Results:
 
 
 def output_parts(output: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a program's output: entries of a tuple are "output 0", "output 1"."""
+    """Yields the parts of a program's output: entries of a tuple are "output 0", "output 1"."""
     if type(output) in (tuple, list):
         yield "output", Structure(f"{type(output).__name__} of {len(output)}")
         yield from ((f"output {i}", x) for i, x in enumerate(output))
@@ -48,7 +48,7 @@ def output_parts(output: Any) -> Iterator[tuple[str, Any]]:
 
 
 def flattened(x: Any, name: str, log_normalizer: int = 0) -> Iterator[tuple[str, Any]]:
-    """Tensors, numbers, texts and structures, by name."""
+    """Yields tensors, numbers, texts and structures, by name."""
     if isinstance(x, Structure) or _is_leaf(x):
         yield name, x
         return

@@ -1,1 +1,1 @@
-"""`attention_kl`: the divergence between two attention maps."""
+"""Implements `attention_kl`, the divergence between the attention probabilities of two models."""

@@ -1,4 +1,5 @@
-"""A site: `attention_kl` with one set of options on tensors of one set of metadata, called often.
+"""Binds `attention_kl` to one set of options and tensor metadata, for calls that repeat.
+
 
 A call site of a compiled graph and eager calls that repeat are alike: only addresses differ from
 call to call. A `BoundOp` computes what the operators do without the dispatcher, and has the
@@ -22,7 +23,7 @@ MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
 
 
 class ReplayByBias:
-    """The same where both sides have a bias: launches differ where it is one and the same."""
+    """Replays by whether both sides have one bias: launches then differ."""
 
     def __init__(self, function: Callable[..., Tensors], num_before: int) -> None:
         """``num_before`` tensors come before the operator's."""
@@ -36,7 +37,9 @@ class ReplayByBias:
 
 
 class BoundOp:
-    """Values and gradients of attention_kl; see `Replay` for what is kept between calls."""
+    """Computes values and gradients of attention_kl; see `Replay` for what is kept between
+    calls.
+    """
 
     def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
         """``is_compiled``: of a graph that Inductor compiles."""
@@ -46,7 +49,7 @@ class BoundOp:
         self._backward: dict[tuple[bool, ...], Callable[..., Tensors]] = {}
 
     def forward(self, *tensors: Tensor | None) -> Tensors:
-        """Values and both statistics; ``tensors`` are the operator's, in its order."""
+        """Returns values and both statistics; ``tensors`` are the operator's, in its order."""
         call = self._forward
         if call is None:
             call = self._forward = self._repeated(self._run_forward, tensors, 0)
@@ -60,7 +63,7 @@ class BoundOp:
         teacher_stats: Tensor,
         *tensors: Tensor | None,
     ) -> Tensors:
-        """Gradients to the first four tensors, None where they are not wanted."""
+        """Returns gradients to the first four tensors, None where they are not wanted."""
         grad = grad.contiguous()  # a sum's is expanded, and launches are recorded of one layout
         call = self._backward.get(needs_grad)
         if call is None:
@@ -124,7 +127,7 @@ class _CompiledCall:
 
 
 class CompiledForward(_CompiledCall):
-    """`attention_kl` of given options; called with the first ``num_tensors`` of its tensors."""
+    """Calls `attention_kl` with given options and the first ``num_tensors`` of its tensors."""
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         if self.is_seen():
@@ -135,7 +138,7 @@ class CompiledForward(_CompiledCall):
 
 
 class CompiledBackward(_CompiledCall):
-    """`attention_kl_backward`; called with grad, both statistics, then as `CompiledForward`."""
+    """Calls `attention_kl_backward` with grad, both statistics, then as `CompiledForward`."""
 
     def __init__(
         self,

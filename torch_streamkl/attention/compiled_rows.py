@@ -1,4 +1,4 @@
-"""The mathematics of whole rows of scores, as plain torch functions of a [rows, keys] tile.
+"""Defines the row kernel that Inductor compiles: plain torch functions of a [rows, keys] tile.
 
 Inductor compiles them (cpu/compiled.py). They read every input from a dictionary of tensors, and
 sizes and numbers are never literals: one compilation serves every block of a problem and every
@@ -37,7 +37,7 @@ COPIES = 16  # elements of the input "copies", which are 1: one or two vectors
 
 @dataclass(frozen=True)
 class RowForm:
-    """What a compiled body depends on, next to the dtypes of its inputs and which there are."""
+    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
 
     functional: str
     softcaps: tuple[bool, bool]  # of the student's and the teacher's scores
@@ -68,7 +68,8 @@ class Softmax:
 
 
 def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Value, both log-sum-exps, H and G of every row, stacked; overwrites needed gradients.
+    """Returns the value, both log-sum-exps, H and G of every row, stacked; overwrites needed
+    gradients.
 
     The gradient of ``row_weight * value`` to the dot products replaces those, "s" and "t".
     """
@@ -99,7 +100,8 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Gradients to the dot products, from the "statistics" of `rows_forward`, to tiles for them.
+    """Returns gradients to the dot products, from the "statistics" of `rows_forward`, to tiles for
+    them.
 
     In the dot products' own place Inductor cannot compile some forms of biased scores.
     """
@@ -136,7 +138,7 @@ def sums_of_terms(
     teacher_delta: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """H and G of these terms, where they may not be those of the forward.
+    """Returns H and G of these terms, where they may not be those of the forward.
 
     A term that jumps where two probabilities are equal, or one is at its clamp, may lie on the
     other side here: the forward rounds probabilities in another way.
@@ -149,6 +151,7 @@ def sums_of_terms(
 
 
 def variables_of(student: Softmax, teacher: Softmax) -> dict[str, Tensor]:
+    """Returns the variables of a functional, by name."""
     return {"P": teacher.p, "S": student.p, "logP": teacher.log_p, "logS": student.log_p}
 
 
@@ -194,7 +197,7 @@ def _scores(form: RowForm, inputs: Inputs, side: int, allowed: Tensor | None) ->
 
 
 def softcapped(x: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
-    """``cap * tanh(x / cap)``, and its derivative."""
+    """Computes ``cap * tanh(x / cap)``, and its derivative."""
     capped = torch.tanh(x / cap)
     return capped * cap, 1.0 - capped * capped
 
@@ -206,12 +209,12 @@ def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
 
 
 def copied(x: Tensor, copies: Tensor | None) -> Tensor:
-    """A column as several that are equal, [rows, COPIES]: see NOTE [Copies]."""
+    """Returns a column as several that are equal, [rows, COPIES]: see NOTE [Copies]."""
     return x if copies is None else x * copies
 
 
 def column(x: Tensor) -> Tensor:
-    """One of equal columns, [rows, 1]."""
+    """Returns one of equal columns, [rows, 1]."""
     return x.amax(-1, keepdim=True)
 
 
@@ -223,7 +226,7 @@ def softmax(
     copies: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Softmax:
-    """Of scores; a sink is one more logit of the denominator, keys outside have one level.
+    """Normalises scores; a sink adds a logit to the denominator, masked keys have one fill value.
 
     Exponentials are kept in the ``workspace``, if there is one.
     """

@@ -1,4 +1,4 @@
-"""Eager calls in one step, without the dispatcher.
+"""Runs eager calls in one step, without the dispatcher.
 
 Two trips through the dispatcher with 28 arguments cost several times what a small kernel does. A
 call on plain tensors (`checks.is_plain`) that nothing watches (no compiler, no mode, no functorch
@@ -23,7 +23,7 @@ from torch_streamkl.registration import without_autocast
 def attention_kl(
     tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], sites: dict[Any, BoundOp]
 ) -> Tensor:
-    """The first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
+    """Returns the first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
 
     ``sites`` is what earlier calls with such tensors have left, and the same options. Under
     autocast the dtype of the tensors may be another one.
@@ -44,7 +44,7 @@ def attention_kl(
 
 
 class Call:
-    """Rows of one call in a graph that runs without a compiler.
+    """Gives rows of one call in a graph that runs without a compiler.
 
     Tensors have the same metadata in every call; those that are absent are None.
     """

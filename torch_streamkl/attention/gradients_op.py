@@ -1,4 +1,4 @@
-"""The operator that a CPU's compiled graphs call where a loss fixes the weight of every row.
+"""Defines the operator that computes `attention_kl` together with gradients of a weighted sum.
 
 It returns what `attention_kl` does and the gradients of the weighted sum of its values: each
 product is then computed once, while separate forward and backward passes compute those of the

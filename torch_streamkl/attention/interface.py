@@ -1,4 +1,4 @@
-"""attention_kl(): the divergence between two attention maps, one value per query row."""
+"""Defines attention_kl(): the divergence between attention probabilities, a value per query."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def attention_kl(
     impl: AttentionImpl = "auto",
     deterministic: bool = True,
 ) -> Tensor:
-    r"""Divergence between the attention distributions of teacher and student, without the maps.
+    r"""Computes the divergence between the attention probabilities of teacher and student, without
+    materializing them.
 
     With P = softmax over keys of the teacher's scores and S of the student's, per query row
 
@@ -138,9 +139,9 @@ def attention_kl(
         impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"torch"`` (plain torch,
             bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
         deterministic: False allows gradients whose last bits differ from run to run, where they
-            are faster: on Hopper, head_dim 64, to student_q next to student_k, with a float32
-            tensor as large as student_q next to them. ``torch.use_deterministic_algorithms(True)``
-            forbids them again.
+            are faster: on Hopper with head_dim 64, if student_q and student_k both need one. This
+            takes a float32 tensor as large as student_q.
+            ``torch.use_deterministic_algorithms(True)`` forbids them again.
 
     Returns:
         float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.
@@ -236,7 +237,7 @@ def attention_kl_varlen(
     reduction: Reduction = "none",
     impl: AttentionImpl = "auto",
 ) -> Tensor:
-    """`attention_kl` over packed sequences, each attending to its own keys only.
+    """Computes `attention_kl` over packed sequences, each attending to its own keys only.
 
     Equals a loop over b with rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]`` and keys
     ``cu_seqlens_k[b]:cu_seqlens_k[b + 1]``, results concatenated.
@@ -304,9 +305,8 @@ def attention_kl_varlen(
     return value.squeeze(0) if reduction == "none" else value
 
 
-# What a call is made of, as two tuples: the tensors, and everything else. Together with the
-# tensors' metadata the second decides whether a call is legal, so that verdict is kept
-# (checks.remembered).
+# A call is two tuples: the tensors, and everything else. Together with the tensors' metadata the
+# second decides whether a call is legal, so the result of the checks is cached (checks.py).
 class Inputs(NamedTuple):
     """The tensors of a call, as the caller gave them."""
 
@@ -354,7 +354,7 @@ class Settings(NamedTuple):
 
 
 def operator_call(inputs: Inputs, settings: Settings) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The operator's tensors and options for a call, checked."""
+    """Returns the operator's tensors and options for a call, checked."""
     return _operands(inputs, settings), _checked_options(inputs, settings)
 
 
@@ -620,7 +620,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
 def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
-    """Keys before and after a query's position that it sees, None for no bound."""
+    """Returns keys before and after a query's position that it sees, None for no bound."""
     checks.boolean("is_causal", is_causal)
     left, right = _window(window) or (None, None)
     if is_causal:

@@ -1,4 +1,4 @@
-"""The torch.library operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
+"""Registers the attention operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
 
 An operator is functional and per-row: the primitive is one value per query row, and every
 reduction, row weight or row mask is ordinary torch code around it. The backward is an operator of
@@ -35,7 +35,8 @@ _lib = Library(NAMESPACE, "DEF")
 
 # NOTE [Flat arguments]
 # A schema is flat and positional; the implementations take an AttentionProblem. The order below is
-# known to three places only: this schema, `problem_of` and the tensor count used by autograd.
+# known to this schema, the indices below and `problem_of`. Callers of an operator with flat
+# arguments follow it too (interface.py, bound_op.py, direct.py, distributed/).
 ARGUMENTS = (
     "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
     "Tensor? mask=None, Tensor? student_bias=None, Tensor? teacher_bias=None, "
@@ -105,6 +106,7 @@ def problem_of(
     impl: str = "auto",
     deterministic: bool = True,
 ) -> tuple[AttentionProblem, str]:
+    """Makes an AttentionProblem of an operator's flat arguments: NOTE [Flat arguments]."""
     problem = AttentionProblem(
         student=Side(
             student_q,
@@ -151,7 +153,9 @@ def _run_forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, 
 def _module_for(
     is_compiled: bool, problem: AttentionProblem, impl: str, backward: bool = False
 ) -> Any:
-    """What computes a problem: in a graph that Inductor compiles, it compiles the CPU's, too."""
+    """Chooses the module that computes a problem; graphs that Inductor compiles get its CPU
+    kernels.
+    """
     implementation = select_implementation(problem, impl, backward)
     on_query_tiles = is_compiled and implementation == "torch"
     return query_tiles if on_query_tiles else _module(implementation)
@@ -196,7 +200,7 @@ def _needs_grads(
     *args: Any,
     **kwargs: Any,
 ) -> Gradients:
-    """What `run_backward` returns, None for what is not wanted."""
+    """Reads the output mask: what `run_backward` returns, None for what is not needed."""
     problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
     module = _module_for(is_compiled, problem, impl, backward=True)
@@ -211,7 +215,7 @@ needs_grads, compiled_gradients = (functools.partial(_needs_grads, x) for x in (
 
 
 def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised values and statistics: what a fake call returns."""
+    """Allocates values and statistics, uninitialised: what a fake call returns."""
     problem, _ = problem_of(*args, **kwargs)
     value, stats = RowStatistics.allocate(problem)
     return value, stats.student, stats.teacher
@@ -241,7 +245,7 @@ def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
 def forward_flops(
     student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
 ) -> int:
-    """Two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
+    """Counts two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
     return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
 
 
@@ -257,7 +261,7 @@ def backward_flops(
     *_: Any,
     **__: Any,
 ) -> int:
-    """The recomputed scores and one matmul for each gradient."""
+    """Counts the recomputed scores and one matmul for each gradient."""
     sides = (
         _matmul_flops(sq, sk),
         _matmul_flops(sq, sk),
@@ -310,7 +314,7 @@ def gradients(
     options: tuple[Any, ...],
     implementation: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients to the `differentiable` of the tensor arguments.
+    """Returns gradients to the `differentiable` of the tensor arguments.
 
     ``saved`` is the two statistics and all tensor arguments. Where nobody watches operators,
     ``implementation(wanted, grad, *saved)`` gives those of q and k, with these options.

@@ -1,4 +1,4 @@
-"""Few queries: those of all grouped heads (GQA) become rows of one head.
+"""Packs the query heads of a GQA group into rows of one head, for short queries.
 
 A tile has as many rows whether a head has one query or many, and each head would read the keys
 again. Where nothing depends on the head or the position of a query, the problem with the heads of
@@ -17,7 +17,9 @@ FEW_QUERIES = 64  # of a head: a tile's rows
 
 
 def pack_gqa_heads(problem: AttentionProblem) -> AttentionProblem | None:
-    """The problem with grouped heads (GQA) as rows of one head, where that saves work."""
+    """Returns the problem with grouped heads (GQA) packed as rows of one head, where that saves
+    work.
+    """
     student, teacher = problem.student, problem.teacher
     if (
         student.num_heads == student.num_kv_heads

@@ -1,4 +1,4 @@
-"""One KL problem as a value: the tensors and the options that every implementation reads.
+"""Defines AttentionProblem: the tensors and the options that every implementation reads.
 
 `ops.py` builds an `AttentionProblem` once from an operator's flat arguments; reference, streaming
 and kernel launchers take that and nothing else, so an option is added here and where it is
@@ -23,7 +23,7 @@ from torch_streamkl.divergences.functional import Functional
 
 @dataclass(eq=False)
 class Side:
-    """Queries and keys of one model and how their dot products become scores.
+    """Holds queries and keys of one model and how their dot products become scores.
 
     ``score = softcap * tanh(scale * q.k / softcap) + bias - slope * |i - j|``, divided by the
     problem's temperature; i counts from the position where the last query meets the last key.
@@ -52,7 +52,7 @@ class Side:
 
 @dataclass(eq=False)
 class AttentionProblem:
-    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two attention distributions.
+    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two attention distributions.
 
     A key j is allowed for a query i when the mask admits it, j < key_lengths[b], and, with
     o = j - (i + seqlen_k - seqlen_q), -window_left <= o <= window_right (None is no bound). A key
@@ -100,7 +100,7 @@ class AttentionProblem:
 
     @property
     def queries_and_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What gradients are computed to, in the order of the operators' arguments."""
+        """Returns the tensors that have gradients, in the order of the operators' arguments."""
         return self.student.q, self.student.k, self.teacher.q, self.teacher.k
 
     @property
@@ -121,7 +121,9 @@ class AttentionProblem:
         return self.cu_seqlens_q is not None
 
     def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
-        """Row range, key range and problem of each packed sequence; reads offsets on the host."""
+        """Yields the row range, key range and problem of each packed sequence; reads offsets on
+        the host.
+        """
         assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         offsets = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)
         for (i0, j0), (i1, j1) in pairwise(offsets):
@@ -147,7 +149,7 @@ class AttentionProblem:
 
 @dataclass(eq=False)
 class RowStatistics:
-    """What the backward pass needs of a row: a log-sum-exp and a sum for each side.
+    """Holds what the backward needs of a row: for each side softmax_lse and delta.
 
     The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
     unit is the implementation's (LSE_UNIT in launches/launch.py): converting would cost large
@@ -155,12 +157,14 @@ class RowStatistics:
     divergences/functional.py).
     """
 
-    student: Tensor  # [2, batch, num_heads, seqlen_q]: lse, then H
-    teacher: Tensor  # [2, batch, num_teacher_heads, seqlen_q]: lse, then G
+    # [2, batch, num_heads, seqlen_q]: softmax_lse, then delta, the sum over keys of df/dlogS (H in
+    # NOTE [Row gradient], divergences/functional.py), as FlashAttention's dPsum
+    student: Tensor
+    teacher: Tensor  # [2, batch, num_teacher_heads, seqlen_q]: the same with df/dlogP (G)
 
     @staticmethod
     def allocate(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-        """Uninitialised row values and statistics."""
+        """Allocates row values and statistics, uninitialised."""
         q, dtype = problem.student.q, problem.compute_dtype
         batch, num_heads, seqlen_q, _ = q.shape
         # new_empty() would take half a microsecond more, to find the strides
@@ -188,11 +192,11 @@ class RowStatistics:
         return self.teacher.select(0, 1)
 
     def viewed(self, rows: torch.Size) -> RowStatistics:
-        """As statistics of rows of another shape, in the same order; for as many heads a side."""
+        """Views the statistics as those of rows of another shape, in the same order."""
         return RowStatistics(self.student.view(2, *rows), self.teacher.view(2, *rows))
 
     def at_rows(self, rows: slice) -> RowStatistics:
-        """Views of a range of query rows."""
+        """Returns views of a range of query rows."""
         return RowStatistics(self.student[..., rows], self.teacher[..., rows])
 
 
@@ -205,5 +209,7 @@ def _empty_statistics(q: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bottom_right_offset(seqlen_q: int, seqlen_k: int) -> int:
-    """Position of query 0 among the keys when the last query is aligned with the last key."""
+    """Returns the position of query 0 among the keys when the last query is aligned with the last
+    key.
+    """
     return seqlen_k - seqlen_q

@@ -1,5 +1,4 @@
-"""The CPU's implementation in compiled graphs: query tiles of whole rows, their bodies by
-Inductor.
+"""Computes compiled graphs on a CPU by query tiles: whole rows, with a row kernel from Inductor.
 
 A query tile is a few heads' block of query rows with every key that they may see: two products
 into a small workspace, one compiled pass over its rows (attention/compiled_rows.py), and, where
@@ -74,7 +73,7 @@ class QueryTile:
 
 
 def limit(problem: AttentionProblem) -> str | None:
-    """Why query tiles cannot compute a problem, or None."""
+    """Explains why query tiles cannot compute a problem; None if they can."""
     if problem.student.q.device.type != "cpu":
         return f"are for the CPU, got device {problem.student.q.device.type}"
     if problem.head_mean:
@@ -88,7 +87,7 @@ def limit(problem: AttentionProblem) -> str | None:
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """What `torch_impl.forward` computes."""
+    """Computes what `torch_impl.forward` does."""
     if limit(problem) is None:
         try:
             value, stats, _ = _forward(problem, None, NOTHING)
@@ -102,7 +101,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 def forward_with_gradients(
     problem: AttentionProblem, row_weight: Tensor | None, needs_grad: NeedsGrad
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """What `torch_impl.forward_with_gradients` computes, each product once."""
+    """Computes what `torch_impl.forward_with_gradients` does, each product once."""
     if limit(problem) is None:
         try:
             return _forward(problem, row_weight, needs_grad)
@@ -114,7 +113,7 @@ def forward_with_gradients(
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> Gradients:
-    """What `torch_impl.backward` computes."""
+    """Computes what `torch_impl.backward` does."""
     if limit(problem) is None:
         try:
             sums = _backward(problem, stats, grad, needs_grad)
@@ -213,7 +212,9 @@ def _form(problem: AttentionProblem, needs_grad: NeedsGrad) -> RowForm:
 
 
 def head_group(problem: AttentionProblem) -> int:
-    """Query heads that a query tile holds together: those that share keys on either side."""
+    """Returns query heads that a query tile holds together: those that share keys on either
+    side.
+    """
     sides = (problem.student, problem.teacher)
     group = math.lcm(*(side.num_heads // side.num_kv_heads for side in sides))
     return group if problem.num_heads % group == 0 else problem.num_heads

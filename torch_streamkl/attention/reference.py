@@ -1,4 +1,4 @@
-"""The specification: every operator's meaning in a few naive lines, for any floating dtype.
+"""Specifies every operator in a few naive lines, for any floating dtype.
 
 Everything else is tested against this in float64, values and gradients. It materialises the
 scores.
@@ -17,7 +17,7 @@ from torch_streamkl.divergences.infinite_rows import with_infinite_rows
 
 
 def attention_kl_rows(problem: AttentionProblem) -> Tensor:
-    """Per-row values [batch, num_heads, seqlen_q], differentiable by autograd."""
+    """Returns per-row values [batch, num_heads, seqlen_q], differentiable by autograd."""
     if problem.is_packed:
         return torch.cat(
             [rows_and_lse(sequence)[0] for _, _, sequence in problem.sequences()], dim=2
@@ -26,7 +26,7 @@ def attention_kl_rows(problem: AttentionProblem) -> Tensor:
 
 
 def rows_and_lse(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and the log-sum-exps of both sides, in nats."""
+    """Returns values and the log-sum-exps of both sides, in nats."""
     allowed = allowed_keys(problem)
     log_s, lse_s = log_probabilities(problem.student, problem, allowed)
     log_t, lse_t = log_probabilities(problem.teacher, problem, allowed)
@@ -50,7 +50,9 @@ def rows_and_lse(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def allowed_keys(problem: AttentionProblem) -> Tensor:
-    """Boolean [batch or 1, num_heads or 1, seqlen_q, seqlen_k], True where a key takes part."""
+    """Returns boolean [batch or 1, num_heads or 1, seqlen_q, seqlen_k], True where a key takes
+    part.
+    """
     device, n, m = problem.student.q.device, problem.seqlen_q, problem.seqlen_k
     i = torch.arange(n, device=device)[:, None] + bottom_right_offset(n, m)
     j = torch.arange(m, device=device)[None, :]
@@ -67,7 +69,7 @@ def allowed_keys(problem: AttentionProblem) -> Tensor:
 
 
 def scores(side: Side, problem: AttentionProblem) -> Tensor:
-    """Scores [batch, num_heads, seqlen_q, seqlen_k] before masking."""
+    """Returns scores [batch, num_heads, seqlen_q, seqlen_k] before masking."""
     dtype = problem.compute_dtype
     k = side.k.repeat_interleave(side.num_heads // side.num_kv_heads, dim=1)
     x = side.q.to(dtype) @ k.to(dtype).transpose(-1, -2) * side.scale
@@ -86,7 +88,7 @@ def scores(side: Side, problem: AttentionProblem) -> Tensor:
 def log_probabilities(
     side: Side, problem: AttentionProblem, allowed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (-inf where a key has none) and the log-sum-exp of every row."""
+    """Returns log-probabilities (-inf where a key has none) and the log-sum-exp of every row."""
     x = scores(side, problem)
     # one mask per student head, several teacher heads each
     if allowed.shape[1] not in (1, side.num_heads):

@@ -1,4 +1,4 @@
-"""The blocked implementation in plain torch: the CPU's, and the bounded-memory path of any device.
+"""Implements attention in plain torch, block by block: the CPU's path, in bounded memory anywhere.
 
 Forward streams blocks of keys through the row state; where the functional is not linear in the
 log-probabilities a second pass sums it (NOTE [One pass or two] in divergences/functional.py).
@@ -59,18 +59,18 @@ class ScoreBlock:
 
 @dataclass
 class Mask:
-    """Which keys of a block are allowed, [batch or 1, heads or 1, queries or 1, keys or 1]."""
+    """Marks the allowed keys of a block, [batch or 1, heads or 1, queries or 1, keys or 1]."""
 
     allowed: Tensor
 
     @functools.cached_property
     def limit(self) -> Tensor:
-        """inf where a key is allowed, -inf elsewhere."""
+        """Returns inf where a key is allowed, -inf elsewhere."""
         return elementwise.limits(self.allowed)
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and what the backward needs, in the compute dtype."""
+    """Returns per-row values and what the backward needs, in the compute dtype."""
     value, stats = RowStatistics.allocate(problem)
     if problem.is_packed:
         for row_range, _, sequence in problem.sequences():
@@ -279,7 +279,7 @@ def _second_pass(
 def deltas(
     problem: AttentionProblem, log_t: Tensor, log_s: Tensor, mask: Mask | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f, h and g of every key."""
+    """Returns f, h and g of every key."""
     variables = _variables(problem, log_t, log_s)
     f, h, g = problem.functional.terms("fhg", variables)
     if mask is not None:
@@ -288,7 +288,9 @@ def deltas(
 
 
 def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[str, Tensor]:
-    """What a functional is evaluated on, with the teacher's heads averaged where wanted."""
+    """Returns the values a functional is evaluated on, the teacher averaged over heads if
+    asked.
+    """
     if problem.head_mean:
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
@@ -318,7 +320,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class NeedsGrad:
-    """Which gradients a backward pass computes."""
+    """Says which gradients a backward pass computes: the output mask."""
 
     student_q: bool
     student_k: bool
@@ -337,14 +339,18 @@ class NeedsGrad:
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> Gradients:
-    """Gradients to student_q, student_k, teacher_q, teacher_k for per-row gradients ``grad``."""
+    """Returns gradients to student_q, student_k, teacher_q, teacher_k for per-row gradients
+    ``grad``.
+    """
     return in_dtypes_of_inputs(problem, _backward_sums(problem, stats, grad, needs_grad))
 
 
 def forward_with_gradients(
     problem: AttentionProblem, row_weight: Tensor | None, needs_grad: NeedsGrad
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """`forward`, and the gradients of the weighted sum of its values, in the compute dtype."""
+    """Computes `forward`, and the gradients of the weighted sum of its values, in the compute
+    dtype.
+    """
     value, stats = forward(problem)
     grad = torch.ones_like(value) if row_weight is None else row_weight
     sums = _backward_sums(problem, stats, grad, needs_grad)
@@ -352,7 +358,7 @@ def forward_with_gradients(
 
 
 def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor | None]:
-    """Where gradients are added up, in the order of `Gradients`."""
+    """Allocates zeros to which gradients are added, in the order of `Gradients`."""
     flags = (
         needs_grad.student_q,
         needs_grad.student_k,
@@ -366,7 +372,7 @@ def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor |
 
 
 def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) -> Gradients:
-    """Gradients of their sums."""
+    """Returns gradients of their sums."""
     a, b, c, d = (
         None if x is None else x.to(like.dtype)
         for x, like in zip(sums, problem.queries_and_keys, strict=True)
@@ -375,7 +381,7 @@ def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) ->
 
 
 def sums_of_sequence(sums: list[Tensor | None], rows: slice, keys: slice) -> list[Tensor | None]:
-    """Views of the sums that one of several packed sequences adds to."""
+    """Returns views of the sums that one of several packed sequences adds to."""
     ranges = (rows, keys, rows, keys)
     return [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
 
@@ -501,7 +507,7 @@ def _add_gradient(
 def score_block(
     side: Side, problem: AttentionProblem, rows: Rows, keys: slice, mask: Mask | None
 ) -> ScoreBlock:
-    """Scores of a block, -inf where a key is not allowed."""
+    """Returns scores of a block, -inf where a key is not allowed."""
     dtype = problem.compute_dtype
     kv_heads = _kv_heads(side, rows)
     k = side.k[rows.batch, kv_heads, keys].to(dtype)

@@ -1,1 +1,1 @@
-"""What a CPU computes faster that is, and what Inductor compiles for it."""
+"""Holds what a CPU computes in a faster way, and what Inductor compiles for it."""

@@ -1,5 +1,4 @@
-"""Bodies of attention/compiled_rows.py compiled by Inductor: once for a form, for all sizes, and
-kept.
+"""Compiles row kernels (attention/compiled_rows.py) with Inductor: once per form, for all sizes.
 
 The graph of a body goes straight to Inductor, without Dynamo and AOTAutograd: calling what comes
 out takes microseconds. Inductor keeps it in its cache on disk, under the graph.
@@ -31,7 +30,7 @@ ROWS, KEYS, STRIDE = 520, 392, 448
 
 @dataclass(frozen=True)
 class Key:
-    """What a compiled body is found under."""
+    """Identifies a compiled body."""
 
     body: Body
     form: Hashable
@@ -50,7 +49,8 @@ def _example_shape(x: Tensor, spec: str) -> tuple[int, ...]:
 
 
 def find(body: Body, form: Hashable, inputs: Described) -> Run | None:
-    """The compiled body for such inputs, compiled now if it was not yet; None if that failed.
+    """Returns the compiled body for such inputs, compiled now if it was not yet; None if that
+    failed.
 
     ``inputs`` are the tensors of one block by name, each with what its dimensions are: "r" rows,
     "k" keys, "p" keys in rows that are padded, anything else a fixed size. It takes them in this

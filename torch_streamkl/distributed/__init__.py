@@ -1,4 +1,4 @@
-"""Distillation losses on several devices, on PyTorch's own process groups and DTensors."""
+"""Computes distillation losses on several devices, with PyTorch's process groups and DTensors."""
 
 from torch_streamkl.distributed.agreement import DisagreementError
 from torch_streamkl.distributed.context_parallel import attention_kl_context_parallel

@@ -1,4 +1,4 @@
-"""Ranks compare what they were called with, before they exchange tensors of that size.
+"""Compares the arguments of all ranks before they exchange tensors.
 
 A collective of tensors that differ in size hangs or corrupts memory, and ranks that differ in
 anything else (a reduction, a gradient) compute something that nobody asked for. So every call
@@ -41,7 +41,7 @@ from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
-    """What ranks were called with does not fit; raised on all of them."""
+    """Says that ranks called a function with arguments that do not fit; raised on all of them."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ def agree(
     same: Mapping[str, Any],
     own: Mapping[str, int],
 ) -> list[dict[str, int]]:
-    """What every rank has of ``own``; ``same`` is equal on all.
+    """Returns what every rank has of ``own``; checks that ``same`` is equal on all.
 
     Raises the same DisagreementError on every rank if it is not, if the arguments of the calls
     that led here are not (`together`), or if a rank refused its arguments.
@@ -132,7 +132,7 @@ def together(
     describe: Callable[[], dict[str, str]],
     call: Callable[[], Any],
 ) -> Any:
-    """``call()``, on all ranks of the group or on none.
+    """Runs ``call()`` on all ranks of the group or on none.
 
     `agree` compares the arguments together with what the call itself has to compare. What is
     raised before that on one rank is raised on every rank, which would wait for this one.
@@ -163,7 +163,7 @@ def together_on_mesh(
     check: Callable[[], Any],
     explain: Callable[[], Any],
 ) -> Any:
-    """``check()``, which communicates with nobody, after all ranks of a mesh compared arguments.
+    """Runs ``check()``, which does not communicate, after all ranks of a mesh compared arguments.
 
     Where they differ ``explain()`` raises what the call would raise on this rank alone.
 
@@ -272,7 +272,9 @@ def _gathered(row: list[int], group: ProcessGroup, device: torch.device) -> list
 
 
 def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where a group can exchange a few integers: the CPU if it has a backend for it."""
+    """Returns the device on which a group exchanges integers: the CPU if it has a backend for
+    it.
+    """
     cpu = torch.device("cpu")
     try:
         group._get_backend(cpu)
@@ -283,5 +285,5 @@ def _device_of(group: ProcessGroup, device: torch.device) -> torch.device:
 
 
 def listed(values: list[Any]) -> str:
-    """``12 (rank 0), 10 (rank 1)``."""
+    """Formats values by rank: ``12 (rank 0), 10 (rank 1)``."""
     return ", ".join(f"{value} (rank {rank})" for rank, value in enumerate(values))

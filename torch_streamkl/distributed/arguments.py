@@ -1,4 +1,4 @@
-"""Arguments of a call as texts that ranks compare: one description for all functions.
+"""Describes a call's arguments as texts that ranks compare, in one way for all functions.
 
 What is described is the function's own signature, so an argument that is added is compared too.
 Two ranks whose texts are equal come to the same verdict on a call: every check of arguments reads
@@ -29,7 +29,7 @@ _signature = functools.cache(inspect.signature)
 def bound(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Every argument of a call by its name, those that were left out too.
+    """Returns every argument of a call by its name, those that were left out too.
 
     Raises TypeError, as the call would, if they do not fit the signature.
     """
@@ -46,13 +46,13 @@ def bound(
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a function takes for arguments that are left out."""
+    """Returns the default arguments of a function."""
     parameters = _signature(function).parameters.values()
     return {x.name: x.default for x in parameters if x.default is not x.empty}
 
 
 def described(arguments: Mapping[str, Any], own: Own, device: torch.device) -> dict[str, str]:
-    """The text of every argument, and of the modes of torch that a call depends on."""
+    """Returns the text of every argument, and of the modes of torch that a call depends on."""
     texts = {}
     for name, x in arguments.items():
         dims = own.get(name, ())

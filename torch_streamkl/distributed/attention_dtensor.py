@@ -1,4 +1,4 @@
-"""`attention_kl` on DTensors: what is done to its tensors before the operators see them."""
+"""Prepares DTensors for `attention_kl` before its operators see them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``function(...)``, of which an argument is a DTensor, after ranks compared the arguments.
+    """Calls ``function(...)`` with DTensors, after ranks compared the arguments.
 
     What they then compute, exchange or refuse is the same on all of them.
     """
@@ -37,7 +37,7 @@ def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: 
 
 
 def prepared(inputs: Inputs, settings: Settings) -> tuple[list[Any], Settings]:
-    """A call whose tensors are DTensors, with keys on every rank that shares queries.
+    """Returns a call whose tensors are DTensors, with keys on every rank that shares queries.
 
     Raises where `sharding.py` has no way to run the call.
     """
@@ -76,7 +76,7 @@ def _on_mesh(name: str, x: Any, mesh: DeviceMesh) -> Any:
 
 
 def keys_everywhere(given: dict[str, Any]) -> dict[str, Any]:
-    """Keys that ranks share, as they share the queries, on every one of those ranks."""
+    """Returns keys that ranks share, as they share the queries, on every one of those ranks."""
     queries = [p == Shard(2) for p in given["student_q"].placements]
     gathered = {}
     for name in sharding.KEYS:

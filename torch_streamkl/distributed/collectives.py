@@ -1,4 +1,4 @@
-"""Functional collectives by the name of a process group: the only place that communicates.
+"""Calls functional collectives by the name of a process group: the only place that communicates.
 
 They are PyTorch's own operators, so a compiler sees and schedules them where a graph holds them.
 Each returns before the data is there; `wait` makes the current stream wait for it.
@@ -23,7 +23,7 @@ _ops: Any = torch.ops._c10d_functional
 
 
 def group_of(group: ProcessGroup | DeviceMesh, argument: str = "group") -> ProcessGroup:
-    """The process group of a one-dimensional mesh, or the group itself."""
+    """Returns the process group of a one-dimensional mesh, or the group itself."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -39,47 +39,53 @@ def group_of(group: ProcessGroup | DeviceMesh, argument: str = "group") -> Proce
 
 
 def resolve(group_name: str) -> ProcessGroup:
+    """Returns the process group of a name."""
     group: ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     return group
 
 
 def default_store() -> Any:
-    """The store through which ranks found each other; None where there are no other processes."""
+    """Returns the store through which ranks found each other; None where there are no other
+    processes.
+    """
     if torch.distributed.get_backend() == "fake":
         return None
     return _get_default_store()
 
 
 def unseen() -> AbstractContextManager[None]:
-    """Collectives in here are none of a user's: modes that count or trace them do not see them."""
+    """Hides collectives from modes that count or trace a user's."""
     hidden: AbstractContextManager[None] = _disable_current_modes()
     return hidden
 
 
 def all_gather(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """``x`` of every rank, one after the other along the first dimension."""
+    """Gathers ``x`` of every rank, one after the other along the first dimension."""
     gathered: Tensor = _ops.all_gather_into_tensor(x, num_ranks, group_name)
     return gathered
 
 
 def all_reduce(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
-    """The sum of ``x`` over ranks."""
+    """Sums ``x`` over ranks."""
     reduced: Tensor = _ops.all_reduce(x, op, group_name)
     return reduced
 
 
 def reduce_scatter(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """This rank's share, along the first dimension, of the sum of ``x`` over ranks."""
+    """Returns this rank's part, along the first dimension, of the sum of ``x`` over ranks."""
     mine: Tensor = _ops.reduce_scatter_tensor(x, "sum", num_ranks, group_name)
     return mine
 
 
 def all_to_all(x: Tensor, receive: list[int], send: list[int], group_name: str) -> Tensor:
-    """Rows of ``x`` to ranks in their order, ``send[rank]`` each, and those that they sent."""
+    """Sends rows of ``x`` to ranks in their order, ``send[rank]`` each, and returns those
+    received.
+    """
     received: Tensor = _ops.all_to_all_single(x, receive, send, group_name)
     return received
 
 
 def wait(x: Tensor) -> Tensor:
+    """Makes the current stream wait for a collective's result."""
     done: Tensor = _ops.wait_tensor(x)
     return done

@@ -1,4 +1,4 @@
-"""What `attention_kl_context_parallel` is called with: checked, and compared between ranks."""
+"""Checks the arguments of `attention_kl_context_parallel`, and compares them between ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys a row sees, in positions of the whole sequence."""
+    """Says which keys a row sees, in positions of the whole sequence."""
 
     is_causal: bool
     window: tuple[int | None, int | None] | None
@@ -67,7 +67,7 @@ class Ranks:
 def call_of(
     given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[interface.Inputs, interface.Settings]:
-    """This rank's rows and keys as a call of `attention_kl`, packed or not."""
+    """Returns this rank's rows and keys as a call of `attention_kl`, packed or not."""
     packing = keys.packing
     packed_options: dict[str, Any] = {}
     tensors: dict[str, Any] = {name: given[name] for name in QUERIES_AND_KEYS}
@@ -176,7 +176,7 @@ def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, An
 def _check_as_one_rank(
     given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
 ) -> None:
-    """What `attention_kl` would say of this rank's rows and keys."""
+    """Runs the checks of `attention_kl` on this rank's rows and keys."""
     numbers = dict(options)
     for name in SCALES:
         scale = options.get(name)
@@ -226,7 +226,7 @@ def _check_packing(
 
 
 def _check_ring(options: dict[str, Any]) -> None:
-    """What merging values of blocks of keys does not allow."""
+    """Refuses what merging values of blocks of keys does not allow."""
     for name in (*SINKS, "head_reduction"):
         if options.get(name) is not None:
             raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""attention_kl_context_parallel(): attention maps of a sequence that ranks share."""
+"""Defines attention_kl_context_parallel(): `attention_kl` on a sequence that ranks share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def attention_kl_context_parallel(
     reduction: str = "none",
     **options: Any,
 ) -> Tensor:
-    """`attention_kl` of a sequence whose rows ranks share, with this rank's rows of the result.
+    """Computes `attention_kl` of a sequence whose rows ranks share; returns this rank's rows.
 
     Args:
         student_q, teacher_q: ``[batch, num_heads, rows, head_dim]``, this rank's rows of the
@@ -88,7 +88,7 @@ def attention_kl_context_parallel(
             rank.
         cu_seqlens: int32 ``[num_sequences + 1]``, from 0 to the length of the whole sequence:
             packed sequences with keys of their own, the same on every rank; batch size 1.
-            ``is_causal`` is of each of them; a window only next to it, and not with ``"ring"``.
+            ``is_causal`` applies to each of them; a window needs it, and no ``"ring"``.
         max_seqlen: a bound on the length of a packed sequence.
         row_mask: boolean, broadcasts to this rank's rows.
         reduction: ``"none"``; ``"mean"``, ``"sum"`` and ``"batchmean"`` over the rows of all

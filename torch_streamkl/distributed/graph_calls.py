@@ -1,4 +1,4 @@
-"""What rewritten graphs call on DTensors in the place of the operators on whole tensors.
+"""Defines what rewritten graphs call on DTensors instead of the operators on whole tensors.
 
 Attention is shared as its queries are, and its rows are DTensors. Of LM heads, hidden states and
 weights are DTensors; rows come back whole, as plain tensors that every rank has. The gradient of a
@@ -37,7 +37,7 @@ _PER_VOCAB_ENTRY = ("student_weight", "teacher_weight", "student_bias", "teacher
 
 
 def linear_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Value and cross-entropy per token, of hidden states [tokens, width]."""
+    """Returns the value and cross-entropy per token, of hidden states [tokens, width]."""
     tensors, options, layout = _local(args, kwargs)
     if layout.vocab_dim is None:
         rows = linear_ops.linear_kl(*tensors, **options)[:2]
@@ -59,7 +59,9 @@ def linear_kl_sum(
     needs_grad: list[bool],
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """The sum of the rows, each times its weight; gradients in the forward where that is exact."""
+    """Returns the sum of the rows, each times its weight; gradients in the forward where that is
+    exact.
+    """
     weight: Any = _everywhere(row_weight)
     hard_weight: Any = _everywhere(hard_row_weight)
     tensors, options, layout = _local(args, kwargs)
@@ -77,7 +79,9 @@ def linear_kl_sum(
 
 
 def attention_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Value and statistics per row, as DTensors; raises where placements do not fit."""
+    """Returns the value and statistics per row, as DTensors; raises where placements do not
+    fit.
+    """
     given = {**dict(zip(sharding.ARGUMENTS, args, strict=False)), **kwargs}
     for name in (*sharding.QUERIES, *sharding.KEYS):
         if not isinstance(given[name], DTensor):
@@ -99,7 +103,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DTensor:
-    """PyTorch's attention of this rank's batch and heads; raises where ranks share others."""
+    """Returns PyTorch's attention of this rank's batch and heads; raises where ranks share
+    others.
+    """
     mesh, placements = q.device_mesh, q.placements
     for name, x in (("keys", k), ("values", v)):
         if not isinstance(x, DTensor) or x.device_mesh != mesh or x.placements != placements:
@@ -124,7 +130,7 @@ def scaled_dot_product_attention(
 
 
 def _local_mask(mask: DTensor, placements: tuple[Placement, ...]) -> Tensor:
-    """What of a mask, which broadcasts to [batch, heads, ...], is for this rank's queries."""
+    """Returns the part of a mask [batch, heads, ...] for this rank's queries."""
     needs_grad = list(placements)
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -137,24 +143,25 @@ def _local_mask(mask: DTensor, placements: tuple[Placement, ...]) -> Tensor:
 
 
 def replicated_like(x: Tensor, like: DTensor) -> DTensor:
-    """A constant, which is the same on every rank."""
+    """Returns a constant, which is the same on every rank."""
     mesh = like.device_mesh
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def placed(x: DTensor, placements: list[int | str]) -> DTensor:
-    """A DTensor placed (`encoded`) otherwise; a sum is done."""
+    """Returns a DTensor placed (`encoded`) otherwise; a sum is done."""
     needs_grad = [Shard(p) if isinstance(p, int) else Replicate() for p in placements]
     return x.redistribute(placements=needs_grad)
 
 
 def placed_like(x: Tensor, like: DTensor, placements: list[int | str]) -> DTensor:
-    """What every rank has, placed (`encoded`) on the mesh of another DTensor; a sum is done."""
+    """Places what every rank has (`encoded`) on the mesh of another DTensor; finishes a sum."""
     return placed(replicated_like(x, like), placements)
 
 
 def encoded(placements: tuple[Placement, ...]) -> list[int | str]:
-    """Placements as constants of a graph: the dimension of a shard, or the operation of a sum.
+    """Returns placements as constants of a graph: the dimension of a shard, or the operation of a
+    sum.
 
     Raises NotImplementedError for others.
     """
@@ -170,7 +177,7 @@ def encoded(placements: tuple[Placement, ...]) -> list[int | str]:
 
 
 def num_ranks(weights: list[DTensor]) -> int:
-    """The ranks that shard the vocabulary of two heads."""
+    """Returns the ranks that shard the vocabulary of two heads."""
     dims = {dim for x in weights if (dim := vocab_dim_of("weight", x)) is not None}
     mesh = weights[0].device_mesh
     return max((mesh.size(dim) for dim in dims), default=1)

@@ -1,4 +1,4 @@
-"""`linear_kl` with a group: ranks that share a vocabulary and have the same hidden states."""
+"""Runs `linear_kl` with a group: ranks share a vocabulary and have the same hidden states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class UnsummedGroup:
 
 @dataclass(frozen=True)
 class Places:
-    """The operators' last arguments (NOTE [Places] in linear/ops.py), and who adds gradients."""
+    """Holds the operators' last arguments (NOTE [Places] in linear_ops.py), and who adds
+    gradients.
+    """
 
     arguments: dict[str, Any]
     sums_gradients: bool
@@ -42,7 +44,9 @@ OWN: Own = {
 
 
 def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``function(...)``; ranks compare their arguments, and what one refuses none computes."""
+    """Calls ``function(...)`` after ranks compared their arguments; what one refuses none
+    computes.
+    """
     if torch.compiler.is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = kwargs["group"]
@@ -79,7 +83,7 @@ def places_of(
     teacher_vocab_start: int | None,
     impl: str,
 ) -> Places:
-    """Where vocabulary entries are, checked."""
+    """Checks and returns which vocabulary shard each rank has."""
     if impl == "reference":
         raise NotImplementedError(
             "impl='reference' needs all logits on one rank, and a group shares them; "
@@ -102,7 +106,7 @@ def places_of(
 
 
 def rows(tensors: list[Any], options: dict[str, Any], places: Places) -> tuple[Tensor, Tensor]:
-    """Values and cross-entropies per token."""
+    """Returns values and cross-entropies per token."""
     value, hard, *_ = linear_ops.linear_kl_sharded(
         *_shared(tensors, places), **options, **places.arguments
     )
@@ -110,7 +114,7 @@ def rows(tensors: list[Any], options: dict[str, Any], places: Places) -> tuple[T
 
 
 def total(arguments: tuple[Any, ...], options: dict[str, Any], places: Places) -> Tensor:
-    """A weighted sum whose gradients the forward computes."""
+    """Returns a weighted sum whose gradients the forward computes."""
     result: Tensor = linear_ops.linear_kl_sharded_sum(
         *_shared(arguments, places), **options, **places.arguments
     )[0]

@@ -1,4 +1,4 @@
-"""`linear_kl` on DTensors: their placements say what is where, and gradients come back alike.
+"""Runs `linear_kl` on DTensors: placements say what each rank has, and gradients get them back.
 
 - A weight shards the vocabulary over one mesh dimension, Shard(0), or is Replicate().
 - Hidden states share tokens over any mesh dimension. Along the one that shares vocabulary entries
@@ -33,7 +33,7 @@ _PER_TOKEN = ("labels", "row_mask", "row_weight")
 
 
 def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """`linear_kl` (``function``) of which an argument is a DTensor."""
+    """Runs `linear_kl` (``function``) with an argument that is a DTensor."""
     given, layout = _together(function, args, kwargs)
     tokens = given["student_hidden"].shape[:-1]
     local = {
@@ -130,7 +130,9 @@ def _whole(layout: Layout) -> list[Replicate]:
 
 
 def local_hidden(x: DTensor, layout: Layout) -> Tensor:
-    """This rank's tokens; every rank that shares vocabulary entries has a part of the gradient."""
+    """Returns this rank's tokens; every rank that shares vocabulary entries has a part of the
+    gradient.
+    """
     gradients = [
         Partial() if dim == layout.vocab_dim else placement
         for dim, placement in enumerate(layout.rows)
@@ -139,8 +141,8 @@ def local_hidden(x: DTensor, layout: Layout) -> Tensor:
 
 
 def local_vocab(x: Tensor | None, layout: Layout) -> Tensor | None:
-    """This rank's vocabulary entries, whose gradient is summed over the ranks that have other
-    tokens.
+    """Returns this rank's vocab shard, whose gradient is summed over the ranks that have
+    other tokens.
     """
     local = vocab_as_local(x)
     if local is None or not (local.requires_grad and torch.is_grad_enabled()):

@@ -1,4 +1,4 @@
-"""The operators after `linear_kl` on a vocabulary that ranks share.
+"""Registers the operators that `linear_kl` calls for a vocabulary that ranks share.
 
 - ``linear_kl_sharded``: value and cross-entropy per token, whole, on every rank; the backward is
   that of ``linear_kl`` on this rank's vocabulary shard with the statistics of whole rows.
@@ -141,7 +141,7 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
 def _options_of(
     problem: LinearProblem, max_workspace_mib: int, rows: str, needs_grad: list[bool]
 ) -> dict[str, str]:
-    """What ranks have to give alike and no number says."""
+    """Returns the options that ranks have to give alike and that no number describes."""
     options: dict[str, Any] = {
         "divergence": problem.functional.text,
         "temperature": problem.temperature,

@@ -1,4 +1,4 @@
-"""Calls of `linear_kl` without a token, on a rank or on all: they take part in every exchange."""
+"""Runs calls of `linear_kl` without a token, which still take part in every exchange of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HIDDEN = ("student_hidden", "teacher_hidden")
 
 
 def has_no_token(given: dict[str, Any]) -> bool:
-    """Whether hidden states hold none."""
+    """Returns whether hidden states hold none."""
     return all(
         isinstance(given[name], Tensor) and given[name].ndim > 1 and 0 in given[name].shape[:-1]
         for name in HIDDEN
@@ -21,7 +21,7 @@ def has_no_token(given: dict[str, Any]) -> bool:
 
 
 def one_that_does_not_count(given: dict[str, Any]) -> dict[str, Any]:
-    """What to give in the place of no token: one token of value 0 and without gradient."""
+    """Replaces no token by one token of value 0 and without gradient."""
     hidden = {name: F.pad(given[name].flatten(0, -2), (0, 0, 0, 1)) for name in HIDDEN}
     changed = {**hidden, "row_mask": hidden["student_hidden"].new_zeros(1, dtype=torch.bool)}
     if isinstance(given["labels"], Tensor):
@@ -33,11 +33,11 @@ def one_that_does_not_count(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(value: Tensor, tokens: torch.Size) -> Tensor:
-    """No value, of one for `one_that_does_not_count`."""
+    """Drops the value of the token that `one_that_does_not_count` added."""
     return value[:0].view(tokens)
 
 
 def mean_of_none(total: Tensor, reduction: str, tokens: torch.Size) -> Tensor:
-    """The reduction of a sum over no token: as torch has it, NaN for a mean over none."""
+    """Returns the reduction of a sum over no token: as torch has it, NaN for a mean over none."""
     is_undefined = reduction == "mean" or (reduction == "batchmean" and tokens[0] == 0)
     return total + math.nan if is_undefined else total

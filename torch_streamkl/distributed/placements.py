@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a call of `linear_kl`."""
+    """Describes how ranks share a call of `linear_kl`."""
 
     mesh: DeviceMesh
     vocab_dim: int | None  # of the mesh; the vocabulary is whole on every rank without it
@@ -21,7 +21,7 @@ class Layout:
 
     @property
     def shared_rows(self) -> list[int]:
-        """Mesh dimensions whose ranks have tokens of their own."""
+        """Returns mesh dimensions whose ranks have tokens of their own."""
         return [dim for dim, placement in enumerate(self.rows) if isinstance(placement, Shard)]
 
     def group(self, dim: int) -> ProcessGroup:
@@ -29,7 +29,9 @@ class Layout:
 
 
 def layout_of(tensors: dict[str, Any]) -> Layout:
-    """The layout of a call; raises where the placements do not fit, or would need a gather."""
+    """Returns the layout of a call; raises where the placements do not fit, or would need a
+    gather.
+    """
     weight = tensors["student_weight"]
     for name in ("student_hidden", "student_weight", "teacher_hidden"):
         if not isinstance(tensors[name], DTensor):
@@ -73,6 +75,7 @@ HIDDEN = ("student_hidden", "teacher_hidden")
 
 
 def vocab_dim_of(name: str, x: DTensor) -> int | None:
+    """Returns the mesh dimension that shards a weight's vocabulary, None if it is replicated."""
     found = None
     for dim, placement in enumerate(x.placements):
         if type(placement) is Replicate:
@@ -115,5 +118,5 @@ def _kind(x: object) -> str:
 
 
 def vocab_as_local(x: Tensor | None) -> Tensor | None:
-    """This rank's vocabulary entries; a plain tensor is that already."""
+    """Returns this rank's vocab shard; a plain tensor is that already."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -1,6 +1,4 @@
-"""Move the vocabulary entries of a weight between ranks: for student and teacher that are cut
-differently.
-"""
+"""Moves vocab shards of a weight between ranks, if student and teacher are cut differently."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def reshard_vocab(
     like: DTensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """This rank's vocabulary entries of a weight or bias, after the ranks exchanged them.
+    """Returns this rank's vocab shard of a weight or bias, after the ranks exchanged them.
 
     `linear_kl` needs the same vocabulary entries of student and teacher on a rank. For a frozen
     teacher call this once, before training:
@@ -82,8 +80,7 @@ def reshard_vocab(
         ranges: first and last-plus-one vocabulary entry of every rank, consecutive, from 0 to the
             size of the vocabulary.
         like: instead of ``ranges``, the student's weight: each rank gets the vocabulary entries
-            that it has of it. Words beyond its vocabulary go to the rank with its last vocabulary
-            entry.
+            that it has of it. Entries beyond its vocabulary go to the rank with its last one.
         group: the ranks, for a weight that is no DTensor.
 
     Returns:
@@ -156,7 +153,7 @@ def _exchanged(
 
 
 def ranges_like(weight: DTensor, vocab_size: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Words of every rank of a DTensor, as DTensor cuts them; the rest with the last."""
+    """Returns the vocabulary range of every rank of a DTensor, as DTensor cuts them."""
     dim = vocab_dim_of("like", weight)
     if dim is None or weight.device_mesh.size(dim) != num_ranks:
         raise ValueError(

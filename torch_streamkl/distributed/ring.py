@@ -1,4 +1,4 @@
-"""Attention maps of a shared sequence whose keys go around: nobody ever holds all of them.
+"""Runs attention with keys that go around a ring of ranks: no rank ever holds all of them.
 
 A rank computes its rows against the keys that it has, while these already travel to the next rank.
 After as many steps as there are ranks every row has met every key. What a step finds of a row is
@@ -52,7 +52,7 @@ class Ring:
     is_head_tail: bool
 
     def blocks(self, rank: int, owner: int, num_ranks: int) -> Iterator[Block]:
-        """What this rank computes with the keys of ``owner``."""
+        """Yields what this rank computes with the keys of ``owner``."""
         balance = HEAD_TAIL if self.is_head_tail else None
         mine, theirs = (chunks_of(r, num_ranks, balance) for r in (rank, owner))
         size = self.problem.seqlen_q // len(mine)
@@ -72,7 +72,7 @@ class Ring:
                     )  # fmt: skip
 
     def call(self, block: Block, keys: tuple[Tensor, Tensor]) -> tuple[tuple[Any, ...], float]:
-        """Arguments of `attention_kl` for a block, and the unit of its log-sum-exps."""
+        """Returns arguments of `attention_kl` for a block, and the unit of its log-sum-exps."""
         p, rows = self.problem, block.rows
         num_rows, num_keys = rows.stop - rows.start, block.keys.stop - block.keys.start
         lengths = p.key_lengths
@@ -101,6 +101,7 @@ class Ring:
 
 
 def form_of(functional: Functional) -> Bilinear:
+    """Returns the bilinear form of a functional, or raises if it has none."""
     form = functional.bilinear
     if form is None:
         raise NotImplementedError(
@@ -111,7 +112,9 @@ def form_of(functional: Functional) -> Bilinear:
 
 
 def within(offsets: Tensor, first: int, size: int) -> Tensor:
-    """Offsets of packed sequences in a range of their positions; those outside are empty there."""
+    """Returns offsets of packed sequences in a range of their positions; those outside are empty
+    there.
+    """
     return offsets.clamp(first, first + size) - first
 
 
@@ -120,7 +123,7 @@ def _shifted(x: slice, by: int) -> slice:
 
 
 def _block(row: int, key: int, size: int, left: int | None, right: int | None) -> Block | None:
-    """Of ``size`` rows and keys from these positions on, those that may see each other.
+    """Selects ``size`` rows and keys from these positions on, those that may see each other.
 
     Bounds count from equal positions; in a block from its last row and key, and never below 0.
     """
@@ -155,7 +158,7 @@ class _Circle:
         self.flat = torch.cat([x.reshape(-1) for x in tensors])
 
     def tensors(self) -> list[Tensor]:
-        """What is here now, as views."""
+        """Returns what is here now, as views."""
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -170,7 +173,7 @@ class _Circle:
 
 
 def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
-    """Values of this rank's rows and their statistics over all keys, in nats."""
+    """Returns values of this rank's rows and their statistics over all keys, in nats."""
     problem, form = ring.problem, form_of(ring.problem.functional)
     value, stats = RowStatistics.allocate(problem)
     state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
@@ -210,7 +213,7 @@ def _state_of(stats: RowStatistics, unit: float, form: Bilinear) -> RowState:
 def backward(
     ring: Ring, grad: Tensor, stats: RowStatistics, needs_grad: list[bool]
 ) -> list[Tensor | None]:
-    """This rank's gradients of q and k of both sides."""
+    """Returns this rank's gradients of q and k of both sides."""
     problem = ring.problem
     sides = (problem.student, problem.teacher)
     d_queries = [

@@ -1,4 +1,4 @@
-"""The operators after ``attention_kl_context_parallel(..., method="ring")``.
+"""Registers the operators that ``attention_kl_context_parallel(..., method="ring")`` calls.
 
 The collectives are inside: keys travel while those that are here are used. Forward and backward
 are operators of their own, as those of `attention_kl` are.

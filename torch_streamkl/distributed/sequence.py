@@ -1,4 +1,4 @@
-"""How ranks share a sequence: who has which rows, and what brings them together.
+"""Describes how ranks share a sequence, and exchanges its rows between them.
 
 With ``"head_tail"`` a sequence of 2 n chunks is shared so that rank r has the chunks r and
 2 n - 1 - r: under a causal mask every rank then has the same number of pairs to compute. Without
@@ -29,7 +29,7 @@ def shard_sequence(
     dim: int = 2,
     load_balance: str | None = HEAD_TAIL,
 ) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole.
+    """Returns this rank's rows of a tensor that every rank has whole.
 
     Args:
         x: any tensor with the sequence at ``dim``.
@@ -54,12 +54,14 @@ def shard_sequence(
 
 
 def chunks_of(rank: int, num_ranks: int, load_balance: str | None) -> list[int]:
-    """The chunks that a rank has, in its order."""
+    """Returns the chunks that a rank has, in its order."""
     return [rank, 2 * num_ranks - 1 - rank] if load_balance else [rank]
 
 
 def in_order(parts: Tensor, load_balance: str | None) -> Tensor:
-    """[ranks, batch, heads, rows, ...] of all ranks as [batch, heads, sequence, ...]."""
+    """Reorders [ranks, batch, heads, rows, ...] of all ranks to [batch, heads, sequence,
+    ...].
+    """
     num_ranks, batch, heads, num_rows = parts.shape[:4]
     parts = parts.movedim(0, 2)  # [batch, heads, ranks, rows, ...]
     if load_balance:
@@ -69,7 +71,7 @@ def in_order(parts: Tensor, load_balance: str | None) -> Tensor:
 
 
 def by_rank(x: Tensor, num_ranks: int, load_balance: str | None) -> Tensor:
-    """The inverse of `in_order`, contiguous."""
+    """Returns the inverse of `in_order`, contiguous."""
     if load_balance:
         chunks = x.unflatten(2, (2 * num_ranks, -1))
         head, tail = chunks[:, :, :num_ranks], chunks[:, :, num_ranks:].flip(2)
@@ -95,7 +97,7 @@ class _WholeSequence(torch.autograd.Function):
 
 
 def whole_sequence(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """All ranks' rows in the order of the sequence; its gradient is reduce-scattered."""
+    """Returns all ranks' rows in the order of the sequence; its gradient is reduce-scattered."""
     return _WholeSequence.apply(x, group_name, size, load_balance)
 
 
@@ -130,10 +132,10 @@ def _exchanged(
 
 
 def some_heads(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """Rows of all heads [batch, heads, rows, ...] as all rows of this rank's heads."""
+    """Returns rows of all heads [batch, heads, rows, ...] as all rows of this rank's heads."""
     return _Exchange.apply(x, group_name, size, load_balance, True)
 
 
 def some_rows(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """The inverse of `some_heads`."""
+    """Returns the inverse of `some_heads`."""
     return _Exchange.apply(x, group_name, size, load_balance, False)

@@ -1,5 +1,4 @@
-"""The chunk loops of `linear/chunks.py` over this rank's vocabulary shard: what ranks exchange is
-row states.
+"""Runs the chunk loops of `linear/chunks.py` over a vocab shard; ranks exchange row states.
 
 - `forward` of a functional that is linear in log-probabilities: states of all rows, one
   all-gather. Any other needs the merged log-sum-exps while the logits are there: an all-gather for
@@ -38,7 +37,7 @@ from torch_streamkl.linear.problem import (
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's vocabulary entries as a problem, and what it knows of the others."""
+    """Describes this rank's vocabulary shard as a problem, and what it knows of the others."""
 
     problem: LinearProblem
     group_name: str
@@ -47,7 +46,7 @@ class Shard:
     row_bytes: tuple[int, int]  # of a token's logits of student and teacher, of the largest shard
     max_workspace_mib: int
     workspace: int  # bytes, of the rank that has the least
-    rows: ModuleType  # distributed.shard_rows or kernels.linear_shards
+    rows: ModuleType  # distributed.shard_rows or linear.triton.shards
 
     @property
     def is_empty(self) -> bool:
@@ -62,7 +61,7 @@ class Shard:
         return hidden.new_empty((num_fields(self.problem), num_tokens), dtype=dtype)
 
     def chunks(self, bytes_per_token: int) -> list[slice]:
-        """Chunks of tokens whose logits fit, the same on every rank."""
+        """Returns chunks of tokens whose logits fit, the same on every rank."""
         limit = self.workspace // max(bytes_per_token, 1)
         if limit < 1:
             raise ValueError(
@@ -81,7 +80,7 @@ class Shard:
             self.rows.state(part, s, t, out)
 
     def gathered(self, parts: Tensor) -> Tensor:
-        """States of all ranks [ranks, fields, tokens], on their way."""
+        """Returns states of all ranks [ranks, fields, tokens], on their way."""
         return collectives.all_gather(parts, self.num_ranks, self.group_name)
 
     def merge(self, part: LinearProblem, gathered: Tensor, out: RowValues) -> None:
@@ -97,7 +96,7 @@ class Shard:
             self.rows.sums(part, s, t, out, totals)
 
     def add_sums(self, totals: Tensor, out: RowValues) -> None:
-        """Value, H and G of whole rows, from those of all ranks."""
+        """Adds up value, H and G of whole rows, from those of all ranks."""
         value, student_delta, teacher_delta = collectives.wait(
             collectives.all_reduce(totals, self.group_name)
         )
@@ -107,7 +106,7 @@ class Shard:
 
 
 def forward(shard: Shard) -> RowValues:
-    """Values and statistics of all rows, the same on every rank."""
+    """Returns values and statistics of all rows, the same on every rank."""
     problem, out = shard.problem, RowValues.allocate(shard.problem)
     chunks = shard.chunks(sum(shard.row_bytes))
     most = max(chunk.stop - chunk.start for chunk in chunks)
@@ -134,7 +133,7 @@ def forward(shard: Shard) -> RowValues:
 def forward_with_gradients(
     shard: Shard, weights: RowWeights, needs_grad: NeedsGrad
 ) -> tuple[RowValues, Gradients]:
-    """Values, statistics and this rank's gradients of the weighted sum."""
+    """Returns values, statistics and this rank's gradients of the weighted sum."""
     problem = shard.problem
     if not (needs_grad.student or needs_grad.teacher):
         return forward(shard), (None,) * 6
@@ -190,14 +189,14 @@ def forward_with_gradients(
 def backward(
     shard: Shard, values: RowValues, weights: RowWeights, needs_grad: NeedsGrad
 ) -> Gradients:
-    """This rank's gradients, from the statistics of whole rows."""
+    """Returns this rank's gradients, from the statistics of whole rows."""
     return linear_chunks.backward(
         shard.problem, values, weights, needs_grad, shard.max_workspace_mib, shard.rows
     )
 
 
 def row_bytes(problem: LinearProblem, vocab_size: tuple[int, int]) -> tuple[int, int]:
-    """Bytes of a token's logits for shards of these sizes."""
+    """Returns bytes of a token's logits for shards of these sizes."""
     student, teacher = (
         padded(number) * head.hidden.element_size()
         for head, number in zip(problem.heads, vocab_size, strict=True)

@@ -1,7 +1,7 @@
-"""Rows of a shard of the vocabulary in plain torch: state, merged state, and second pass.
+"""Computes rows of a vocab shard in plain torch: state, merged state, and second pass.
 
 The state of a row on one rank is a column of ``parts`` [fields, num_tokens]: the six fields of
-`rowstate.RowState`, and with labels the log-sum-exp of the student's y over the rank's vocabulary
+`row_state.RowState`, and with labels the log-sum-exp of the student's y over the rank's vocabulary
 shard and the label's y (-inf where another rank has the vocabulary entry). States of all ranks
 [ranks, fields, num_tokens] merge into the statistics of whole rows, which `gradient` reads as
 ever. `linear/triton/shards.py` is the same for a GPU.
@@ -27,6 +27,7 @@ LABEL_FIELDS = 2
 
 
 def num_fields(problem: LinearProblem) -> int:
+    """Counts the fields of a row's state."""
     return STATE_FIELDS + (0 if problem.labels is None else LABEL_FIELDS)
 
 
@@ -53,7 +54,8 @@ def empty_state(parts: Tensor) -> None:
 
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
-    """Statistics of whole rows, their cross-entropies, and the values that the state gives.
+    """Merges states to statistics of whole rows, cross-entropies, and the values that the state
+    gives.
 
     ``vocab_size`` is the size of the student's whole vocabulary.
     """

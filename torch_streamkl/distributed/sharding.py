@@ -1,4 +1,4 @@
-"""How DTensor may run the attention operators: sharding strategies of their forward and backward.
+"""Registers the DTensor sharding strategies of the attention operators, forward and backward.
 
 Along one dimension of a mesh a call may be shared by
 
@@ -55,7 +55,9 @@ class Way:
 
 
 def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
-    """The ways to share a call over so many ranks; ``given`` has tensors or their specs."""
+    """Returns the ways to share a call over so many ranks; ``given`` has tensors or their
+    specs.
+    """
     tensors = {name: given[name] for name in (*QUERIES, *KEYS, *_DIMENSIONS)
                if given.get(name) is not None}  # fmt: skip
     everywhere = Way(
@@ -78,7 +80,7 @@ def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
 
 
 def _why_unsupported(dim: int, given: dict[str, Any], num_ranks: int) -> str | None:
-    """Why a call cannot be shared along batch, heads or queries, or None."""
+    """Explains why a call cannot be shared along batch, heads or queries; None if it can."""
     packed = given.get("cu_seqlens_q") is not None
     for name in (*QUERIES, *KEYS):
         size = given[name].shape[dim]
@@ -102,7 +104,7 @@ def _why_unsupported(dim: int, given: dict[str, Any], num_ranks: int) -> str | N
 
 
 def _placement(name: str, x: Any, dim: int) -> Placement:
-    """Of one tensor where a call is shared along batch, heads or queries."""
+    """Returns the placement of one tensor if a call is shared along batch, heads or queries."""
     if name in QUERIES:
         return Shard(dim)
     if name in KEYS:
@@ -113,7 +115,7 @@ def _placement(name: str, x: Any, dim: int) -> Placement:
 
 
 def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
-    """For each mesh dimension the way that the placements say; raises where there is none."""
+    """Returns for each mesh dimension the way that the placements say; raises if there is none."""
     found = []
     for mesh_dim in range(mesh.ndim):
         num_ranks = mesh.size(mesh_dim)

@@ -1,4 +1,4 @@
-"""A tensor that every rank has, used on each for a part of the result."""
+"""Sums over ranks the gradient of a tensor that each rank uses for a part of the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def with_summed_gradient(x: Tensor, group_name: str) -> Tensor:
-    """``x``, whose gradient is the sum of what all ranks find (an all-reduce in the backward)."""
+    """Returns ``x``, whose gradient is the sum of what all ranks find (an all-reduce in the
+    backward).
+    """
     return _SummedGradient.apply(x, group_name)
 
 
@@ -38,5 +40,5 @@ class _Summed(torch.autograd.Function):
 
 
 def summed(x: Tensor, group_name: str) -> Tensor:
-    """The sum of ``x`` over ranks, which each of them differentiates for its own share."""
+    """Returns the sum of ``x`` over ranks, which each of them differentiates for its own share."""
     return _Summed.apply(x, group_name)

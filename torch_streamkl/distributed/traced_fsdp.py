@@ -1,4 +1,4 @@
-"""trace_fully_shard(): FSDP2 on every layer as one graph.
+"""Defines trace_fully_shard(): FSDP2 on every layer as one graph.
 
 The hooks of ``fully_shard`` are hidden from Dynamo and break the graph at every layer, so that
 maps and logits of different layers never meet in one. The same exchange written as redistributions
@@ -47,7 +47,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Unsharding:
-    """How a module's parameters become whole."""
+    """Unshards a module's parameters."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -186,7 +186,7 @@ def _traced_class(cls: type, names: tuple[str, ...], plan: Unsharding) -> type:
 
 
 def _new_of_original(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """As FSDPModule's: a slice of a container is a container that is not sharded."""
+    """Makes slices of a container unsharded containers, as FSDPModule does."""
     original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
     return original(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Which vocabulary entries of a vocabulary each rank holds, and whether student and teacher fit.
+"""Finds each rank's range of the vocabulary, and checks that student and teacher fit.
 
 A rank compares the vocabulary entries that it has of both sides, so both must begin with the same
 vocabulary entry there, and one may end before the other only where its vocabulary ends.
@@ -15,7 +15,7 @@ BY_RANK = -1  # start not given: the ranks hold consecutive shards, in their ord
 
 @dataclass(frozen=True)
 class VocabRange:
-    """Words ``start`` to ``stop`` of a vocabulary."""
+    """The vocabulary entries from ``start`` to ``stop``."""
 
     start: int
     stop: int
@@ -40,19 +40,13 @@ class Shards:
         return max(r.stop for r in self.student)
 
     def vocab_start(self, rank: int) -> int:
-        """The first vocabulary entry that the rank compares."""
+        """Returns the first vocabulary entry that the rank compares."""
         student, teacher = self.student[rank], self.teacher[rank]
         return teacher.start if student.is_empty else student.start
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
-<<<<<<< HEAD
-        """From every rank's vocabulary sizes and first entries; raises where they do not fit."""
-=======
-        """From every rank's vocabulary sizes and first vocabulary entries; raises where they do not
-        fit.
-        """
->>>>>>> attack2
+        """Makes shards from every rank's vocabulary sizes and starts; raises if they do not fit."""
         student, teacher = (
             _ranges(
                 side,

@@ -1,1 +1,1 @@
-"""Divergences between two rows of probabilities: expressions, names, and the state of a row."""
+"""Defines divergences between two rows of probabilities: expressions, names, and row states."""

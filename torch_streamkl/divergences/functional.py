@@ -1,4 +1,4 @@
-"""Divergences as expressions over one key's probabilities: parsed, differentiated, evaluated.
+"""Parses, differentiates and evaluates divergences as expressions over one key's probabilities.
 
 A divergence of a row is a sum over keys, ``sum_j f(P_j, S_j, logP_j, logS_j)``, with the teacher's
 probabilities P and the student's S. Here f is a small expression. Everything that computes a
@@ -14,7 +14,7 @@ minima against.
 
 NOTE [Squares]
 The sum of ``c (P - S)^2`` comes from one pass, too, and not as a small difference of large sums:
-what is squared are differences with the ratio of the masses so far, and the sums are moved when
+what is squared are differences with the ratio of the row sums so far, and the sums are moved when
 that moves (kernels/row_state.py). Other polynomials of degree two take two passes.
 
 NOTE [Row gradient]
@@ -75,11 +75,12 @@ P, S, LOG_P, LOG_S = (Expr(name) for name in VARIABLES)
 
 
 def const(value: float) -> Expr:
+    """Makes a constant."""
     return Expr("const", (), float(value))
 
 
 def exact(value: float) -> Tensor:
-    """A number in float64, on the CPU whatever the default device is."""
+    """Returns a number in float64, on the CPU whatever the default device is."""
     return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
@@ -95,7 +96,8 @@ _FROM_AST = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 
 
 def apply(op: str, *args: Expr) -> Expr:
-    """An operation on expressions, with the rewrites that are exact identities of real numbers.
+    """Returns an operation on expressions, with the rewrites that are exact identities of real
+    numbers.
 
     ``log(P)`` becomes ``logP`` and ``log(max(P, c))`` becomes ``max(logP, log c)``: both avoid the
     underflow of P, and both are what the formula means.
@@ -157,7 +159,7 @@ def _multiple(e: Expr) -> tuple[float, Expr]:
 
 
 def log_variable(e: Expr) -> Expr | None:
-    """logP for P, logS for S, None for anything else."""
+    """Returns logP for P, logS for S, None for anything else."""
     return Expr("log" + e.op, (), e.value) if e.op in ("P", "S") else None
 
 
@@ -180,7 +182,7 @@ def _log(a: Expr) -> Expr:
 
 
 def render(e: Expr) -> str:
-    """Text that `parse` reads back to the same expression."""
+    """Returns the text that `parse` reads back to the same expression."""
     if e.op == "const":
         return repr(e.value) if math.isfinite(e.value) else f"float('{e.value}')"
     if e.op in VARIABLES:
@@ -194,7 +196,7 @@ def render(e: Expr) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Expr:
-    """Expression of a text such as ``P*(logP-max(logS,-27.6))``."""
+    """Returns the expression of a text such as ``P*(logP-max(logS,-27.6))``."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -225,7 +227,7 @@ def _parse_node(node: ast.AST, text: str) -> Expr:
 
 
 def derivative(e: Expr, log_variable: Expr) -> Expr:
-    """Derivative to logP or logS, with P = exp(logP) and torch's conventions at kinks.
+    """Returns the derivative to logP or logS, with P = exp(logP) and torch's conventions at kinks.
 
     ``max(x, c)`` passes the gradient where x >= c, as ``clamp(min=c)`` does.
     """
@@ -274,12 +276,14 @@ def derivative(e: Expr, log_variable: Expr) -> Expr:
 
 
 def is_weight(e: Expr) -> bool:
-    """Whether a factor is 0 exactly where its distribution gives a key no probability."""
+    """Returns whether a factor is 0 exactly where its distribution gives a key no probability."""
     return e.op in ("P", "S")
 
 
 def is_lifted(e: Expr) -> bool:
-    """Whether an expression is a probability and an epsilon far above the smallest numbers."""
+    """Returns whether an expression is a probability and an epsilon far above the smallest
+    numbers.
+    """
     if e.op != "add":
         return False
     a, b = e.args
@@ -334,7 +338,8 @@ def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
 def evaluate(
     e: Expr, variables: dict[str, Tensor], memo: dict[Expr, Tensor] | None = None
 ) -> Tensor:
-    """The expression's value on tensors of one shape; a key without probability contributes 0.
+    """Returns the expression's value on tensors of one shape; a key without probability
+    contributes 0.
 
     A product with P (or S) is 0 where P (or S) is 0, whatever the other factor: 0 * log 0 = 0.
     """
@@ -360,7 +365,9 @@ def evaluate(
 
 
 def evaluate_logs(e: Expr, log_t: Tensor, log_s: Tensor) -> Tensor:
-    """The expression's value of every key, from log-probabilities; differentiable by autograd."""
+    """Returns the expression's value of every key, from log-probabilities; differentiable by
+    autograd.
+    """
     variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
     return evaluate(e, variables).expand_as(log_t)
 
@@ -427,7 +434,9 @@ _BILINEAR_FIELDS: dict[Monomial, str] = {
 
 
 def bilinear(e: Expr) -> Bilinear | None:
-    """The six coefficients when the expression is linear in the log-probabilities, else None."""
+    """Returns the six coefficients when the expression is linear in the log-probabilities, else
+    None.
+    """
     terms = _polynomial(e)
     if terms is None or not set(terms) <= set(_BILINEAR_FIELDS):
         return None
@@ -435,7 +444,7 @@ def bilinear(e: Expr) -> Bilinear | None:
 
 
 def squares(e: Expr) -> float | None:
-    """The factor c of an expression c (P - S)^2, else None."""
+    """Returns the factor c of an expression c (P - S)^2, else None."""
     terms = _polynomial(e) or {}
     factor = terms.get((2, 0, 0, 0), 0.0)
     square = {(2, 0, 0, 0): factor, (1, 1, 0, 0): -2.0 * factor, (0, 2, 0, 0): factor}
@@ -451,7 +460,9 @@ def _square_terms(factor: float | None) -> tuple[Expr, Expr] | None:
 
 @dataclass(frozen=True)
 class GuardedBilinear:
-    """What a clamped expression is for a row whose log-probabilities all lie above the floors."""
+    """Holds the form of a clamped expression for rows whose log-probabilities lie above the
+    floors.
+    """
 
     form: Bilinear
     teacher_floor: float
@@ -495,7 +506,9 @@ def _has_kinks(e: Expr) -> bool:
 
 @dataclass(frozen=True)
 class Functional:
-    """A parsed divergence with everything an implementation needs of it (see the NOTEs above)."""
+    """Holds a parsed divergence with everything an implementation needs of it (see the NOTEs
+    above).
+    """
 
     text: str
     expr: Expr
@@ -540,12 +553,14 @@ class Functional:
 
     @property
     def closed_form(self) -> Bilinear | None:
-        """What one pass computes: of every row, or of those that reach no clamp."""
+        """Returns what one pass computes: for every row, or for those that reach no clamp."""
         return self.guarded.form if self.guarded else self.bilinear
 
     @functools.cached_property
     def mixture(self) -> tuple[float, float] | None:
-        """b and c of JS: b P (logP - logM) + c S (logS - logM) with M = b P + c S."""
+        """Matches JS and returns its b and c: b P (logP - logM) + c S (logS - logM) with M = b P +
+        c S.
+        """
         if mixture_terms(self.expr) is None:
             return None
         _, of_p = self.expr.args[0].args  # P (logP - logM)
@@ -553,7 +568,7 @@ class Functional:
 
     @functools.cached_property
     def variation(self) -> float | None:
-        """The number c of an expression c |P - S|."""
+        """Returns the number c of an expression c |P - S|."""
         e = self.expr
         c = 1.0
         if e.op == "mul" and e.args[0].op == "const":
@@ -562,7 +577,9 @@ class Functional:
 
     @functools.cached_property
     def quotient(self) -> LiftedQuotient | None:
-        """What an expression P (log(P + e) - log(S + f)), or S (log(S + f) - log(P + e)), has."""
+        """Matches P (log(P + e) - log(S + f)), or S (log(S + f) - log(P + e)), and returns its
+        numbers.
+        """
         if self.expr.op != "mul" or self.expr.args[1].op != "sub":
             return None
         own, (log_own, log_other) = self.expr.args[0], self.expr.args[1].args
@@ -580,17 +597,18 @@ class Functional:
 
     @functools.cached_property
     def is_short(self) -> bool:
-        """Whether its value and derivatives are expressions that `is_short` names."""
+        """Returns whether its value and derivatives are expressions that `is_short` names."""
         return all(is_short(e) for e in (self.expr, self.student_grad, self.teacher_grad))
 
     @functools.cached_property
     def has_kinks(self) -> bool:
-        """Whether a derivative jumps, where the rounding of a probability decides."""
+        """Returns whether a derivative jumps, where the rounding of a probability decides."""
         return any(_has_kinks(e) for e in (self.student_grad, self.teacher_grad))
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:
-        """The floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P always.
+        """Returns the floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P
+        always.
 
         None where h is anything else. The constant c is the form's ``ts``.
         """
@@ -604,12 +622,12 @@ class Functional:
         return floors.pop() if above and below == {} and len(floors) == 1 else None
 
     def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""
+        """Returns f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""
         f, h, g = self.terms("fhg", variables)
         return f, h, g
 
     def terms(self, names: str, variables: dict[str, Tensor]) -> list[Tensor]:
-        """Those of f, h and g that are named, in that order."""
+        """Returns the named ones among f, h and g, in that order."""
         memo: dict[Expr, Tensor] = {}
         exprs = {"f": self.expr, "h": self.student_grad, "g": self.teacher_grad}
         return [evaluate(exprs[n], variables, memo).expand_as(variables["P"]) for n in names]
@@ -626,7 +644,8 @@ def _js(beta: float) -> Expr:
 
 
 def mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
-    """df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c S.
+    """Returns df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c
+    S.
 
     They are f's own terms of S and of P: what M's derivative adds to both cancels.
     """
@@ -652,7 +671,7 @@ def mixture_terms(e: Expr) -> tuple[Expr, Expr] | None:
 
 
 def mixture_shares(e: Expr) -> tuple[float, float] | None:
-    """b and c where an expression is log(b P + c S)."""
+    """Matches log(b P + c S) and returns b and c."""
     if e.op != "logaddexp":
         return None
     splits = []
@@ -669,7 +688,9 @@ _SHORT |= {"max", "min", "ge", "gt", "where"}
 
 
 def is_short(e: Expr) -> bool:
-    """Whether kernels compute an expression of half-precision inputs without series of terms."""
+    """Returns whether kernels compute an expression of half-precision inputs without series of
+    terms.
+    """
     if mixture_shares(e) is not None:
         return True
     is_one = e.op in _SHORT or (e.op in ("log", "div") and is_lifted(e.args[-1]))
@@ -695,7 +716,8 @@ def named(
     student_clamp: float = 0.0,
     teacher_clamp: float = 0.0,
 ) -> Functional:
-    """The functional of a named divergence with guards on the probabilities before the log.
+    """Returns the functional of a named divergence with guards on the probabilities before the
+    log.
 
     A guard replaces ``logP`` by ``log(max(P + eps, clamp))``; the weights P and S stay as they
     are.
@@ -714,7 +736,7 @@ def _guard(probability: Expr, eps: float, clamp: float) -> Expr:
 
 
 def substitute(e: Expr, log_of: Callable[[Expr], Expr]) -> Expr:
-    """The expression with every logP and logS replaced."""
+    """Returns the expression with every logP and logS replaced."""
     if e in (LOG_P, LOG_S):
         return log_of(e)
     return apply(e.op, *(substitute(a, log_of) for a in e.args)) if e.args else e

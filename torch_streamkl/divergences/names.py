@@ -1,4 +1,4 @@
-"""A divergence by name with its guards: checked, then as the expression the operators take."""
+"""Checks a divergence's name and guards, and returns the expression that the operators take."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def divergence_text(
     student_clamp: float,
     teacher_clamp: float,
 ) -> str:
-    """The expression of a divergence as users name it; raises on meaningless combinations."""
+    """Returns the expression of a divergence as users name it; raises on meaningless
+    combinations.
+    """
     checks.one_of("divergence", divergence, NAMES, ALIASES)
     checks.in_unit_interval("beta", beta)
     guards = {
@@ -69,5 +71,5 @@ def functional_text(
     student_clamp: float,
     teacher_clamp: float,
 ) -> str:
-    """The same without checks; a constant to torch.compile, which cannot trace the parser."""
+    """Returns `divergence_text` unchecked; a constant to torch.compile, which cannot parse."""
     return named(divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp).text

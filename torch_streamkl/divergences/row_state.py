@@ -1,4 +1,4 @@
-"""The running state of a row: what one pass over keys accumulates, and how two states merge.
+"""Keeps the running state of a row: what one pass over keys accumulates, and how states merge.
 
 Per side a maximum m and a sum of exponentials l; per direction a moment relative to the maxima,
 
@@ -48,7 +48,9 @@ class RowState:
 
     @staticmethod
     def allocate(like: Tensor) -> RowState:
-        """Uninitialised, each tensor memory of its own (those of `empty` share theirs)."""
+        """Allocates uninitialised tensors, each with memory of its own (those of `empty` share
+        theirs).
+        """
         return RowState(*(torch.empty_like(like) for _ in fields(RowState)))
 
     @staticmethod
@@ -67,7 +69,8 @@ def state_of_scores(
     has_masked: bool = False,
     overwrite: bool = True,
 ) -> RowState:
-    """State of a block of scores [..., rows, keys]; overwrites both unless told not to.
+    """Returns the state of a block of scores [..., rows, keys]; overwrites both unless told not
+    to.
 
     ``finite`` promises that no score is -inf but those that both sides have at the same keys
     where it ``has_masked`` ones, which saves the guards.
@@ -121,7 +124,7 @@ def _moment(
 
 
 def merge(x: RowState, y: RowState, form: Bilinear) -> RowState:
-    """State of the union of two disjoint sets of keys."""
+    """Returns the state of the union of two disjoint sets of keys."""
     m_t, m_s = torch.maximum(x.m_t, y.m_t), torch.maximum(x.m_s, y.m_s)
     base_t, base_s = without_infinity(m_t), without_infinity(m_s)
     l_t = l_s = a = b = torch.zeros_like(m_t)
@@ -158,14 +161,19 @@ def _rebased(
 
 
 def masked_keys_state(fill_t: Tensor, fill_s: Tensor, count: Tensor) -> RowState:
-    """State of ``count`` keys of each row that all have the same score, one on each side."""
+    """Returns the state of ``count`` keys of each row that all have the same score, one on each
+    side.
+    """
     fill_t, fill_s = (torch.where(count > 0, level, -math.inf) for level in (fill_t, fill_s))
     zero = torch.zeros_like(count)
     return RowState(fill_t, count, fill_s, count, zero, zero)
 
 
 def far_below(state: RowState, fill_t: Tensor, fill_s: Tensor) -> Tensor:
-    """Rows whose probabilities of keys with these scores are 0: NOTE [Masked keys far below]."""
+    """Marks rows whose probabilities of keys with these scores are 0.
+
+    NOTE [Masked keys far below].
+    """
     return (state.m_t - fill_t >= FAR) & (state.m_s - fill_s >= FAR)
 
 
@@ -186,7 +194,8 @@ def finish(
     student_sink: Tensor | None = None,
     teacher_sink: Tensor | None = None,
 ) -> RowSums:
-    """Closed form of a bilinear functional's row sums; a sink is one more logit in a denominator.
+    """Returns the closed form of a bilinear functional's row sums; a sink is one more logit in a
+    denominator.
 
     Depths are log-sum-exps relative to the maximum: large scores must not absorb them.
     """
@@ -208,7 +217,9 @@ def finish(
     scale_t, scale_s = torch.exp(-log_normalizer_t), torch.exp(-log_normalizer_s)
     row_sum_t, row_sum_s = state.l_t * scale_t, state.l_s * scale_s
     zero = torch.zeros_like(base_t)
-    e_t = e_s = zero  # E_P[tt logP + ts logS], E_S[st logP + ss logS], over the mass of the keys
+    e_t = e_s = (
+        zero  # E_P[tt logP + ts logS], E_S[st logP + ss logS], over the row sum of the keys
+    )
     if form.has_teacher_moment:
         e_t = state.a * scale_t - row_sum_t * _combine(
             form.tt, form.ts, log_normalizer_t, log_normalizer_s, log_normalizer_diff
@@ -268,5 +279,5 @@ def _combine(
 
 
 def without_infinity(m: Tensor) -> Tensor:
-    """A maximum or log-sum-exp of rows, 0 for those whose scores are all -inf."""
+    """Returns a maximum or log-sum-exp of rows, 0 for those whose scores are all -inf."""
     return m.masked_fill(m == -math.inf, 0.0)

@@ -1,1 +1,1 @@
-"""What the Triton kernels share: arguments, score tiles, row states, generated helpers."""
+"""Holds what the Triton kernels share: arguments, score tiles, row states, generated helpers."""

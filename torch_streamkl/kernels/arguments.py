@@ -1,4 +1,4 @@
-"""What a kernel takes, grouped: runtime arguments of sides and masks, compile-time CONFIG.
+"""Groups a kernel's arguments: runtime arguments of sides and masks, compile-time CONFIG.
 
 NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them
 whole to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a
@@ -76,7 +76,7 @@ class Config(NamedTuple):
     S_BLOCK_D: int
     T_DIM: int
     T_BLOCK_D: int
-    S_TOGETHER: int  # elements of q and k at a multiple of their size, if no stride tells Triton
+    S_TOGETHER: int  # known vector alignment in elements, if strides are no multiples of 16
     T_TOGETHER: int
     S_SOFTCAP: bool
     T_SOFTCAP: bool
@@ -101,7 +101,9 @@ class Config(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Coefficients of a functional.Bilinear, compile-time; COEFFICIENTS inside the kernels."""
+    """Holds the coefficients of a functional.Bilinear at compile time: COEFFICIENTS inside the
+    kernels.
+    """
 
     TT: float
     TS: float
@@ -113,7 +115,9 @@ class Form(NamedTuple):
 
 
 class State(NamedTuple):
-    """Running state of a block of rows: rowstate.RowState in base 2, and for guards and fills."""
+    """Holds the running state of a block of rows: row_state.RowState in base 2, and for guards and
+    fills.
+    """
 
     m_t: Any
     l_t: Any

@@ -1,4 +1,4 @@
-"""Flat kernels: what a launch does, as a Triton kernel that takes no tuples.
+"""Writes flat kernels: a launch's computation as a Triton kernel that takes no tuples.
 
 Our kernels take named tuples and jit functions. A compiler that launches kernels itself
 (fx_passes/inductor_kernels.py) passes tensors and numbers, one by one. `entry_of` writes a kernel
@@ -25,7 +25,7 @@ from torch_streamkl.kernels.traced import Launch, Untraceable
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of an entry, as compilers of kernels ask for it."""
+    """Describes a parameter of an entry, as compilers of kernels ask for it."""
 
     name: str
     num: int

@@ -1,4 +1,4 @@
-"""Generated jit helpers: a functional's f, h and g of one key, as Triton source.
+"""Generates jit helpers: a functional's f, h and g of one key, as Triton source.
 
 ``helper(functional)`` is a ``@triton.jit`` function (P, S, logP, logS) -> (f, h, g), passed to a
 kernel as a compile-time argument. Its source enters Triton's cache key like that of any other
@@ -56,7 +56,7 @@ _CALLS = {
 
 
 def source(functional: Functional, of_half: bool = False) -> str:
-    """Source of the helper: one assignment per distinct subexpression.
+    """Returns the source of the helper: one assignment per distinct subexpression.
 
     ``of_half``: of scores of half-precision inputs. There log(b P + c S) is one instruction, off
     by 2^-22 of itself, where the maximum of both and log(1 + x) are off by a rounding; and so are
@@ -119,7 +119,7 @@ def _is_finite(e: Expr, of_half: bool) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def helper(functional_text: str, of_half: bool = False) -> Any:
-    """The jit function of a functional, created once; ``of_half`` as in `source`."""
+    """Returns the jit function of a functional, created once; ``of_half`` as in `source`."""
     text = source(Functional.of(functional_text), of_half)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     filename = f"<streamkl functional {digest}>"
@@ -135,5 +135,5 @@ _texts: dict[Any, str] = {}
 
 
 def text_of(function: Any) -> str | None:
-    """The functional of a function that `helper` has made."""
+    """Returns the functional of a function that `helper` has made."""
     return _texts.get(function)

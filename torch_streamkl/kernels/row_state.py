@@ -1,4 +1,4 @@
-"""Row state and closed form for Triton: the twin of the divergences' row_state.py, in base 2.
+"""Implements row states and their closed form in Triton: divergences/row_state.py, in base 2.
 
 Scores arrive multiplied by log2(e), so that exponentials are exp2; moments are in the same unit
 and `finish` returns values in nats. ``LOW`` stands for -inf in maxima: differences to it stay
@@ -17,21 +17,21 @@ FAR = tl.constexpr(1.0e3)  # nats, as in divergences/row_state.py
 
 # NOTE [Squares]
 # Of SQUARES the state has the sums of D^2, D e_s and e_s^2 over keys, with e_t and e_s the
-# exponentials relative to the maxima and D = e_t - ratio e_s. The ratio is that of the masses, l_t
-# to l_s, so that in the end D is P - S times the teacher's mass. Another ratio or other maxima are
-# another linear combination of e_t and e_s. Sums of e_t^2, e_t e_s and e_s^2 would do as well, but
-# for a student near its teacher the rest of their difference is rounding.
+# exponentials relative to the maxima and D = e_t - ratio e_s. The ratio is that of the row sums,
+# l_t to l_s, so that in the end D is P - S times the teacher's row sum. Another ratio or other
+# maxima are another linear combination of e_t and e_s. Sums of e_t^2, e_t e_s and e_s^2 would do
+# as well, but for a student near its teacher the rest of their difference is rounding.
 
 # NOTE [Order of programs]
-# Under a causal mask blocks differ in work, and programs start in the order of their number. The
-# longest blocks of all heads come first, so that short ones fill the end; but only of so many
-# heads at a time, whose keys stay in the cache together.
+# LPT order with an L2 swizzle: under a causal mask blocks differ in work, and programs start in
+# the order of their number. The longest blocks of all heads come first, so that short ones fill
+# the end; but only of SWIZZLE_HEADS heads at a time, whose keys stay in the L2 cache together.
 SWIZZLE_HEADS = tl.constexpr(8)
 
 
 @triton.jit
 def tile_coordinates(pid, num_blocks, INTERLEAVED: tl.constexpr):
-    """(block, batch and head) of a program: NOTE [Order of programs] where INTERLEAVED."""
+    """Returns block, batch and head of a program: NOTE [Order of programs] if INTERLEAVED."""
     if INTERLEAVED:
         first = pid // (num_blocks * SWIZZLE_HEADS) * SWIZZLE_HEADS
         num_heads = tl.minimum(tl.num_programs(0) // num_blocks - first, SWIZZLE_HEADS)
@@ -43,7 +43,7 @@ def tile_coordinates(pid, num_blocks, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
-    """CT dt + CS ds, with the common cases spelled out."""
+    """Returns CT dt + CS ds, with the common cases spelled out."""
     if CT == -CS:
         return (dt - ds) * CT
     elif CT == 0.0:
@@ -56,7 +56,7 @@ def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
 
 @triton.jit
 def weighted_sum(weight, x, MASKED: tl.constexpr):
-    """sum(weight * x) over keys, where a weight of 0 next to an infinite x counts 0."""
+    """Returns sum(weight * x) over keys, where a weight of 0 next to an infinite x counts 0."""
     product = weight * x
     if MASKED:
         product = tl.where(weight > 0.0, product, 0.0)
@@ -65,7 +65,8 @@ def weighted_sum(weight, x, MASKED: tl.constexpr):
 
 @triton.jit
 def rebased(mom, row_sum, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
-    """A moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting side.
+    """Returns a moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting
+    side.
 
     An alpha that underflows makes every probability so far 0, also of keys that the other side
     excludes, whose moment is infinite.
@@ -76,13 +77,15 @@ def rebased(mom, row_sum, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.cons
 
 @triton.jit
 def row_sum_ratio(l_t, l_s):
-    """l_t / l_s; rows without keys have none."""
+    """Returns l_t / l_s; rows without keys have none."""
     return l_t / tl.where(l_s == 0.0, 1.0, l_s)
 
 
 @triton.jit
 def rebased_squares(a, b, c, alpha_t, alpha_s, ratio, to_ratio):
-    """The sums of squares after the maxima moved by factors alpha, and the ratio to another."""
+    """Returns the sums of squares after the maxima moved by factors alpha, and the ratio to
+    another.
+    """
     delta = alpha_t * ratio - to_ratio * alpha_s
     return (
         alpha_t * (alpha_t * a + 2.0 * delta * b) + delta * delta * c,
@@ -93,7 +96,7 @@ def rebased_squares(a, b, c, alpha_t, alpha_s, ratio, to_ratio):
 
 @triton.jit
 def empty_state(BLOCK: tl.constexpr):
-    """State of rows that have met no key."""
+    """Returns the state of rows that have met no key."""
     low = tl.full([BLOCK], LOW, tl.float32)
     zero = tl.zeros([BLOCK], tl.float32)
     high = tl.full([BLOCK], float("inf"), tl.float32)
@@ -104,7 +107,9 @@ def empty_state(BLOCK: tl.constexpr):
 def update(
     state, t, s, allowed, MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """State after one tile of scores t, s [BLOCK_M, BLOCK_N] (-inf where not allowed)."""
+    """Returns the state after one tile of scores t, s [BLOCK_M, BLOCK_N] (-inf where not
+    allowed).
+    """
     m_t = tl.maximum(state.m_t, tl.max(t, 1))
     m_s = tl.maximum(state.m_s, tl.max(s, 1))
     dt = t - m_t[:, None]
@@ -153,7 +158,7 @@ def update(
 
 @triton.jit
 def merge(x, y, COEFFICIENTS: tl.constexpr):
-    """State of the union of two disjoint sets of keys."""
+    """Returns the state of the union of two disjoint sets of keys."""
     m_t = tl.maximum(x.m_t, y.m_t)
     m_s = tl.maximum(x.m_s, y.m_s)
     xt = x.m_t - m_t
@@ -192,7 +197,7 @@ def merge(x, y, COEFFICIENTS: tl.constexpr):
 
 @triton.jit
 def masked_fill_value(count, fill, HAS_SINK: tl.constexpr):
-    """Score (log2 units) of the keys a row may not see.
+    """Returns the score (log2 units) of the keys a row may not see.
 
     Without a sink, a row that sees none may as well have 0 (reference.py).
     """
@@ -204,7 +209,9 @@ def masked_fill_value(count, fill, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
-    """State with the keys that are not allowed counted in at the score they were filled with."""
+    """Returns the state with the keys that are not allowed counted in at the score they were
+    filled with.
+    """
     absent = num_keys - state.count
     fill_t = masked_fill_value(state.count, fill, CONFIG.T_SINK)
     fill_s = masked_fill_value(state.count, fill, CONFIG.S_SINK)
@@ -221,7 +228,8 @@ def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: 
 
 @triton.jit
 def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
-    """The denominator relative to the maximum, its log2, and the log-sum-exp in log2 units.
+    """Returns the denominator relative to the maximum, its log2, and the log-sum-exp in log2
+    units.
 
     The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in
     the backward, however large the scores are.
@@ -236,7 +244,7 @@ def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
-    """lse_t and lse_s in log2 units; value, H and G in nats (see finish in the twin)."""
+    """Returns lse_t and lse_s in log2 units; value, H and G in nats (see finish in the twin)."""
     if CONFIG.T_SINK or CONFIG.S_SINK:
         # a sink above every key becomes the maximum: exp2(sink - m) must not overflow
         zero = state.l_t * 0.0
@@ -302,7 +310,7 @@ def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constex
 
 @triton.jit
 def total_row_sum(row_sum, scale, HAS_SINK: tl.constexpr):
-    """The sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
+    """Returns the sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
     if HAS_SINK:
         return row_sum * scale
     else:
@@ -321,7 +329,7 @@ def expectation(
     CT: tl.constexpr,
     CS: tl.constexpr,
 ):
-    """E[CT logP + CS logS] in nats under the side whose moment this is.
+    """Returns E[CT logP + CS logS] in nats under the side whose moment this is.
 
     ``log_normalizer_diff`` is log_normalizer_t - log_normalizer_s, which is known better than its
     terms.
@@ -334,7 +342,7 @@ def expectation(
         log_normalizer = log_normalizer_diff * CT + log_normalizer_s * (CT + CS)
     e = LN2 * (mom - row_sum * log_normalizer) * scale
     # An infinite moment times an exponential that underflowed is NaN where the row is infinite.
-    # Scores that are NaN themselves leave NaN in the masses too.
+    # Scores that are NaN themselves leave NaN in the row sums too.
     lost = (mom != mom) & (row_sum == row_sum) & (other_row_sum == other_row_sum)
     e = tl.where(lost, float("inf"), e)
     return tl.where(row_sum == 0.0, 0.0, e)
@@ -346,7 +354,7 @@ def score_gradient(
     STUDENT: tl.constexpr, POINTWISE: tl.constexpr, COEFFICIENTS: tl.constexpr,
     POINTWISE_FN: tl.constexpr,
 ):  # fmt: skip
-    """d(value)/d(score) of one side from log2-probabilities."""
+    """Returns d(value)/d(score) of one side from log2-probabilities."""
     P = tl.math.exp2(log_t)
     S = tl.math.exp2(log_s)
     own = S if STUDENT else P
@@ -375,6 +383,7 @@ def score_gradient(
 
 @triton.jit
 def weighted_logs(weight, log_t, log_s, CT: tl.constexpr, CS: tl.constexpr):
+    """Returns weighted log-probabilities."""
     # CT logP + CS logS in nats, and 0 where the weight before it is 0
     if CT == -CS:
         x = (log_t - log_s) * (CT * LN2)

@@ -1,4 +1,4 @@
-"""Score tiles for Triton: loads, dot products, the score transform, masks; for all kernels."""
+"""Computes score tiles in Triton: loads, dot products, the score transform, masks."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ MASK_CHUNK = tl.constexpr(512)  # keys that a program looks at together for wher
 
 @triton.jit
 def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
-    """Sizes and masks of batch element (or packed sequence) b and student head h."""
+    """Returns sizes and masks of batch element (or packed sequence) b and student head h."""
     start_q = 0
     start_k = 0
     num_rows = masks.seqlen_q
@@ -34,7 +34,8 @@ def bind_sequence(masks, b, h, CONFIG: tl.constexpr):
 
 @triton.jit
 def bind_rows(masks, block, bh, num_heads, ratio, CONFIG: tl.constexpr):
-    """Batch element, head, first row and sequence of a block of rows of head bh of all batches.
+    """Returns batch element, head, first row and sequence of a block of rows of head bh of all
+    batches.
 
     ``ratio`` heads share the masks of a student head.
     """
@@ -55,7 +56,7 @@ def bind_side(
     HAS_ALIBI: tl.constexpr,
     HAS_SINK: tl.constexpr,
 ):
-    """One side at query head h."""
+    """Moves one side's pointers to query head h."""
     b = b.to(tl.int64)
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
@@ -81,6 +82,7 @@ def bind_side(
 
 @triton.jit
 def bind_student(student, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
+    """Moves the student's pointers to query head h."""
     return bind_side(
         student, masks, seq, b, h, inv_temperature, CONFIG.S_BIAS, CONFIG.S_ALIBI, CONFIG.S_SINK
     )
@@ -88,6 +90,7 @@ def bind_student(student, masks, seq, b, h, inv_temperature, CONFIG: tl.constexp
 
 @triton.jit
 def bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
+    """Moves the teacher's pointers to query head h."""
     return bind_side(
         teacher, masks, seq, b, h, inv_temperature, CONFIG.T_BIAS, CONFIG.T_ALIBI, CONFIG.T_SINK
     )
@@ -98,7 +101,7 @@ def load_tile(
     ptr, offs, num, stride, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHECK: tl.constexpr, TOGETHER: tl.constexpr = 1,
 ):  # fmt: skip
-    """Rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0.
+    """Returns rows of q or k [rows, BLOCK_D]; rows past the end and padding columns are 0.
 
     So many elements TOGETHER lie at a multiple of their size.
     """
@@ -117,6 +120,7 @@ def load_tile(
 
 @triton.jit
 def student_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
+    """Loads rows of the student's q or k."""
     return load_tile(
         ptr, offs, num, stride, stride_d, CONFIG.S_DIM, CONFIG.S_BLOCK_D, CHECK, CONFIG.S_TOGETHER
     )
@@ -124,6 +128,7 @@ def student_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: 
 
 @triton.jit
 def teacher_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
+    """Loads rows of the teacher's q or k."""
     return load_tile(
         ptr, offs, num, stride, stride_d, CONFIG.T_DIM, CONFIG.T_BLOCK_D, CHECK, CONFIG.T_TOGETHER
     )
@@ -134,7 +139,9 @@ def gradient_ptrs(
     ptr, stride_split, stride_b, stride_h, stride, masks, share, b, head, rows,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Where rows of a gradient to q or k are written [rows, BLOCK_D], with shares.py's strides."""
+    """Returns where rows of a gradient to q or k are written [rows, BLOCK_D], with splits.py's
+    strides.
+    """
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
     out = ptr + share.to(tl.int64) * stride_split
@@ -144,6 +151,7 @@ def gradient_ptrs(
 
 @triton.jit
 def tanh(x):
+    """Computes tanh(x)."""
     # 1 - 2 / (1 + e^2x): right at both ends, where e^2x overflows or vanishes
     return 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
 
@@ -153,7 +161,8 @@ def transformed(
     dot, side, bound, seq, rows, cols, inside, inv_temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) with a softcap.
+    """Returns scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) with a
+    softcap.
 
     ``inv_temperature`` is log2(e) / temperature, and ``side.scale`` includes it unless a softcap
     stands between the two.
@@ -182,6 +191,7 @@ def transformed(
 def student_scores(
     dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
 ):
+    """Applies the student's score transform to dot products."""
     return transformed(
         dot,
         side,
@@ -201,6 +211,7 @@ def student_scores(
 def teacher_scores(
     dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
 ):
+    """Applies the teacher's score transform to dot products."""
     return transformed(
         dot,
         side,
@@ -218,7 +229,7 @@ def teacher_scores(
 
 @triton.jit
 def in_window(allowed, masks, seq, rows, cols, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Those of the allowed (row, key) pairs whose key is inside the row's window."""
+    """Restricts the allowed (row, key) pairs to keys inside the row's window."""
     if LEFT:
         allowed &= cols >= rows + seq.offset - masks.window_left
     if RIGHT:
@@ -228,7 +239,7 @@ def in_window(allowed, masks, seq, rows, cols, LEFT: tl.constexpr, RIGHT: tl.con
 
 @triton.jit
 def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
-    """Which (row, key) pairs of a tile take part; rows and cols broadcast to it."""
+    """Marks the (row, key) pairs of a tile that take part; rows and cols broadcast to it."""
     allowed = allowed_pairs(masks, seq, rows, cols, inside, CONFIG)
     if CONFIG.KEY_MASK:
         allowed &= admitted(masks, seq, cols)
@@ -237,7 +248,7 @@ def allowed_tile(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 
 @triton.jit
 def allowed_pairs(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
-    """The same, but for a mask of keys."""
+    """Marks pairs as `allowed_tile` does, except for a key-padding mask."""
     allowed = inside & (cols < seq.num_valid)
     allowed = in_window(allowed, masks, seq, rows, cols, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_MASK and not CONFIG.KEY_MASK:
@@ -253,15 +264,14 @@ def allowed_pairs(masks, seq, rows, cols, inside, CONFIG: tl.constexpr):
 
 @triton.jit
 def admitted(masks, seq, keys):
-    """Which keys a mask of keys, the same for all heads and rows, admits."""
+    """Marks the keys that a key-padding mask, the same for all heads and rows, admits."""
     ptrs = masks.mask + seq.mask_offset + keys.to(tl.int64) * masks.mask_n
     return tl.load(ptrs, mask=keys < seq.num_keys, other=0) != 0
 
 
 @triton.jit
 def admitted_span(masks, seq):
-    """Of a mask of keys: the first that it admits, the first that it removes after that one, and
-    where it ends.
+    """Bounds a key-padding mask: first valid key, first hole after it, end.
 
     Padding on either side leaves [first, hole) and nothing else; in other masks keys that are
     admitted follow after the hole.
@@ -281,7 +291,9 @@ def admitted_span(masks, seq):
 
 @triton.jit
 def key_range(masks, seq, m0, CONFIG: tl.constexpr):
-    """Keys [first, stop) that some row of the block at m0 may see, [left, right) all rows."""
+    """Returns keys [first, stop) that some row of the block at m0 may see, [left, right) all
+    rows.
+    """
     first, left, right, stop = keys_of_rows(
         masks, seq, m0, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, CONFIG.DENSE,
@@ -307,7 +319,7 @@ def keys_of_rows(
     masks, seq, m0, ROWS: tl.constexpr, TILE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """key_range of the block of ROWS at m0, with bounds on boundaries of TILE keys."""
+    """Returns key_range of the block of ROWS at m0, with bounds on boundaries of TILE keys."""
     last_row = tl.minimum(m0 + ROWS, seq.num_rows) - 1
     start = 0
     stop = seq.num_valid
@@ -324,7 +336,7 @@ def keys_of_rows(
 
 @triton.jit
 def row_range(masks, seq, n0, CONFIG: tl.constexpr):
-    """Rows [first, stop) that may see some key of the block at n0, [left, right) all keys.
+    """Returns rows [first, stop) that may see some key of the block at n0, [left, right) all keys.
 
     A mask of keys has no part in it.
     """
@@ -339,7 +351,7 @@ def rows_of_keys(
     masks, seq, n0, KEYS: tl.constexpr, TILE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """row_range of the block of KEYS at n0, with bounds on boundaries of TILE rows."""
+    """Returns row_range of the block of KEYS at n0, with bounds on boundaries of TILE rows."""
     last_key = tl.minimum(n0 + KEYS, seq.num_keys) - 1
     start = 0
     stop = seq.num_rows
@@ -362,7 +374,9 @@ def rows_of_keys(
 
 @triton.jit
 def tiles(start, stop, full_start, full_stop, BLOCK: tl.constexpr, DENSE: tl.constexpr):
-    """The four bounds on tile boundaries: tiles in [first, left) and [right, stop) need a mask."""
+    """Returns the four bounds on tile boundaries: tiles in [first, left) and [right, stop) need a
+    mask.
+    """
     first = (tl.maximum(start, 0) // BLOCK) * BLOCK
     stop = tl.maximum(stop, first)
     left = ((full_start + BLOCK - 1) // BLOCK) * BLOCK

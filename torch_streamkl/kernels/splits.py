@@ -1,4 +1,4 @@
-"""Gradients that several programs share: each writes its part, and the parts are added up."""
+"""Allocates and adds up gradients that several programs share: each writes its split."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def new_splits(x: Tensor, splits: int, adds: bool = False) -> Tensor:
-    """Where a gradient to x is written.
+    """Allocates the splits to which a gradient to x is written.
 
     That is as x, or [batch, num_heads, splits, seqlen, head_dim] in float32, with more than one
     share or if several kernels add to one (``adds``).
@@ -19,20 +19,23 @@ def new_splits(x: Tensor, splits: int, adds: bool = False) -> Tensor:
 
 
 def split_strides(splits: Tensor) -> tuple[int, ...]:
-    """Strides of shares, batch, heads and sequence."""
+    """Returns strides of shares, batch, heads and sequence."""
     strides = splits.stride()
     return (0, *strides[:3]) if splits.dim() == 4 else (strides[2], *strides[:2], strides[3])
 
 
 def num_splits(splits: Tensor) -> int:
+    """Counts the splits of a gradient."""
     return 1 if splits.dim() == 4 else splits.shape[2]
 
 
 def as_heads(splits: Tensor) -> Tensor:
-    """Shares as heads of their own, [batch, num_heads * splits, seqlen, head_dim]."""
+    """Views splits as heads of their own, [batch, num_heads * splits, seqlen,
+    head_dim].
+    """
     return splits if splits.dim() == 4 else splits.flatten(1, 2)
 
 
 def combine_splits(splits: Tensor, x: Tensor) -> Tensor:
-    """The gradient to x, summed in a fixed order."""
+    """Returns the gradient to x, summed in a fixed order."""
     return splits if splits.dim() == 4 else splits.sum(2).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What an implementation does on a device, as a list: allocations, torch operations, launches.
+"""Traces what an implementation does on a device: allocations, torch operations, launches.
 
 A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know them without
 running any. `trace` calls an implementation with fake tensors, whose sizes may be symbolic, and
@@ -36,6 +36,8 @@ class Untraceable(NotImplementedError):
 
 @dataclass(frozen=True)
 class Allocation:
+    """Represents an allocation."""
+
     out: Tensor
 
 
@@ -51,6 +53,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Launch:
+    """Represents a kernel launch."""
+
     kernel: Any
     grid: tuple[Any, ...]
     arguments: tuple[Any, ...]
@@ -72,7 +76,7 @@ class Trace(TorchDispatchMode):
         self._alive: list[Any] = list(tensors)  # an id is a name as long as its object lives
 
     def root(self, x: Tensor) -> Tensor:
-        """The input or the allocation whose memory a tensor is a part of."""
+        """Returns the input or the allocation whose memory a tensor is a part of."""
         found = self._roots.get(id(x))
         if found is None:
             raise Untraceable("a tensor from elsewhere")
@@ -117,7 +121,7 @@ class Trace(TorchDispatchMode):
         constants: tuple[Any, ...],
         options: dict[str, int],
     ) -> None:
-        """Note a launch, which ``start`` would make."""
+        """Records a launch, which ``start`` would make."""
         self.steps.append(Launch(kernel, grid, arguments, constants, options))
 
     def told(self, what: str, stream: torch.cuda.Stream) -> None:

@@ -1,1 +1,1 @@
-"""From shapes and device to a launch: limits of a GPU, tiles, tables, launches that repeat."""
+"""Chooses launches from shapes and device: GPU limits, tiles, tables, captured launches."""

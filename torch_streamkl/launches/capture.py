@@ -1,4 +1,4 @@
-"""Launches that are issued again: what a call does on the host, recorded once, as a function.
+"""Captures what a call does on the host as a function that replays it.
 
 Grouping arguments, finding plans, torch's dispatcher and Triton's own checks take several times as
 long as a short kernel. All of it depends on metadata only. So `record` runs an implementation once
@@ -62,7 +62,7 @@ class Unrecordable(Exception):
 
 
 class CacheEpoch:
-    """How often launches were chosen anew: what was recorded before is not issued any more."""
+    """Counts how often launches were chosen anew: captures of earlier epochs are not replayed."""
 
     number = 0
 
@@ -70,7 +70,7 @@ class CacheEpoch:
 def record(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
 ) -> tuple[Sequence[Tensor | None], Program | None]:
-    """``function(*tensors)``, and the same for other tensors of the same metadata.
+    """Runs ``function(*tensors)`` and captures the same for other tensors of the same metadata.
 
     The program is None where the function cannot be recorded. It returns None, without having
     launched anything, where it does not apply: addresses that are not multiples of 16 bytes,
@@ -358,7 +358,7 @@ class Recorder(TorchDispatchMode):
         return driver_calls.Text(self._plain(x))
 
     def _marked_value(self, x: Any, maps: Iterator[str]) -> str:
-        """What is marked, as text; of tensor maps the variables that hold them."""
+        """Writes a marked value as text; tensor maps as the variables that hold them."""
         if isinstance(x, driver_calls.Text):
             return x.text
         if driver_calls.is_map(x):
@@ -382,7 +382,7 @@ class Recorder(TorchDispatchMode):
 
     # -------------------------------------------------------------------------- the program
     def program(self, outputs: Sequence[Tensor | None]) -> Program:
-        """The function of what was recorded."""
+        """Returns the function of what was recorded."""
         if self.why_unsupported is not None:
             raise Unrecordable(self.why_unsupported)
         if self._by_pointer is None:
@@ -424,7 +424,9 @@ class Recorder(TorchDispatchMode):
         return f"{self._constant(torch._C._cuda_getCurrentRawStream)}({self.device.index})"
 
     def _device_guard(self) -> list[str]:
-        """Where another device is the current one: the program again, on that of its tensors."""
+        """Writes a guard that runs the program again on its tensors' device if another is
+        current.
+        """
         if self.device.type != "cuda":
             return []
         current, guard = self._constant(_current_device), self._constant(on_device)
@@ -494,7 +496,7 @@ def _is_constant(x: Any) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether someone wants to hear of launches, as Triton's profiler does."""
+    """Returns whether someone wants to hear of launches, as Triton's profiler does."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
@@ -504,7 +506,7 @@ def is_watched() -> bool:
 
 @functools.cache
 def runs_directly() -> bool:
-    """Whether this Triton launches a compiled kernel by the call that programs make."""
+    """Returns whether this Triton launches a compiled kernel by the call that programs make."""
     from triton.compiler.compiler import CompiledKernel
 
     source = " ".join(inspect.getsource(CompiledKernel.__getitem__).split())

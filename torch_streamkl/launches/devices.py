@@ -1,4 +1,4 @@
-"""What a GPU offers to a kernel, as torch tells it: limits, not chip names."""
+"""Describes what a GPU offers to a kernel, as torch tells it: limits, not chip names."""
 
 from __future__ import annotations
 
@@ -30,28 +30,32 @@ class Gpu:
 
     @property
     def multiplies_half(self) -> bool:
-        """Whether Triton has matrix units for 16-bit types there: it has none for sm_75."""
+        """Returns whether Triton has matrix units for 16-bit types there: it has none for
+        sm_75.
+        """
         return self.is_hip or self.capability >= (8, 0)
 
     @property
     def multiplies_tf32(self) -> bool:
-        """Whether matrix units take float32 rounded to TF32: of AMD's, Triton says, gfx942's."""
+        """Returns whether matrix units take float32 rounded to TF32: of AMD's, Triton says,
+        gfx942's.
+        """
         return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)
 
     @property
     def operands_in_registers(self) -> bool:
-        """Whether matrix units read operands from registers, not from shared memory."""
+        """Returns whether matrix units read operands from registers, not from shared memory."""
         return self.is_hip or self.capability[0] not in (9, 10)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The limits of a CUDA or HIP device."""
+    """Returns the limits of a CUDA or HIP device."""
     return limits_of(device if device.index is not None else with_index(device))
 
 
 @functools.cache
 def limits_of(device: torch.device) -> Gpu:
-    """The same of a device with an index, asked once."""
+    """Returns the limits of a device with an index, asked once."""
     properties: Any = torch.cuda.get_device_properties(device)
     is_hip = torch.version.hip is not None
     # An NVIDIA GPU gives more than its default to a launch that asks, which HIP has no field for.
@@ -67,7 +71,7 @@ def limits_of(device: torch.device) -> Gpu:
 
 
 def gpu_limit(device: torch.device) -> str | None:
-    """Why no kernel runs on a CUDA or HIP device, or None."""
+    """Explains why no kernel runs on a CUDA or HIP device; None if kernels run."""
     gpu = gpu_of(device)
     if gpu.is_hip or gpu.capability >= LEAST_CAPABILITY:
         return None
@@ -75,7 +79,8 @@ def gpu_limit(device: torch.device) -> str | None:
 
 
 def matmul_precision() -> str:
-    """As torch.backends names it: "tf32" where float32 products of a GPU may be rounded to that.
+    """Returns the precision of float32 matmuls, as torch.backends names it: "tf32" where float32
+    products of a GPU may be rounded to that.
 
     torch.get_float32_matmul_precision() says the same, but raises where a program has used the
     settings of torch.backends that replace it, as ``torch.backends.fp32_precision = "tf32"``.
@@ -109,12 +114,12 @@ def require_driver() -> None:
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """What launch tables call a device."""
+    """Returns the name of a device in launch tables."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "interpreter"
     return gpu_of(device).name
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; 4 stand for those of the interpreter."""
+    """Counts the programs that run side by side; 4 stand for those of the interpreter."""
     return gpu_of(device).multiprocessors if device.type == "cuda" else 4

@@ -1,9 +1,9 @@
-"""What a launch by Triton comes to: the one call of its driver, to be issued without its launcher.
+"""Captures the C launch call behind Triton's Python launcher so that it can be replayed.
 
-Triton's launcher goes through all arguments in Python, and has a tensor map encoded for every
-tensor descriptor: before a short kernel that takes longer than the kernel. It depends on
-addresses only, so the launcher is asked once what it calls the driver with, and maps are kept by
-the addresses that they were made of. A map is a value: it says nothing of who owns the memory.
+Triton's launcher goes through all arguments in Python, and encodes a tensor map for every tensor
+descriptor, which takes longer than a short kernel runs. The result depends on addresses only. So
+the launcher's driver call is captured once, and tensor maps are cached by address. A map does not
+own memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Base(Text):
 
 @dataclass(frozen=True)
 class DriverCall:
-    """The driver's function and its arguments, some of which stand for others.
+    """Holds the driver's function and its arguments, some of which stand for others.
 
     ``maps(*addresses)`` gives the tensor maps among them for descriptors at other addresses.
     """
@@ -48,7 +48,7 @@ class DriverCall:
 
 
 def driver_call(launcher: Any, given: tuple[Any, ...]) -> DriverCall | None:
-    """What ``launcher(*given)`` calls the driver with; None where the launcher is an unknown one.
+    """Captures the driver call of ``launcher(*given)``; None if the launcher is an unknown one.
 
     Descriptors among the arguments have a `Base`.
     """
@@ -87,23 +87,26 @@ def driver_call(launcher: Any, given: tuple[Any, ...]) -> DriverCall | None:
 
 
 def is_descriptor(x: Any) -> bool:
+    """Returns whether an argument is a tensor descriptor."""
     return type(x).__name__ == "TensorDescriptor"
 
 
 def with_base(descriptor: Any, base: Any) -> Any:
-    """A descriptor of another tensor, unchecked: making one takes longer than a small kernel."""
+    """Returns a descriptor of another tensor, unchecked: making one takes longer than a small
+    kernel.
+    """
     found = object.__new__(type(descriptor))
     vars(found).update(vars(descriptor), base=base)  # copy.copy takes three times as long
     return found
 
 
 def is_map(x: Any) -> bool:
-    """Whether an argument is an encoded tensor map."""
+    """Returns whether an argument is an encoded tensor map."""
     return type(x).__name__ == "PyCUtensorMap"
 
 
 def _driver_function(launch: Any) -> Callable[..., Any] | None:
-    """What a launcher's ``launch`` calls: itself, where no descriptors are to be replaced."""
+    """Returns the function that a launcher's ``launch`` calls: itself without descriptors."""
     if isinstance(launch, BuiltinFunctionType):
         return launch
     if not isinstance(launch, FunctionType) or "launcher" not in launch.__code__.co_freevars:

@@ -1,4 +1,4 @@
-"""Shapes and device to launch configuration: pure functions that return frozen dataclasses."""
+"""Chooses launch configurations from shapes and device: pure functions, frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class StreamingBlocks:
 
 
 def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
-    """Long runs of keys first, then queries, then as many heads and batch elements as fit."""
+    """Chooses long runs of keys first, then queries, then as many heads and batch elements as
+    fit.
+    """
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
     teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
     group = math.lcm(
@@ -70,17 +72,17 @@ def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up; triton.cdiv takes 2 to 8 us."""
+    """Returns a / b, rounded up; triton.cdiv takes 2 to 8 us."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least that is not below n, of 1 and more; triton's takes as long."""
+    """Returns the least that is not below n, of 1 and more; triton's takes as long."""
     return 1 << (n - 1).bit_length()
 
 
 def padded_dim(dim: int) -> int:
-    """Dimensions of a tile that holds so many."""
+    """Returns dimensions of a tile that holds so many."""
     return max(16, next_power_of_2(dim))
 
 
@@ -105,7 +107,7 @@ HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernel
 
 
 def select_implementation(problem: AttentionProblem, impl: str, backward: bool = False) -> str:
-    """Which of "hopper", "triton" and "torch" computes a problem, or its gradients.
+    """Chooses which of "hopper", "triton" and "torch" computes a problem, or its gradients.
 
     Both kinds of kernels leave the same statistics, so that the gradients may be computed by
     others than the values. A choice that cannot run raises, a slow automatic one is logged; a GPU
@@ -142,7 +144,7 @@ def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
 
 
 def triton_limit(problem: AttentionProblem) -> str | None:
-    """Why the Triton kernels cannot run a problem, or None."""
+    """Explains why the Triton kernels cannot run a problem; None if they can."""
     device = problem.student.q.device.type
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
@@ -156,7 +158,7 @@ def triton_limit(problem: AttentionProblem) -> str | None:
 
 
 def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
+    """Explains why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
     limit, gpu = gpu_limit(device), gpu_of(device)
     if limit is not None or gpu.is_hip or gpu.capability >= (8, 0):
         return limit
@@ -169,7 +171,7 @@ def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
 
 
 def hopper_limit(problem: AttentionProblem) -> str | None:
-    """Why the kernels for Hopper GPUs cannot run a problem, or None."""
+    """Explains why the kernels for Hopper GPUs cannot run a problem; None if they can."""
     student, teacher = problem.student, problem.teacher
     q = student.q
     if q.device.type != "cuda" or not gpu_of(q.device).is_hopper:
@@ -221,7 +223,7 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
 
 
 def _layout_limit(*tensors: torch.Tensor) -> str | None:
-    """Why TMA cannot load one of the tensors, or None."""
+    """Explains why TMA cannot load one of the tensors, or None."""
     for x in tensors:
         *outer, (_, last) = zip(x.shape, x.stride(), strict=True)
         is_odd = any(size > 1 and (n <= 0 or n % 8) for size, n in outer)
@@ -231,7 +233,8 @@ def _layout_limit(*tensors: torch.Tensor) -> str | None:
 
 
 def _head_mean_limit(problem: AttentionProblem) -> str | None:
-    """Why a head-averaged teacher's own kernels (attention/hopper/head_mean.py) do not run.
+    """Explains why the kernels of a head-averaged teacher (hopper/head_mean.py) do not run, or
+    None.
 
     The student is the portable kernels', which read the mean.
     """
@@ -253,7 +256,7 @@ def _head_mean_limit(problem: AttentionProblem) -> str | None:
 
 
 def _mask_limit(problem: AttentionProblem) -> str | None:
-    """Why a problem with a mask tensor does not run, or None."""
+    """Explains why a problem with a mask tensor does not run, or None."""
     mask = problem.mask
     assert mask is not None
     if problem.is_packed:
@@ -267,7 +270,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
 
 
 def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
-    """Why a problem with this bias does not run, or None."""
+    """Explains why a problem with this bias does not run, or None."""
     if _is_prepared(problem):
         return "takes no bias next to a mask tensor or with a divergence of two passes"
     if str(bias.dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
@@ -333,7 +336,7 @@ def _is_prepared(problem: AttentionProblem) -> bool:
 
 
 def sums_squares(problem: AttentionProblem) -> bool:
-    """Whether the Hopper forward sums squares in one pass: where it goes by blocks."""
+    """Returns whether the Hopper forward sums squares in one pass: where it goes by blocks."""
     return (
         problem.functional.squares is not None
         and problem.mask is None
@@ -399,7 +402,7 @@ def _splits_keys(problem: AttentionProblem) -> bool:
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """Tiles of a kernel on Hopper."""
+    """Configures the tiles of a kernel on Hopper."""
 
     block_m: int  # rows of a warp group: queries, for dK keys
     block_n: int  # rows of a tile that streams by: keys, for dK queries
@@ -409,7 +412,7 @@ class HopperLaunch:
 
 @dataclass(frozen=True)
 class HopperBackwardLaunch(HopperLaunch):
-    """Tiles of dQ or dK."""
+    """Configures the tiles of dQ or dK."""
 
     pinned: bool  # NOTE [A matmul always in flight] in attention/hopper/backward.py
 
@@ -447,7 +450,7 @@ HOPPER_WIDE = HopperLaunch(64, 64, 2, 3)
 HOPPER_HEAD_LSE = HopperLaunch(64, 128, 3, 3)
 HOPPER_HEAD_MEAN = HopperLaunch(64, 128, 2, 6)
 # Rows of so many keys are short blocks (bench/notes/hopper_kernels.md).
-TURNS_MOST_KEYS = 512
+PERSISTENT_MOST_KEYS = 512
 # Parts of so many tiles of keys gain time, smaller ones do not (bench/notes/hopper_kernels.md).
 LEAST_TILES_OF_PART = 8
 # A share of dQ is stored in float32 and added up, which takes as long as a few tiles.
@@ -458,7 +461,7 @@ HOPPER_WIDE_AGAIN = TritonLaunch(64, 32, 4, 2)
 
 
 def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
-    """Configuration of the forward kernel on Hopper."""
+    """Returns the configuration of the forward kernel on Hopper."""
     if problem.mask is not None:
         return HOPPER_MASKED_FORWARD
     if has_bias(problem):
@@ -471,16 +474,21 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
 
 
 def is_wide(problem: AttentionProblem) -> bool:
-    """Whether a side's head_dim is above what the narrow kernels for Hopper have room for."""
+    """Returns whether a side's head_dim is above what the narrow kernels for Hopper have room
+    for.
+    """
     return max(problem.student.head_dim, problem.teacher.head_dim) > MAX_NARROW_HEAD_DIM
 
 
 def has_bias(problem: AttentionProblem) -> bool:
+    """Returns whether a side has a bias."""
     return problem.student.bias is not None or problem.teacher.bias is not None
 
 
 def has_one_bias(problem: AttentionProblem) -> bool:
-    """Whether both sides have the same bias, as an additive mask is: it is then read once."""
+    """Returns whether both sides have the same bias, as an additive mask is: it is then read
+    once.
+    """
     student, teacher = problem.student.bias, problem.teacher.bias
     if student is None or teacher is None:
         return False
@@ -494,7 +502,7 @@ def has_one_bias(problem: AttentionProblem) -> bool:
 
 
 def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
-    """Whether the Hopper kernels go by tiles of warp groups (persistent_forward.py).
+    """Returns whether the Hopper kernels go by tiles of warp groups (persistent_forward.py).
 
     Those that go by blocks know neither mask tensors nor a second pass, and are faster elsewhere,
     but where blocks are short: under a window, and with few rows.
@@ -503,7 +511,7 @@ def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
 
 
 def multiplies_pairs(problem: AttentionProblem) -> bool:
-    """Whether the Hopper forward by blocks multiplies pairs of tiles as one.
+    """Returns whether the Hopper forward by blocks multiplies pairs of tiles as one.
 
     It is faster here alone: NOTE [Pairs at once] in attention/hopper/warp_groups.py.
     """
@@ -517,7 +525,8 @@ def multiplies_pairs(problem: AttentionProblem) -> bool:
 
 
 def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
-    """Whether a program of a Hopper kernel computes several blocks (NOTE [Turns], work.py).
+    """Returns whether the Hopper kernels are persistent: NOTE [Persistent kernels] in
+    tile_scheduler.py.
 
     That hides how a block starts and ends, which short blocks gain from; but programs then have
     the same number of blocks, which costs more where long ones differ.
@@ -530,13 +539,13 @@ def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
         return False
     if problem.window_left is not None:
         return True
-    is_short = max(problem.seqlen_q, problem.seqlen_k) <= TURNS_MOST_KEYS
+    is_short = max(problem.seqlen_q, problem.seqlen_k) <= PERSISTENT_MOST_KEYS
     is_measured = backward or problem.student.head_dim == 128
     return is_short and problem.key_lengths is None and is_measured
 
 
 def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Blocks to compute whole, and parts of each of the others (NOTE [Parts] in
+    """Returns blocks to compute whole, and parts of each of the others (NOTE [Split-KV] in
     hopper/split_kv.py).
 
     Every number of parts is a kernel to compile, and lengths may change from step to step: beyond
@@ -552,7 +561,7 @@ def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[
 
 
 def adds_queries(problem: AttentionProblem) -> bool:
-    """Whether dQ may be summed in any order, and is faster so."""
+    """Returns whether dQ may be summed in any order, and is faster so."""
     return (
         not problem.deterministic
         and not problem.head_mean
@@ -568,7 +577,7 @@ def adds_queries(problem: AttentionProblem) -> bool:
 
 
 def plain_clamp(problem: AttentionProblem) -> float | None:
-    """The clamp of `Functional.plain_student_floor`, 0 without one.
+    """Returns the clamp of `Functional.plain_student_floor`, 0 without one.
 
     None where the gradient is anything else, or the kernels for Hopper would lose the clamp.
     """
@@ -581,7 +590,7 @@ def plain_clamp(problem: AttentionProblem) -> float | None:
 def hopper_backward_launch(
     own_dim: int, other_dim: int, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
-    """dQ and dK on Hopper, of a side with this head_dim; ``adds``: of dK that adds up dQ."""
+    """Chooses the launch of dQ or dK on Hopper; ``adds``: of a dK kernel that also adds up dQ."""
     if max(own_dim, other_dim) > MAX_NARROW_HEAD_DIM:
         return HOPPER_BACKWARD_LAUNCHES[256]
     if adds:
@@ -592,7 +601,7 @@ def hopper_backward_launch(
 
 
 def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
-    """Configuration of the "forward", "dq" or "dk" kernel.
+    """Returns the configuration of the "forward", "dq" or "dk" kernel.
 
     With a head-averaged teacher that of "lse", "mean", or "forward": all that read the mean.
     """
@@ -616,7 +625,8 @@ WHOLE_HEADS_FEW_ROWS = 128  # dQ and dK would have as many programs one after th
 
 
 def whole_heads_launch(problem: AttentionProblem, student: bool) -> TritonLaunch | None:
-    """Configuration of "dq_dk", which computes both gradients of a side; None: two kernels do.
+    """Returns the configuration of "dq_dk", which computes both gradients of a side; None: two
+    kernels do.
 
     A program has a head's rows one after the other. Few heads of many rows leave a GPU idle, which
     dQ by blocks of rows does not.
@@ -652,7 +662,7 @@ def _operands(problem: AttentionProblem) -> tiles.Operands:
 
 
 def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | None:
-    """What the user's launch table (launches/launch_table.py) has for a kernel of a problem."""
+    """Looks up a kernel of a problem in the user's launch table (launches/launch_table.py)."""
     table = launch_table.current(device_name(problem.student.q.device))
     if table is None or not is_tunable(problem):  # every call asks, and most have no table
         return None
@@ -660,7 +670,7 @@ def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | 
 
 
 def is_tunable(problem: AttentionProblem) -> bool:
-    """Whether launches measured for plain problems are known to fit this one.
+    """Returns whether launches measured for plain problems are known to fit this one.
 
     Mask tensors, biases and second passes need registers and shared memory that the tuner's
     problems do not: the defaults leave room for them.
@@ -675,7 +685,7 @@ def is_tunable(problem: AttentionProblem) -> bool:
 
 
 def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
-    """What a measured launch of a problem is kept under."""
+    """Returns the key of a problem's measured launch."""
     packed = problem.is_packed
     lengths = (
         (problem.max_seqlen_q, problem.max_seqlen_k)
@@ -699,7 +709,7 @@ def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
 
 
 def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
-    """Programs that share the tiles of a block where a tile meets all heads of the teacher.
+    """Returns the num_splits of a block's tiles, if a tile is computed for all teacher heads.
 
     Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
     """
@@ -707,14 +717,14 @@ def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> in
 
 
 def row_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
-    """Programs that share the tiles of keys of a block of rows, for dQ on Hopper."""
+    """Returns the num_splits of the KV tiles of a block of rows, for dQ on Hopper."""
     return _shared_by(problem, 1, programs, tiles // LEAST_TILES_OF_SPLIT)
 
 
 def key_splits(
     problem: AttentionProblem, group: int, programs: int, resident: int, together: int = 0
 ) -> int:
-    """Programs that share the ``group`` query heads of a block of keys: a divisor of group.
+    """Returns the num_splits of the ``group`` query heads of a block of keys: a divisor of group.
 
     ``resident`` programs run on a multiprocessor at once. Causal ones differ in length: half of
     the work fills the gaps next to the longest. The heads of a share are among ``together``
@@ -736,7 +746,7 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
 
 
 def hint_of(n: int | torch.SymInt) -> int:
-    """A number, or of a symbolic one what it is likely to be: for choices that are never wrong."""
+    """Returns the number, or a symbolic one's hint: for choices that are right for every value."""
     if not isinstance(n, torch.SymInt):
         return n
     hint = n.node.hint
@@ -744,7 +754,7 @@ def hint_of(n: int | torch.SymInt) -> int:
 
 
 def dot_precision(x: torch.Tensor) -> str:
-    """float32 products follow torch's matmul precision where the GPU can: full by default."""
+    """Returns Triton's precision of float32 products: torch's, if the GPU can; else full."""
     if x.dtype != torch.float32 or matmul_precision() != "tf32":
         return "ieee"
     can = x.device.type != "cuda" or gpu_of(x.device).multiplies_tf32
@@ -753,4 +763,5 @@ def dot_precision(x: torch.Tensor) -> str:
 
 @functools.cache
 def warn_once(message: str) -> None:
+    """Logs a warning the first time only."""
     _log.warning(message)

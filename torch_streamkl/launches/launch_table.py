@@ -1,4 +1,4 @@
-"""Launch configurations that were measured on a user's GPU: a JSON file, checked when loaded.
+"""Loads launch configurations that were measured on a user's GPU, from a checked JSON file.
 
 `python -m torch_streamkl.tune` writes it and `launches/launch.py` asks it before its own defaults.
 The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of the device.
@@ -30,7 +30,7 @@ MAX_SEQLEN_RATIO = 4  # between a problem and the measurement that serves it
 
 @dataclass(frozen=True)
 class LaunchKey:
-    """What a launch was measured for.
+    """Identifies what a launch was measured for.
 
     Both head_dims count, not only the wider one: a tile that fits next to a narrow student need
     not fit next to a wide one.
@@ -44,7 +44,7 @@ class LaunchKey:
     seqlen: int  # the longer of queries and keys
 
     def is_near(self, other: LaunchKey) -> bool:
-        """Whether a measurement for one says something about the other."""
+        """Returns whether a measurement for one says something about the other."""
         ratio = max(self.seqlen, other.seqlen) / max(1, min(self.seqlen, other.seqlen))
         return self._group == other._group and ratio <= MAX_SEQLEN_RATIO
 
@@ -82,7 +82,7 @@ class LaunchTable:
     entries: tuple[MeasuredLaunch, ...] = ()
 
     def find(self, key: LaunchKey) -> MeasuredLaunch | None:
-        """The measurement nearest in length, at most `MAX_SEQLEN_RATIO` away."""
+        """Returns the measurement nearest in length, at most `MAX_SEQLEN_RATIO` away."""
         near = [entry for entry in self.entries if key.is_near(entry.key)]
         return min(
             near,
@@ -91,13 +91,15 @@ class LaunchTable:
         )
 
     def updated(self, new: tuple[MeasuredLaunch, ...]) -> LaunchTable:
-        """With measurements added; those of the same key are replaced."""
+        """Returns the table with measurements added; those of the same key are replaced."""
         keys = {entry.key for entry in new}
         kept = tuple(entry for entry in self.entries if entry.key not in keys)
         return LaunchTable(self.device, self.torch, self.triton, kept + new)
 
     def save(self, path: Path) -> None:
-        """Written next to the old file and moved over it: a reader sees one or the other."""
+        """Writes the table next to the old file and moves it over: a reader sees one or the
+        other.
+        """
         entries = [entry.as_json() for entry in self.entries]
         header = {"device": self.device, "torch": self.torch, "triton": self.triton}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +110,7 @@ class LaunchTable:
 
 
 def new_table(device: str) -> LaunchTable:
-    """An empty table of a device with the versions that are running."""
+    """Returns an empty table of a device with the versions that are running."""
     import triton
 
     return LaunchTable(device, torch.__version__, triton.__version__)
@@ -116,20 +118,20 @@ def new_table(device: str) -> LaunchTable:
 
 # ------------------------------------------------------------------------------------ which file
 def default_path(device: str) -> Path:
-    """The user's file for a device."""
+    """Returns the user's file for a device."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
     return cache / "torch_streamkl" / f"launches-{name}.json"
 
 
 def table_path(device: str) -> Path:
-    """The file that serves a device: the named one, otherwise the user's."""
+    """Returns the file that serves a device: the named one, otherwise the user's."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else default_path(device)
 
 
 def current(device: str) -> LaunchTable | None:
-    """The table that serves a device; None where the defaults do."""
+    """Returns the table that serves a device; None where the defaults do."""
     return _replacement[-1] if _replacement else _loaded(device)
 
 
@@ -144,7 +146,7 @@ def _changed() -> None:
 
 @contextlib.contextmanager
 def replaced(table: LaunchTable) -> Iterator[None]:
-    """Inside, every look-up is in this table: how the tuner asks for a candidate."""
+    """Uses this table for every look-up inside: how the tuner asks for a candidate."""
     _changed()
     _replacement.append(table)
     try:
@@ -180,7 +182,7 @@ def _loaded(device: str) -> LaunchTable | None:
 
 # -------------------------------------------------------------------------------------- checking
 def load(path: Path, device: str) -> LaunchTable:
-    """A file's table; ValueError names the file, the rule and what came."""
+    """Returns a file's table; ValueError names the file, the rule and what came."""
     try:
         return _table(json.loads(path.read_text()), device)
     except OSError as error:

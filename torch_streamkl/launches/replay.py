@@ -1,4 +1,4 @@
-"""A function that is called often on tensors of one set of metadata: its launches are recorded.
+"""Replays the launches of a function that is called often with the same tensor metadata.
 
 Only addresses differ from call to call. The second call is recorded (launches/capture.py), later
 ones issue what was recorded.
@@ -22,7 +22,7 @@ RECORDS = True  # False: every call takes the usual way, for comparisons
 
 
 class Replay:
-    """A function of tensors whose launches are recorded where they can be."""
+    """Replays a function of tensors whose launches are captured where they can be."""
 
     def __init__(self, function: Callable[..., Tensors]) -> None:
         self._function = function

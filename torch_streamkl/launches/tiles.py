@@ -1,4 +1,4 @@
-"""Default tiles of the portable kernels, chosen by what a GPU has: shared memory and registers.
+"""Chooses default tiles of the portable kernels by a GPU's shared memory and registers.
 
 What was measured on an H200 (bf16, seqlen 8192) goes first, and serves every GPU that it fits:
 more programs on a multiprocessor beat larger tiles. Elsewhere the first choice of a list is taken
@@ -14,7 +14,7 @@ from torch_streamkl.launches.devices import Gpu
 
 @dataclass(frozen=True)
 class TritonLaunch:
-    """Tile sizes and pipelining of one kernel."""
+    """Configures tile sizes and pipelining of one kernel."""
 
     block_m: int  # query rows of a tile
     block_n: int  # keys of a tile
@@ -28,7 +28,7 @@ class TritonLaunch:
 
 @dataclass(frozen=True)
 class Operands:
-    """What the matmuls of a kernel multiply."""
+    """Describes what the matmuls of a kernel multiply."""
 
     head_dims: tuple[int, ...]  # of all dot products, padded to powers of two
     element_bytes: int
@@ -39,7 +39,7 @@ class Operands:
         return max(self.head_dims)
 
     def of_rows(self, rows: int) -> int:
-        """Bytes of so many rows of both sides."""
+        """Returns bytes of so many rows of both sides."""
         return rows * sum(self.head_dims) * self.element_bytes
 
 
@@ -49,7 +49,7 @@ WHOLE_HEADS_MOST_KEYS = {16: 256, 32: 256, 64: 128}
 
 
 def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """The first choice for "forward", "dq" or "dk" that fits the GPU."""
+    """Returns the first choice for "forward", "dq" or "dk" that fits the GPU."""
     choices = _choices(kernel, operands, gpu)
     room = gpu.shared_bytes
     return next((x for x in choices if shared_bytes(x, kernel, operands, gpu) <= room), LEAST)
@@ -58,7 +58,8 @@ def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
 def whole_heads_launch(
     own_dim: int, keys: int, has_padding: bool, operands: Operands, gpu: Gpu
 ) -> TritonLaunch | None:
-    """Of "dq_dk", whose programs have all keys of a head of this width; None: two kernels do.
+    """Returns the launch of "dq_dk", whose programs have all keys of a head of this width; None:
+    two kernels do.
 
     Measured on an H100 (bench/notes/portable_kernels.md). Where matrix units read operands from
     registers keys, dK and scores together spill (sm_80: 0.9 to 1.5 KB).
@@ -71,7 +72,7 @@ def whole_heads_launch(
 
 
 def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """That of a head-averaged teacher's "lse", "mean", or "forward", which reads the mean.
+    """Returns the launch of a head-averaged teacher's "lse", "mean" or "forward" (reads the mean).
 
     Every head's tiles pass through a program of the mean: the next head's are loaded meanwhile
     where there is room, and larger tiles read operands less often. They spill where the
@@ -133,7 +134,7 @@ def _of_float32_rows(kernel: str, launch: TritonLaunch, operands: Operands) -> T
 
 
 def sum_of_heads_launch(operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """Of a row program's sum over heads, which may read other maps: 2.8 KB would spill."""
+    """Returns the launch of a row program's sum over heads; 2.8 KB would spill."""
     launch = head_mean_launch("mean", operands, gpu)
     if gpu.is_hip or not operands.is_full_float32 or launch.num_warps == 8:
         return launch
@@ -180,7 +181,7 @@ def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
 
 
 def shared_bytes(launch: TritonLaunch, kernel: str, operands: Operands, gpu: Gpu) -> int:
-    """What a launch may take of shared memory, at most.
+    """Returns the most shared memory that a launch may take.
 
     The tiles that stream by, once for every stage; those that stay (queries, for dK keys) lie
     there, too, but on AMD GPUs, where matrix units read them from registers.

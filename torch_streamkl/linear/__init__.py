@@ -1,1 +1,1 @@
-"""`linear_kl`: the divergence between two language models' heads."""
+"""Implements `linear_kl`, the divergence between two language models' heads."""

@@ -1,9 +1,9 @@
-"""`linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
+"""Computes `linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
 
 Three loops, the same on every device:
 
 - `forward`: values, by chunks of tokens with the whole vocabulary (two matmuls);
-- `backward`: gradients from saved statistics, by blocks of vocabulary entries with all tokens
+- `backward`: gradients from saved statistics, by blocks of the vocabulary with all tokens
   where they fit: each block of a weight's gradient is then one matmul and the hidden states'
   gradient is summed over blocks (two matmuls to recompute the logits, two for the gradients of a
   side);
@@ -55,7 +55,7 @@ SIDE_STREAM_MIB = 256
 def forward(
     problem: LinearProblem, max_workspace_mib: int, rows: ModuleType = linear_rows
 ) -> RowValues:
-    """Values and statistics of all rows."""
+    """Returns values and statistics of all rows."""
     out = RowValues.allocate(problem)
     student_bytes, teacher_bytes = row_bytes(problem)
     tokens = tokens_that_fit(
@@ -77,7 +77,9 @@ def backward(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> Gradients:
-    """Gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from statistics."""
+    """Returns gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from
+    statistics.
+    """
     accumulators = [GradientSums(problem, side, needs_grad) for side in (0, 1)]
     vocab_size = max(head.vocab_size for head in problem.heads)
     if vocab_size == 0:  # a rank that has none of the vocabulary
@@ -119,7 +121,7 @@ def forward_with_gradients(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> tuple[RowValues, Gradients]:
-    """Values, statistics and the gradients of the weighted sum."""
+    """Returns values, statistics and the gradients of the weighted sum."""
     if not (needs_grad.student or needs_grad.teacher):
         return forward(problem, max_workspace_mib, rows), (None,) * len(fields(NeedsGrad))
     chunks = gradient_chunks(problem, needs_grad, max_workspace_mib)
@@ -156,9 +158,10 @@ def forward_with_gradients(
 
 
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
-    """Row state of a shard of the vocabulary (nats) and the log-sum-exp of its hard-label scores.
+    """Returns the row state of a shard of the vocabulary (nats) and the log-sum-exp of its
+    labelled scores.
 
-    States of disjoint shards merge with `rowstate.merge` and end in `rowstate.finish`; with the
+    States of disjoint shards merge with `row_state.merge` and end in `row_state.finish`; with the
     merged statistics `backward` gives each shard's gradients.
     """
     form = problem.functional.bilinear or Bilinear()
@@ -183,7 +186,7 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
 def gradient_chunks(
     problem: LinearProblem, needs_grad: NeedsGrad, max_workspace_mib: int
 ) -> Chunks:
-    """Chunks of the forward that computes gradients: those that move the fewest bytes."""
+    """Returns chunks of the forward that computes gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
     workspace = workspace_bytes(problem, max_workspace_mib)
     whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
@@ -220,10 +223,12 @@ def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
 
 
 def token_multiple(problem: LinearProblem) -> int:
+    """Returns the multiple of tokens that matmuls are fast with."""
     return TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 128)
 
 
 def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
+    """Returns how many tokens' logits fit the workspace."""
     limit = workspace // bytes_per_token
     if limit < 1:
         raise ValueError(
@@ -236,11 +241,12 @@ def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int
 
 
 def logits_buffer(head: Head, tokens: int) -> Tensor:
+    """Allocates a buffer for the logits of some tokens."""
     return head.hidden.new_empty((tokens, padded(head.vocab_size)))
 
 
 def logits_of(head: Head, buffer: Tensor) -> Tensor:
-    """``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
+    """Computes ``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
     if isinstance(buffer, FakeTensor):  # of a trace: a compiler places them, and makes no copy
         size = (head.hidden.shape[0], head.vocab_size)
         out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))
@@ -261,7 +267,7 @@ def _clear_padding(buffer: Tensor, head: Head) -> None:
 
 
 class GradientSums:
-    """Gradients of one side, summed over chunks of tokens and blocks of vocabulary entries."""
+    """Gradients of one side, summed over chunks of tokens and blocks of the vocabulary."""
 
     def __init__(self, problem: LinearProblem, side: int, needs_grad: NeedsGrad) -> None:
         self.head = problem.heads[side]
@@ -295,10 +301,9 @@ class GradientSums:
             )
 
     def add(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
-        """Add what a block of tokens and vocabulary entries contributes; tokens and vocabulary
-        entries ascend.
+        """Adds what a block of tokens and of the vocabulary contributes; blocks come in order.
 
-        The block has as many columns as this side has of the vocabulary entries, possibly none.
+        The block has as many columns as this side has of that part of the vocabulary, maybe none.
         """
         self.add_to_hidden(d_logits, tokens, vocab)
         self.add_to_weight(d_logits, tokens, vocab)
@@ -336,6 +341,7 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def gradients_of(sides: list[GradientSums]) -> Gradients:
+    """Collects the gradients of both sides, in the order of the operators' outputs."""
     student, teacher = sides
     d_bias = [
         None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype)

@@ -1,7 +1,7 @@
-"""The mathematics of whole rows of two LM heads' logits, as plain torch functions.
+"""Defines the row kernel of two LM heads' logits, as plain torch functions that Inductor compiles.
 
 As attention/compiled_rows.py for attention: Inductor compiles them, sizes and numbers are inputs.
-Rows are tokens, [tokens, vocabulary entries] tiles of logits are overwritten by their gradients.
+Rows are tokens, [tokens, vocab] tiles of logits are overwritten by their gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap
 
 @dataclass(frozen=True)
 class VocabForm:
-    """What a compiled body depends on, next to the dtypes of its inputs and which there are."""
+    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
 
     functional: str
     dtype: torch.dtype  # of what is computed
@@ -41,7 +41,7 @@ class VocabForm:
 
 @dataclass
 class VocabTile:
-    """y as the hard labels see it, the score, and d(y)/d(logit)."""
+    """y as the labels see it, the score, and d(y)/d(logit)."""
 
     y: Tensor
     score: Tensor
@@ -49,8 +49,9 @@ class VocabTile:
 
 
 def vocab_forward(form: VocabForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Value, both log-sum-exps, H, G, the log-sum-exp of the student's y, and what rounding has
-    taken from the two first (NOTE [Rounding of log-sum-exps] in linear/problem.py), stacked.
+    """Returns the value, both log-sum-exps, H, G, the log-sum-exp of the student's y, and what
+    rounding has taken from the two first (NOTE [Rounding of log-sum-exps] in linear/problem.py),
+    stacked.
 
     With "row_weight" needed gradients replace the logits.
     """

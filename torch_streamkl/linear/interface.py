@@ -1,4 +1,4 @@
-"""linear_kl(): the divergence between two language models' heads, without the logits."""
+"""Defines linear_kl(): the divergence between two LM heads, without materialized logits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def linear_kl(
     student_vocab_start: int | None = None,
     teacher_vocab_start: int | None = None,
 ) -> Tensor:
-    r"""Divergence between the vocabulary distributions of teacher and student, without the logits.
+    r"""Computes the divergence between teacher and student LM heads, without materializing the
+    logits.
 
     Per token, with P the teacher's probabilities and S the student's,
 
@@ -293,7 +294,7 @@ def _checked(options: Options) -> dict[str, Any]:
 
 
 def _places(options: Options) -> Places | None:
-    """Which vocabulary entries this rank has, if ranks share them."""
+    """Returns the vocabulary shard that this rank has, if ranks share the vocabulary."""
     if options.group is None:
         return None
     from torch_streamkl.distributed.linear import places_of
@@ -303,7 +304,7 @@ def _places(options: Options) -> Places | None:
 
 
 class LinearKL(nn.Module):
-    """`linear_kl` as a module: options are given once, tensors with every call.
+    """Computes `linear_kl` as a module: options are given once, tensors with every call.
 
     ``LinearKL(**options)(student_hidden, student_weight, teacher_hidden, teacher_weight,
     **tensors)`` is ``linear_kl(student_hidden, ..., **tensors, **options)``, with

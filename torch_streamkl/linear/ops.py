@@ -1,4 +1,4 @@
-"""The operators after `linear_kl`: schemas, fakes, autograd, autocast, vmap, FLOP formulas.
+"""Registers the operators that `linear_kl` calls: schemas, fakes, autograd, autocast, vmap, FLOPs.
 
 - ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
 - ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
@@ -112,7 +112,9 @@ def problem_of(
     teacher_adapter_hidden: Tensor | None = None,
     teacher_adapter_weight: Tensor | None = None,
 ) -> tuple[LinearProblem, int, str]:
-    """The problem, its workspace limit (0 is the default) and the wanted implementation."""
+    """Returns the problem, its workspace limit (0 is the default) and the wanted
+    implementation.
+    """
     problem = LinearProblem(
         student=Head(
             student_hidden,
@@ -141,7 +143,7 @@ def problem_of(
 
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
-    """The module that works on rows of logits: Triton's or plain torch."""
+    """Returns the module that works on rows of logits: Triton's or plain torch."""
     limit, device = triton_limit(problem), problem.student.hidden.device.type
     if impl == "triton" and limit is not None:
         raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
@@ -158,14 +160,16 @@ def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
 
 
 def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
-    """`row_functions`; in a graph that Inductor compiles, it can compile the CPU's, too."""
+    """Returns `row_functions`, or those of compiled CPU kernels in a graph that Inductor
+    compiles.
+    """
     rows = row_functions(problem, impl)
     on_cpu = problem.student.hidden.device.type == "cpu"
     return token_tiles if is_compiled and on_cpu and rows is linear_rows else rows
 
 
 def triton_limit(problem: LinearProblem) -> str | None:
-    """Why the Triton kernels cannot run a problem, or None."""
+    """Explains why the Triton kernels cannot run a problem; None if they can."""
     device = problem.student.hidden.device.type
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
@@ -182,7 +186,7 @@ def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tens
 
 
 def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised results of linear_kl: what a fake call returns."""
+    """Returns uninitialised results of linear_kl: what a fake call returns."""
     out = RowValues.allocate(problem_of(*args, **kwargs)[0])
     return out.value, out.hard, out.statistics
 
@@ -213,6 +217,7 @@ def _backward(
 
 
 def gradient_fakes(problem: LinearProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
+    """Returns empty gradients: what a fake call returns."""
     student, teacher = problem.heads
     inputs = (
         student.hidden,
@@ -251,6 +256,7 @@ def sum_arguments(
     needs_grad: Any = (),
     **kwargs: Any,
 ) -> tuple[tuple[LinearProblem, int, str], Tensor | None, Tensor | None, list[bool]]:
+    """Splits the arguments of `linear_kl_sum` into problem, weights and output mask."""
     rest = args[NUM_TENSORS:]
     first = [row_weight, hard_row_weight, needs_grad]
     first[: len(rest[:3])] = rest[:3]
@@ -292,6 +298,7 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
+    """Sums values times weights."""
     # a row that does not count may be infinite
     return torch.where(weight == 0, 0.0, value * weight).sum()
 
@@ -320,7 +327,7 @@ def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
 
 
 def forward_flops(*args: Any, **kwargs: Any) -> int:
-    """The logits matmuls."""
+    """Returns the logits matmuls."""
     return sum(_matmuls(linear_kl, args, kwargs)[0])
 
 
@@ -330,7 +337,7 @@ def _backward_flops(*args: Any, **kwargs: Any) -> int:
 
 
 def sum_flops(*args: Any, **kwargs: Any) -> int:
-    """The logits and one matmul for each gradient."""
+    """Returns the logits and one matmul for each gradient."""
     return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
 
 
@@ -395,7 +402,7 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
 
 
 def needs_grad_of(needs: list[bool], grad: Tensor | None) -> list[bool]:
-    """Which gradients there are: of the cross-entropies alone the teacher gets none, not zeros."""
+    """Returns the output mask: of the cross-entropies alone the teacher gets none, not zeros."""
     if grad is not None:
         return needs
     names = [field.name for field in fields(NeedsGrad)]
@@ -403,11 +410,12 @@ def needs_grad_of(needs: list[bool], grad: Tensor | None) -> list[bool]:
 
 
 def adapter_positions(first: int, num_inputs: int) -> range:
-    """Where the adapters are among a call's inputs, as many as there are."""
+    """Returns the positions of the adapters among a call's inputs."""
     return range(first, max(first, min(first + NUM_ADAPTERS, num_inputs)))
 
 
 def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Saves for backward what `sum_autograd` reads."""
     _total, value, hard, *grads = output
     ctx.mark_non_differentiable(value, hard, *grads)
     ctx.needs_grad = list(inputs[NUM_TENSORS + 2])
@@ -420,6 +428,7 @@ def setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    """Multiplies the stored gradients by the gradient of the sum."""
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * (ctx.num_inputs + NUM_TENSORS))
     positions = (*INPUTS, *adapter_positions(NUM_TENSORS + 3 + NUM_OPTIONS, ctx.num_inputs))
@@ -450,7 +459,9 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """A stored gradient times the gradient of the sum that it is of (see once.py)."""
+    """Returns a stored gradient times the gradient of the sum that it is of (see
+    double_backward.py).
+    """
     if not in_place:
         return (stored * factor).to(stored.dtype)
     if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:

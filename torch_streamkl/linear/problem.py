@@ -1,4 +1,4 @@
-"""One KL problem between two LM heads as a value, what its rows produce, and its chunks.
+"""Defines LinearProblem: one KL problem between two LM heads, its outputs and its chunks.
 
 `linear/ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row
 functions and the chunk loops take that and nothing else.
@@ -20,10 +20,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Head:
-    """Hidden states and LM head of one model and how their dot products become scores.
+    """Holds hidden states and LM head of one model and how their dot products become scores.
 
     With ``z = hidden @ weight.T + adapter_hidden @ adapter_weight.T + bias``:
-    ``y = softcap * tanh(scale * z / softcap)`` and ``score = y / temperature``. Hard labels see y.
+    ``y = softcap * tanh(scale * z / softcap)`` and ``score = y / temperature``. Labels see y.
     An adapter is a second, narrow head: with a low-rank adapter of the head, ``adapter_hidden`` is
     ``s * hidden @ A.T``, and ``weight`` stays as it is.
     """
@@ -51,10 +51,10 @@ class Head:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over vocabulary
-    entries.
+    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over a
+    vocabulary.
 
-    Word j is the same vocabulary entry on both sides; a vocabulary entry that only one side has is
+    Id j is the same vocabulary entry on both sides; an entry that only one side has is
     impossible on the other (probability 0). ``labels`` adds a second value per row, the
     cross-entropy of y and the label. ``vocab_start`` is the index of the heads' first row: a shard
     of the vocabulary is a problem too.
@@ -82,7 +82,7 @@ class LinearProblem:
         return self.student, self.teacher
 
     def of_tokens(self, tokens: slice) -> LinearProblem:
-        """The problem of a range of rows (views)."""
+        """Returns the problem of a range of rows (views)."""
         return replace(
             self,
             student=self.student.of_tokens(tokens),
@@ -91,8 +91,8 @@ class LinearProblem:
         )
 
     def of_vocab(self, vocab: slice) -> LinearProblem:
-        """The problem of a range of vocabulary entries (views); a side without them gets an empty
-        head.
+        """Returns the problem of a range of vocabulary entries (views); a side without them gets
+        an empty head.
         """
         return replace(
             self,
@@ -107,7 +107,8 @@ NUM_STATISTICS = 7
 
 @dataclass(frozen=True)
 class RowValues:
-    """What the forward gives per token, and what the backward needs; the log-sum-exps are in nats.
+    """Holds the forward's results per token, and what the backward needs; log-sum-exps are in
+    nats.
 
     ``statistics`` [7, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
     [Row gradient] in divergences/functional.py), lse of the student's y, and what rounding has
@@ -126,7 +127,7 @@ class RowValues:
 
     @staticmethod
     def allocate(problem: LinearProblem) -> RowValues:
-        """Uninitialised."""
+        """Allocates the tensors, uninitialised."""
         hidden, num_tokens, dtype = (
             problem.student.hidden,
             problem.num_tokens,
@@ -184,7 +185,7 @@ class RowWeights:
 
 @dataclass(frozen=True)
 class NeedsGrad:
-    """Which gradients are computed, in the order of the operators' outputs."""
+    """Says which gradients are computed, in the order of the operators' outputs."""
 
     student_hidden: bool = False
     student_weight: bool = False
@@ -213,13 +214,13 @@ class NeedsGrad:
 # rounds the running sum once: with n chunks the error's square grows by about n/2 roundings, and
 # naive bfloat16 already carries the rounding of the logit gradients. Measured against float64 the
 # sum stays within twice naive's error up to about 38 chunks; this limit keeps a margin. Beyond it
-# `linear_chunks.backward` cuts vocabulary entries as well as tokens, each at most so many times.
+# `chunks.backward` cuts vocabulary entries as well as tokens, each at most so many times.
 # float32 sums add errors of a matmul's own size, in any number.
 MAX_LOW_PRECISION_SUMS = 34
 
 
 def max_sums(problem: LinearProblem) -> int:
-    """How often a gradient may be added to."""
+    """Limits how often a gradient may be added to."""
     is_low = any(head.hidden.element_size() == 2 for head in problem.heads)
     return MAX_LOW_PRECISION_SUMS if is_low else 2**31
 
@@ -234,6 +235,7 @@ ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast mat
 
 
 def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
+    """Rounds a size up to a multiple."""
     return int(-(-size // multiple) * multiple)
 
 
@@ -250,7 +252,7 @@ class Chunks:
 
 
 def workspace_bytes(problem: LinearProblem, max_workspace_mib: int) -> int:
-    """What logits may take at once: what was asked for, or the default."""
+    """Returns the bytes that logits may take at once: as asked for, or the default."""
     if max_workspace_mib:
         return max_workspace_mib * MIB
     device = problem.student.hidden.device.type
@@ -262,18 +264,19 @@ def workspace_bytes(problem: LinearProblem, max_workspace_mib: int) -> int:
 
 
 def row_bytes(problem: LinearProblem) -> tuple[int, int]:
-    """Bytes of one token's logits of the student and of the teacher."""
+    """Returns bytes of one token's logits of the student and of the teacher."""
     student, teacher = (padded(h.vocab_size) * h.hidden.element_size() for h in problem.heads)
     return student, teacher
 
 
 def ranges(size: int, step: int) -> Iterator[slice]:
+    """Yields the ranges of ``step`` that make up a size."""
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 
 
 def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
-    """The fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
+    """Yields the fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
 
     Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
     Of no rows there is no range: a mask may select none.
@@ -291,7 +294,7 @@ def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
 
 
 def even_step(size: int, limit: int, multiple: int) -> int:
-    """Length of the longest of the `even_ranges`, at least 1."""
+    """Returns length of the longest of the `even_ranges`, at least 1."""
     if limit > multiple:
         limit -= limit % multiple
     return max((int(r.stop - r.start) for r in even_ranges(size, limit, multiple)), default=1)

@@ -1,4 +1,4 @@
-"""The specification of `linear_kl`: its meaning in a few naive lines, for any floating dtype."""
+"""Specifies `linear_kl` in a few naive lines, for any floating dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_streamkl.linear.problem import Head, LinearProblem
 
 
 def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
-    """Differentiable values and cross-entropies per token (no elements without labels)."""
+    """Returns differentiable values and cross-entropies per token (no elements without labels)."""
     y_s, y_t = (_scores(head, problem.compute_dtype) for head in problem.heads)
     vocab_size = max(y_s.shape[1], y_t.shape[1])
     student, teacher = (

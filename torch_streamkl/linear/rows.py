@@ -1,7 +1,7 @@
-"""Rows of logits in plain torch: values, statistics and the gradient that replaces the logits.
+"""Computes rows of logits in plain torch: values, statistics, and gradients in place of logits.
 
 The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
-them in blocks of vocabulary entries, so that temporaries stay small. `linear/triton/launches.py`
+them in blocks of the vocabulary, so that temporaries stay small. `linear/triton/launches.py`
 is the same for a GPU.
 """
 
@@ -37,7 +37,7 @@ BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 
 @dataclass
 class Block:
-    """Scores of a block of vocabulary entries: y as the hard labels see it, the score, and
+    """Scores of a block of the vocabulary: y as the labels see it, the score, and
     d(y)/d(logit).
     """
 
@@ -48,7 +48,9 @@ class Block:
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from both sides' whole logits [num_tokens, vocab_size]."""
+    """Computes values and statistics of rows from both sides' whole logits [num_tokens,
+    vocab_size].
+    """
     functional = problem.functional
     state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
     sums = finish(state, functional.bilinear or Bilinear())
@@ -72,7 +74,9 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
 
 
 def copy_rests(state: RowState, out: RowValues) -> None:
-    """NOTE [Rounding of log-sum-exps] in linear/problem.py."""
+    """Copies what rounding the log-sum-exps lost: NOTE [Rounding of log-sum-exps] in
+    linear/problem.py.
+    """
     for rest, high, total, lse in (
         (out.student_rest, state.m_s, state.l_s, out.student_lse),
         (out.teacher_rest, state.m_t, state.l_t, out.teacher_lse),
@@ -86,8 +90,8 @@ def copy_rests(state: RowState, out: RowValues) -> None:
 def partial_state(
     problem: LinearProblem, student: Tensor, teacher: Tensor, form: Bilinear
 ) -> tuple[RowState, Tensor]:
-    """Row state over the vocabulary entries at hand and the log-sum-exp of the student's y over
-    them.
+    """Returns the row state over the given vocabulary entries and the log-sum-exp of the
+    student's y over them.
     """
     shape = (problem.num_tokens,)
     like = student.new_empty((), dtype=problem.compute_dtype)
@@ -116,9 +120,7 @@ def gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by their gradient (the teacher's where wanted), vocabulary entries as they
-    are.
-    """
+    """Overwrites logits by their gradients; the teacher's only if it needs one."""
     functional = problem.functional
     for s, t in _blocks(problem, student, teacher):
         if functional.bilinear is not None and not needs_grad.teacher:
@@ -182,7 +184,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Both, from whole rows of logits."""
+    """Computes values and gradients, from whole rows of logits."""
     values(problem, student, teacher, out)
     gradient(problem, student, teacher, out, weights, needs_grad)
 
@@ -197,7 +199,7 @@ def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> 
 
 
 def second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Value, H and G of a functional that the row state does not give, from the log-sum-exps."""
+    """Computes value, H and G of a functional that needs a second pass, from the log-sum-exps."""
     for total in (out.value, out.student_delta, out.teacher_delta):
         total.zero_()
     for s, t in _blocks(problem, student, teacher):
@@ -221,8 +223,8 @@ def _counted(problem: LinearProblem) -> Tensor:
 def hard_values(
     problem: LinearProblem, label_y: tuple[Tensor, Tensor], hard_lse: Tensor
 ) -> Tensor:
-    """Cross-entropy of the labels, from their `label_scores`; NaN for one that is no vocabulary
-    entry.
+    """Returns the cross-entropy of the labels, from their `label_scores`; NaN for one that is no
+    vocabulary entry.
     """
     y, is_in_vocab = label_y
     value = torch.where(is_in_vocab, hard_lse - y, math.nan)
@@ -232,7 +234,7 @@ def hard_values(
 def label_scores(
     problem: LinearProblem, student: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """y of each row's label, and whether it is one of the vocabulary entries at hand."""
+    """Returns y of each row's label, and whether it is one of the given vocabulary entries."""
     assert problem.labels is not None
     head, vocab_entry = problem.student, problem.labels.long() - problem.vocab_start
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < head.vocab_size)
@@ -264,7 +266,7 @@ def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Ten
 def _blocks(
     problem: LinearProblem, student: Tensor, teacher: Tensor
 ) -> Iterator[tuple[Block, Block]]:
-    """Blocks of vocabulary entries, none of which crosses the end of the smaller vocabulary."""
+    """Blocks of the vocabulary, none of which crosses the end of the smaller vocabulary."""
     sizes = (problem.student.vocab_size, problem.teacher.vocab_size)
     step = max(64, BLOCK_ELEMENTS // max(1, problem.num_tokens))
     for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):

@@ -1,6 +1,6 @@
-"""What linear/rows.py does, in compiled graphs on a CPU: a few rows at a time, by Inductor.
+"""Computes the rows of linear/rows.py in compiled graphs on a CPU: a few rows at a time.
 
-Both sides must have the same vocabulary entries at hand. Where they have not, and where Inductor
+Both sides must have the same vocabulary entries. Where they have not, and where Inductor
 cannot compile, linear/rows.py computes the rows.
 """
 
@@ -22,7 +22,9 @@ NOTHING = NeedsGrad()
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from both sides' whole logits [num_tokens, vocab_size]."""
+    """Computes values and statistics of rows from both sides' whole logits [num_tokens,
+    vocab_size].
+    """
     if not _forward(problem, student, teacher, out, None, NOTHING):
         linear_rows.values(problem, student, teacher, out)
 
@@ -35,7 +37,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Both, from whole rows of logits."""
+    """Computes values and gradients, from whole rows of logits."""
     if not _forward(problem, student, teacher, out, weights, needs_grad):
         linear_rows.values_and_gradient(problem, student, teacher, out, weights, needs_grad)
 
@@ -48,9 +50,7 @@ def gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by their gradient (the teacher's where wanted), vocabulary entries as they
-    are.
-    """
+    """Overwrites logits by their gradients; the teacher's only if it needs one."""
     form, numbers = _form(problem, weights, needs_grad), _numbers(problem)
     for part, s, t in _parts(problem, student, teacher):
         inputs = _inputs(problem.of_tokens(part), s, t, numbers) | _weights(problem, weights, part)
@@ -95,7 +95,9 @@ def _forward(
 
 
 def is_even(problem: LinearProblem) -> bool:
-    """Whether compiled rows can compute it: both sides have the same vocabulary entries."""
+    """Returns whether compiled rows can compute it: both sides have the same vocabulary
+    entries.
+    """
     return problem.student.vocab_size == problem.teacher.vocab_size > 0
 
 

@@ -1,3 +1,1 @@
-"""Row programs: sums over keys or vocabulary entries of any pointwise function of dot products,
-streamed.
-"""
+"""Implements row programs: custom streamed reductions of pointwise functions of dot products."""

@@ -1,4 +1,4 @@
-"""Programs that are a divergence of two attention maps, or of two LM heads.
+"""Recognises row programs that are a divergence which `attention_kl` or `linear_kl` computes.
 
 With P and S the softmaxes of two plain products, times a number each, a program that is
 ``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One meaning
@@ -47,7 +47,7 @@ class ClosedForm:
 
 
 def form_of(problem: RowProblem) -> ClosedForm | None:
-    """The divergence that a problem is, if it is one."""
+    """Returns the divergence that a problem is, if it is one."""
     form = _form(problem.program)
     if form is None:
         return None
@@ -205,7 +205,9 @@ def _product(a: Expr, b: Expr) -> Expr:
 
 
 def _log(a: Expr) -> Expr | None:
-    """Of a mixture of P and S, or of a probability that something keeps above 0."""
+    """Reads the logarithm of a mixture of P and S, or of a probability that something keeps above
+    0.
+    """
     if a.op in ("P", "S", "exp"):
         return apply("log", a)
     if a.op == "max" and a.args[1].op == "const" and a.args[1].value > 0.0:

@@ -1,4 +1,4 @@
-"""The derivatives of a row program, derived symbolically (NOTE [The algebra] in program.py)."""
+"""Derives a row program's gradients symbolically (NOTE [The algebra] in program.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What the passes of the forward compute."""
+    """Plans what the passes of the forward compute."""
 
     nodes: tuple[Node, ...]
     num_passes: int
@@ -49,7 +49,7 @@ class BackwardPlan:
 
 @functools.lru_cache(maxsize=256)
 def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
-    """Reductions by level; with the Jacobians where a gradient will be wanted."""
+    """Returns reductions by level; with the Jacobians where a gradient will be wanted."""
     if not is_differentiated:
         return ForwardPlan(program.nodes, max(program.levels), ())
     graph = Graph.of(program.nodes)
@@ -71,7 +71,7 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
 
 
 def _varying(program: Program) -> list[bool]:
-    """Of each reduction, whether something that may need a gradient comes into it."""
+    """Marks the reductions that something which may need a gradient enters."""
     of_nodes: list[bool] = []
     found: list[bool] = []
 
@@ -154,7 +154,9 @@ def _with_heads(graph: Graph, x: int, like: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def backward_plan(program: Program) -> BackwardPlan:
-    """The gradient of ``sum_c r_c R_c`` to what is not a value of a row, r_c being its seed."""
+    """Returns the gradient of ``sum_c r_c R_c`` to what is not a value of a row, r_c being its
+    seed.
+    """
     graph = Graph.of(program.nodes)
     adjoints: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""What a row program's function computes with: proxies that record what is done to them.
+"""Defines the proxies that a row program's function computes with; they record operations.
 
 An operator, a reversed operator, a method and a function of torch lead to one function each, which
 functions.py has.
@@ -37,7 +37,7 @@ ALIASES = {
 
 
 class Element:
-    """One value for each row and key, or for each row after a reduction over keys."""
+    """Represents one value for each row and key, or for each row after a reduction over keys."""
 
     __array_ufunc__ = None  # a number of NumPy leaves its operators to these
 
@@ -146,7 +146,7 @@ def _call(name: str, /, *args: Any, **kwargs: Any) -> Element:
 
 
 def index_of(tracer: Tracer, value: Any) -> int:
-    """The node of an element or a number."""
+    """Returns the node of an element or a number."""
     if isinstance(value, Element):
         if value._tracer is not tracer:
             raise ValueError("elements of two row programs cannot be combined")
@@ -155,7 +155,7 @@ def index_of(tracer: Tracer, value: Any) -> int:
 
 
 def number_of(name: str, value: Any) -> tuple[float, str]:
-    """A number and its type."""
+    """Returns a number and its type."""
     for_name = f" for {name}" if name else ""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     if isinstance(value, Tensor) and value.requires_grad:
@@ -183,7 +183,7 @@ def number_of(name: str, value: Any) -> tuple[float, str]:
 
 
 def condition_of(x: Any, where: str) -> Any:
-    """An element that is a condition, or a truth value."""
+    """Returns an element that is a condition, or a truth value."""
     is_condition = x._dtype == BOOL if isinstance(x, Element) else isinstance(x, bool)
     if not is_condition:
         raise TypeError(f"{where} takes conditions, got a number; compare it first")

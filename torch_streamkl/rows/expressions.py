@@ -1,4 +1,4 @@
-"""Nodes of a row program: elements (row, key) and per-row values, built once each.
+"""Defines the nodes of a row program: elements (row, key) and per-row values, built once each.
 
 A `Graph` only grows. The same operation on the same nodes is one node, constants are folded, and
 what is an exact identity of real numbers is applied; `log(exp(x))` becomes `x`, which avoids the
@@ -31,7 +31,7 @@ class HeadsError(ValueError):
 
 
 class Node(NamedTuple):
-    """One value.
+    """Holds one value and the operation that computes it.
 
     ``value`` is a constant, or the number of a dot, captured tensor or reduction. ``head`` is the
     axis of heads that it has, 0 for none: elements of one axis have as many heads. Without
@@ -57,14 +57,14 @@ class Graph:
 
     @classmethod
     def of(cls, nodes: tuple[Node, ...]) -> Self:
-        """A graph that grows from these, by the rules of its class."""
+        """Returns a graph that grows from these, by the rules of its class."""
         return cls(list(nodes), {node: i for i, node in enumerate(nodes)})
 
     def __getitem__(self, index: int) -> Node:
         return self.nodes[index]
 
     def add(self, node: Node) -> int:
-        """The number of a node, which is new or known."""
+        """Returns the number of a node, which is new or known."""
         index = self._known.get(node)
         if index is None:
             self.check_no_blocks(*node.args)
@@ -73,20 +73,20 @@ class Graph:
         return index
 
     def check_no_blocks(self, *args: int) -> None:
-        """What has an element for each key, or one for each row, meets no blocks of keys."""
+        """Refuses to combine sums over blocks of keys with elements or per-row values."""
         if any(self.nodes[a].op == BLOCK_SUM for a in args):
             raise ValueError(
                 "sums over blocks of keys are returned as they are; compute with what comes back"
             )
 
     def const(self, value: float, dtype: str = FLOAT, head: int = 0, by_key: bool = False) -> int:
-        """A number; with axes where it is the value of an expression that has them."""
+        """Returns a number; with axes where it is the value of an expression that has them."""
         # -0.0 and 0.0 are equal and would be one node; NaN is equal to itself as an object alone
         value = math.nan if math.isnan(value) else float(value) + 0.0
         return self.add(Node("const", (), value, dtype, head, by_key, math.isfinite(value)))
 
     def constant(self, index: int) -> float | None:
-        """The value of a constant, None for anything else."""
+        """Returns the value of a constant, None for anything else."""
         node = self.nodes[index]
         return node.value if node.op == "const" else None
 
@@ -102,19 +102,21 @@ class Graph:
         return self.add(Node("reduction", value=number, head=head, is_finite=is_finite))
 
     def log_sum_exp(self, number: int, head: int, of: int) -> int:
-        """The value of a log-sum-exp, which is -inf in a row where all elements are."""
+        """Returns the value of a log-sum-exp, which is -inf in a row where all elements are."""
         return self.reduction(number, head, self.nodes[of].is_finite)
 
     def block_sum(self, number: int, head: int) -> int:
-        """A sum over blocks of keys, which is returned and in no expression."""
+        """Returns a sum over blocks of keys, which is returned and in no expression."""
         return self.add(Node(BLOCK_SUM, value=number, head=head))
 
     def seed(self, number: int, head: int, by_key: bool = False) -> int:
-        """The gradient to a reduction; of a sum over blocks, that to the block of each key."""
+        """Returns the gradient to a reduction; of a sum over blocks, that to the block of each
+        key.
+        """
         return self.add(Node("seed", value=number, head=head, by_key=by_key))
 
     def index(self, of: str) -> int:
-        """Positions of keys ("key_index") or rows ("row_index")."""
+        """Returns positions of keys ("key_index") or rows ("row_index")."""
         return self.add(Node(of, dtype=INT, by_key=of == "key_index"))
 
     def sum_heads(self, x: int) -> int:
@@ -126,7 +128,7 @@ class Graph:
         return self.add(Node("sum_heads", (x,), 0.0, FLOAT, 0, node.by_key, node.is_finite))
 
     def apply(self, op: str, *args: int) -> int:
-        """A pointwise operation of `operations.OPERATIONS`."""
+        """Returns a pointwise operation of `operations.OPERATIONS`."""
         op, args = self._as_operands(op, args)
         simple = self._simplified(op, args)
         if simple is not None and (simple := self._with_axes(simple, op, args)) is not None:
@@ -140,7 +142,7 @@ class Graph:
         return self._made(op, args)
 
     def _with_axes(self, simple: int, op: str, args: tuple[int, ...]) -> int | None:
-        """What an operation comes to, if it has the axes of its arguments.
+        """Broadcasts an operation's result to the axes of its arguments.
 
         The shape of a result does not depend on a number: 0 times an element of a head is a 0 of
         each head.
@@ -175,7 +177,7 @@ class Graph:
         return bool(value) and math.isfinite(value or 0.0)
 
     def power(self, x: int, exponent: float) -> int:
-        """``x ** exponent`` of a constant exponent."""
+        """Computes ``x ** exponent`` of a constant exponent."""
         operations.check_power(exponent)
         if exponent and self.nodes[x].op == "exp":  # a power of a probability, without underflow
             inner = self.apply("mul", self.nodes[x].args[0], self.const(exponent))
@@ -224,7 +226,7 @@ class Graph:
         return self._made("int" if dtype == INT else "float", (x,))
 
     def head_of(self, op: str, args: tuple[int, ...]) -> int:
-        """The axis of heads of an operation's result."""
+        """Returns the axis of heads of an operation's result."""
         heads = {self.nodes[a].head for a in args} - {0}
         if len(heads) > 1:
             raise HeadsError(
@@ -322,7 +324,7 @@ class Graph:
         return None
 
     def exponentials_in(self, x: int) -> tuple[list[int], list[int]]:
-        """The exponentials that a product or quotient has as factors: above, and below."""
+        """Returns the exponentials that a product or quotient has as factors: above, and below."""
         found: tuple[dict[int, None], dict[int, None]] = {}, {}  # sets in the order of discovery
         stack, seen = [(x, 0)], {(x, 0)}
         while stack:
@@ -340,7 +342,8 @@ class Graph:
         return list(found[0]), list(found[1])
 
     def _shared_probability(self, a: int, b: int) -> tuple[str, int, int, int] | None:
-        """Of two products with one exponential: the operation, it, and the other factors.
+        """Factors two products with one exponential: the operation, the exponential, the other
+        factors.
 
         The gradient of a softmax as P * g - P * sum loses digits that P * (g - sum) keeps.
         """
@@ -367,7 +370,7 @@ class Graph:
         return self._cast(x, FLOAT)
 
     def used_by(self, roots: list[int]) -> list[int]:
-        """What the roots need, in the order of computation."""
+        """Returns the nodes that the roots need, in the order of computation."""
         needed, stack = set(roots), list(roots)
         while stack:
             for a in self.nodes[stack.pop()].args:

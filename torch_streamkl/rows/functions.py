@@ -1,4 +1,4 @@
-"""The functions of a row program's elements, each with the arguments that torch's has.
+"""Defines the functions of a row program's elements, each with the arguments that torch's has.
 
 Types are torch's: conditions, integers and floats are promoted as tensors of them would be, and a
 number of Python counts as its own type.

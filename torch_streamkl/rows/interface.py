@@ -1,6 +1,4 @@
-"""row_program(): sums over keys or vocabulary entries that the user writes as a pointwise
-function.
-"""
+"""Defines row_program(): custom streamed reductions over keys or the vocabulary."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def row_program(
     reduction: str = "none",
     impl: str = "auto",
 ) -> Any:
-    r"""Any sums over keys, or vocabulary entries, of a pointwise function of dot products, without
-    the maps.
+    r"""Computes sums over keys, or the vocabulary, of a pointwise function of dot products.
 
     With x the dot products of each pair of operands, and per-row values that are themselves such
     sums or log-sum-exps,
@@ -238,7 +235,7 @@ def _traced(
 
 
 def _loss(traced: Traced, problem: RowProblem, reduction: str) -> RowLoss | None:
-    """What each row adds, where gradients to the program's values are all that it needs."""
+    """Returns what each row adds, if gradients to the program's values are all that it needs."""
     if not op.has_sum(problem):
         return None
     learned = tuple([x.requires_grad for x in problem.captures])

@@ -1,4 +1,4 @@
-"""What each row adds to a loss, as data: a function of a program's per-row values.
+"""Represents what each row adds to a loss as data: a function of a program's per-row values.
 
 An operator that is told what becomes of its values knows the gradient to each of them in the
 forward, row by row, and needs no second look at the logits. The function is what stands between
@@ -35,7 +35,7 @@ class RowLoss:
 
     @staticmethod
     def of_nodes(nodes: Sequence[Node], root: int, is_literal: bool) -> RowLoss:
-        """What one node needs, and nothing else."""
+        """Keeps what one node needs, and nothing else."""
         moved: dict[int, int] = {}
         found: list[Node] = []
         for i in Graph(list(nodes)).used_by([root]):
@@ -45,7 +45,7 @@ class RowLoss:
 
     @functools.cached_property
     def text(self) -> str:
-        """The loss as an argument of an operator."""
+        """Returns the loss as an argument of an operator."""
         nodes = [
             [n.op, list(n.args), n.value, n.dtype, n.head, n.by_key, n.is_finite]
             for n in self.nodes
@@ -55,13 +55,13 @@ class RowLoss:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def of(text: str) -> RowLoss:
-        """The loss of a text."""
+        """Returns the loss of a text."""
         nodes, is_literal = json.loads(text)
         return RowLoss(tuple(Node(n[0], tuple(n[1]), *n[2:]) for n in nodes), is_literal)
 
     @functools.cached_property
     def slopes(self) -> tuple[tuple[Node, ...], dict[int, int]]:
-        """The derivative by each reduction, as nodes after those of the loss."""
+        """Returns the derivative by each reduction, as nodes after those of the loss."""
         graph = (Literal if self.is_literal else Graph).of(self.nodes)
         root = len(self.nodes) - 1
         adjoints = {root: graph.const(1.0)}
@@ -83,7 +83,7 @@ class RowLoss:
 
     @functools.cached_property
     def is_linear(self) -> bool:
-        """Whether the derivatives are known before the values."""
+        """Returns whether the derivatives are known before the values."""
         nodes, found = self.slopes
         used = Graph(list(nodes)).used_by(list(found.values()))
         return not any(nodes[i].op == "reduction" for i in used)
@@ -96,7 +96,9 @@ def values(
     tensors: Sequence[Tensor],
     at: Slices,
 ) -> Tensor:
-    """What each row of a block adds, [batch, 1, rows]; ``reductions`` are of the block."""
+    """Computes what each row of a block adds, [batch, 1, rows]; ``reductions`` are of the
+    block.
+    """
     return _evaluated(problem, loss.nodes, [len(loss.nodes) - 1], reductions, tensors, at)[0]
 
 
@@ -107,7 +109,7 @@ def gradients(
     tensors: Sequence[Tensor],
     at: Slices,
 ) -> dict[int, Tensor]:
-    """The derivative of that by each reduction that it depends on."""
+    """Returns the derivative of that by each reduction that it depends on."""
     nodes, found = loss.slopes
     computed = _evaluated(problem, nodes, list(found.values()), reductions, tensors, at)
     return dict(zip(found, computed, strict=True))

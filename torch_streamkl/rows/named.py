@@ -1,4 +1,4 @@
-"""Row programs that are divergences, computed by the operators of `attention_kl` and `linear_kl`.
+"""Computes row programs that are divergences with `attention_kl`'s and `linear_kl`'s operators.
 
 The program's results are its three reductions, by number. In the place of the log-sum-exps stand
 the statistics that the operators keep for their backward, in their own shapes and units.
@@ -24,7 +24,7 @@ OPERANDS_OF_VOCAB = ("student_hidden", "student_weight", "teacher_hidden", "teac
 
 @dataclass
 class Values:
-    """What the operator returns."""
+    """Holds the operator's results."""
 
     flat: list[Tensor]
 
@@ -72,13 +72,14 @@ def _values(
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
-    """Uninitialised results."""
+    """Allocates results, uninitialised."""
     form = _form(problem)
     ops = linear_ops if _is_of_vocab(problem) else attention_ops
     return _values(problem, form, *ops.allocated(**_arguments(problem, form)))
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Values:
+    """Computes a program's reductions by the operator of its divergence."""
     form = _form(problem)
     ops = linear_ops if _is_of_vocab(problem) else attention_ops
     return _values(problem, form, *ops.run_forward(**_arguments(problem, form)))
@@ -90,7 +91,7 @@ def backward(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to the operands, 0 to those of a side that is detached.
+    """Returns gradients to the operands, 0 to those of a side that is detached.
 
     And to tensors that the program has and does not read.
     """
@@ -119,7 +120,9 @@ def backward(
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """What each row adds to a loss that is linear in the divergence of LM heads, and gradients."""
+    """Computes what each row adds to a loss that is linear in the divergence of LM heads, and
+    gradients.
+    """
     form, at = _form(problem), tile.whole(problem)
     (output,) = problem.program.outputs
     nothing = {output: problem.operands[0][0].new_empty(0)}

@@ -1,4 +1,4 @@
-"""The torch.library operators of row programs: schemas, fakes, autograd, FLOP formulas.
+"""Registers the operators of row programs: schemas, fakes, autograd, FLOP formulas.
 
 - ``row_program``: reductions; the backward computes the dot products again.
 - ``row_program_sum``: of LM heads, the sum of a loss of the reductions over all rows, and its
@@ -55,7 +55,7 @@ _calls: dict[Any, Callable[..., Tensors]] = {}  # by metadata and options
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
-    """What computes a problem; an explicit choice that cannot run is an error.
+    """Chooses the module that computes a problem; an explicit choice that cannot run is an error.
 
     A fake call asks, too: results differ.
     """
@@ -72,7 +72,7 @@ def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
 
 
 def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
-    """``impl="triton"`` runs on a GPU, and in Triton's interpreter."""
+    """Checks that ``impl="triton"`` runs on a GPU, or in Triton's interpreter."""
     from triton import knobs
 
     device = problem.operands[0][0].device
@@ -106,7 +106,7 @@ def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
 
 
 def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
-    """What computes divergences; on a GPU kernels, elsewhere blocks in plain torch."""
+    """Chooses the implementation: kernels on a GPU, elsewhere blocks in plain torch."""
     if closed.form_of(problem) is not None:
         return CLOSED
     if problem.operands[0][0].device.type != "cuda":
@@ -115,7 +115,7 @@ def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
 
 
 def chosen(tensors: Sequence[Tensor], program: str, is_differentiated: bool, impl: str) -> str:
-    """The implementation that a call's arguments lead to."""
+    """Returns the implementation that a call's arguments lead to."""
     if impl != "auto":
         return impl
     return _automatic(RowProblem.of(program, tensors), is_differentiated)
@@ -129,7 +129,9 @@ def chosen_of_sum(
     needs_grad: Sequence[bool],
     impl: str,
 ) -> str:
-    """The same for a sum: the divergence is left where what the values weigh depends on them."""
+    """Returns the same for a sum: the divergence is left where what the values weigh depends on
+    them.
+    """
     how = chosen(tensors, program, True, impl)
     if how != CLOSED or RowLoss.of(loss).is_linear:
         return how
@@ -140,7 +142,7 @@ def chosen_of_sum(
 
 
 def has_sum(problem: RowProblem) -> bool:
-    """Whether a program's rows may be summed with gradients in the forward.
+    """Returns whether a program's rows may be summed with gradients in the forward.
 
     It is of LM heads: for attention maps the products that this saves are not what takes the time.
     In float16 gradients might overflow before they are scaled.
@@ -156,7 +158,8 @@ def _repeated(
     options: tuple[Any, ...],
     make: Callable[[], tuple[Callable[..., Tensors], Any]],
 ) -> Callable[..., Tensors]:
-    """What computes a program of tensors like these; ``options`` are all else that it is given.
+    """Returns the replayed program of tensors like these; ``options`` are all else that it is
+    given.
 
     ``make`` gives it, and the module that runs in it: launches of kernels are recorded.
     """

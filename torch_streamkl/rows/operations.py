@@ -1,4 +1,4 @@
-"""The table of pointwise operations: what each computes and what its derivative is.
+"""Defines the table of pointwise operations: what each computes and what its derivative is.
 
 A derivative is a rule `(graph, node, argument, t) -> t * d(node)/d(argument)`. It serves both
 directions, since a pointwise derivative multiplies a tangent and an adjoint alike. At kinks it is
@@ -40,15 +40,17 @@ class Operation:
 
 
 def mul0(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies; 0 where a factor is 0: NOTE [Zero annihilates] in expressions.py."""
     return torch.where((a == 0) | (b == 0), 0.0, a * b)
 
 
 def div0(a: Tensor, b: Tensor) -> Tensor:
+    """Divides; 0 where the dividend is 0: NOTE [Zero annihilates] in expressions.py."""
     return torch.where(a == 0, 0.0, a / b)
 
 
 def norm(squares: Tensor) -> Tensor:
-    """The square root of a sum of squares: its gradient at 0 is 0, also by autograd."""
+    """Returns the square root of a sum of squares: its gradient at 0 is 0, also by autograd."""
     is_zero = squares == 0
     return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
@@ -61,7 +63,7 @@ _TYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
 def of_numbers(op: str, values: list[float], dtypes: list[str]) -> float:
-    """A pointwise operation on constants."""
+    """Returns a pointwise operation on constants."""
     tensors = [exact(v).to(_TYPES[d]) for v, d in zip(values, dtypes, strict=True)]
     return float(OPERATIONS[op].run(*tensors))
 
@@ -356,7 +358,7 @@ MAX_POWER = 64.0
 
 
 def check_power(exponent: float) -> None:
-    """An exponent that a program can have."""
+    """Checks that a program can have an exponent."""
     if not math.isfinite(exponent) or abs(exponent) > MAX_POWER:
         raise ValueError(
             f"exponents of pow must lie in [-{MAX_POWER:g}, {MAX_POWER:g}], got {exponent}"

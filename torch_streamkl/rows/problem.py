@@ -1,4 +1,4 @@
-"""A program with its tensors: sizes, and what each implementation asks of them."""
+"""Defines a program with its tensors: sizes, and what each implementation asks of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowProblem:
 
     @staticmethod
     def of(text: str, tensors: Sequence[Tensor]) -> RowProblem:
-        """From the arguments of an operator, in the order of `Program.tensor_names`."""
+        """Makes a problem from an operator's arguments, in the order of `Program.tensor_names`."""
         program = Program.of(text)
         if len(tensors) != len(program.tensor_names):
             raise ValueError(
@@ -52,12 +52,12 @@ class RowProblem:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of elements and per-row values."""
+        """Returns the dtype of elements and per-row values."""
         is_double = self.operands[0][0].dtype == torch.float64
         return torch.float64 if is_double else torch.float32
 
     def num_heads(self, axis: int) -> int:
-        """The size of an axis of heads; 0 is none."""
+        """Returns the size of an axis of heads; 0 is none."""
         if not axis:
             return 1
         return self.operands[self.program.dot_heads.index(axis)][0].shape[1]
@@ -70,15 +70,15 @@ class RowProblem:
         return self.batch, self.num_heads(axis), self.num_rows
 
     def num_blocks(self, size: int) -> int:
-        """Of as many keys each; the last may have less."""
+        """Counts the blocks of as many keys each; the last may have fewer."""
         return -(-self.num_keys // size)
 
     def value_shape(self, head: int, size: int) -> tuple[int, ...]:
-        """Of per-row values; of rows and blocks where they are of ``size`` keys."""
+        """Returns the shape of per-row values; of rows and blocks for blocks of ``size`` keys."""
         return *self.row_shape(head), *((self.num_blocks(size),) if size else ())
 
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:
-        """The problem of a block (views), whose first row and key are its own."""
+        """Returns the problem of a block (views), whose first row and key are its own."""
         along: dict[str, tuple[slice, ...]] = {ROW: (rows,), KEY: (keys,), PAIR: (rows, keys)}
         return RowProblem(
             self.program,
@@ -94,13 +94,15 @@ class RowProblem:
         )
 
     def ids_of(self, capture: int) -> Tensor:
-        """The ids that a capture's elements stand at."""
+        """Returns the ids that a capture's elements stand at."""
         declared = self.program.captures[capture]
         return self.captures[declared.ids if declared.kind == VALUES else capture]
 
 
 def part(x: Tensor, *slices: slice) -> Tensor:
-    """A block of leading dimensions [batch, heads, ...], of which some are 1; None takes all."""
+    """Returns a block of leading dimensions [batch, heads, ...], of which some are 1; None takes
+    all.
+    """
     for dim, each in enumerate(slices):
         if x.shape[dim] != 1:
             x = x.narrow(dim, each.start, each.stop - each.start) if each != ALL else x

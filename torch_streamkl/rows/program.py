@@ -1,4 +1,4 @@
-"""A row program as data: what is summed over keys, level by level, and what comes out.
+"""Represents a row program as data: reductions over keys, pass by pass, and outputs.
 
 NOTE [The algebra]
 Elements e_ij are functions of dot products, captured tensors and per-row values. A reduction is a
@@ -61,7 +61,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys a row has. Row i stands at key i + num_keys - num_rows.
+    """Says which keys a row has. Row i stands at key i + num_keys - num_rows.
 
     Blocks outside are skipped; keys that are not allowed take part in no reduction.
     """
@@ -83,13 +83,15 @@ class Reduction:
 
     @property
     def is_added(self) -> bool:
-        """Whether elements are added up, for each row or each of its blocks."""
+        """Returns whether elements are added up, for each row or each of its blocks."""
         return self.kind in (SUM, BLOCK_SUM)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Everything but sizes and tensors. Two calls that compute the same have the same text."""
+    """Holds everything but sizes and tensors. Two calls that compute the same have the same
+    text.
+    """
 
     dot_heads: tuple[int, ...]
     captures: tuple[Capture, ...]
@@ -107,7 +109,7 @@ class Program:
 
     @functools.cached_property
     def text(self) -> str:
-        """The program as an argument of an operator."""
+        """Returns the program as an argument of an operator."""
         nodes = [
             [n.op, list(n.args), n.value, n.dtype, n.head, n.by_key, n.is_finite]
             for n in self.nodes
@@ -123,7 +125,7 @@ class Program:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def of(text: str) -> Program:
-        """The program of a text."""
+        """Returns the program of a text."""
         heads, captures, nodes, reductions, outputs, keys = json.loads(text)
         return Program(
             tuple(heads),
@@ -135,7 +137,7 @@ class Program:
         )
 
     def with_lowest(self, lowest: float) -> Program:
-        """With a number in place of -inf."""
+        """Returns the program with a number in place of -inf."""
         nodes = (
             n._replace(value=lowest) if n.op == "const" and n.value == -math.inf else n
             for n in self.nodes
@@ -144,12 +146,12 @@ class Program:
 
     @functools.cached_property
     def digest(self) -> str:
-        """What a canonical program is known by."""
+        """Returns the digest that identifies a canonical program."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """The level of each reduction, from 1."""
+        """Returns the level of each reduction, from 1."""
         below: list[int] = []  # of each node, the highest level that it uses
         levels: list[int] = []
         for node in self.nodes:
@@ -166,24 +168,24 @@ class Program:
 
     @functools.cached_property
     def logsumexps(self) -> tuple[int, ...]:
-        """The numbers of the log-sum-exps."""
+        """Returns the numbers of the log-sum-exps."""
         return tuple(c for c, r in enumerate(self.reductions) if r.kind == LOGSUMEXP)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether something is summed over blocks of keys."""
+        """Returns whether something is summed over blocks of keys."""
         return any(r.kind == BLOCK_SUM for r in self.reductions)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """What each tensor of the operator is, in order."""
+        """Names each tensor of the operator, in order."""
         names = [f"{side}{i}" for i in range(len(self.dot_heads)) for side in ("rows", "columns")]
         names += [f"capture{i}" for i in range(len(self.captures))]
         return (*names, *["lengths"] * self.keys.has_lengths, *["mask"] * self.keys.has_mask)
 
 
 def canonical(program: Program) -> Program:
-    """The same program without dead nodes, numbered in one order.
+    """Returns the same program without dead nodes, numbered in one order.
 
     Arguments of commutative operations are sorted by what they compute, and reductions stand in
     the order in which the outputs first need them.
@@ -240,7 +242,7 @@ def canonical(program: Program) -> Program:
 
 
 def _digests(program: Program) -> list[str]:
-    """What each node computes, whatever its number."""
+    """Computes a digest of each node's computation, whatever its number."""
     digests: list[str] = []
     of_reduction: dict[int, str] = {}
     for node in program.nodes:
@@ -260,7 +262,7 @@ def _digests(program: Program) -> list[str]:
 
 
 def check(program: Program) -> None:
-    """A program that an operator is given is one that can run."""
+    """Checks that a program which an operator is given can run."""
     for i, node in enumerate(program.nodes):
         if any(a >= i for a in node.args):
             raise ValueError("nodes of a row program must use earlier nodes only")
@@ -274,6 +276,6 @@ def check(program: Program) -> None:
 
 
 def used(outputs: Sequence[int], count: int) -> None:
-    """Outputs are reductions of the program."""
+    """Checks that outputs are reductions of the program."""
     if any(not 0 <= c < count for c in outputs):
         raise ValueError(f"outputs must be among the {count} reductions, got {list(outputs)}")

@@ -1,4 +1,4 @@
-"""The meaning of a row program: all elements at once, in any dtype, differentiated by autograd."""
+"""Specifies row programs naively: all elements at once, differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ GUARDED: dict[str, Callable[..., Any]] = {
 
 
 def forward(problem: RowProblem) -> list[Tensor]:
-    """The outputs, [batch, heads or 1, rows] each, and [..., blocks] of sums over blocks."""
+    """Returns the outputs, [batch, heads or 1, rows] each, and [..., blocks] of sums over
+    blocks.
+    """
     program, at = problem.program, whole(problem)
     keep = allowed(problem, at)
     values: RowValues = {}
@@ -159,7 +161,7 @@ def _connected(problem: RowProblem, value: Tensor) -> Tensor:
 def of_rows(
     problem: RowProblem, nodes: tuple[Node, ...], needs_grad: list[int], values: Values
 ) -> list[Tensor]:
-    """Per-row values that are computed from reductions, differentiated by autograd."""
+    """Returns per-row values that are computed from reductions, differentiated by autograd."""
     plain = {
         i: values[int(nodes[i].value)]
         for i in needs_grad

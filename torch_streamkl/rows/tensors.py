@@ -1,4 +1,4 @@
-"""The tensors of a call, checked and brought to the shapes that programs know."""
+"""Checks the tensors of a call, and brings them to the shapes that programs know."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _listed(values: object) -> str:
 def keys_of(
     inputs: Normalised, is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> Keys:
-    """Which keys a row has."""
+    """Returns which keys a row has."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     if inputs.row_shape is not None and (is_causal or window is not None):
@@ -223,7 +223,7 @@ def _check_tensor(name: str, x: object) -> None:
 
 
 def _autocast(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What autocast does to the operands of a matmul."""
+    """Casts the operands of a matmul as autocast does."""
     if not checks.is_autocast(pair[0]) or any(x.dtype == torch.float64 for x in pair):
         return pair
     dtype = torch.get_autocast_dtype(pair[0].device.type)

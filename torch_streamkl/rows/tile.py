@@ -1,4 +1,4 @@
-"""Elements of one block of rows and keys, in plain torch.
+"""Evaluates elements of one block of rows and keys, in plain torch.
 
 A tile is [batch, heads, rows, keys], each 1 where a value does not depend on it.
 """
@@ -30,7 +30,7 @@ class RowValue:
     row_sum: Tensor | None = None
 
     def taken_from(self, x: Tensor) -> Tensor:
-        """Elements minus the value of their row."""
+        """Returns elements minus the value of their row."""
         if self.peak is None or self.row_sum is None:
             return x - self.value[..., None]
         return (x - self.peak[..., None]) - self.row_sum[..., None]
@@ -40,12 +40,12 @@ RowValues = dict[int, RowValue]
 
 
 def whole(problem: RowProblem) -> Slices:
-    """All rows and keys as one block."""
+    """Returns all rows and keys as one block."""
     return slice(0, problem.batch), slice(0, problem.num_rows), slice(0, problem.num_keys)
 
 
 def operand_blocks(problem: RowProblem, number: int, at: Slices) -> tuple[Tensor, Tensor]:
-    """Both operands of a dot; row operands grouped by the head of the columns.
+    """Returns both operands of a dot; row operands grouped by the head of the columns.
 
     [batch, kv heads, heads of a group * rows, dim] and [batch, kv heads, keys, dim].
     """
@@ -57,7 +57,7 @@ def operand_blocks(problem: RowProblem, number: int, at: Slices) -> tuple[Tensor
 
 
 def dots(problem: RowProblem, number: int, at: Slices) -> Tensor:
-    """Dot products [batch, heads, rows, keys]."""
+    """Returns dot products [batch, heads, rows, keys]."""
     q, k = operand_blocks(problem, number, at)
     heads = problem.operands[number][0].shape[1]
     rows = at[1].stop - at[1].start
@@ -65,7 +65,7 @@ def dots(problem: RowProblem, number: int, at: Slices) -> Tensor:
 
 
 def allowed(problem: RowProblem, at: Slices) -> Tensor | None:
-    """Keys that take part, None for all of them."""
+    """Returns keys that take part, None for all of them."""
     keys = problem.program.keys
     device = problem.operands[0][0].device
     result: Tensor | None = None
@@ -90,7 +90,7 @@ def allowed(problem: RowProblem, at: Slices) -> Tensor | None:
 
 
 def capture(problem: RowProblem, number: int, at: Slices) -> Tensor:
-    """A captured tensor as elements."""
+    """Returns a captured tensor as elements."""
     x, declared = problem.captures[number], problem.program.captures[number]
     dtype = {"float": problem.compute_dtype, "int": torch.int64}.get(declared.dtype, x.dtype)
 
@@ -115,14 +115,15 @@ def capture(problem: RowProblem, number: int, at: Slices) -> Tensor:
 
 
 def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
-    """Where ids stand in the block of keys; its size for those outside."""
+    """Returns where ids stand in the block of keys; its size for those outside."""
     ids = part(problem.ids_of(number), at[0], ALL, at[1])
     inside = (ids >= at[2].start) & (ids < at[2].stop)
     return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()
 
 
 def block_sums(x: Tensor, first: int, size: int, dtype: torch.dtype) -> tuple[slice, Tensor]:
-    """Elements from the key ``first`` on, added up by blocks: which blocks, and their sums.
+    """Returns elements from the key ``first`` on, added up by blocks: which blocks, and their
+    sums.
 
     The first and the last of the blocks may have other keys elsewhere: a block may be far longer
     than what is here of it.
@@ -138,7 +139,7 @@ def block_sums(x: Tensor, first: int, size: int, dtype: torch.dtype) -> tuple[sl
 
 
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
-    """A reduction as elements use it.
+    """Returns a reduction as elements use it.
 
     The log-sum-exp of no keys is -inf; what is subtracted from elements is 0 then, so that the
     exponential of their difference is 0 as well. A maximum is only subtracted.
@@ -162,7 +163,7 @@ def evaluate(
     captured: Callable[[RowProblem, int, Slices], Tensor] = capture,
     run: dict[str, Callable[..., Tensor]] | None = None,
 ) -> list[Tensor]:
-    """The wanted nodes of a tile.
+    """Returns the wanted nodes of a tile.
 
     ``reductions`` and ``seeds`` are of the rows of the block. ``run`` replaces operations.
     """

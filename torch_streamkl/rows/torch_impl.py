@@ -1,4 +1,4 @@
-"""Row programs in plain torch by blocks of rows and keys, in bounded memory (program.py)."""
+"""Runs row programs in plain torch by blocks of rows and keys, in bounded memory (program.py)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Result:
 
     @property
     def flat(self) -> list[Tensor]:
-        """All tensors, as the operator returns them."""
+        """Returns all tensors, as the operator returns them."""
         parts = (x for pair in self.parts for x in pair)
         return [*self.reductions, *parts, *self.jacobians, *self.maps]
 
     @staticmethod
     def of(program: Program, tensors: Sequence[Tensor]) -> Result:
-        """From all tensors of a call that is differentiated."""
+        """Selects from all tensors of a call that is differentiated."""
         count, pairs = len(program.reductions), len(program.logsumexps)
         rest = tensors[count:]
         parts = [(rest[2 * i], rest[2 * i + 1]) for i in range(pairs)]
@@ -61,13 +61,15 @@ class Result:
         )
 
     def parts_of(self, program: Program, c: int) -> tuple[Tensor, Tensor] | None:
-        """Largest element and logarithm of the rest of a log-sum-exp; None for a sum."""
+        """Returns the largest element and logarithm of the rest of a log-sum-exp; None for a
+        sum.
+        """
         if c not in program.logsumexps:
             return None
         return self.parts[program.logsumexps.index(c)]
 
     def of_rows(self, batch: slice, rows: slice) -> Result:
-        """Views of some rows, without maps."""
+        """Returns views of some rows, without maps."""
         return Result(
             [part(x, batch, ALL, rows) for x in self.reductions],
             [(part(a, batch, ALL, rows), part(b, batch, ALL, rows)) for a, b in self.parts],
@@ -75,7 +77,7 @@ class Result:
         )
 
     def usable(self, program: Program, batch: slice, rows: slice) -> RowValues:
-        """All reductions as elements of some rows use them."""
+        """Returns all reductions as elements of some rows use them."""
         found: RowValues = {}
         for c, value in enumerate(self.reductions):
             parts = self.parts_of(program, c)
@@ -127,7 +129,7 @@ def _keys_of_block(problem: RowProblem) -> int:
 
 
 def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
-    """Blocks of batch and rows: none where the data has selected none."""
+    """Yields blocks of batch and rows: none where the data has selected none."""
     keys, factor = _keys_of_block(problem), ON_GPU if _is_on_gpu(problem) else 1
     budget = max(1, factor * BLOCK_ELEMENTS // (keys * max(1, problem.max_heads)))
     rows = max(1, min(problem.num_rows, budget))
@@ -141,7 +143,7 @@ def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
 
 
 def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slices]:
-    """Blocks of keys that some row of the block may have."""
+    """Yields blocks of keys that some row of the block may have."""
     keys, shift = problem.program.keys, problem.num_keys - problem.num_rows
     first = 0 if keys.left is None else max(0, rows.start + shift - keys.left)
     stop = problem.num_keys
@@ -153,7 +155,7 @@ def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slice
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """One pass over the keys for each level."""
+    """Makes one pass over the keys for each level."""
     plan = derive.forward_plan(problem.program, is_differentiated)
     result = allocate(problem, is_differentiated)
     for batch, rows in row_blocks(problem):
@@ -190,7 +192,7 @@ def _forward_of(
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
-    """Results that nothing is written to so far."""
+    """Returns results that nothing is written to so far."""
     plan = derive.forward_plan(problem.program, is_differentiated)
     q = problem.operands[0][0]
 
@@ -219,7 +221,9 @@ def _pass(
     known: RowValues,
     dot: DotProducts,
 ) -> tuple[Values, dict[int, tuple[Tensor, Tensor]]]:
-    """What one pass gathers, by number: reductions, then Jacobians; parts of log-sum-exps."""
+    """Gathers what one pass computes, by number: reductions, then Jacobians; parts of
+    log-sum-exps.
+    """
     program = problem.program
     count = len(program.reductions)
     sums: dict[int, tuple[int, int]] = {}  # slot: node and axis of heads
@@ -292,7 +296,7 @@ def _add(x: Tensor, first: int, size: int, total: Tensor) -> None:
 def row_gradients(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
-    """r_c of every reduction that the gradients of the outputs reach."""
+    """Returns r_c of every reduction that the gradients of the outputs reach."""
     program = problem.program
     jacobians = derive.forward_plan(program, True).jacobians
     r: dict[int, Tensor] = {}
@@ -317,7 +321,7 @@ def row_gradients(
 def seeds_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
-    """The gradient to every reduction, 0 where none comes."""
+    """Returns the gradient to every reduction, 0 where none comes."""
     seeds = row_gradients(problem, result, grads)
     for c, reduction in enumerate(problem.program.reductions):
         if c not in seeds:
@@ -332,7 +336,9 @@ def backward(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to operands, two for each dot, and captured tensors: one pass over the keys."""
+    """Returns gradients to operands, two for each dot, and captured tensors: one pass over the
+    keys.
+    """
     seeds = seeds_of(problem, result, grads)
     sums = _Gradients(problem, needs_grad)
     for batch, rows in row_blocks(problem) if sums.nodes else ():
@@ -393,7 +399,8 @@ class _Gradients:
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """What each row adds to a loss, and the loss's gradients: LM heads by chunks of tokens.
+    """Computes what each row adds to a loss, and the loss's gradients: LM heads by chunks of
+    tokens.
 
     The logits of a chunk are made once. Their gradient takes their place.
     """
@@ -434,7 +441,9 @@ def loss_and_gradients(
 
 
 def _tokens_of_chunk(problem: RowProblem) -> int:
-    """As many as `linear_kl` takes: those whose logits are as large as a share of the weights."""
+    """Returns a chunk's tokens as `linear_kl` does: their logits are as large as a share of the
+    weights.
+    """
     q = problem.operands[0][0]
     room = DEFAULT_WORKSPACE_MIB.get(q.device.type, DEFAULT_WORKSPACE_MIB["cuda"]) * MIB
     if q.device.type == "cpu":

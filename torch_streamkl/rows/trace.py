@@ -1,4 +1,4 @@
-"""The user's callable becomes a program: what it does to elements is recorded (elements.py)."""
+"""Traces the user's callable to a program: records what it does to elements (elements.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_streamkl.rows.program import (
 
 
 class Tracer:
-    """The program under construction. The rewrite may use it as it is, without proxies."""
+    """Builds the program. The rewrite may use it as it is, without proxies."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Tracer:
         return self.graph.capture(number, dtype, x.head, by_key)
 
     def reduce(self, kind: str, x: int) -> int:
-        """The node of the value of a row: a sum, log-sum-exp or maximum over its keys.
+        """Returns the node of the value of a row: a sum, log-sum-exp or maximum over its keys.
 
         A maximum is a constant for the derivative.
         """
@@ -67,7 +67,7 @@ class Tracer:
         return self.graph.apply("detach", node) if kind == MAX else node
 
     def block_sum(self, x: int, size: int) -> int:
-        """The node of sums over blocks of ``size`` keys, of each row."""
+        """Returns the node of sums over blocks of ``size`` keys, of each row."""
         self.graph.check_no_blocks(x)
         x = self.graph.as_float(x)
         reduction = Reduction(BLOCK_SUM, x, self.graph[x].head, size)
@@ -79,7 +79,7 @@ class Tracer:
         return self.reductions.index(reduction)
 
     def program(self, outputs: list[int]) -> Program:
-        """The program with these reductions, given as nodes, as its outputs."""
+        """Returns the program with these reductions, given as nodes, as its outputs."""
         return _canonical(
             self.dot_heads,
             self.captures,
@@ -97,7 +97,7 @@ def _canonical(*parts: Any) -> Program:
 
 
 class Elements:
-    """What the user's callable gets: dots and captured tensors by name, and positions."""
+    """Gives the user's callable its dots and captured tensors by name, and positions."""
 
     def __init__(self, values: Mapping[str, Element]) -> None:
         self._values = values
@@ -133,7 +133,7 @@ def trace(
     constants: Container[str] = (),
     seqlen: int | None = None,
 ) -> Traced:
-    """The program of a callable. What is named as constant gets no gradient.
+    """Returns the program of a callable. What is named as constant gets no gradient.
 
     ``seqlen`` is the number of rows of a sequence, where a program's rows are those of several.
     """
@@ -192,7 +192,7 @@ def _connected(graph: Graph, x: int, sums: list[int]) -> int:
 
 
 def dtype_of(x: Tensor) -> str:
-    """What a captured tensor's elements are."""
+    """Returns the dtype of a captured tensor's elements."""
     if x.dtype == torch.bool:
         return BOOL
     return FLOAT if x.is_floating_point() else INT

@@ -1,4 +1,4 @@
-"""A function that was traced before, and would be traced to the same program.
+"""Computes cache keys for traced row-program functions.
 
 Recording what a function does to elements takes a millisecond, in every call of what may take six.
 It depends on the function's code, on numbers and functions that it finds outside, and on nothing
@@ -33,7 +33,9 @@ class _Unknown(Exception):
 
 
 def key_of(function: Callable[..., Any], elements: frozenset[str]) -> Any:
-    """What is equal where a function does the same to elements of these names; None: not known."""
+    """Returns a key, equal for functions that do the same to elements of these names; None: not
+    known.
+    """
     try:
         key = _of_value(function, elements, MOST_DEPTH)
         hash(key)
@@ -77,7 +79,7 @@ def _of_value(value: Any, elements: frozenset[str], log_normalizer: int) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Of global variables and attributes, those of functions inside included."""
+    """Lists global variables and attributes, those of functions inside included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,1 +1,1 @@
-"""What runs kernels: the one launch function, and the streams next to the current one."""
+"""Runs kernels: the one launch function, and side streams."""

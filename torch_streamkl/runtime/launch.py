@@ -21,7 +21,7 @@ _CURRENT = contextlib.nullcontext()  # where nothing has to change
 
 
 class Observer(Protocol):
-    """Sees launches: a `recorded.Recorder`, or a `traced.Trace`."""
+    """Sees launches: a `capture.Recorder`, or a `traced.Trace`."""
 
     def run(
         self,
@@ -35,7 +35,7 @@ class Observer(Protocol):
         """Launch a kernel by ``start`` and return what that returns, or only note the launch."""
 
     def told(self, what: str, stream: torch.cuda.Stream) -> None:
-        """Hear of a side stream's "fork", "enter", "exit" or "join"."""
+        """Receives a side stream's "fork", "enter", "exit" or "join"."""
 
 
 class _Thread(threading.local):
@@ -46,13 +46,13 @@ _THREAD = _Thread()
 
 
 def active_observer() -> Observer | None:
-    """The observer of this thread's launches."""
+    """Returns the observer of this thread's launches."""
     return _THREAD.observer
 
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Inside, an observer sees the launches of this thread."""
+    """Lets an observer see the launches of this thread inside."""
     outer = active_observer()
     _THREAD.observer = observer
     try:
@@ -106,7 +106,7 @@ def _start(
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, a GPU is the current device; no call of the driver where it already is."""
+    """Makes a GPU the current device inside; calls no driver if it already is."""
     if device.type != "cuda" or not torch.cuda.is_initialized():  # fake tensors of a GPU elsewhere
         return _CURRENT
     if device.index is None or torch.cuda.current_device() == device.index:
@@ -115,14 +115,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device by its index: without one, torch means the device that is current then."""
+    """Returns the device by its index: without one, torch means the device that is current
+    then.
+    """
     if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def device_of(arguments: Iterable[Any]) -> torch.device:
-    """The device of a kernel's tensors: that of the first, since all are on one."""
+    """Returns the device of a kernel's tensors: that of the first, since all are on one."""
     found = _first_device(arguments)
     if found is None:
         raise TypeError("a kernel must be launched with a tensor")
@@ -143,7 +145,7 @@ def _first_device(arguments: Iterable[Any]) -> torch.device | None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a device's current stream is captured into a CUDA graph."""
+    """Returns whether a device's current stream is captured into a CUDA graph."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     with on_device(device):  # torch asks the current device's stream

@@ -1,4 +1,4 @@
-"""A second stream of a GPU, for work that runs next to that of the current one."""
+"""Provides a second stream of a GPU, for work that runs in parallel to that of the current one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class SideStream:
             observer.told(what, self.stream)
 
     def fork(self) -> None:
-        """What the side stream gets from here on starts after all that the current one has."""
+        """Makes what the side stream gets from here on start after all that the current one
+        has.
+        """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             self._tell("fork")
@@ -45,7 +47,7 @@ class SideStream:
             self._tell("exit")
 
     def join(self) -> None:
-        """The current stream waits for the side stream."""
+        """Makes the current stream wait for the side stream."""
         if self.stream is not None and self.is_busy:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.is_busy = False

@@ -1,0 +1,1 @@
+"""Reads a graph as formulas of dot products, from which row programs are made."""

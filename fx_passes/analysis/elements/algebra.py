@@ -1,4 +1,4 @@
-"""Formulas made of formulas, and where tensors that meet by position have their axes."""
+"""Combines formulas, and lines up the axes of tensors that are combined position by position."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONDITIONS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
 
 
 def is_row_level(x: Placed, axes: Axes) -> bool:
-    """Whether the keys were summed over."""
+    """Returns whether the keys were summed over."""
     key = x.formula.key
     return key is not None and not set(axes.atoms((key,))) & set(axes.atoms(x.formula.axes))
 
 
 def is_block_level(x: Placed, axes: Axes) -> bool:
-    """Whether blocks of keys were summed over, and are left."""
+    """Returns whether blocks of keys were summed over, and are left."""
     f = x.formula
     while f.op == "detach":
         (f,) = f.args
@@ -40,13 +40,13 @@ def is_block_level(x: Placed, axes: Axes) -> bool:
 
 
 class ElementAlgebra:
-    """Operations on placed formulas, whose axes ``axes`` knows."""
+    """Combines placed formulas, whose axes ``axes`` knows."""
 
     axes: Axes
     chosen: dict[int, Chosen]  # by the axis of the entries
 
     def aligned(self, *operands: Placed) -> tuple[Dim, ...]:
-        """The places of axes where tensors meet by position."""
+        """Returns the places of axes where tensors meet by position."""
         rank = max(len(x.dims) for x in operands)
         raised = [((),) * (rank - len(x.dims)) + x.dims for x in operands]
         result: list[Dim] = []
@@ -71,7 +71,7 @@ class ElementAlgebra:
             raise Unsupported("an axis of the scores meets itself in another place")
 
     def chosen_in(self, dim: Dim) -> int | None:
-        """The axis of chosen entries that a dimension is."""
+        """Returns the axis of chosen entries that a dimension is."""
         atoms = self.axes.atoms(dim)
         for axis in self.chosen:
             if set(atoms) & set(self.axes.atoms((axis,))):
@@ -81,7 +81,7 @@ class ElementAlgebra:
         return None
 
     def combined(self, op: str, *operands: Placed, data: Any = None) -> Placed:
-        """A pointwise operation by its name in `rows.operations`."""
+        """Returns a pointwise operation by its name in `rows.operations`."""
         dims = self.aligned(*operands)
         return Placed(self.formula(op, *(x.formula for x in operands), data=data), dims)
 
@@ -119,7 +119,7 @@ class ElementAlgebra:
         scale: float = 1.0,
         divisors: tuple[Size, ...] = (),
     ) -> Placed:
-        """A sum or log-sum-exp over dimensions of a tensor."""
+        """Returns a sum or log-sum-exp over dimensions of a tensor."""
         x = self._of_all_keys(kind, x, dims)
         over = self.axes.atoms(a for d in dims for a in x.dims[d])
         formula = x.formula
@@ -195,7 +195,7 @@ class ElementAlgebra:
         return candidates[-1] if candidates else None
 
     def is_only_of(self, side: str, atom: int, x: Formula) -> bool:
-        """Whether one operand of every product has an axis, and the other has not."""
+        """Returns whether one operand of every product has an axis, and the other has not."""
         other = {"lhs": "rhs", "rhs": "lhs"}[side]
         return all(
             atom in self.operand_axes(dot, side) and atom not in self.operand_axes(dot, other)

@@ -1,4 +1,4 @@
-"""Casts, and values without a gradient."""
+"""Casts and detached values."""
 
 from __future__ import annotations
 

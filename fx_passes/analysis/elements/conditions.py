@@ -1,4 +1,4 @@
-"""Comparisons, their logic, and choices by them."""
+"""Reads comparisons, logical operations and `where`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _not(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 
 def check_comparison(operands: Sequence[Placed]) -> None:
-    """Scores of a narrow type are compared as they were rounded, which is not known here."""
+    """Refuses comparisons of narrow scores, whose rounding is not known here."""
     for x in operands:
         for dot in x.formula.dots:
             if any(dtype.itemsize < 4 for dtype in dot.dtypes):

@@ -1,4 +1,4 @@
-"""Entries of rows at given ids: gathered, or set to a number."""
+"""Reads `gather` and writes of a number at given ids."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _gather(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 
 def largest(self: Operands, top: fx.Node) -> Placed:
-    """The values of a top-k: entries at its ids."""
+    """Returns the values of a top-k: entries at its ids."""
     ids = [u for u in top.users if u.target is operator.getitem and u.args[1] == 1]
     if not ids:
         raise Unsupported("the largest scores without their ids")
@@ -87,7 +87,9 @@ def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
 
 
 def _ranked(ids: fx.Node, dim: int) -> fx.Node | None:
-    """What ids are of a top-k of along the dimension: each of them is there once."""
+    """Returns the node whose top-k along the dimension the ids are: a row has each of them
+    once.
+    """
     while ids.target in SAME:
         (ids,) = ids.all_input_nodes
     if ids.target is not operator.getitem or ids.args[1] != 1:

@@ -1,4 +1,4 @@
-"""Losses that torch has a name for."""
+"""Reads the losses that torch has a function for, such as kl_div."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _l1_loss(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 @rule(aten.cross_entropy_loss.default)
 def _cross_entropy(self: Operands, node: fx.Node, a: Arguments) -> Placed:
-    """Of probabilities: of labels it is no sum over the vocabulary entries."""
+    """Reads a cross-entropy with probabilities; with labels it is no sum over the vocabulary."""
     if not a["target"].meta["val"].is_floating_point():
         raise Unsupported("cross_entropy of labels")
     if a.get("weight") is not None or a.get("label_smoothing", 0.0):

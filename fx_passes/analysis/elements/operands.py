@@ -1,4 +1,4 @@
-"""What a trace's tensors are as elements: products, numbers, masks, and tensors from outside."""
+"""Turns a trace's tensors into elements: products, numbers, masks, and tensors from outside."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 
 class Operands(ElementAlgebra):
-    """The state of a reading, and what its rules ask of it.
+    """Holds the state of a reading, and answers what its rules ask of it.
 
     Rules are functions that `registry.rule` registers for overloads: ``rule(self, node,
     arguments)`` says what the operation makes of its inputs' elements.
@@ -124,7 +124,7 @@ class Operands(ElementAlgebra):
         return Placed(formula, ((),) * len(shape), shape)
 
     def operand(self, x: object) -> Placed:
-        """An argument as elements: a formula, a number, or a tensor from outside."""
+        """Returns an argument as elements: a formula, a number, or a tensor from outside."""
         if isinstance(x, (bool, int, float)):
             return self.number(float(x))
         if is_symbolic_number(x):
@@ -201,13 +201,15 @@ class Operands(ElementAlgebra):
         return Placed(total, tuple(dims[d] if d in read else () for d in range(len(dims))))
 
     def at_given_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
-        """The same of ids that the user gives, of which torch's gather and scatter check all."""
+        """Returns the same of ids that the user gives, of which torch's gather and scatter check
+        all.
+        """
         hits = self.at_ids(ids, shape, dim)
         self.unchecked_ids[self.recognised.canonical[ids]] = (shape[dim], dim)
         return hits
 
     def at_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
-        """Whether a position along a dimension is among the ids of its row."""
+        """Returns whether a position along a dimension is among the ids of its row."""
         if ids in self._overwritten:
             raise Unsupported("a tensor that was modified in place is used afterwards")
         known = shape_of(ids)
@@ -234,7 +236,9 @@ class Operands(ElementAlgebra):
 
 
 def is_symbolic_number(x: object) -> bool:
-    """A number that changes between calls, such as an annealed weight: a program reads it."""
+    """Returns a number that changes between calls, such as an annealed weight: a program reads
+    it.
+    """
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt))
 
 

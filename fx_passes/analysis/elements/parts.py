@@ -1,4 +1,4 @@
-"""Parts of elements: samples, heads and rows that are selected or sliced, and keys of scores.
+"""Reads selections and slices: of samples, heads, rows, and of the keys of scores.
 
 A part of a formula is the formula of parts: products are made of that part of their operands. What
 was summed over the keys keeps all of them.

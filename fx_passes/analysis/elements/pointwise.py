@@ -1,4 +1,4 @@
-"""Arithmetic and functions of elements, one by one."""
+"""Reads arithmetic and pointwise functions."""
 
 from __future__ import annotations
 

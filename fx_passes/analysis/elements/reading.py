@@ -1,4 +1,4 @@
-"""What the graph computes between matmuls and sums, as formulas: see domain/row_elements.py.
+"""Reads what a graph computes between matmuls and sums as formulas (domain/row_elements.py).
 
 A second reading of the trace next to the recogniser's. That one knows what divergences are made of
 and what kernels take; this one knows operations, one by one, and no loss. Whatever is computed
@@ -46,7 +46,9 @@ MATMULS = {
 
 
 class RowElements(Operands):
-    """Formulas of all nodes of a trace that have one, in ``placed``, and ``reasons`` of others."""
+    """Holds formulas of all nodes of a trace that have one, in ``placed``, and ``reasons`` of
+    others.
+    """
 
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.trace, self.recognised = trace, recognised

@@ -1,4 +1,4 @@
-"""What an operator overload makes of elements: the table of the second reading."""
+"""Registers the rules of the second reading, by operator overload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmaxes, sums, maxima and norms along axes."""
+"""Reads softmaxes, sums, maxima and norms along axes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def _logsumexp(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 @rule(aten.amax.default)
 def maximum(self: Operands, node: fx.Node, a: Arguments) -> Placed:
+    """Reads amax, and max over all elements."""
     x = replace(self.operand(a["self"]), shape=tuple(shape_of(a["self"])))
     given = a.get("dim", [])
     dims = [d % len(x.dims) for d in ([given] if isinstance(given, int) else given)]
@@ -101,7 +102,8 @@ def _norm(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 
 def is_filled(scores: Formula, least: float) -> bool:
-    """Whether a finite number of at least this size stands in place of scores, or is added.
+    """Returns whether a finite number of at least this size stands in place of scores, or is
+    added.
 
     A tensor of rows and keys without a gradient may be a mask that is added.
     """

@@ -1,4 +1,4 @@
-"""Views and copies, which move axes."""
+"""Reads views and copies, which move axes."""
 
 from __future__ import annotations
 

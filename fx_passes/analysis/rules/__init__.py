@@ -1,0 +1,1 @@
+"""Holds the recogniser's rules, one file for each kind of operation."""

@@ -1,4 +1,4 @@
-"""Rules for sums and products of scores, probabilities, rows and masks."""
+"""Defines rules for sums and products of scores, probabilities, rows and masks."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
             raise Unsupported("scores become float64 by a tensor that is added or multiplied")
 
     def _dense(self, node: fx.Node, layout: Layout) -> TensorRef:
-        """A tensor next to the scores, at the size it had before it was expanded."""
+        """A tensor that is combined with the scores, at the size it had before it was expanded."""
         self._stays_blocked(node)
         source, dims = self.unexpanded(node)
         rank = self.rank[source]
@@ -252,6 +252,6 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
 
 
 def symbolic_size(x: object) -> torch.SymInt | None:
-    """The size that a node or an argument stands for."""
+    """Returns the size that a node or an argument stands for."""
     value = x.meta.get("val") if isinstance(x, fx.Node) else x
     return value if isinstance(value, torch.SymInt) else None

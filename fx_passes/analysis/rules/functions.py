@@ -1,4 +1,4 @@
-"""Rules for functions of one value (and clamp, lerp, xlogy, dropout)."""
+"""Defines rules for functions of one value (and clamp, lerp, xlogy, dropout)."""
 
 from __future__ import annotations
 

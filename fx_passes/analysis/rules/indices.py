@@ -1,4 +1,4 @@
-"""Rules for tensors of indices whose length is a symbol, where `constants.Folding` has no numbers.
+"""Defines rules for index tensors of symbolic length, which `constants.Folding` cannot evaluate.
 
 Transformers numbers the sequences of a packed batch by where `position_ids` jump, and looks both
 up by `arange`. For positions that are a plain `arange` there is one sequence, and the mask that
@@ -24,7 +24,7 @@ class IndexRules(Analysis):
 
     @rule(aten.diff.default)
     def diff(self, node: fx.Node, a: Arguments) -> object:
-        """Differences of neighbours: of an affine tensor, its coefficient."""
+        """Reads differences of neighbours: of an affine tensor, its coefficient."""
         x, before = self.value(a["self"]), a.get("prepend")
         if not isinstance(x, Affine) or a.get("n", 1) != 1 or a.get("append") is not None:
             return self._no_rule(node, "diff")
@@ -49,7 +49,9 @@ class IndexRules(Analysis):
         return self._no_rule(node, "cumsum")
 
     def mask_index(self, node: fx.Node, a: Arguments) -> object:
-        """``x[i, j, ...]`` by one `arange` a dimension, each along a dimension of its own."""
+        """Reads ``x[i, j, ...]`` by one `arange` a dimension, each along a dimension of its
+        own.
+        """
         x, indices = self.value(a["self"]), a["indices"]
         if isinstance(x, Number):
             return x

@@ -1,4 +1,4 @@
-"""Rules for torch's losses, and for sums and means."""
+"""Defines rules for torch's losses, and for sums and means."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ class LossRules(Analysis):
 
     @rule(aten.linalg_vector_norm.default)
     def linalg_vector_norm(self, node: fx.Node, a: Arguments) -> object:
-        """The 1-norm that F.normalize divides by: a sum, for values that are not negative."""
+        """Reads the 1-norm that F.normalize divides by: a sum, for values that are not
+        negative.
+        """
         x = self.value(a["self"])
         if not isinstance(x, Elements) or a.get("ord", 2) != 1 or not elements.not_negative(x):
             return self._no_rule(node, "norm")

@@ -1,4 +1,4 @@
-"""Rules for index arithmetic, boolean tensors and two-valued tensors: how code writes masks."""
+"""Defines rules for how code writes masks: index arithmetic, boolean and two-valued tensors."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class MaskRules(IndexRules):
         raise NotImplementedError
 
     def unknown(self, node: fx.Node) -> BoolTensor | None:
-        """A boolean tensor that no rule explains is a mask in its own right."""
+        """Returns a boolean tensor that no rule explains is a mask in its own right."""
         value = node.meta["val"]
         return opaque(self.canonical[node], value.shape) if value.dtype == torch.bool else None
 
     def boolean(self, x: object) -> object:
-        """The value of a condition; boolean inputs of the region are opaque masks."""
+        """Returns the value of a condition; boolean inputs of the region are opaque masks."""
         known = self.value(x)
         if known is None and isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor):
             return self.unknown(x)
@@ -63,7 +63,9 @@ class MaskRules(IndexRules):
         return known
 
     def unexpanded(self, node: fx.Node) -> tuple[fx.Node, tuple[int | None, ...]]:
-        """The tensor below ``expand``, and which of its dimensions each dimension comes from."""
+        """Returns the tensor below ``expand``, and which of its dimensions each dimension comes
+        from.
+        """
         node = self.canonical[node]
         dims: tuple[int | None, ...] = tuple(
             None if is_one(size) else d for d, size in enumerate(node.meta["val"].shape)
@@ -197,7 +199,7 @@ class MaskRules(IndexRules):
         return self.size(x)
 
     def size(self, x: object) -> Size | None:
-        """An integer argument, symbolic or not."""
+        """Returns an integer argument, symbolic or not."""
         recorded = x.meta.get("val") if isinstance(x, fx.Node) else x
         if isinstance(recorded, (int, torch.SymInt)) and not isinstance(recorded, bool):
             return recorded
@@ -389,7 +391,7 @@ class MaskRules(IndexRules):
         return None
 
     def first_index(self, node: fx.Node, source: fx.Node, dim: int, start: object) -> Size | None:
-        """Where a slice begins, counted from the front; None where that is not certain."""
+        """Returns where a slice begins, counted from the front; None if that is not certain."""
         given = 0 if start is None else self.size(start)
         if given is None:
             return None
@@ -495,7 +497,7 @@ def _conditions(op: str, d: Affine) -> BoolTensor:
 
 
 def _same_entries(source: Sequence[Size], target: Sequence[Size]) -> list[int | None] | None:
-    """Where a reshaped tensor's dimensions come from when only sizes of 1 come or go."""
+    """Maps a reshaped tensor's dimensions to the original ones, if only sizes of 1 come or go."""
     kept = [d for d, size in enumerate(source) if not is_one(size)]
     order: list[int | None] = []
     for size in target:

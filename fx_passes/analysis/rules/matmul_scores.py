@@ -1,4 +1,4 @@
-"""What matmul, linear and einsum make of their operands: scores, or attention."""
+"""Builds scores, or attention, from the operands of matmul, linear and einsum."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Refer = Callable[[fx.Node, Layout], TensorRef]  # the analysis knows whether gra
 def scores_of_matmul(
     lhs: fx.Node, rhs: fx.Node, out_shape: Sequence[Size], refer: Refer
 ) -> Scores:
-    """``lhs @ rhs``."""
+    """Reads ``lhs @ rhs``."""
     lhs_shape, rhs_shape = shape_of(lhs), shape_of(rhs)
     if len(lhs_shape) < 2 or len(rhs_shape) < 2:
         raise Unsupported("a product with a vector is not a score matrix")
@@ -64,7 +64,7 @@ def scores_of_linear(
     out_shape: Sequence[Size],
     refer: Refer,
 ) -> Scores:
-    """``F.linear``: every leading dimension of x is a row dimension."""
+    """Reads ``F.linear``: every leading dimension of x is a row dimension."""
     dims: list[Dim] = [
         () if is_one(size) else (Piece(d, size),) for d, size in enumerate(out_shape)
     ]
@@ -78,7 +78,9 @@ def scores_of_linear(
 def scores_of_einsum(
     equation: str, operands: Sequence[fx.Node], out_shape: Sequence[Size], refer: Refer
 ) -> Scores:
-    """A two-operand einsum without repeated labels, contracted over labels of both operands."""
+    """Reads a two-operand einsum without repeated labels, contracted over labels of both
+    operands.
+    """
     left, _, out = _without_dots(equation, [len(shape_of(x)) for x in operands]).partition("->")
     labels = left.split(",")
     if len(labels) != 2 or "->" not in equation:
@@ -141,7 +143,9 @@ def _scores(lhs: TensorRef, rhs: TensorRef, dims: Layout) -> Scores:
 
 
 def attention_of(probabilities: Elements, values: fx.Node, refer: Refer) -> Attention | None:
-    """``probabilities @ values`` where the keys are the last dimension of plain probabilities."""
+    """Reads ``probabilities @ values`` where the keys are the last dimension of plain
+    probabilities.
+    """
     distribution, rank = probabilities.probability(), probabilities.rank
     shape = shape_of(values)
     if (
@@ -163,7 +167,9 @@ def attention_of(probabilities: Elements, values: fx.Node, refer: Refer) -> Atte
 def attention_of_einsum(
     equation: str, probabilities: Elements, values: fx.Node, refer: Refer
 ) -> Attention | None:
-    """The same by labels: the keys are summed, and a label of the values takes their place."""
+    """Reads attention by labels: the keys are summed, and a label of the values takes their
+    place.
+    """
     distribution, shape = probabilities.probability(), shape_of(values)
     ranks = [probabilities.rank, len(shape)]
     left, _, out = _without_dots(equation, ranks).partition("->")
@@ -190,7 +196,9 @@ def attention_of_einsum(
 
 
 def peeled(operand: TensorRef) -> TensorRef:
-    """The operand below transposes, casts and head repetition, which operators do themselves."""
+    """Returns the operand below transposes, casts and head repetition, which operators do
+    themselves.
+    """
     while True:
         below = _below(operand)
         if below is None:

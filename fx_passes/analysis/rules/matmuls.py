@@ -1,4 +1,4 @@
-"""Rules for the products that make scores."""
+"""Defines rules for the products that make scores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MatmulRules(ArithmeticRules):
 
     @rule(aten.baddbmm.default)
     def baddbmm(self, node: fx.Node, a: Arguments) -> object:
-        """beta * input + alpha * (batch1 @ batch2)."""
+        """Reads beta * input + alpha * (batch1 @ batch2)."""
         alpha, beta = a.get("alpha", 1), a.get("beta", 1)
         if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
             return self._no_rule(node, "baddbmm with symbolic factors")

@@ -1,4 +1,4 @@
-"""Rules for rows that are selected: by a boolean mask, by positions, by masked_select, by gather.
+"""Defines rules for selected rows: by a boolean mask, positions, masked_select or gather.
 
 What is selected of a divergence's rows, after its sum over the keys, is the user's own code.
 """
@@ -46,7 +46,7 @@ class SelectionRules(ViewRules):
 
     @rule(aten.index.Tensor)
     def index(self, node: fx.Node, a: Arguments) -> object:
-        """``x[mask]`` and ``x[i, j]``, after any number of whole dimensions."""
+        """Reads ``x[mask]`` and ``x[i, j]``, after any number of whole dimensions."""
         x, indices = self.value(a["self"]), a["indices"]
         if not isinstance(x, (Scores, Elements)):
             return self.mask_index(node, a)

@@ -1,4 +1,4 @@
-"""Rules for masks on scores and on values after the softmax: masked_fill, where, comparisons."""
+"""Defines rules for masks on scores and after the softmax: masked_fill, where, comparisons."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class ValueMaskRules(MaskRules):
         return elements.masked_after(x, mask, self.rank, lambda: self._row_factor(x, node))
 
     def compared(self, op: str, x: Elements, value: float) -> object:
-        """P > 0, which a probability that underflows misses, or P <= 0."""
+        """Reads P > 0, which a probability that underflows misses, or P <= 0."""
         e = x.single()
         if e is not None and e.op == "P" and value == 0.0 and op in ("gt", "ne"):
             return x.map(lambda p: apply("gt", p, ZERO))
@@ -202,7 +202,9 @@ class ValueMaskRules(MaskRules):
         raise Unsupported("a comparison of probabilities with a number")
 
     def infinite(self, x: object) -> object:
-        """Where scores or log-probabilities are infinite: at the keys that a mask removed."""
+        """Marks where scores or log-probabilities are infinite: at the keys that a mask
+        removed.
+        """
         if isinstance(x, Scores):
             return _removed(x)
         if isinstance(x, Elements):
@@ -215,7 +217,7 @@ class ValueMaskRules(MaskRules):
         return None
 
     def finite(self, x: object) -> object:
-        """Where scores or log-probabilities are finite."""
+        """Marks where scores or log-probabilities are finite."""
         if isinstance(x, Elements) and elements.takes_part(x).single() != ONE:
             return elements.takes_part(x)
         found = self.infinite(x)
@@ -231,7 +233,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def _removed(x: Scores) -> BoolTensor | Infinite:
-    """Where scores are -inf, with everything that they are made of finite but biases."""
+    """Marks where scores are -inf, if everything that they are made of but biases is finite."""
     form = read(x.key)
     if form.padded is not None:
         raise Unsupported("isinf of scores that were padded with -inf")
@@ -252,7 +254,7 @@ def _same_removed(x: Elements, infinite: Infinite) -> bool:
 
 
 def _removing(x: Scores, rank: int) -> object:
-    """What may remove keys of the scores, by the dimensions of a tensor."""
+    """Collects what may remove keys of the scores, by the dimensions of a tensor."""
     form = read(x.key)
     layout = ((),) * (rank - len(x.layout)) + x.layout
     mask = to_tensor(form.mask, layout)

@@ -1,4 +1,4 @@
-"""Rules for views, casts and parts of tensors."""
+"""Defines rules for views, casts and parts of tensors."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ class ViewRules(MaskRules):
 
 
 def rows_of_entries(x: Entries, shape: Sequence[Size]) -> Scores | Elements:
-    """``masked_select(scores, mask).view(-1, vocabulary entries)``: the rows of the entries."""
+    """Reads ``masked_select(scores, mask).view(-1, vocab_size)``: the rows of the entries."""
     rows = x.rows
     sizes = lay.sizes_of(rows.layout) if isinstance(rows, Scores) else rows.shape
     if len(shape) != 2 or not provably_equal(shape[1], sizes[1]):
@@ -303,7 +303,7 @@ def rows_of_entries(x: Entries, shape: Sequence[Size]) -> Scores | Elements:
 
 
 def from_front(start: Size, size: Size) -> Size:
-    """A start counted from the front and within the dimension, as torch takes it."""
+    """Returns a start counted from the front and within the dimension, as torch takes it."""
     if isinstance(start, int) and start >= 0 and not isinstance(size, int):
         return start  # what is longer than the dimension gives an empty slice
     if statically_known_true(start < 0):

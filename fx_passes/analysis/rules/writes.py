@@ -1,4 +1,5 @@
-"""Rules for writes through a view: `scores[:, vocabulary entry] = -inf`.
+"""Defines rules for writes through a view: `scores[:, column] = -inf`.
+
 
 NOTE [Writes through a view]
 A write has no data edge to later readers of the tensor that was viewed, so a tensor is unknown
@@ -78,7 +79,7 @@ class WriteRules(Analysis):
 
 
 def _start(a: Arguments, name: str, size: Size, length: Size) -> int | None:
-    """Where an index or a slice begins, counted from the front."""
+    """Returns where an index or a slice begins, counted from the front."""
     given = a["index"] if name == "select" else a.get("start") or 0
     start = first_index(given, size, length) if isinstance(given, int) else None
     return start if isinstance(start, int) else None

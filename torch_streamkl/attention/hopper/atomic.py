@@ -1,10 +1,10 @@
-"""dQ next to dK on Hopper: a warp group of its own adds it to what other programs have added.
+"""Adds dQ in the dK kernel on Hopper: an extra warp group accumulates it in memory atomically.
 
 NOTE [dQ by atomics]
-dQ and dK in two kernels are six matmuls, four of them the same scores. A program of dK has every
-dscore that dQ needs of its keys: its warp groups hand their tiles to one more, which multiplies
-them by the keys and adds the product to dQ in memory. The order of these sums is that in which
-programs come by, so the last bits of dQ differ from run to run: only who asked for it gets this
+dQ and dK in two kernels are six matmuls, four of them the same scores. A program of dK computes
+every dscore that dQ needs of its keys: its warp groups hand their tiles to another warp group,
+which multiplies them by the keys and adds the product to dQ in memory. Programs add in whatever
+order they arrive, so the last bits of dQ differ from run to run: this path is opt-in
 (``deterministic=False``).
 
 NOTE [Order of sums]
@@ -31,12 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_streamkl.attention.hopper.warp_groups import NUM_WARPS, flat, phase_of, stage_of
 from torch_streamkl.launches.launch import ceil_div
 
-HANDS = gl.constexpr(2)  # slots of dscore tiles in shared memory
+HANDS = gl.constexpr(2)  # stages of dscore tiles in shared memory
 ROWS_OF_WARP = tl.constexpr(16)  # of a wgmma accumulator
 
 
 class Handover(NamedTuple):
-    """dscore tiles [keys, queries] of every warp group by slot, and their barriers."""
+    """dscore tiles [keys, queries] of every warp group by stage, and their barriers."""
 
     tiles: Any
     full: Any
@@ -44,7 +44,7 @@ class Handover(NamedTuple):
 
 
 def new_sums(q: Tensor, inner: int) -> Tensor:
-    """Zeros for `add_queries`, [tiles of all heads, inner * head_dim]."""
+    """Returns zeros for `add_queries`, [tiles of all heads, inner * head_dim]."""
     batch, num_heads, seqlen, head_dim = q.shape
     num_tiles = batch * num_heads * ceil_div(seqlen, inner)
     return q.new_zeros((num_tiles, inner * head_dim), dtype=torch.float32)
@@ -52,6 +52,7 @@ def new_sums(q: Tensor, inner: int) -> Tensor:
 
 @gluon.jit
 def new_handover(dtype: gl.constexpr, TASK: gl.constexpr):
+    """Allocates shared memory and barriers for dscore tiles."""
     tile: gl.constexpr = [TASK.BLOCK, TASK.INNER]
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     handover = Handover(
@@ -70,7 +71,7 @@ def new_handover(dtype: gl.constexpr, TASK: gl.constexpr):
 
 @gluon.jit
 def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
-    """Give the dscore tile i of a warp group to `add_queries`."""
+    """Gives the dscore tile i of a warp group to `add_queries`."""
     hand = stage_of(i, HANDS)
     mbarrier.wait(handover.empty.index(hand), phase_of(i, HANDS) ^ 1)
     handover.tiles.index(hand * TASK.GROUPS + GROUP).store(d)
@@ -80,7 +81,9 @@ def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
 
 @gluon.jit
 def add_queries(tiles, work, sums, TASK: gl.constexpr):
-    """The warp group of dQ: dscore^T @ own keys, added to the sums of a tile of queries."""
+    """Runs the warp group of dQ, which adds dscore^T @ own keys to the sums of a tile of
+    queries.
+    """
     handover = tiles.handover
     GROUPS: gl.constexpr = TASK.GROUPS
     SIZE: gl.constexpr = TASK.INNER * TASK.HEAD_DIM
@@ -114,7 +117,7 @@ def gradient_kernel(
     sums, out_ptr, stride_h, stride_n, scale, seqlen,
     INNER: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a gradient [batch * heads, seqlen, head_dim] from its sums."""
+    """Computes a tile of a gradient [batch * heads, seqlen, head_dim] from its sums."""
     tiles_of_head = tl.cdiv(seqlen, INNER)
     head = tl.program_id(0) // tiles_of_head
     row = tl.arange(0, INNER)[:, None]

@@ -1,4 +1,4 @@
-"""The backward on Hopper: one warp loads, warp groups of 64 rows or keys each accumulate.
+"""Implements the Hopper backward: one warp loads, warp groups of 64 rows or keys each accumulate.
 
 dQ and dK are one kernel. Its `outer` tiles stay (queries for dQ, keys for dK: TASK.ROWS says
 which), its `inner` tiles stream by (keys, queries), and every warp group sums dscore @ inner over
@@ -7,10 +7,10 @@ other one. `keys_of_rows` and `rows_of_keys` (scores.py) find which inner tiles 
 which of them need no mask.
 
 NOTE [A matmul always in flight]
-While a warp group steps scores into gradients, the tensor cores have its next matmul: own scores
-of the next tile under the second half of a tile, its other scores and the sum under the first. At
-the loop's back edge nothing is in flight, see NOTE [Matmuls under arithmetic] in hopper.py. The
-compiler moves the first half below the wait for the matmuls it should run under; `pinned` keeps
+While a warp group turns scores into gradients, the tensor cores run its next matmul: own scores of
+the next tile during the second half of a tile, its other scores and the sum during the first. At
+the loop's back edge nothing is in flight: NOTE [Matmuls under arithmetic] in warp_groups.py. The
+compiler moves the first half below the wait for the matmuls that it should overlap; `pinned` keeps
 it above, which takes an instruction for every eight elements.
 
 NOTE [Statistics of streamed rows]
@@ -18,21 +18,22 @@ For dK the row statistics lie along the columns of a tile, 16 columns a thread. 
 puts them into shared memory next to the tile; there the lse = -inf of rows without keys is 0.
 
 NOTE [Folded gradients]
-For a plain dK the loading warp takes log2 |incoming gradient| off both log-sum-exps of a row, so
-that the probabilities come multiplied by it (2^-inf = 0 where it is 0), and so does the clamp that
-they are compared with. Signs are kept next to, and a tile with a negative one multiplies by them;
-the gradients of a mean or of a sum have none.
+For a plain dK the loading warp subtracts log2 |incoming gradient| from both log-sum-exps of a row,
+so that the probabilities, and the clamp that they are compared with, come multiplied by it
+(2^-inf = 0 if it is 0). Signs are kept as well, and a tile with a negative one multiplies by them;
+the gradients of a mean or of a sum have no negative sign.
 
 NOTE [Rows without a clamped key]
 A clamp takes three instructions for every pair of query and key, and most rows have no probability
-below it. Their key sum is COEFFICIENTS.TS, to the bit (`finish` in rows.py), and that of a row
-which was computed again is not (`forward_block`): a tile whose rows all have it leaves the clamp
-out.
+below it. Their delta is COEFFICIENTS.TS, to the bit (`finish` in kernels/row_state.py), and that
+of a row which was recomputed is not (`forward_block`): a tile whose rows all have it leaves the
+clamp out.
 
-NOTE [One gradient next to the next]
+NOTE [Overlapping kernels]
 A backward launches one kernel per gradient, and none reads what another writes. The last programs
-of a kernel leave multiprocessors idle, so each kernel lets the next one begin when its own last
-programs have begun, and ends after the one before it: whoever waits for the last waits for all.
+of a kernel leave multiprocessors idle. So each kernel lets the next one begin when its own last
+programs have begun (programmatic dependent launch), and ends after the one before it: waiting for
+the last kernel waits for all.
 """
 
 from typing import Any, NamedTuple
@@ -85,10 +86,9 @@ class Task(NamedTuple):
     HAS_RIGHT: bool
     HAS_MASK: bool
     IS_PACKED: bool
-    PLAIN: (
-        bool  # the gradient is COEFFICIENTS.TS (P - S): no logarithms, and the teacher's mass is 1
-    )
-    CLAMP: float  # where PLAIN: P counts for keys with S >= CLAMP only, as in its mass; 0 is none
+    # the gradient is COEFFICIENTS.TS (P - S): no logarithms, and the teacher's row sum is 1
+    PLAIN: bool
+    CLAMP: float  # if PLAIN: P counts for keys with S >= CLAMP only, as in its row sum; 0 is none
     SQUARES: float  # the gradient is own (SQUARES (other - own) - delta) if not 0: no logarithms
     FOLDED: bool  # NOTE [Folded gradients]
     COEFFICIENTS: Any
@@ -106,18 +106,18 @@ class Task(NamedTuple):
     OTHER_BIAS: bool
     SAME_BIAS: bool  # one bias for both sides: read once
     WHOLE_TILES: bool  # of a bias: no inner tile ends beyond it
-    ADDS: bool  # dK, and dQ next to it: NOTE [dQ by atomics] in attention/hopper/atomic.py
+    ADDS: bool  # dK, and dQ in the same kernel: NOTE [dQ by atomics] in attention/hopper/atomic.py
 
 
 class Tiles(NamedTuple):
-    """Shared memory: outer tiles of each warp group, slots of inner tiles, barriers."""
+    """Shared memory: outer tiles of each warp group, stages of inner tiles, barriers."""
 
     own_outer: Any
     other_outer: Any
     own_inner: Any
     other_inner: Any
-    statistics: Any  # of the inner rows, by slot
-    marks: Any  # by slot: NEGATIVE and CLAMPED, of dK's inner rows
+    statistics: Any  # of the inner rows, by stage
+    marks: Any  # by stage: NEGATIVE and CLAMPED, of dK's inner rows
     outer_bar: Any
     full: Any
     empty: Any
@@ -167,10 +167,10 @@ class Output(NamedTuple):
 
 @gluon.jit
 def load_statistics(stats, member, row, work, TASK: gl.constexpr):
-    """own lse, other lse, key sum, incoming gradient and clamp of rows of a head.
+    """Returns own lse, other lse, delta, incoming gradient and clamp of rows of a head.
 
     Where FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left.
-    With a clamp, the key sum is that of P where S is not below it.
+    With a clamp, the delta is that of P where S is not below it.
     """
     inside = row < work.seq.num_rows
     row = row + (stats.head_row + member * work.masks.seqlen_q)
@@ -192,7 +192,7 @@ def load_statistics(stats, member, row, work, TASK: gl.constexpr):
 
 @gluon.jit
 def marks_of(kept, TASK: gl.constexpr):
-    """NEGATIVE and CLAMPED of rows with these statistics."""
+    """Returns NEGATIVE and CLAMPED of rows with these statistics."""
     marks = gl.to_tensor(0)
     if TASK.FOLDED:
         marks = marks | gl.max((kept[GRAD] < 0.0).to(gl.int32), 0) * NEGATIVE
@@ -205,7 +205,9 @@ def marks_of(kept, TASK: gl.constexpr):
 def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK: gl.constexpr
 ):
-    """The loading warp: the outer tiles once, then every inner tile into a slot that is empty."""
+    """Runs the loading warp (producer): the outer tiles once, then every inner tile into an empty
+    stage.
+    """
     GROUPS: gl.constexpr = TASK.GROUPS
     own_head = work.first_head if TASK.ROWS else work.own_key_head
     other_head = work.first_head if TASK.ROWS else work.other_key_head
@@ -237,7 +239,7 @@ def load_all(
             other_head = work.first_head + member
             row = (work.first_tile + tile // TASK.GROUP_SIZE) * TASK.INNER
         full = tiles.full.index(slot)
-        if not TASK.ROWS:  # they arrive while the slot is not empty yet
+        if not TASK.ROWS:  # they arrive while the stage is not empty yet
             rows = row + gl.arange(0, TASK.INNER, layout=lanes)
             found = load_statistics(stats, member, rows, work, TASK)
         mbarrier.wait(tiles.empty.index(slot), phase_of(i, TASK.SLOTS) ^ 1)
@@ -263,7 +265,9 @@ def load_all(
 
 @gluon.jit
 def along(kept, tiles, slot, WHICH: gl.constexpr, layout: gl.constexpr, TASK: gl.constexpr):
-    """A statistic of the rows of a tile: along its rows for dQ, along its columns for dK."""
+    """Returns a statistic of the rows of a tile: along its rows for dQ, along its columns for
+    dK.
+    """
     if TASK.ROWS:
         return gl.expand_dims(kept[WHICH], 1)
     else:
@@ -273,7 +277,7 @@ def along(kept, tiles, slot, WHICH: gl.constexpr, layout: gl.constexpr, TASK: gl
 
 @gluon.jit
 def marks_in(tiles, slot, marks, TASK: gl.constexpr):
-    """NEGATIVE and CLAMPED of a tile; for dQ they are those of the warp group's rows."""
+    """Returns NEGATIVE and CLAMPED of a tile; for dQ they are those of the warp group's rows."""
     if TASK.FOLDED:
         every: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
         return gl.max(tiles.marks.index(slot).load(every), 0)
@@ -283,7 +287,7 @@ def marks_in(tiles, slot, marks, TASK: gl.constexpr):
 
 @gluon.jit
 def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.constexpr):
-    """The bias of inner tile i and the outer rows from first on, as it lies in memory."""
+    """Returns the bias of inner tile i and the outer rows from first on, as it lies in memory."""
     if HAS_BIAS:
         tile = gl.minimum(i, work.num_tiles - 1)
         num_rows, num_keys = work.seq.num_rows, work.seq.num_keys
@@ -306,7 +310,7 @@ def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.co
 
 @gluon.jit
 def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr, bias=0.0, bias_scale=0.0):
-    """From own scores: probabilities, or their logarithms where those are needed too."""
+    """Computes probabilities from own scores, or their logarithms where those are needed too."""
     layout: gl.constexpr = own.type.layout
     x = own * scale
     if TASK.OWN_BIAS:
@@ -322,8 +326,8 @@ def second_half(
     x, other, kept, tiles, slot, marks, scale, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
     bias=0.0, bias_scale=0.0,
 ):  # fmt: skip
-    """d(value)/d(own score) without COEFFICIENTS.TS if PLAIN, for dK times the incoming gradient
-    (its size where FOLDED).
+    """Returns d(value)/d(own score) without COEFFICIENTS.TS if PLAIN, for dK times the incoming
+    gradient (its size where FOLDED).
     """
     layout: gl.constexpr = other.type.layout
     y = other * scale
@@ -363,7 +367,9 @@ def second_half(
 
 @gluon.jit
 def visible(d, work, outer, i, TASK: gl.constexpr):
-    """d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes twice."""
+    """Returns d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes
+    twice.
+    """
     inner = gl.arange(0, TASK.INNER, layout=gl.SliceLayout(0, d.type.layout))
     if TASK.ROWS:
         rows = gl.expand_dims(outer, 1)
@@ -381,7 +387,7 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_met(masks, seq, start, TASK: gl.constexpr):
-    """First and number of the inner tiles of the block of outer rows at start."""
+    """Returns the first and number of the inner tiles of the block of outer rows at start."""
     ROWS_OF_BLOCK: gl.constexpr = TASK.GROUPS * TASK.BLOCK
     if TASK.ROWS:
         first, _, _, stop = keys_of_rows(
@@ -400,7 +406,9 @@ def tiles_met(masks, seq, start, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_without_mask(work, first, TASK: gl.constexpr):
-    """Inner tiles from start to stop: the warp group with this first outer row needs no mask."""
+    """Returns inner tiles from start to stop: the warp group with this first outer row needs no
+    mask.
+    """
     if TASK.ROWS:
         _, left, right, _ = keys_of_rows(
             work.masks, work.seq, first, TASK.BLOCK, TASK.INNER,
@@ -423,7 +431,7 @@ def tiles_without_mask(work, first, TASK: gl.constexpr):
 def accumulate(
     tiles, work, stats, output, GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr
 ):
-    """One warp group: the gradient of its outer rows."""
+    """Runs one warp group, which sums the gradient of its outer rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.INNER, 16]
     )
@@ -464,7 +472,7 @@ def accumulate(
                 i = pair + step
                 slot = stage_of(i, TASK.SLOTS)
                 following = stage_of(i + 1, TASK.SLOTS)
-                # past the end matmuls read what the slot still holds, and nobody reads them
+                # past the end matmuls read what the stage still holds, and nobody reads them
                 mbarrier.wait(
                     tiles.full.index(following),
                     phase_of(i + 1, TASK.SLOTS),
@@ -540,7 +548,7 @@ def accumulate(
     if TASK.DIM < TASK.HEAD_DIM:
         inside = inside & (gl.expand_dims(dims, 0) < TASK.DIM)
     gl.store(out, acc.to(output.ptr.dtype.element_ty), mask=inside)
-    gdc_wait()  # NOTE [One gradient next to the next]
+    gdc_wait()  # NOTE [Overlapping kernels]
 
 
 # A length of 1 made a compile-time constant breaks Triton 3.6's compiler.
@@ -554,13 +562,14 @@ def backward_kernel(
     own_scale, other_scale, own_bias, other_bias, bias_scale,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query heads.
+    """Computes dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query
+    heads.
 
     Where TASK.ADDS, what dQ gets from the block's keys is added to `sums`, without its factor.
     POINTWISE_FN computes the gradient of one key (pointwise.py) where TASK.COEFFICIENTS does not
     hold.
     """
-    gdc_launch_dependents()  # NOTE [One gradient next to the next]
+    gdc_launch_dependents()  # NOTE [Overlapping kernels]
     # heads may share a bias: those that run at once read the same rows of it
     INTERLEAVED: gl.constexpr = TASK.HAS_RIGHT or TASK.OWN_BIAS or TASK.OTHER_BIAS
     position, sequence = tile_coordinates(gl.program_id(0), num_blocks, INTERLEAVED)

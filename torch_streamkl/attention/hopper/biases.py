@@ -1,4 +1,4 @@
-"""Additive masks and biases on Hopper, read in the order of an accumulator's registers.
+"""Reads additive masks and biases on Hopper in the order of an accumulator's registers.
 
 A thread holds pairs of neighbouring columns of two rows of a tile. With queries as rows it reads
 4 bytes at a time; with keys as rows, for dK, single elements, of which a warp takes eight
@@ -22,7 +22,8 @@ class Bias(NamedTuple):
 
 @gluon.jit
 def bias_of_rows(bias, b, h, first_row, first_key, num_rows, num_keys, like, MASKED: gl.constexpr):
-    """A tile with queries as rows, in the layout of `like`; MASKED: 0 for keys that there are not.
+    """Returns a tile with queries as rows, in the layout of `like`; MASKED: 0 for keys that there
+    are not.
 
     Rows beyond the last have the last one's.
     """
@@ -42,7 +43,7 @@ def bias_of_rows(bias, b, h, first_row, first_key, num_rows, num_keys, like, MAS
 
 @gluon.jit
 def bias_of_keys(bias, b, h, first_row, first_key, num_rows, num_keys, like, MASKED: gl.constexpr):
-    """The same with keys as rows; MASKED: 0 for queries that there are not."""
+    """Returns the same with keys as rows; MASKED: 0 for queries that there are not."""
     layout: gl.constexpr = like.type.layout
     key = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
     key = gl.minimum(first_key + key, num_keys - 1)

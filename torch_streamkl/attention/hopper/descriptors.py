@@ -1,4 +1,4 @@
-"""Tensors as the Hopper kernels load them: tiles by TMA."""
+"""Makes the TMA descriptors with which the Hopper kernels load tiles of tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def padded(head_dim: int) -> int:
-    """Columns of a tile: a power of two."""
+    """Returns columns of a tile: a power of two."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def descriptor(plan: Plan, x: Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
-    """Tiles [1, 1, rows, columns] of [batch, heads, seqlen, head_dim]; 0 past its end.
+    """Returns tiles [1, 1, rows, columns] of [batch, heads, seqlen, head_dim]; 0 past its end.
 
     Without a number, columns are those of the head_dim, padded.
 

@@ -1,10 +1,10 @@
-"""The forward on Hopper: one warp loads, two to four warp groups of 64 rows each reduce.
+"""Implements the Hopper forward: one warp loads, two to four warp groups of 64 rows each reduce.
 
-The side whose probabilities weight the moment is `weight`, the other is `other`: the teacher and
-the student of forward KL. Tiles of keys are loaded in pairs, which halves the barriers, and come
-from the last key to the first, so that those that need a mask come first. Every warp group runs on
-its own; only the barriers of the slots tie them. The last blocks are computed in parts where that
-helps: NOTE [Parts] in attention/hopper/parts.py.
+`weight` is the weighting distribution, whose probabilities weight the moment, and `other` is the
+reference distribution: the teacher and the student of forward KL. Tiles of keys are loaded in
+pairs, which halves the barriers, and come from the last key to the first, so that those that need
+a mask come first. Every warp group runs on its own; only the barriers of the stages synchronise
+them. The last blocks are split along the keys where that helps: NOTE [Split-KV] in split_kv.py.
 
 NOTE [Pairs of a block]
 Which pairs of tiles a block meets, and which of them every row of a warp group sees whole, are two
@@ -12,24 +12,23 @@ ranges that `scores.keys_of_rows` finds once: from key lengths, a causal mask, a
 outside the second range, and the first pair in any case, are masked element by element: those at
 the right edge come first, those at the left edge of a window last.
 
-NOTE [Fixed bases]
-The tiles that need a mask, and at least one tile, go through `rows.update` with running maxima.
-The others are summed relative to the maxima found before them, which stay fixed: no maxima, no
-rescaling, no exchange between threads. With x the score less the base, a sum of 2^x over at most
-2^23 keys is as good as one relative to the true maximum if it is from 2^-80 to 2^100: no term
-overflowed, nor does the sum times its logarithm, and what terms below 2^-126 lose is less than
-2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of 2^x times a difference d of scores, then
-loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it is not above 2^100
-either. A row that fails gets NaN for its value, and the launch that follows
-(`triton.forward.recompute_kernel`) computes blocks with such rows again, and no others.
+NOTE [Frozen row max]
+The tiles that need a mask, and at least one tile, go through `row_state.update` with running
+maxima. The others are summed relative to the maxima found before them (the bases), which are
+frozen: no maxima, no rescaling, no exchange between threads. With x the score less the base, a sum
+of 2^x over at most 2^23 keys is as good as one relative to the true maximum if it is from 2^-80 to
+2^100: no term overflowed, nor does the sum times its logarithm, and what terms below 2^-126 lose
+is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum of 2^x times a difference d of
+scores, then loses at most 2^-23 max|d|, as much as rounding d itself does, and is good if it is
+not above 2^100 either. A row that fails gets NaN for its value, and the launch that follows
+(`triton.forward.recompute_kernel`) recomputes the blocks with such rows, and no others.
 
-Of squares the sums are those of `row_state`, NOTE [Squares], with a ratio of the masses
-that stays fixed as well. Squares ask for masses closer to 1, and for a ratio that is not far above
-the one in the end: the sum of (D + delta e_s)^2 is the rest of numbers as large as delta^2 times
-the sum of e_s^2, and loses 2^-24 of these. A row where they are more than 16 times what is left
-is computed again.
+The sums of squares are those of `row_state`, NOTE [Squares], with a frozen ratio of the row sums.
+Squares need row sums closer to 1, and a ratio not far above the final one: the sum of
+(D + delta e_s)^2 is what remains of numbers as large as delta^2 times the sum of e_s^2, and loses
+2^-24 of these. A row where they are more than 16 times what remains is recomputed.
 
-NOTE [Fixed bases with a bias]
+NOTE [Frozen row max with a bias]
 A bias may hold a mask, and the first pairs of tiles nothing that a row sees. So running maxima go
 on until every row of the warp group has met a score of a usual size. From then on a bias is cut
 off at SMALLEST_BIAS, so that 0 times the difference of two scores is 0; that is right where both
@@ -89,21 +88,21 @@ SMALLEST_SUM = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**100)  # of a sum and of a moment
 SMALLEST_SQUARED = gl.constexpr(2.0**-20)  # sums whose terms are squared
 LARGEST_SQUARED = gl.constexpr(2.0**40)
-MOST_CANCELLED = gl.constexpr(16.0)  # next to what is left of a sum of squares
+MOST_CANCELLED = gl.constexpr(16.0)  # times what is left of a sum of squares
 LOADER_REGISTERS = gl.constexpr(24)
 USUAL = gl.constexpr(-512.0)  # maxima below may be those of keys that a bias masks
 SMALLEST_BIAS = gl.constexpr(-1.0e20)
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of pairs of key tiles, barriers."""
+    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
     other_k: Any
     weight_k: Any
     q_bar: Any
-    full: Any  # by slot, for both sides
+    full: Any  # by stage, for both sides
     empty: Any
 
 
@@ -127,6 +126,8 @@ class Block(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """Holds pointers to values, statistics and the states of splits."""
+
     value: Any
     s_stats: Any
     t_stats: Any
@@ -136,7 +137,7 @@ class Outputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores.
+    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores.
 
     Of squares the sum of D^2 is in the place of the moment, and those of D e_s and e_s^2
     are in the place of the lowest scores.
@@ -149,7 +150,7 @@ class Sums(NamedTuple):
     low_w: Any
     base_o: Any
     base_w: Any
-    ratio: Any  # of the masses, of squares
+    ratio: Any  # of the row sums, of squares
 
 
 @gluon.jit
@@ -157,7 +158,7 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every pair into the slot that is empty."""
+    """Runs the loading warp (producer): queries once, then every pair into an empty stage."""
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         row = block.seq.start_q + block.m0 + group * CONFIG.BLOCK_M
@@ -176,22 +177,24 @@ def load_all(
 
 @gluon.jit
 def wait_for(tiles, i, more, SLOTS: gl.constexpr):
-    """Wait until pair i is in its slot; `more` is false past the end.
+    """Wait until pair i is in its stage; `more` is false past the end.
 
-    Past the end matmuls read whatever the slot holds, and nobody reads the result.
+    Past the end matmuls read whatever the stage holds, and nobody reads the result.
     """
     mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
 
 @gluon.jit
 def release(tiles, i, SLOTS: gl.constexpr):
-    """This warp group has read both sides of pair i."""
+    """Releases the stage of pair i: this warp group has read both sides."""
     mbarrier.arrive(tiles.empty.index(stage_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
 def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """First and number of the pairs with a key that some of the ROWS from m0 on sees."""
+    """Returns the first and number of the pairs with a key that some of the ROWS from m0 on
+    sees.
+    """
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     first_key, _, _, stop_key = keys_of_rows(
         masks, seq, m0, ROWS, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
@@ -201,7 +204,7 @@ def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
-    """Where the keys begin and end that some row of the warp group at first_row sees."""
+    """Returns the range of keys that some row of the warp group at first_row sees."""
     first_key = seq.num_valid * 0
     stop_key = seq.num_valid
     if CONFIG.HAS_LEFT:
@@ -219,7 +222,7 @@ def update_pairs(
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
     MASKED: gl.constexpr = True,
 ):  # fmt: skip
-    """Running state after the pairs from start to stop, MASKED element by element."""
+    """Returns the running state after the pairs from start to stop, MASKED element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_BIAS: gl.constexpr = CONFIG.S_BIAS if WEIGHT_IS_TEACHER else CONFIG.T_BIAS
     WEIGHT_BIAS: gl.constexpr = CONFIG.T_BIAS if WEIGHT_IS_TEACHER else CONFIG.S_BIAS
@@ -273,7 +276,7 @@ def pair_step(
     sums, i, oq, wq, tiles, block, zeros,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The sums with pair i."""
+    """Returns the sums with pair i."""
     wait_for(tiles, i, True, SLOTS)
     o = start_pair(oq, tiles.other_k, i, zeros, SLOTS)
     w = start_pair(wq, tiles.weight_k, i, zeros, SLOTS)
@@ -305,7 +308,9 @@ def sum_pairs(
 
 @gluon.jit
 def bias_of_half(block, first_row, i, zero, HALF: gl.constexpr, BIASED: gl.constexpr):
-    """The bias of both sides for a half of pair i, whose keys there all are; past the end any."""
+    """Returns the bias of both sides for a half of pair i, whose keys there all are; past the end
+    any.
+    """
     if BIASED:
         first = (2 * (block.stop_pair - 1 - i) + HALF) * zero.shape[1]
         return bias_of_rows(
@@ -323,7 +328,8 @@ def step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     BIASED: gl.constexpr,
 ):  # fmt: skip
-    """The sums with a half of pair i, whose products of `other` are o, and those of the next.
+    """Returns the sums with a half of pair i, whose products of `other` are o, and those of the
+    next.
 
     Its bias is `bias`; the next one's is read under this one's arithmetic.
     """
@@ -410,14 +416,14 @@ def sum_halves(
 
 @gluon.jit
 def per_thread(x, none):
-    """x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
+    """Returns x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
     rows = gl.convert_layout(x, gl.SliceLayout(1, none.type.layout))
     return none + gl.expand_dims(rows, 1)
 
 
 @gluon.jit
 def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexpr):
-    """The state with sums relative to its own maxima added."""
+    """Returns the state with sums relative to its own maxima added."""
     row_layout: gl.constexpr = state.l_t.type.layout
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
@@ -436,8 +442,7 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
         return State(
             sums.base_o, l_t, sums.base_w, l_s, a, b, state.low_t, state.low_s, c
         )  # fmt: skip
-    # The base is a score of the row, so that the lowest is not above it; of a row that had no key
-    # before, whose base is 0, it may be above.
+    # row_min <= frozen max, except for rows with no key yet (max = 0); hence the min().
     low_o = gl.minimum(gl.convert_layout(gl.min(sums.low_o, 1), row_layout), 0.0) + sums.base_o
     low_w = gl.minimum(gl.convert_layout(gl.min(sums.low_w, 1), row_layout), 0.0) + sums.base_w
     if WEIGHT_IS_TEACHER:
@@ -454,7 +459,9 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
 
 @gluon.jit
 def without_doubtful(state, SQUARES: gl.constexpr):
-    """The state, with NaN for a sum of rows where those relative to a fixed base may be wrong."""
+    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be
+    wrong.
+    """
     smallest = SMALLEST_SQUARED if SQUARES else SMALLEST_SUM
     largest = LARGEST_SQUARED if SQUARES else LARGEST
     good = (state.l_t >= smallest) & (state.l_t <= largest)
@@ -468,7 +475,7 @@ def without_doubtful(state, SQUARES: gl.constexpr):
 
 @gluon.jit
 def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """rows.empty_state in a layout."""
+    """Returns row_state.empty_state in a layout."""
     low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
     zero = gl.full([BLOCK_M], 0.0, gl.float32, layout=layout)
     return State(low, zero, low, zero, zero, zero, -low, -low, zero)
@@ -476,7 +483,9 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Pairs from start to stop, but never the first: the warp group's rows see them whole."""
+    """Returns pairs from start to stop, but never the first: the warp group's rows see them
+    whole.
+    """
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, PAIR,
@@ -491,7 +500,10 @@ def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
 
 @gluon.jit
 def has_bases(state, rows, num_rows):
-    """Whether every row has met a score of a usual size: NOTE [Fixed bases with a bias]."""
+    """Returns whether every row has met a score of a usual size.
+
+    NOTE [Frozen row max with a bias].
+    """
     lowest = gl.where(rows < num_rows, gl.minimum(state.m_t, state.m_s), 0.0)
     return gl.min(lowest, 0) > USUAL
 
@@ -502,7 +514,7 @@ def reduce_rows(
     SLOTS: gl.constexpr, PARTS: gl.constexpr, SAME_BIAS: gl.constexpr,
     COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: values and statistics of its rows."""
+    """Runs one warp group (consumer): values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
@@ -601,7 +613,9 @@ def forward_kernel(
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
     SAME_BIAS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Blocks from num_whole on are PARTS programs each."""
+    """Computes values and statistics of a block; blocks from num_whole on have PARTS programs
+    each.
+    """
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM

@@ -1,4 +1,4 @@
-"""A head-averaged teacher on Hopper: log-sum-exps of its heads, and the mean in memory.
+"""Computes a head-averaged teacher on Hopper: log-sum-exps of its heads, and the mean in memory.
 
 What triton/head_mean.py computes, for all that reads it. One warp loads by TMA, three warp groups
 of 64 rows (of the mean two) multiply: chunks of 64 columns, so that a head_dim of 192 is three of
@@ -44,12 +44,12 @@ CHUNK = gl.constexpr(64)  # columns of a matmul's operands
 
 
 class Tiles(NamedTuple):
-    """Shared memory in chunks of columns: queries, keys, and the barriers of their slots."""
+    """Shared memory in chunks of columns: queries, keys, and the barriers of their stages."""
 
     q: Any
     k: Any
     q_bar: Any  # of queries that stay
-    full: Any  # by slot
+    full: Any  # by stage
     empty: Any
 
 
@@ -68,7 +68,7 @@ class Block(NamedTuple):
 
 @gluon.jit
 def slot_and_phase(i, SLOTS: gl.constexpr):
-    """Of load i: NOTE [Slots] in warp_groups.py."""
+    """Returns stage and phase of load i: NOTE [Pipeline stages] in warp_groups.py."""
     return i % SLOTS, i // SLOTS & 1
 
 
@@ -85,7 +85,7 @@ def load_keys(
     q, k, tiles, block,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every tile of keys into the slot that is empty."""
+    """Runs the loading warp: queries once, then every tile of keys into an empty stage."""
     mbarrier.expect(tiles.q_bar, GROUPS * CHUNKS * q.block_type.nbytes)
     for group in gl.static_range(GROUPS):
         for chunk in gl.static_range(CHUNKS):
@@ -108,7 +108,9 @@ def add_tiles(
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     MASKED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Largest score of each row and sum relative to it, after the tiles from start to stop."""
+    """Returns the largest score of each row and sum relative to it, after the tiles from start to
+    stop.
+    """
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     seq = block.seq
     for i in range(start, stop):
@@ -140,7 +142,7 @@ def log_sum_exps(
     tiles, block, lse_ptr, scale,
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: log-sum-exps of its rows."""
+    """Runs one warp group: log-sum-exps of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, CONFIG.BLOCK_N, 16]
@@ -177,7 +179,7 @@ def heads_lse_kernel(
     seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exps of a block of rows of one head."""
+    """Computes log-sum-exps of a block of rows of one head."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     position, bh = tile_coordinates(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
@@ -237,7 +239,9 @@ def load_heads(
     q, k, tiles, b, h, m0, n0, ratio, group,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries and keys of every head, a chunk into the slot that is empty."""
+    """Runs the loading warp: queries and keys of every head, chunk by chunk, into an empty
+    stage.
+    """
     for r in range(ratio):
         for chunk in gl.static_range(CHUNKS):
             slot, phase = slot_and_phase(r * CHUNKS + chunk, SLOTS)
@@ -257,7 +261,7 @@ def add_heads(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: log2 of the mean of its rows, and the smallest sum of each."""
+    """Runs one warp group: log2 of the mean of its rows, and the smallest sum of each."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -299,7 +303,8 @@ def heads_mean_kernel(
     num_heads, ratio, group, seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """log2 of the mean over the teachers of a student head, one tile; masks are its readers'.
+    """Computes log2 of the mean over the teachers of a student head, one tile; masks are its
+    readers'.
 
     NOTE [Small means]: the smallest sums of the rows of a tile lie together in small_ptr.
     """

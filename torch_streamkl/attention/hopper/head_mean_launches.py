@@ -1,4 +1,4 @@
-"""Launchers of the Hopper kernels for a head-averaged teacher (head_mean.py).
+"""Launches the Hopper kernels for a head-averaged teacher (head_mean.py).
 
 What reads the mean, and the student's log-sum-exps, are the portable kernels.
 """
@@ -97,7 +97,7 @@ class Launcher(portable.Launcher):
         )
 
     def chunks_and_slots(self, launch: HopperLaunch) -> tuple[int, int]:
-        """Of a tile of keys, and of shared memory: of such tiles next to queries, or of both."""
+        """Returns the chunks of a tile of keys, and the stages that fit in shared memory."""
         chunks = self.problem.teacher.head_dim // CHUNK
         return chunks, launch.slots if launch is HOPPER_HEAD_MEAN else max(2, 9 // chunks)
 
@@ -116,12 +116,12 @@ class Launcher(portable.Launcher):
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     return portable.forward(problem, Launcher)
 
 
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order."""
+    """Returns the needed gradients, each summed in a fixed order."""
     return portable.backward(problem, stats, grad, needs_grad, Launcher)

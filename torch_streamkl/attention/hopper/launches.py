@@ -1,4 +1,4 @@
-"""Launchers of the Hopper kernels: an AttentionProblem to descriptors, grid and arguments."""
+"""Launches the Hopper kernels: makes descriptors, grid and arguments from an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Blocks:
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
     rows = pack_gqa_heads(problem)
@@ -224,7 +224,7 @@ def _config_by_tiles(problem: AttentionProblem, launch: HopperLaunch) -> Config:
 
 
 def _num_programs(problem: AttentionProblem, works: int, interleaved_calls: bool) -> int:
-    """NOTE [Turns] in work.py."""
+    """NOTE [Persistent kernels] in tile_scheduler.py."""
     return min(works, multiprocessors(problem.student.q.device)) if interleaved_calls else works
 
 
@@ -233,7 +233,9 @@ def _helper(problem: AttentionProblem, plan: Plan) -> Any:
 
 
 def _descriptors(plan: Plan, launch: HopperLaunch, side: Side, pairs: bool) -> tuple[Any, Any]:
-    """Of a warp group's queries, and of a tile of keys or (``pairs``) of two as one."""
+    """Makes descriptors of a warp group's queries, and of one tile of keys or (``pairs``) of
+    two.
+    """
     rows = 2 * launch.block_n if pairs else launch.block_n
     return descriptor(plan, side.q, launch.block_m), descriptor(plan, side.k, rows)
 
@@ -275,7 +277,9 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order unless the problem allows another."""
+    """Returns the needed gradients, each summed in a fixed order unless the problem allows
+    another.
+    """
     if problem.head_mean:
         return head_mean_launches.backward(problem, stats, grad, needs_grad)
     grad = grad.to(torch.float32).contiguous()
@@ -337,7 +341,7 @@ def _gradient(
     tables: dict[tuple[int, bool], Tensor],
     is_first: bool,
 ) -> Tensor:
-    """Shares of dQ (rows) or dK of one side; next to dK, dQ is added to the sums.
+    """Shares of dQ (rows) or dK of one side; a dK kernel may add dQ to the sums.
 
     All but the first may begin before the one before ends.
     """

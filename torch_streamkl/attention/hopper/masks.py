@@ -1,8 +1,8 @@
-"""Boolean masks on Hopper: bits in the order of an accumulator's registers, and lists of blocks.
+"""Converts boolean masks for Hopper to bit masks in accumulator order and block-sparse indices.
 
 NOTE [Bits of a tile]
 A thread of a warp group holds, of two rows of a tile [64, 64], the 16 columns 8 k + 2 l + e of its
-lane l: their bits, numbered 2 k + e, are one group of bits of 16 bits for each of both rows. One
+lane l: their bits, numbered 2 k + e, are one int16 of the bit mask for each of both rows. One
 small kernel reads a mask once and writes the bits of all tiles, for tiles with queries as rows and
 for tiles with keys as rows. A window and key lengths are in the bits, too.
 
@@ -38,7 +38,7 @@ MASK_TILES = TritonLaunch(64, 64, 4, 1)
 
 
 class MaskBlocks(NamedTuple):
-    """What a main kernel reads of a mask; entities are the heads whose masks differ."""
+    """Holds what a main kernel reads of a mask; entities are the heads whose masks differ."""
 
     bits: Any  # [entities, row tiles, column tiles, BITS], rows being those of the accumulator
     lists: Any  # [entities, row blocks, 1 + column blocks]: how many, then 2 * block + is full
@@ -57,7 +57,7 @@ class PreparedMask:
 
 
 def prepare(problem: AttentionProblem, plan: Plan) -> PreparedMask:
-    """Two launches: bits and classes of blocks, then lists."""
+    """Launches two kernels: bits and classes of blocks, then lists."""
     mask = problem.mask
     assert mask is not None
     batch = problem.batch if mask.shape[0] > 1 or problem.key_lengths is not None else 1
@@ -108,7 +108,7 @@ def bits_of(tile):
 
 @triton.jit
 def bits_at(tile):
-    """Where the bits of a tile lie."""
+    """Returns the address of the bits of a tile."""
     bit = tl.arange(0, 64)[:, None] * 4 + tl.arange(0, 4)[None, :]
     return tile.to(tl.int64) * BITS + bit
 
@@ -118,7 +118,7 @@ def bit_mask_kernel(
     masks, bits_by_rows, bits_by_keys, classes, num_row_blocks, num_key_blocks, num_heads,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Bits and class of a block: 0 where no pair is admitted, 2 where all are, else 1."""
+    """Computes bits and class of a block: 0 where no pair is admitted, 2 where all are, else 1."""
     key_block = tl.program_id(0)
     row_block = tl.program_id(1)
     entity = tl.program_id(2)
@@ -148,7 +148,7 @@ def bit_mask_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def lists_kernel(classes, of_rows, of_keys, num_rows, num_columns, SIZE: tl.constexpr):
-    """The blocks that are not empty, of a row of blocks or of a column of them."""
+    """Computes the blocks that are not empty, of a row of blocks or of a column of them."""
     line = tl.program_id(0)
     entity = tl.program_id(1)
     offs = tl.arange(0, SIZE)
@@ -168,14 +168,14 @@ def lists_kernel(classes, of_rows, of_keys, num_rows, num_columns, SIZE: tl.cons
 
 @gluon.jit
 def list_at(blocks, entity, row_block):
-    """The list of a block of rows: its length, then its entries."""
+    """Returns the list of a block of rows: its length, then its entries."""
     line = entity * blocks.num_row_blocks + row_block
     return blocks.lists + line * (1 + blocks.num_column_blocks)
 
 
 @gluon.jit
 def load_bits(blocks, entity, row_tile, column_tile, none):
-    """The bits [64, lanes] of a tile; `none` (lane_sum's result) gives the layout."""
+    """Returns the bits [64, lanes] of a tile; `none` (lane_sum's result) gives the layout."""
     layout: gl.constexpr = none.type.layout
     rows = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
     lanes = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, layout)), 0)
@@ -186,7 +186,7 @@ def load_bits(blocks, entity, row_tile, column_tile, none):
 
 @gluon.jit
 def admitted(bits, like):
-    """Which pairs of a tile are admitted, [64, lanes, 16] as by_lane; `like` is in its layout."""
+    """Marks the admitted pairs of a tile, [64, lanes, 16] as by_lane; `like` is in its layout."""
     layout: gl.constexpr = like.type.layout
     bit = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     bit = gl.expand_dims(gl.expand_dims(bit, 0), 1)
@@ -195,7 +195,7 @@ def admitted(bits, like):
 
 @gluon.jit
 def where_admitted(bits, x, other):
-    """x [64, 64] of an accumulator where admitted, elsewhere a number."""
+    """Returns x [64, 64] of an accumulator where admitted, elsewhere a number."""
     layout: gl.constexpr = x.type.layout
     y = by_lane(x)
     y = gl.where(admitted(bits, y), y, other)

@@ -1,12 +1,12 @@
-"""The blocks of packed sequences, the longest first: a table that one small kernel writes.
+"""Builds the tile table of packed sequences, the longest blocks first, in one small kernel.
 
 NOTE [Blocks of packed sequences]
-Lengths of packed sequences are on the device. A grid of as many blocks for every sequence as the
-longest one has starts programs after the ends of the others, each of which takes a multiprocessor
-from those that have work. The sum of lengths is known on the host, and with it a bound on the
-number of blocks: a grid has that many. The table tells each program its sequence and its place in
-it, and is sorted by the number of keys (of rows, for dK) that a block meets, since programs start
-in that order.
+Lengths of packed sequences are on the device. A grid with as many blocks for every sequence as the
+longest one has would start programs beyond the ends of the others, each of which takes a
+multiprocessor from those that have work. The CPU knows the sum of lengths, and with it a bound on
+the number of blocks, which is the size of the grid. The table tells each program its sequence and
+its block there, and is sorted by the number of keys (of rows, for dK) that a block's rows see,
+since programs start in that order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK = tl.constexpr(64)  # entries that these are compared with, and sequences,
 
 
 def num_entries(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> int:
-    """A bound on the blocks of ``size`` rows (or keys) of all sequences."""
+    """Returns a bound on the blocks of ``size`` rows (or keys) of all sequences."""
     total, longest = (
         (problem.seqlen_q, problem.max_seqlen_q)
         if rows
@@ -39,7 +39,9 @@ def num_entries(problem: AttentionProblem, plan: Plan, size: int, rows: bool) ->
 
 
 def new_table(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> Tensor:
-    """[2, entries], int32: sequences (-1 after the last block), and places of blocks in them."""
+    """Allocates [2, entries], int32: sequences (-1 after the last block), and places of blocks in
+    them.
+    """
     assert problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None
     entries = num_entries(problem, plan, size, rows)
     table = problem.cu_seqlens_q.new_empty((2, entries))
@@ -61,7 +63,9 @@ def new_table(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> T
 
 @triton.jit
 def block_of_entry(entry, cu_seqlens, num_sequences, SIZE: tl.constexpr):
-    """Sequence of the block with a number, its place in it, and whether there is such a block."""
+    """Returns the sequence of the block with a number, its place in it, and whether there is such
+    a block.
+    """
     sequence = entry * 0
     before = entry * 0
     total = 0
@@ -84,7 +88,9 @@ def work_of_entry(
     entry, cu_seqlens_q, cu_seqlens_k, num_sequences, left, right,
     SIZE: tl.constexpr, ROWS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Keys that the block meets (rows, of a block of keys), -1 where there is none; the block."""
+    """Returns keys that the block meets (rows, of a block of keys), -1 where there is none; the
+    block.
+    """
     own = cu_seqlens_q if ROWS else cu_seqlens_k
     sequence, place, exists = block_of_entry(entry, own, num_sequences, SIZE)
     at = tl.where(exists, sequence, 0)
@@ -114,7 +120,7 @@ def table_kernel(
     ENTRIES: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Each entry's rank among all is its place in the table."""
+    """Ranks each entry among all: the rank is its place in the table."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     work, sequence, place = work_of_entry(
         entry, cu_seqlens_q, cu_seqlens_k, num_sequences, left, right,
@@ -138,7 +144,9 @@ def table_kernel(
 
 @gluon.jit
 def packed_block(pid, table, num_entries):
-    """Sequence, place in it, and head of a program: NOTE [Blocks of packed sequences]."""
+    """Returns the sequence, place in it, and head of a program: NOTE [Blocks of packed
+    sequences].
+    """
     entry, head = tile_coordinates(pid, num_entries, True)
     sequence = gl.load(table + entry)
     position = gl.where(sequence < 0, NOWHERE, gl.load(table + num_entries + entry))

@@ -1,9 +1,9 @@
-"""The backward on Hopper by tiles of warp groups: windows, mask tensors, two passes, short rows.
+"""Implements the persistent Hopper backward: windows, mask tensors, two passes, short rows.
 
-The structure and most functions are those of backward.py, which is as fast or faster
-elsewhere. Here a program may compute several blocks (NOTE [Turns] in work.py): the outer
-tiles of a warp group are loaded again when it is done with them. Every warp group passes by the
-inner tiles that its own rows or keys do not need, and an odd one is left for after the loop.
+The structure and most functions are those of backward.py, which is as fast or faster elsewhere.
+Here a program may compute several blocks (NOTE [Persistent kernels] in tile_scheduler.py): the
+outer tiles of a warp group are loaded again when it is done with them. Each warp group skips inner
+tiles outside its range. The loop is unrolled by two; a tail handles odd counts.
 """
 
 from typing import Any, NamedTuple
@@ -67,14 +67,14 @@ from torch_streamkl.kernels.scores import bind_sequence, keys_of_rows, rows_of_k
 
 
 class Tiles(NamedTuple):
-    """As backward.Tiles, with barriers for the outer tiles of every warp group."""
+    """Extends backward.Tiles by barriers for the outer tiles of every warp group."""
 
     own_outer: Any
     other_outer: Any
     own_inner: Any
     other_inner: Any
-    statistics: Any  # of the inner rows, by slot
-    marks: Any  # by slot: NEGATIVE and CLAMPED, of dK's inner rows
+    statistics: Any  # of the inner rows, by stage
+    marks: Any  # by stage: NEGATIVE and CLAMPED, of dK's inner rows
     outer_full: Any  # by warp group
     outer_empty: Any
     full: Any
@@ -95,7 +95,7 @@ class Sizes(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What the functions of backward.py read of arguments.MaskArgs."""
+    """Holds what the functions of backward.py read of arguments.MaskArgs."""
 
     window_left: Any  # these with the sequence's offset in them
     window_right: Any
@@ -121,7 +121,7 @@ class Work(NamedTuple):
 
 @gluon.jit
 def work_at(number, sizes, masks, blocks, stats, TASK: gl.constexpr):
-    """The outer block with this number."""
+    """Returns the outer block with this number."""
     num_groups = sizes.num_heads // TASK.GROUP_SIZE
     position, group = place_among(
         number, sizes.num_blocks, num_groups * sizes.batch, SWIZZLE_HEADS, TASK.HAS_RIGHT
@@ -154,7 +154,7 @@ def work_at(number, sizes, masks, blocks, stats, TASK: gl.constexpr):
 
 @gluon.jit
 def inner_tile(work, i, TASK: gl.constexpr):
-    """Which of the inner tiles is tile i of a block; for dK heads of a group come one by one."""
+    """Returns the index of a block's i-th inner tile; for dK heads of a group come one by one."""
     if TASK.HAS_MASK:
         tile = i // TASK.GROUP_SIZE
         return gl.load(work.list + 1 + tile // 2) // 2 * 2 + tile % 2
@@ -169,8 +169,8 @@ def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, sizes, masks, blocks, stats,
     TASK: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: of every block its outer tiles, when the warp groups are done with those
-    before, and every inner tile into a slot that is empty.
+    """Runs the loading warp: each block's outer tiles when the warp groups are done with those
+    before, and every inner tile into an empty stage.
     """
     used = 0
     done = 0
@@ -189,6 +189,7 @@ def load_all(
 
 @gluon.jit
 def load_outer(own_outer, other_outer, tiles, work, done, TASK: gl.constexpr):
+    """Loads the outer tiles of every warp group, when it is done with those before."""
     own_head = work.first_head if TASK.ROWS else work.own_key_head
     other_head = work.first_head if TASK.ROWS else work.other_key_head
     start = work.start
@@ -204,7 +205,7 @@ def load_outer(own_outer, other_outer, tiles, work, done, TASK: gl.constexpr):
 
 @gluon.jit
 def load_inner(own_inner, other_inner, tiles, work, i, used, TASK: gl.constexpr):
-    """Inner tile i of a block."""
+    """Loads inner tile i of a block."""
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     slot = stage_of(used + i, TASK.SLOTS)
     member = i % TASK.GROUP_SIZE
@@ -216,7 +217,7 @@ def load_inner(own_inner, other_inner, tiles, work, i, used, TASK: gl.constexpr)
         other_head = work.first_head + member
     row = inner_tile(work, i, TASK) * TASK.INNER
     full = tiles.full.index(slot)
-    if not TASK.ROWS:  # they arrive while the slot is not empty yet
+    if not TASK.ROWS:  # they arrive while the stage is not empty yet
         rows = row + gl.arange(0, TASK.INNER, layout=lanes)
         found = load_statistics(work.stats, member, rows, work, TASK)
     mbarrier.wait(tiles.empty.index(slot), phase_of(used + i, TASK.SLOTS) ^ 1)
@@ -242,8 +243,8 @@ def load_inner(own_inner, other_inner, tiles, work, i, used, TASK: gl.constexpr)
 
 @gluon.jit
 def tiles_seen(work, first, TASK: gl.constexpr):
-    """Of the warp group with this first outer row: the first inner tile that it needs, the first
-    without a mask, the first after those, and the end.
+    """Finds the inner tiles that the warp group with this first outer row needs: the first, the
+    first without a mask, the first after those, and the end.
     """
     if TASK.ROWS:
         first_key, left, right, stop_key = keys_of_rows(
@@ -275,7 +276,7 @@ def tiles_seen(work, first, TASK: gl.constexpr):
 
 @gluon.jit
 def skip_stages(tiles, start, stop, TASK: gl.constexpr):
-    """Inner tiles that the warp group does not need."""
+    """Waits for and releases the stages of inner tiles that the warp group does not need."""
     for i in range(start, stop):
         mbarrier.wait(tiles.full.index(stage_of(i, TASK.SLOTS)), phase_of(i, TASK.SLOTS))
         mbarrier.arrive(tiles.empty.index(stage_of(i, TASK.SLOTS)), count=1)
@@ -287,7 +288,7 @@ def score_gradients(
     start_whole, stop_whole, bits, is_full,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """dscore of inner tile i, in the inputs' dtype."""
+    """Returns dscore of inner tile i, in the inputs' dtype."""
     layout: gl.constexpr = other.type.layout
     slot = stage_of(used + i, TASK.SLOTS)
     marks = marks_in(tiles, slot, marks_of_rows, TASK)
@@ -306,7 +307,7 @@ def score_gradients(
 
 @gluon.jit
 def bits_of_tile(work, blocks, first, i, zero, TASK: gl.constexpr):
-    """A mask's bits of inner tile i, and whether it admits all of its block."""
+    """Returns a mask's bits of inner tile i, and whether it admits all of its block."""
     if TASK.HAS_MASK:
         tile = i // TASK.GROUP_SIZE
         entry = gl.load(work.list + 1 + tile // 2)
@@ -324,7 +325,7 @@ def accumulate_all(
     tiles, sizes, masks, blocks, stats, output, own_scale, other_scale,
     GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: the gradient of its outer rows of every block."""
+    """Runs one warp group, which sums the gradient of its outer rows of every block."""
     used = 0
     done = 0
     for step_of_program in range(num_steps_of_program(sizes)):
@@ -337,7 +338,7 @@ def accumulate_all(
             )  # fmt: skip
             used += work.num_tiles
             done += 1
-    gdc_wait()  # NOTE [One gradient next to the next] in backward.py
+    gdc_wait()  # NOTE [Overlapping kernels] in backward.py
 
 
 @gluon.jit
@@ -345,7 +346,9 @@ def accumulate(
     tiles, work, blocks, output, own_scale, other_scale, used, done,
     GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block's outer rows of a warp group; ``used``: tiles of blocks before."""
+    """Accumulates the gradient of a warp group's outer rows of a block; ``used``: tiles of blocks
+    before.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.INNER, 16]
     )
@@ -379,7 +382,7 @@ def accumulate(
             for step in gl.static_range(2):
                 i = pair + step
                 slot = stage_of(used + i, TASK.SLOTS)
-                # after the last matmuls read its slot again, and nobody reads them
+                # after the last matmuls read its stage again, and nobody reads them
                 following = stage_of(used + gl.minimum(i + 1, end - 1), TASK.SLOTS)
                 mbarrier.wait(
                     tiles.full.index(following), phase_of(used + i + 1, TASK.SLOTS),
@@ -456,8 +459,8 @@ def persistent_backward_kernel(
     own_scale, other_scale,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """As backward.backward_kernel, without sums in any order and packed sequences."""
-    gdc_launch_dependents()  # NOTE [One gradient next to the next] in backward.py
+    """Computes what backward.backward_kernel does, except atomic sums and packed sequences."""
+    gdc_launch_dependents()  # NOTE [Overlapping kernels] in backward.py
     sizes = Sizes(
         gl.program_id(0), gl.num_programs(0), num_works, num_blocks, num_heads, batch,
         own_group, other_group,

@@ -1,9 +1,9 @@
-"""The forward on Hopper by tiles of warp groups: windows, mask tensors, two passes, short rows.
+"""Implements the persistent Hopper forward: windows, mask tensors, two passes, short rows.
 
-One warp loads, two or three warp groups of 64 rows reduce, as in forward.py, which is
-faster where most tiles of a block are seen whole by all of its rows. Here a program may compute
-several blocks (NOTE [Turns] in work.py), and a warp group does what its own rows need
-(tiles.py).
+One warp loads, two or three warp groups of 64 rows reduce, as in forward.py, which is faster if
+all rows of a block see most of its tiles whole. Here a program may compute several blocks (NOTE
+[Persistent kernels] in tile_scheduler.py), and a warp group computes only the tiles that its own
+rows see (tiles.py).
 """
 
 from typing import Any, NamedTuple
@@ -49,6 +49,8 @@ LOADER_REGISTERS = gl.constexpr(32)
 
 
 class Outputs(NamedTuple):
+    """Holds pointers to values and statistics."""
+
     value: Any
     s_stats: Any
     t_stats: Any
@@ -60,7 +62,7 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks, other_group, weight_group,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: of every block its queries, and every pair into the slot that is empty.
+    """Runs the loading warp: the queries of every block, and every pair into an empty stage.
 
     The last warp group is the first to be done with a block, and sees the next one's first pair.
     """
@@ -98,7 +100,7 @@ def load_all(
 
 @gluon.jit
 def load_queries(other_q, weight_q, tiles, block, done, GROUP: gl.constexpr, CONFIG: gl.constexpr):
-    """Queries of a warp group, when it is done with those of the block before."""
+    """Loads queries of a warp group, when it is done with those of the block before."""
     full = tiles.q_full.index(GROUP)
     mbarrier.wait(tiles.q_empty.index(GROUP), (done & 1) ^ 1)
     mbarrier.expect(full, other_q.block_type.nbytes + weight_q.block_type.nbytes)
@@ -112,7 +114,7 @@ def load_pair(
     other_k, weight_k, tiles, block, i, used, other_h, weight_h,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Pair i of a block, counted from its last."""
+    """Loads pair i of a block, counted from its last."""
     full = tiles.full.index(stage_of(used + i, SLOTS))
     pair = pair_at(block, i, CONFIG)
     mbarrier.wait(tiles.empty.index(stage_of(used + i, SLOTS)), phase_of(used + i, SLOTS) ^ 1)
@@ -133,7 +135,7 @@ def reduce_rows(
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, POINTWISE_FN: gl.constexpr,
     SPECIALIZED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: values and statistics of its rows of every block."""
+    """Runs one warp group: values and statistics of its rows of every block."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     SECOND: gl.constexpr = CONFIG.TWO_PASS and not CONFIG.GUARDED
@@ -235,7 +237,7 @@ def persistent_forward_kernel(
     COEFFICIENTS: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Values and statistics of blocks of rows."""
+    """Computes values and statistics of blocks of rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     OTHER_DIM: gl.constexpr = CONFIG.S_DIM if WEIGHT_IS_TEACHER else CONFIG.T_DIM
     WEIGHT_DIM: gl.constexpr = CONFIG.T_DIM if WEIGHT_IS_TEACHER else CONFIG.S_DIM

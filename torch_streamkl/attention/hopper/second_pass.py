@@ -1,4 +1,4 @@
-"""The second pass of the Hopper forward: a pointwise functional, summed over the keys of a row.
+"""Implements the second pass of the Hopper forward: sums a pointwise functional over a row's keys.
 
 A divergence that is no sum of products of a probability and a logarithm (JS, TV, an epsilon) needs
 the log-sum-exps of its row first. The program that found them reads the same tiles once more,
@@ -49,12 +49,14 @@ SMALLEST = gl.constexpr(2.0**-126)
 
 
 class Specialized(NamedTuple):
-    """NOTE [Sums of known functionals]; numbers are 0 where a functional is not of a form."""
+    """Holds the numbers of a specialised divergence: NOTE [Sums of known functionals]. They are 0
+    where a functional is not of a form.
+    """
 
     B: float  # of JS
     C: float
     VARIATION: float  # c of c |P - S|
-    OWN_EPS: float  # next to the probability in front
+    OWN_EPS: float  # added to the weighting probability
     OTHER_EPS: float
     BY_TEACHER: bool  # which is the teacher's
 
@@ -73,7 +75,7 @@ def with_terms(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The sums with the terms of a tile or pair: log-probabilities and probabilities."""
+    """Returns the sums with the terms of a tile or pair: log-probabilities and probabilities."""
     log_t = log_w if WEIGHT_IS_TEACHER else log_o
     log_s = log_o if WEIGHT_IS_TEACHER else log_w
     p = ew if WEIGHT_IS_TEACHER else eo
@@ -116,7 +118,7 @@ def pair_of_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The sums with pair i."""
+    """Returns the sums with pair i."""
     wait_for(tiles, i, True, SLOTS)
     o = start_pair(place.oq, tiles.other_k, i, zeros, SLOTS)
     w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
@@ -137,7 +139,7 @@ def masked_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The sums with tile t, masked."""
+    """Returns the sums with tile t, masked."""
     IS_KNOWN: gl.constexpr = SPECIALIZED.B + SPECIALIZED.VARIATION + SPECIALIZED.OWN_EPS != 0.0
     o, w = products_of(t, tiles, place, zero, SLOTS)
     release_after(t, tiles, place, SLOTS)
@@ -154,7 +156,9 @@ def masked_keys(
 
 @gluon.jit
 def of_rows(sums, row_sum, SPECIALIZED: gl.constexpr):
-    """f, h and g of rows from their threads' sums, in nats; `row_sum` is 1, or 0 without keys."""
+    """Returns f, h and g of rows from their threads' sums, in nats; `row_sum` is 1, or 0 without
+    keys.
+    """
     layout: gl.constexpr = row_sum.type.layout
     value = gl.convert_layout(gl.sum(sums.value, 1), layout)
     h = gl.convert_layout(gl.sum(sums.h, 1), layout)
@@ -182,7 +186,7 @@ def sum_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The second pass over every tile that some row of the warp group sees."""
+    """Runs the second pass over every tile that some row of the warp group sees."""
     end = place.end
     none = lane_sum(zero)
     zeros = zero_of_pair(zero)

@@ -1,9 +1,9 @@
-"""The last round of blocks on Hopper: each is computed in parts, by the multiprocessors left over.
+"""Splits the KV range of the last partial wave, and combines the states that the splits write.
 
-NOTE [Parts]
+NOTE [Split-KV]
 A multiprocessor runs one block at a time, and without a causal mask blocks take equally long: the
-last round of them may leave most multiprocessors idle. There a block is PARTS programs, each with
-a share of the keys, which fill the round; a second kernel unites the states that they wrote.
+last wave of them may leave most multiprocessors idle. There PARTS programs share a block, each
+with a part of the keys, which fills the wave; a second kernel combines the states that they wrote.
 """
 
 import triton
@@ -22,13 +22,15 @@ from torch_streamkl.kernels.row_state import finish, merge
 
 @gluon.jit
 def block_of(beyond, num_whole, PARTS: gl.constexpr):
-    """The block of the program num_whole + beyond: blocks before num_whole have one program."""
+    """Returns the block of the program num_whole + beyond: blocks before num_whole have one
+    program.
+    """
     return num_whole + gl.where(beyond < 0, beyond, beyond // PARTS)
 
 
 @gluon.jit
 def tiles_of_split(num_tiles, beyond, PARTS: gl.constexpr):
-    """First tile and end of the tiles of a program."""
+    """Returns the first tile and end of the tiles of a program."""
     part = beyond % PARTS
     first = gl.where(beyond < 0, 0, num_tiles * part // PARTS)
     stop = gl.where(beyond < 0, num_tiles, num_tiles * (part + 1) // PARTS)
@@ -60,7 +62,9 @@ def combine_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Values and statistics of the last rows [batch * num_heads * seqlen_q] from their parts."""
+    """Computes values and statistics of the last rows [batch * num_heads * seqlen_q] from their
+    parts.
+    """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < num_rows
     state = load_state(state_ptr + offs, field_stride, inside)

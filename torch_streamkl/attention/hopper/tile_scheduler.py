@@ -1,12 +1,12 @@
-"""Which blocks a Hopper kernel's program computes interleaved, and which keys rows meet.
+"""Schedules tiles statically for persistent kernels, and finds the KV range of each tile of rows.
 
-NOTE [Turns]
-A program may compute several blocks, one a turn. While the last warp group is busy with one block,
-the loading warp and the other warp groups are in the next: nothing waits for a program to start or
-for queries to arrive, and warp groups whose rows see different keys do not wait for each other at
-the end of a block. Blocks come longest first, and every other turn gives them to the programs in
-reverse order, so that none has the longest block of every turn.
-
+NOTE [Persistent kernels]
+A program of a persistent kernel computes several blocks, one after the other. While the last warp
+group is busy with one block, the loading warp and the other warp groups are in the next: nothing
+waits for a program to start or for queries to arrive, and warp groups whose rows see different
+keys do not wait for each other at the end of a block. Blocks are ordered from the longest to the
+shortest, and every second step assigns them to the programs in reverse order, so that no program
+gets the longest block of every step.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class Window(NamedTuple):
 
 
 class Work(NamedTuple):
-    """All blocks of a launch, and who computes them."""
+    """All blocks of a launch, and the program that runs."""
 
     program: Any
     num_programs: Any
@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of rows, and the tiles of keys it meets."""
+    """A block of rows, and the tiles of keys that its rows see."""
 
     b: Any
     h: Any
@@ -55,19 +55,22 @@ class Block(NamedTuple):
 
 @gluon.jit
 def tile_of_step(step_of_program, work):
-    """What the program computes in a turn; beyond the last one nothing. NOTE [Turns]"""
+    """Returns the number of the program's block in a step: NOTE [Persistent kernels]."""
     place = gl.where(step_of_program % 2 == 0, work.program, work.num_programs - 1 - work.program)
     return step_of_program * work.num_programs + place
 
 
 @gluon.jit
 def num_steps_of_program(work):
+    """Counts the blocks that a program computes, one a step."""
     return (work.num_works + work.num_programs - 1) // work.num_programs
 
 
 @gluon.jit
 def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: gl.constexpr):
-    """As rows.tile_coordinates, of an index below num_blocks * num_heads: block, batch, head."""
+    """Like row_state.tile_coordinates, for a number below num_blocks * num_heads: block,
+    head.
+    """
     if INTERLEAVED:
         first = number // (num_blocks * at_once) * at_once
         num_heads = gl.minimum(num_heads - first, at_once)
@@ -79,7 +82,7 @@ def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: gl.constexp
 
 @gluon.jit
 def block_at(number, work, masks, blocks, GROUPS: gl.constexpr, CONFIG: gl.constexpr):
-    """The block with this number."""
+    """Returns the block with this number."""
     position, bh = place_among(
         number, work.num_blocks, work.num_heads * work.batch, SWIZZLE_HEADS, CONFIG.HAS_RIGHT
     )
@@ -103,7 +106,7 @@ def block_at(number, work, masks, blocks, GROUPS: gl.constexpr, CONFIG: gl.const
 
 @gluon.jit
 def pair_at(block, i, CONFIG: gl.constexpr):
-    """Which pair of tiles of the keys is pair i of a block."""
+    """Returns the index along the keys of a block's i-th pair of tiles."""
     if CONFIG.HAS_MASK:
         return gl.load(block.list + 1 + i) // 2
     else:
@@ -112,10 +115,10 @@ def pair_at(block, i, CONFIG: gl.constexpr):
 
 @gluon.jit
 def tiles_seen(block, first_row, CONFIG: gl.constexpr):
-    """Of the rows of a warp group, counted from the block's last tile: NOTE [Tiles of rows].
+    """Finds the tiles that a warp group's rows see: NOTE [Tiles of rows] in tiles.py.
 
-    The first tile that one of them sees, the first and the end of those in pairs that all see
-    whole, and the end of all.
+    Returns, counted from the block's last tile: the first tile that any of the rows sees, the
+    first and the end of the pairs that all of them see whole, and the end of all.
     """
     last = 2 * block.stop_pair
     first_key, left, right, stop_key = keys_of_rows(
@@ -140,7 +143,7 @@ def tiles_seen(block, first_row, CONFIG: gl.constexpr):
 
 @gluon.jit
 def sees_keys(block, rows, CONFIG: gl.constexpr):
-    """Which rows see any key at all."""
+    """Marks the rows that see any key at all."""
     first = rows * 0
     last = rows * 0 + block.seq.num_valid - 1
     if CONFIG.HAS_LEFT:

@@ -1,26 +1,21 @@
-"""What a warp group of the Hopper forward does with the tiles of keys that its rows see.
+"""Reduces tiles of keys in one warp group of the persistent Hopper forward.
 
 NOTE [Tiles of rows]
-Slots hold pairs of tiles, which all warp groups of a block read. The tiles that some row of a warp
-group sees begin and end anywhere in a pair: it passes by pairs without any. Pairs that every row
-sees whole are the main loop; the tiles before and after them are masked, one at a time.
+Pipeline stages hold pairs of tiles, which all warp groups of a block read. The tiles that some row
+of a warp group sees begin and end anywhere in a pair. A warp group skips pairs without any. The
+main loop takes the pairs that every row sees whole; the tiles before and after them are masked,
+one at a time.
 
 NOTE [Code]
 Every warp group has code of its own, and the caches of instructions hold 128 KB, 8192 of them: a
 block of few tiles takes twice as long where they do not fit. So there is one loop for masked
 tiles, which runs before the main loop and again after it, and no running maxima.
 
-NOTE [Fixed bases]
+NOTE [Row max of the first tile]
 Sums are relative to the largest scores of the first tile: no maxima, no rescaling, no exchange
-between threads. A row may not even see the key that gave its base; what counts is its sum. With x
-the score less the base, a sum of 2^x over at most 2^23 keys is as good as one relative to the true
-maximum if it is from 2^-80 to 2^100: no term overflowed, nor does the sum times its logarithm, and
-what terms below 2^-126 lose is less than 2^23 2^-126 in all, 2^-23 of the sum. The moment, a sum
-of 2^x times a difference d of scores, then loses at most 2^-23 max|d|, as much as rounding d
-itself does, and is good if it is not above 2^100 either. A row that fails gets NaN for its value,
-and the launch that follows (`attention_forward.recompute_kernel`) computes blocks with such
-rows again, and no others. Rows that see no key are known from their number, or from the bits of a
-mask.
+between threads. A row may not even see the key of that score; NOTE [Frozen row max] in forward.py
+says which sums are exact enough all the same, and the others are recomputed. Rows that see no key
+are known from their number, or from the bits of a mask.
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
@@ -60,7 +55,7 @@ FAR = gl.constexpr(-1.0e30)  # what a key that a row does not see has for a scor
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of pairs of key tiles, barriers."""
+    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -68,12 +63,12 @@ class Tiles(NamedTuple):
     weight_k: Any
     q_full: Any  # by warp group
     q_empty: Any
-    full: Any  # by slot, for both sides
+    full: Any  # by stage, for both sides
     empty: Any
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to fixed bases: sums of 2^x of both sides, moment, lowest scores."""
+    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores."""
 
     other: Any
     weight: Any
@@ -85,11 +80,11 @@ class Sums(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a warp group reads and counts: its queries, its block, its rows, pairs before."""
+    """The state of a warp group: its queries, its block, its rows, and the pairs it has read."""
 
     oq: Any
     wq: Any
-    block: Any  # work.Block
+    block: Any  # tile_scheduler.Block
     rows: Any
     used: Any  # pairs of the program's blocks before
     end: Any  # after the last tile that its rows see
@@ -105,22 +100,22 @@ def start_at(q, keys, place, t, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def wait_for(tiles, i, more, SLOTS: gl.constexpr):
-    """Wait until pair i is in its slot; `more` is false past the end.
+    """Wait until pair i is in its stage; `more` is false past the end.
 
-    Past the end matmuls read whatever the slot holds, and nobody reads the result.
+    Past the end matmuls read whatever the stage holds, and nobody reads the result.
     """
     mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
 
 @gluon.jit
 def release(tiles, i, SLOTS: gl.constexpr):
-    """This warp group has read both sides of pair i."""
+    """Releases the stage of pair i: this warp group has read both sides."""
     mbarrier.arrive(tiles.empty.index(stage_of(i, SLOTS)), count=1)
 
 
 @gluon.jit
 def skip_stages(tiles, start, stop, SLOTS: gl.constexpr):
-    """Pairs that none of the warp group's rows sees."""
+    """Waits for and releases the stages of pairs that none of the warp group's rows sees."""
     for i in range(start, stop):
         wait_for(tiles, i, True, SLOTS)
         release(tiles, i, SLOTS)
@@ -142,7 +137,7 @@ def start_following(tiles, place, t, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def keys_of_tile(block, t, zero):
-    """The keys of tile t, along the columns of an accumulator."""
+    """Returns the keys of tile t, along the columns of an accumulator."""
     BLOCK_N: gl.constexpr = zero.shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     first = (2 * block.stop_pair - 1 - t) * BLOCK_N
@@ -151,7 +146,7 @@ def keys_of_tile(block, t, zero):
 
 @gluon.jit
 def seen(place, t, like, CONFIG: gl.constexpr):
-    """Which rows see which keys of tile t."""
+    """Marks which rows see which keys of tile t."""
     block = place.block
     keys = keys_of_tile(block, t, like)
     return in_window(
@@ -162,7 +157,7 @@ def seen(place, t, like, CONFIG: gl.constexpr):
 
 @gluon.jit
 def masked(x, t, place, bits, is_full, CONFIG: gl.constexpr):
-    """x of tile t where rows see keys, FAR elsewhere."""
+    """Returns x of tile t where rows see keys, FAR elsewhere."""
     if CONFIG.HAS_MASK:
         if not is_full:
             x = where_admitted(bits, x, FAR)
@@ -177,7 +172,9 @@ def step(
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The sums with a half of pair i, whose products of `other` are o, and those of the next."""
+    """Returns the sums with a half of pair i, whose products of `other` are o, and those of the
+    next.
+    """
     w = start_half(place.wq, tiles.weight_k, i, HALF, zero, SLOTS)
     o = o * place.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
@@ -235,7 +232,7 @@ def masked_step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     CONFIG: gl.constexpr, bits=0, is_full=True,
 ):  # fmt: skip
-    """The sums with tile t, whose products of `other` are o, and those of the next.
+    """Returns the sums with tile t, whose products of `other` are o, and those of the next.
 
     With a mask tensor, `bits` are its bits of the tile, and nothing else masks it.
     """
@@ -265,7 +262,7 @@ def masked_step(
 
 @gluon.jit
 def with_sums(sums, rows, WEIGHT_IS_TEACHER: gl.constexpr):
-    """The state of rows with these sums."""
+    """Returns the state of rows with these sums."""
     layout: gl.constexpr = rows.type.layout
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), layout)
@@ -282,7 +279,7 @@ def with_sums(sums, rows, WEIGHT_IS_TEACHER: gl.constexpr):
 
 @gluon.jit
 def without_doubtful(state, some):
-    """The state, with NaN for a sum of rows where those relative to a fixed base may be wrong.
+    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be wrong.
 
     Rows without `some` key have none of anything.
     """
@@ -300,7 +297,7 @@ def without_doubtful(state, some):
 
 @gluon.jit
 def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """rows.empty_state in a layout."""
+    """Returns row_state.empty_state in a layout."""
     low = gl.full([BLOCK_M], LOW, gl.float32, layout=layout)
     zero = gl.full([BLOCK_M], 0.0, gl.float32, layout=layout)
     return State(low, zero, low, zero, zero, zero, -low, -low, zero)
@@ -308,7 +305,9 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def start_sums(o, w, keys, other_scale, weight_scale, zero):
-    """Empty sums relative to the largest of the first scores; `keys` are those that there are."""
+    """Returns empty sums relative to the largest of the first scores; `keys` are those that there
+    are.
+    """
     none = lane_sum(zero)
     base_o = gl.max(gl.where(keys, o * other_scale, -float("inf")), 1)
     base_w = gl.max(gl.where(keys, w * weight_scale, -float("inf")), 1)
@@ -321,7 +320,10 @@ def reduce_tiles(
     WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The state after every tile that some row of the warp group sees: NOTE [Tiles of rows]."""
+    """Returns the state after every tile that some row of the warp group sees.
+
+    NOTE [Tiles of rows].
+    """
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
     C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR
@@ -355,7 +357,7 @@ def reduce_tiles(
 
 @gluon.jit
 def products_of(t, tiles, place, zero, SLOTS: gl.constexpr):
-    """The products of tile t of both sides."""
+    """Returns the products of tile t of both sides."""
     wait_for(tiles, place.used + t // 2, True, SLOTS)
     o = start_at(place.oq, tiles.other_k, place, t, zero, SLOTS)
     w = start_at(place.wq, tiles.weight_k, place, t, zero, SLOTS)
@@ -371,7 +373,7 @@ def release_after(t, tiles, place, SLOTS: gl.constexpr):
 
 @gluon.jit
 def masked_row_sums(sums, o, w, t, place, CONFIG: gl.constexpr):
-    """The sums of 2^x with tile t, whose products are o and w."""
+    """Returns the sums of 2^x with tile t, whose products are o and w."""
     o = masked(o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, 0, True, CONFIG)
     w = masked(w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, 0, True, CONFIG)
     return with_row_sums(sums, sums.other + lane_sum(exp2(o)), sums.weight + lane_sum(exp2(w)))
@@ -379,7 +381,7 @@ def masked_row_sums(sums, o, w, t, place, CONFIG: gl.constexpr):
 
 @gluon.jit
 def with_row_sums(sums, other, weight):
-    """The sums with others of 2^x."""
+    """Returns the sums with others of 2^x."""
     return Sums(
         other, weight, sums.moment, sums.low_o, sums.low_w, sums.base_o, sums.base_w
     )  # fmt: skip
@@ -387,7 +389,9 @@ def with_row_sums(sums, other, weight):
 
 @gluon.jit
 def row_sums_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
-    """The sums of 2^x with pair i, whose products of `other` are o, and those of the next."""
+    """Returns the sums of 2^x with pair i, whose products of `other` are o, and those of the
+    next.
+    """
     w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
     o = o * place.other_scale - column_of(sums.base_o, zeros)
     sum_o = before_wait(add(sums.other, lane_sum(exp2(o))))
@@ -420,7 +424,7 @@ def reduce_row_sums(
     tiles, place, begin, whole, edge, zero,
     WEIGHT_IS_TEACHER: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """As reduce_tiles, of the masses alone: NOTE [Pairs at once] in warp_groups.py."""
+    """Reduces all tiles to row sums alone: NOTE [Pairs at once] in warp_groups.py."""
     block, end = place.block, place.end
     zeros = zero_of_pair(zero)
     o, w = products_of(begin, tiles, place, zero, SLOTS)
@@ -452,7 +456,7 @@ def reduce_listed(
     WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The state after the pairs of a mask's list: NOTE [Blocks of a mask]."""
+    """Returns the state after the pairs of a mask's list: NOTE [Blocks of a mask]."""
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
     C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
     CLAMP_T: gl.constexpr = CONFIG.GUARDED and -float("inf") < CONFIG.T_FLOOR

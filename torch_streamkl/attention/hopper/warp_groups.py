@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: wgmma, sums per thread, and the order of both.
+"""Provides what the Hopper kernels share: wgmma, sums per thread, and pipeline stages.
 
 NOTE [Matmuls under arithmetic]
 A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel
@@ -15,11 +15,12 @@ for it: while one warp group waits for its products, the others reduce theirs. S
 forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait at the
 same time (launch.multiplies_pairs); elsewhere one pass is faster with halves of pairs.
 
-NOTE [Slots]
-Tile i (in the forward: pair of tiles i) is in slot i % SLOTS of shared memory and
-is the (i // SLOTS)-th user of its slot, whose barriers complete one phase a user. A slot is loaded
-again when every warp group has released it. The descriptors of a slot should depend on the
-iteration of a loop: those that do not are computed before the loop, and may be spilled.
+NOTE [Pipeline stages]
+Tile i (in the forward: pair of tiles i) is in stage i % SLOTS of shared memory (`stage_of`), and
+is the (i // SLOTS)-th user of its stage, whose barriers complete one phase a user (`phase_of`). A
+stage is loaded again when every warp group has released it. The descriptors of a stage should
+depend on the iteration of a loop: those that do not are computed before the loop, and may be
+spilled.
 """
 
 from triton.experimental import gluon
@@ -60,7 +61,7 @@ PINNED_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))
 
 @gluon.jit
 def exp2(x):
-    """2^x in one instruction; results below 2^-126 are 0."""
+    """Computes 2^x in one instruction; results below 2^-126 are 0."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -80,7 +81,7 @@ WAIT_ONE, WAIT_TWO, WAIT_THREE = (gl.constexpr(_before_wait(2 * n)) for n in (1,
 
 @gluon.jit
 def log2(x):
-    """log2 of a positive number in one instruction, off by 2^-22 of itself."""
+    """Computes log2 of a positive number in one instruction, off by 2^-22 of itself."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -88,7 +89,7 @@ def log2(x):
 
 @gluon.jit
 def reciprocal(x):
-    """1 / x of a number that is neither tiny nor huge, in one instruction."""
+    """Computes 1 / x of a number that is neither tiny nor huge, in one instruction."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -96,7 +97,7 @@ def reciprocal(x):
 
 @gluon.jit
 def before_wait(a):
-    """a, computed by this point of the program: a pause that no number asks for reads it."""
+    """Returns a, computed by this point of the program: an empty instruction reads it here."""
     return gl.inline_asm_elementwise(
         WAIT_ONE, "=f,=f,f,f", [a], dtype=gl.float32, is_pure=False, pack=2
     )
@@ -104,7 +105,7 @@ def before_wait(a):
 
 @gluon.jit
 def before_wait_pair(a, b):
-    """As before_wait, for two."""
+    """Applies before_wait to two values."""
     return gl.inline_asm_elementwise(
         WAIT_TWO, "=f,=f,=f,=f,f,f,f,f", [a, b],
         dtype=(gl.float32, gl.float32), is_pure=False, pack=2,
@@ -113,7 +114,7 @@ def before_wait_pair(a, b):
 
 @gluon.jit
 def before_wait_three(a, b, c):
-    """As before_wait, for three."""
+    """Applies before_wait to three values."""
     return gl.inline_asm_elementwise(
         WAIT_THREE, "=f,=f,=f,=f,=f,=f,f,f,f,f,f,f", [a, b, c],
         dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=2,
@@ -122,13 +123,17 @@ def before_wait_three(a, b, c):
 
 @gluon.jit
 def pinned(x):
-    """x [64, 64], computed by this point of the program: as before_wait, for a whole tile."""
+    """Returns x [64, 64], computed by this point of the program: as before_wait, for a whole
+    tile.
+    """
     return gl.inline_asm_elementwise(PINNED, PINNED_OPERANDS, [x], gl.float32, False, 32)
 
 
 @gluon.jit
 def anew(i):
-    """i, of which compilers know nothing: what depends on it is not computed before a loop."""
+    """Returns i as a value that compilers know nothing of: what depends on it stays inside a
+    loop.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -136,32 +141,34 @@ def anew(i):
 
 @gluon.jit
 def by_lane(x):
-    """[M, N] accumulator -> [M, LANES, N / LANES]: the columns that each thread has."""
+    """Reshapes an [M, N] accumulator to [M, LANES, N / LANES]: the columns that each
+    thread has.
+    """
     y = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES, 2]), (0, 2, 1, 3))
     return gl.reshape(y, [x.shape[0], LANES, x.shape[1] // 4])
 
 
 @gluon.jit
 def lane_sum(x):
-    """[M, N] accumulator -> [M, LANES]: each thread sums its columns, no shuffles."""
+    """Sums an [M, N] accumulator to [M, LANES]: each thread sums its columns, no shuffles."""
     return gl.sum(by_lane(x), 2)
 
 
 @gluon.jit
 def add(x, y):
-    """x + y in the layout of x: threads have the same columns of a tile and of a pair."""
+    """Adds x and y in the layout of x: threads have the same columns of a tile and of a pair."""
     return x + gl.convert_layout(y, x.type.layout)
 
 
 @gluon.jit
 def column_of(x, products):
-    """[rows] -> a column next to products of a tile or pair."""
+    """Converts [rows] to a column that broadcasts to products of a tile or pair."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, products.type.layout)), 1)
 
 
 @gluon.jit
 def zero_of_pair(zero):
-    """From a tile's products of zeros those of a pair."""
+    """Makes a pair's products of zeros from a tile's."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 2 * zero.shape[1], 16]
     )
@@ -170,7 +177,7 @@ def zero_of_pair(zero):
 
 @gluon.jit
 def halves(x):
-    """Products [64, 128] of a pair -> of its two tiles."""
+    """Splits products [64, 128] of a pair into those of its two tiles."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, 64, 16]
     )
@@ -180,7 +187,9 @@ def halves(x):
 
 @gluon.jit
 def bits(x):
-    """float32 as unsigned integers: of negative numbers the lowest has the largest."""
+    """Reinterprets float32 as unsigned integers: of negative numbers the lowest has the
+    largest.
+    """
     return x.to(gl.uint32, bitcast=True)
 
 
@@ -202,7 +211,7 @@ LOWEST_OPERANDS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 64))
 
 @gluon.jit
 def per_column(x, like):
-    """[64, LANES] -> an accumulator whose columns have their thread's number."""
+    """Converts [64, LANES] to an accumulator whose columns have their thread's number."""
     zeros = gl.zeros_like(by_lane(like))
     x = gl.convert_layout(x, gl.SliceLayout(2, zeros.type.layout))
     x = gl.expand_dims(x, 2) + zeros
@@ -212,7 +221,9 @@ def per_column(x, like):
 
 @gluon.jit
 def of_first_column(x, like):
-    """An accumulator -> [64, LANES], in the layout of `like`: each thread's first columns."""
+    """Returns an accumulator -> [64, LANES], in the layout of `like`: each thread's first
+    columns.
+    """
     x = by_lane(x)
     x, _ = gl.split(gl.reshape(x, [64, LANES, 8, 2]))
     x, _ = gl.split(gl.reshape(x, [64, LANES, 4, 2]))
@@ -223,7 +234,8 @@ def of_first_column(x, like):
 
 @gluon.jit
 def lane_lowest(low, x):
-    """As lane_sum, the lowest of `low` and a thread's columns; if none is below 0, one of them.
+    """Reduces as lane_sum does, to the lowest of `low` and a thread's columns; if none is below 0,
+    to one of them.
 
     Two maxima of unsigned integers are one instruction; two minima of floats are two.
     """
@@ -255,7 +267,7 @@ SIGNED_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 96))
 
 @gluon.jit
 def lane_signed_sum(before, d, x):
-    """`before` and, of a thread's columns, the sum of sign(d) x: as lane_sum, sign(0) is 0."""
+    """Adds to `before` the sum of sign(d) x over a thread's columns: as lane_sum, sign(0) is 0."""
     if x.shape[1] == 128:
         d, d_1 = halves(d)
         x, x_1 = halves(x)
@@ -268,7 +280,7 @@ def lane_signed_sum(before, d, x):
 
 @gluon.jit
 def stage_of(i, SLOTS: gl.constexpr):
-    """Where tile (or pair) i is (NOTE [Slots])."""
+    """Returns the pipeline stage of tile (or pair) i (NOTE [Pipeline stages])."""
     if SLOTS & (SLOTS - 1) == 0:
         return i & (SLOTS - 1)
     else:
@@ -277,13 +289,13 @@ def stage_of(i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def phase_of(i, SLOTS: gl.constexpr):
-    """The phase of the barriers of stage_of(i) that completes for i."""
+    """Returns the phase of the barriers of stage_of(i) that completes for i."""
     return (i // SLOTS) & 1
 
 
 @gluon.jit
 def without_offset(seq):
-    """The sequence, for a window whose bounds have the offset in them."""
+    """Returns the sequence, for a window whose bounds have the offset in them."""
     return Sequence(
         seq.start_q, seq.start_k, seq.num_rows, seq.num_keys, seq.num_valid, 0, seq.mask_offset
     )
@@ -291,7 +303,7 @@ def without_offset(seq):
 
 @gluon.jit
 def flat(tile):
-    """[1, 1, rows, head_dim] of shared memory -> [rows, head_dim]."""
+    """Views [1, 1, rows, head_dim] of shared memory as [rows, head_dim]."""
     return tile.reshape([tile.shape[2], tile.shape[3]])
 
 
@@ -305,7 +317,7 @@ def start_scores(a, tile, zero):
 def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
     """Issue q @ the first keys of pair i (half 0), or the last (1).
 
-    Where a slot holds both as one tile, by 64 columns of the queries.
+    Where a stage holds both as one tile, by 64 columns of the queries.
     """
     if keys.shape[3] == 64:
         return start_scores(q, keys.index(2 * stage_of(i, SLOTS) + half), zero)
@@ -346,7 +358,9 @@ def start_pair(q, keys, i, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def slots_of_pairs(x, D: gl.constexpr, SLOTS: gl.constexpr):
-    """Shared memory for SLOTS pairs of tiles of a descriptor's rows: one tile each, or two."""
+    """Returns shared memory for SLOTS pairs of tiles of a descriptor's rows: one tile each, or
+    two.
+    """
     ROWS: gl.constexpr = x.block_type.shape[2]
     return gl.allocate_shared_memory(
         x.dtype, [SLOTS * 128 // ROWS, 1, 1, ROWS, D], x.layout

@@ -1,8 +1,8 @@
-"""The forward on Hopper for head_dims above 128: slots of single tiles, two warp groups.
+"""Implements the Hopper forward for head_dims above 128: stages of single tiles, two warp groups.
 
-The schedule is that of forward.py (its NOTEs on fixed bases and clamps hold here), but shared
-memory has no room for pairs of tiles. A slot holds one tile of one side, and those of both sides
-are interleaved: a warp group has one matmul in flight, which needs one tile.
+The schedule is that of forward.py (its NOTEs on the frozen row max and on clamps hold here), but
+shared memory has no room for pairs of tiles. A stage holds one tile of one side, and stages of the
+two sides alternate: a warp group has one matmul in flight, which needs one tile.
 """
 
 from typing import Any, NamedTuple
@@ -43,13 +43,13 @@ GROUPS = gl.constexpr(2)  # warp groups: more of their queries do not fit
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, slots of key tiles, barriers."""
+    """Shared memory: queries of each warp group, stages of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
     keys: Any  # of either side: tile i of `other` is load 2 i, that of `weight` load 2 i + 1
     q_bar: Any
-    full: Any  # by slot
+    full: Any  # by stage
     empty: Any
 
 
@@ -69,6 +69,8 @@ class Block(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """Holds pointers to values and statistics."""
+
     value: Any
     s_stats: Any
     t_stats: Any
@@ -77,13 +79,13 @@ class Outputs(NamedTuple):
 
 @gluon.jit
 def wait_for(tiles, load, more, SLOTS: gl.constexpr):
-    """Wait until a load is in its slot; `more` is false past the end, where nobody reads it."""
+    """Wait until a load is in its stage; `more` is false past the end, where nobody reads it."""
     mbarrier.wait(tiles.full.index(load % SLOTS), load // SLOTS & 1, pred=more)
 
 
 @gluon.jit
 def release(tiles, load, SLOTS: gl.constexpr):
-    """This warp group has read the tile."""
+    """Releases the stage of a tile that this warp group has read."""
     mbarrier.arrive(tiles.empty.index(load % SLOTS), count=1)
 
 
@@ -92,7 +94,7 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, block, other_h, weight_h,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: queries once, then every tile into the slot that is empty."""
+    """Runs the loading warp: queries once, then every tile into an empty stage."""
     mbarrier.expect(tiles.q_bar, GROUPS * (other_q.block_type.nbytes + weight_q.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         row = block.seq.start_q + block.m0 + group * CONFIG.BLOCK_M
@@ -118,7 +120,7 @@ def update_tiles(
     WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Running state after the tiles from start to stop, masked element by element."""
+    """Returns the running state after the tiles from start to stop, masked element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     masks, seq = block.masks, block.seq
@@ -187,7 +189,9 @@ def sum_tiles(
 
 @gluon.jit
 def tiles_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Tiles from start to stop, but never the first: the warp group's rows see them whole."""
+    """Returns tiles from start to stop, but never the first: the warp group's rows see them
+    whole.
+    """
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False,
@@ -205,7 +209,7 @@ def reduce_rows(
     tiles, block, outputs, GROUP: gl.constexpr, WEIGHT_IS_TEACHER: gl.constexpr,
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: values and statistics of its rows."""
+    """Runs one warp group: values and statistics of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     C_WEIGHT: gl.constexpr = COEFFICIENTS.TT if WEIGHT_IS_TEACHER else COEFFICIENTS.SS
     C_OTHER: gl.constexpr = COEFFICIENTS.TS if WEIGHT_IS_TEACHER else COEFFICIENTS.ST
@@ -267,7 +271,7 @@ def wide_forward_kernel(
     WEIGHT_IS_TEACHER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr,
     COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head; tiles of both sides have HEAD_DIM columns."""
+    """Computes a block of rows of one head; tiles of both sides have HEAD_DIM columns."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     position, bh = tile_coordinates(gl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)

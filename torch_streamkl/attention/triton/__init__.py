@@ -1,1 +1,1 @@
-"""The portable Triton kernels of `attention_kl`, their launchers; imported when needed."""
+"""Holds the portable Triton kernels of `attention_kl` and their launchers."""

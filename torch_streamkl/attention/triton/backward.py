@@ -1,4 +1,6 @@
-"""The portable backward: dQ by blocks of rows, dK by blocks of keys, both recompute scores.
+"""Implements the portable backward: dQ by blocks of rows, dK by blocks of keys.
+
+Both recompute scores.
 
 Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
 the bits are the same on every run. Where heads have so few keys that one program keeps dK of all
@@ -37,7 +39,7 @@ def gradient_tile(
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
     KEYS: tl.constexpr = True,
 ):  # fmt: skip
-    """d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale.
+    """Returns d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale.
 
     Without ``KEYS`` it is anything at keys that a mask of keys removes.
     """
@@ -80,7 +82,7 @@ def gradient_tile(
 def load_statistics(
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr
 ):
-    """lse_t, lse_s, key sum of the wanted side and incoming gradient of a block of rows.
+    """Returns lse_t, lse_s, delta of the wanted side and incoming gradient of a block of rows.
 
     Rows that do not count get probabilities of 0: their own gradients may be infinite.
     """
@@ -129,7 +131,7 @@ def dq_kernel(
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows over a share of the keys (all of them with one split)."""
+    """Computes dQ of a block of rows over a share of the keys (all of them with one split)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
@@ -214,7 +216,7 @@ def dk_over(
 
 @triton.jit
 def with_rows(acc, d, grad, q, CONFIG: tl.constexpr):
-    """dK with what a tile of rows adds to it."""
+    """Returns dK with what a tile of rows adds to it."""
     weighted = tl.trans((d * grad[:, None]).to(q.dtype))
     return tl.dot(weighted, q, acc, input_precision=CONFIG.PRECISION)
 
@@ -241,7 +243,9 @@ def dk_kernel(
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys of one key head: the sum over (a share of) its query heads."""
+    """Computes dK of a block of keys of one key head: the sum over (a share of) its query
+    heads.
+    """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
@@ -313,7 +317,7 @@ def dq_dk_over(
     STUDENT: tl.constexpr, TILES: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dK with what the row tiles in [start, stop) add to it; their dQ is written."""
+    """Returns dK with what the row tiles in [start, stop) add to it; their dQ is written."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
@@ -353,7 +357,8 @@ def dq_dk_kernel(
     STUDENT: tl.constexpr, TILES: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dK of a key head whose keys are so many TILES, and dQ of (a share of) its query heads.
+    """Computes dK of a key head whose keys are so many TILES, and dQ of (a share of) its query
+    heads.
 
     Scores are computed once for both. All tiles are masked by elements: they are few, and a loop
     over those without a mask next to the others costs registers.

@@ -1,4 +1,4 @@
-"""The portable forward: one program a block of query rows, streaming tiles of keys.
+"""Implements the portable forward: each program streams tiles of keys past a block of query rows.
 
 `forward_kernel` does everything for its rows. Where query rows are too few to fill the GPU the
 keys are
@@ -46,7 +46,9 @@ def score_tile(
     MASKED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Teacher and student scores [BLOCK_M, BLOCK_N] in log2 units, and which keys take part."""
+    """Returns teacher and student scores [BLOCK_M, BLOCK_N] in log2 units, and which keys take
+    part.
+    """
     offs_n = n0 + tl.arange(0, CONFIG.BLOCK_N)
     ks = student_tile(
         rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
@@ -71,7 +73,9 @@ def score_tile(
 
 @triton.jit
 def load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG: tl.constexpr):
-    """The block of rows that starts at m0: queries of both sides and all that no key changes."""
+    """Returns the block of rows that starts at m0: queries of both sides and all that no key
+    changes.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
     t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
@@ -86,7 +90,7 @@ def state_over(
     state, start, stop, rows, student, teacher, masks, seq, inv_temperature,
     MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Row state after the tiles in [start, stop)."""
+    """Returns the row state after the tiles in [start, stop)."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     for n0 in tl.range(start, stop, BLOCK_N):
         t, s, allowed = score_tile(
@@ -110,7 +114,9 @@ def state_between(
     COEFFICIENTS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Row state over the keys in [lo, hi), masks applied only to the tiles that need them."""
+    """Returns the row state over the keys in [lo, hi), masks applied only to the tiles that need
+    them.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     first, left, right, stop = key_range(masks, seq, m0, CONFIG)
     state = empty_state(BLOCK_M)
@@ -135,7 +141,7 @@ def sums_between(
     lo, hi, m0, lse_t, lse_s, rows, student, teacher, masks, seq, inv_temperature,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """The second pass: f, h and g summed over the keys in [lo, hi)."""
+    """Runs the second pass: f, h and g summed over the keys in [lo, hi)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     first, _, _, stop = key_range(masks, seq, m0, CONFIG)
@@ -157,12 +163,13 @@ def sums_between(
 
 @triton.jit
 def deltas(log_t, log_s, POINTWISE_FN: tl.constexpr):
-    """f, h and g of every key from its log2-probabilities."""
+    """Returns f, h and g of every key from its log2-probabilities."""
     return POINTWISE_FN(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
 
 
 @triton.jit
 def finite_lse(lse):
+    """Replaces -inf by 0."""
     # a row without keys has -inf: its tiles hold nothing, and 0 keeps their arithmetic defined
     return tl.where(lse == -float("inf"), 0.0, lse)
 
@@ -171,7 +178,7 @@ def finite_lse(lse):
 def with_masked_sums(
     sums, lse_t, lse_s, num_keys, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """The second pass over the keys that are not allowed: they all look the same."""
+    """Adds to the second pass the keys that are not allowed: they all look the same."""
     log_t = masked_fill_value(sums.count, fill, CONFIG.T_SINK) - lse_t
     log_s = masked_fill_value(sums.count, fill, CONFIG.S_SINK) - lse_s
     f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, POINTWISE_FN)
@@ -180,7 +187,7 @@ def with_masked_sums(
 
 @triton.jit
 def sums_of_equal_keys(log_t, log_s, count, POINTWISE_FN: tl.constexpr):
-    """f, h and g summed over ``count`` keys of each row with these log2-probabilities."""
+    """Returns f, h and g summed over ``count`` keys of each row with these log2-probabilities."""
     f, h, g = deltas(log_t, log_s, POINTWISE_FN)
     some = count > 0.0
     return (
@@ -191,7 +198,7 @@ def sums_of_equal_keys(log_t, log_s, count, POINTWISE_FN: tl.constexpr):
 
 @triton.jit
 def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
-    """Rows with a probability below a clamp, where the closed form does not hold."""
+    """Returns rows with a probability below a clamp, where the closed form does not hold."""
     above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
     above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
     empty = (state.l_t == 0.0) & (state.l_s == 0.0)
@@ -200,14 +207,14 @@ def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
 
 @triton.jit
 def clamps_reached(state, lse_t, lse_s, inside, CONFIG: tl.constexpr):
-    """Whether a row inside has a probability below a clamp."""
+    """Returns whether a row inside has a probability below a clamp."""
     reached = inside & below_clamps(state, lse_t, lse_s, CONFIG)
     return tl.max(reached.to(tl.int32), 0) > 0
 
 
 @triton.jit
 def row_offset(bh, h, seq, masks):
-    """Where the program's rows start in a [batch, num_heads, seqlen_q] tensor."""
+    """Returns where the program's rows start in a [batch, num_heads, seqlen_q] tensor."""
     if masks.cu_seqlens_q is not None:
         return h.to(tl.int64) * masks.seqlen_q + seq.start_q
     else:
@@ -242,7 +249,7 @@ def forward_kernel(
     num_blocks, num_heads, inv_temperature, fill,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Values and statistics of a block of rows."""
+    """Computes values and statistics of a block of rows."""
     block, bh = tile_coordinates(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block  # causal rows grow: the longest first
@@ -259,7 +266,7 @@ def recompute_kernel(
     EACH: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value.
+    """Runs `forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value.
 
     A program looks at EACH blocks at once: most have none, and two programs fit a multiprocessor.
     """
@@ -292,6 +299,7 @@ def forward_block(
     num_heads, inv_temperature, fill,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
+    """Computes values and statistics of one block of query rows."""
     b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
@@ -359,7 +367,7 @@ def state_kernel(
     num_blocks, num_heads, keys_per_split, inv_temperature,
     COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """State of one share of the keys, written as nine fields of state_ptr."""
+    """Computes the state of one split of the keys, written as nine fields of state_ptr."""
     pid = tl.program_id(0)
     split = tl.program_id(1)
     bh = pid // num_blocks
@@ -402,7 +410,7 @@ def store_state(ptr, field_stride, state, inside):
 
 @triton.jit
 def load_state(ptr, field_stride, inside):
-    """What store_state wrote."""
+    """Loads what store_state wrote."""
     return State(
         tl.load(ptr, mask=inside, other=0.0),
         tl.load(ptr + field_stride, mask=inside, other=0.0),
@@ -422,7 +430,9 @@ def merge_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, recompute_ptr,
     num_blocks, num_heads, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Unite the shares of a block of rows; recompute_ptr marks blocks that need a second pass."""
+    """Combines the splits of a block of rows; recompute_ptr marks blocks that need a second
+    pass.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     bh = pid // num_blocks
@@ -468,7 +478,9 @@ def sums_kernel(
     split_stride, num_blocks, num_heads, keys_per_split, inv_temperature,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Second pass over one share of the keys: f, h, g and the count as four fields of sums_ptr."""
+    """Runs the second pass over one split of the keys: f, h, g and the count as four fields of
+    sums_ptr.
+    """
     pid = tl.program_id(0)
     split = tl.program_id(1)
     if CONFIG.GUARDED:
@@ -501,7 +513,7 @@ def merge_sums_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     num_blocks, num_heads, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Add up the shares of the second pass."""
+    """Adds up the splits of the second pass."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     pid = tl.program_id(0)
     if CONFIG.GUARDED:

@@ -1,4 +1,4 @@
-"""Kernels for a teacher that is the mean over a group of heads (head_reduction="mean").
+"""Computes a teacher that is the mean over a group of heads (head_reduction="mean").
 
 The mean is over probabilities, so the log-sum-exps of all heads come first (`lse_kernel`).
 `mean_kernel` then writes the mean of some blocks of rows to memory, which every other kernel reads
@@ -32,6 +32,7 @@ SMALLEST_MEAN = tl.constexpr(2.0**-90)  # of a sum of probabilities: NOTE [Small
 
 @triton.jit
 def bind(side, masks, seq, b, head, inv_temperature, STUDENT: tl.constexpr, CONFIG: tl.constexpr):
+    """Moves a side's pointers to a query head."""
     if STUDENT:
         return bind_student(side, masks, seq, b, head, inv_temperature, CONFIG)
     else:
@@ -40,6 +41,7 @@ def bind(side, masks, seq, b, head, inv_temperature, STUDENT: tl.constexpr, CONF
 
 @triton.jit
 def query_tile(side, bound, seq, offs_m, STUDENT: tl.constexpr, CONFIG: tl.constexpr):
+    """Loads a tile of queries."""
     if STUDENT:
         return student_tile(bound.q, offs_m, seq.num_rows, side.q_m, side.q_d, True, CONFIG)
     else:
@@ -51,7 +53,7 @@ def scores_of(
     q, side, bound, seq, offs_m, offs_n, allowed, inv_temperature,
     STUDENT: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one head (-inf where not allowed), d(score)/d(dot), and the tile of k."""
+    """Returns scores of one head (-inf where not allowed), d(score)/d(dot), and the tile of k."""
     i = offs_m[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
@@ -71,7 +73,9 @@ def side_tile(
     side, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature,
     STUDENT: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one head (-inf where not allowed), d(score)/d(dot), and the tiles of q and k."""
+    """Returns scores of one head (-inf where not allowed), d(score)/d(dot), and the tiles of q and
+    k.
+    """
     bound = bind(side, masks, seq, b, head, inv_temperature, STUDENT, CONFIG)
     q = query_tile(side, bound, seq, offs_m, STUDENT, CONFIG)
     x, slope, k = scores_of(
@@ -82,6 +86,7 @@ def side_tile(
 
 @triton.jit
 def tile_mask(masks, seq, offs_m, offs_n, CONFIG: tl.constexpr):
+    """Marks the allowed pairs of a tile."""
     i = offs_m[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
@@ -90,7 +95,7 @@ def tile_mask(masks, seq, offs_m, offs_n, CONFIG: tl.constexpr):
 
 @triton.jit
 def load_lse(lse_ptr, masks, seq, b, head, num_heads, offs_m):
-    """Log-sum-exps of a block of rows of one head, 0 for a row without keys."""
+    """Returns log-sum-exps of a block of rows of one head, 0 for a row without keys."""
     row = row_offset(b * num_heads + head, head, seq, masks) + offs_m
     return finite_lse(tl.load(lse_ptr + row, mask=offs_m < seq.num_rows, other=0.0))
 
@@ -101,7 +106,9 @@ def lse_kernel(
     side, masks, stats_ptr, num_blocks, num_heads, ratio, inv_temperature, fill,
     STUDENT: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of a block of rows of one head; ``ratio`` heads share a student head's mask."""
+    """Computes the log-sum-exp of a block of rows of one head; ``ratio`` heads share a student
+    head's mask.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     HAS_SINK: tl.constexpr = CONFIG.S_SINK if STUDENT else CONFIG.T_SINK
@@ -155,6 +162,7 @@ def add_head(top, row_sum, x):
 
 @triton.jit
 def log_of_mean(top, row_sum, ratio):
+    """Returns log2 of a mean over ``ratio`` heads, -inf where their sum is 0."""
     none = row_sum == 0.0
     return tl.where(none, -float("inf"), top + tl.math.log2(tl.where(none, 1.0, row_sum) / ratio))
 
@@ -165,7 +173,8 @@ def mean_kernel(
     inv_temperature, small_ptr, rows_in_memory,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the mean over the teachers of a student head, one tile; -inf where not allowed.
+    """Computes log2 of the mean over the teachers of a student head, one tile; -inf where not
+    allowed.
 
     With small_ptr of tiles with a small sum only: NOTE [Small means] in hopper/head_mean.py.
     """
@@ -201,13 +210,14 @@ def mean_kernel(
 
 @triton.jit
 def mean_tile(mean, block, offs_n, CONFIG: tl.constexpr):
-    """Where a tile of the mean lies in memory, of the block-th block of rows there."""
+    """Returns where a tile of the mean lies in memory, of the block-th block of rows there."""
     row = tl.cast(block, tl.int64) * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
     return mean.ptr + row[:, None] * mean.stride + offs_n[None, :]
 
 
 @triton.jit
 def load_mean(mean, block, offs_n, allowed, CONFIG: tl.constexpr):
+    """Loads a tile of the mean, -inf where not allowed."""
     ptrs = mean_tile(mean, block, offs_n, CONFIG)
     return tl.load(ptrs, mask=allowed, other=-float("inf"))
 

@@ -1,4 +1,4 @@
-"""Gradients with a head-averaged teacher, from the mean in memory (head_mean.py)."""
+"""Computes gradients with a head-averaged teacher, from the mean in memory (head_mean.py)."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def gradient_tile(
     s_stats_ptr, t_stats_ptr, sum_ptr, inv_temperature,
     STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """d(value)/d(q.k) up to the scale, with the tiles of q and k that it belongs to.
+    """Returns d(value)/d(q.k) up to the scale, with the tiles of q and k that it belongs to.
 
     It is that of student head h, or of teacher head ``head`` of its group.
     """
@@ -68,7 +68,7 @@ def mean_dq_kernel(
     inv_temperature,
     STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows of one head of one side, from one share of the keys."""
+    """Computes dQ of a block of rows of one head of one side, from one share of the keys."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
@@ -114,7 +114,8 @@ def mean_dk_kernel(
     ratio, num_kv_heads, group, rows_of_split, inv_temperature,
     STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys of one key head, from one share of the rows of its query heads.
+    """Computes dK of a block of keys of one key head, from one share of the rows of its query
+    heads.
 
     Only rows whose mean is in memory count. What those before them gave is in dk_ptr.
     """

@@ -1,4 +1,4 @@
-"""Launchers of the kernels for a head-averaged teacher (head_mean.py)."""
+"""Launches the kernels for a head-averaged teacher (head_mean.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Launcher:
         self.blocks = self.mean_blocks * self.finer
 
     def log_sum_exps(self) -> None:
-        """Of all rows of both sides."""
+        """Computes the log-sum-exps of all rows of both sides."""
         problem, stats = self.problem, self.stats
         self._log_sum_exps(self.student, stats.student, 1, student=True)
         if problem.teacher_lse is None:
@@ -84,7 +84,9 @@ class Launcher:
         )  # fmt: skip
 
     def chunks(self) -> Iterator[Chunk]:
-        """Some blocks of rows after the others; the mean of one chunk replaces the last one's."""
+        """Yields some blocks of rows after the others; the mean of one chunk replaces the last
+        one's.
+        """
         stage, total = self.mean_stage, self.mean_stage.programs
         rows = self.mean_blocks * stage.launch.block_m
         mean = Mean(self.stats.student.new_empty((rows, self.keys)), self.keys)
@@ -94,13 +96,13 @@ class Launcher:
             yield Chunk(mean, first * self.finer, stop * self.finer)
 
     def write_mean(self, mean: Mean, first: int, stop: int) -> None:
-        """Of the blocks of the mean from first to stop."""
+        """Writes the blocks of the mean from first to stop."""
         self.run_mean(mean, first, stop - first, self.mean_stage.num_blocks)
 
     def run_mean(
         self, mean: Mean, first: int, blocks: int, num_blocks: int, small: Tensor | None = None
     ) -> None:
-        """Of blocks of the portable kernel, num_blocks in a sequence; all, or those of `small`."""
+        """Runs the portable kernel on num_blocks blocks a sequence: all, or those of `small`."""
         stage = self.plan.stage(self.problem, "mean")
         self.plan.run(
             "mean" if small is None else "some means",  # compiled apart
@@ -194,7 +196,7 @@ class Launcher:
         )  # fmt: skip
 
     def new_splits(self, student: bool, queries: bool) -> Tensor:
-        """Where dQ or dK of a side is written."""
+        """Allocates the splits to which dQ or dK of a side is written."""
         problem, stage = self.problem, self.stage
         side, own_ratio = self.own(student)
         if queries:
@@ -204,21 +206,21 @@ class Launcher:
         return new_splits(side.k, splits, adds=self.num_chunks > 1)
 
     def own(self, student: bool) -> tuple[Side, int]:
-        """A side, and its heads for each head of the student."""
+        """Returns a side, and its heads for each head of the student."""
         return (self.problem.student, 1) if student else (self.problem.teacher, self.ratio)
 
     def key_programs(self, side: Side) -> int:
         return self.stage.num_key_blocks * side.num_kv_heads * self.plan.num_sequences
 
     def keys_of(self, splits: int) -> int:
-        """Keys of one share."""
+        """Returns keys of one share."""
         return ceil_div(self.stage.num_key_blocks, splits) * self.stage.launch.block_n
 
 
 def forward(
     problem: AttentionProblem, kernels: type[Launcher] = Launcher
 ) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     value, stats = RowStatistics.allocate(problem)
     launcher = kernels(problem, stats)
     launcher.log_sum_exps()
@@ -248,7 +250,7 @@ def backward(
     needs_grad: NeedsGrad,
     kernels: type[Launcher] = Launcher,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order."""
+    """Returns the needed gradients, each summed in a fixed order."""
     grad = grad.to(torch.float32).contiguous()
     launcher = kernels(problem, stats)
     group = stats.teacher_delta

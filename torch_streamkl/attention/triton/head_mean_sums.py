@@ -1,4 +1,4 @@
-"""Row sums with a head-averaged teacher, from the mean in memory (head_mean.py).
+"""Computes row sums with a head-averaged teacher, from the mean in memory (head_mean.py).
 
 The value and H are those of a student head, G that of each teacher head of its group.
 """
@@ -25,7 +25,9 @@ def terms_of_tile(
     student, masks, mean, block, seq, b, h, lse_s, offs_m, offs_n, inv_temperature,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """f, h and g of every key (0 where not allowed), log2 of the mean, and which are allowed."""
+    """Returns f, h and g of every key (0 where not allowed), log2 of the mean, and which are
+    allowed.
+    """
     allowed = tile_mask(masks, seq, offs_m, offs_n, CONFIG)
     s = side_tile(
         student, masks, seq, b, h, offs_m, offs_n, allowed, inv_temperature, True, CONFIG
@@ -43,7 +45,9 @@ def terms_of_masked(
     masks, seq, b, h, ratio, teacher_heads, t_stats_ptr, lse_s, offs_m, count, fill,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """f, h and g summed over the keys that are not allowed, log2 of their mean, their level."""
+    """Returns f, h and g summed over the keys that are not allowed, log2 of their mean, their
+    level.
+    """
     fill_t = masked_fill_value(count, fill, CONFIG.T_SINK)
     top = tl.zeros_like(count) + LOW
     row_sum = tl.zeros_like(count)
@@ -62,7 +66,9 @@ def mean_sums_kernel(
     num_blocks, num_heads, ratio, keys_of_split, inv_temperature, fill,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Value and H of a block of rows of a student head, over one share of the keys."""
+    """Computes the value and H of a block of rows of a student head, over one share of the
+    keys.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0)
@@ -106,7 +112,7 @@ def group_sums_kernel(
     num_blocks, num_heads, ratio, inv_temperature, fill,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """G of a block of rows of one teacher head of a student head's group."""
+    """Computes G of a block of rows of one teacher head of a student head's group."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0) // ratio

@@ -1,4 +1,4 @@
-"""Launchers of the portable attention kernels: an AttentionProblem to grids and arguments.
+"""Launches the portable attention kernels: makes grids and arguments from an AttentionProblem.
 
 No host synchronisation: lengths, guards and packed offsets are read on the device.
 """
@@ -25,7 +25,7 @@ NUM_SUMS = 4  # f, h, g and the count of allowed keys
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Per-row values and statistics, float32."""
+    """Returns per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
     rows = pack_gqa_heads(problem)
@@ -116,7 +116,7 @@ def _split_forward(
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients, each summed in a fixed order."""
+    """Returns the needed gradients, each summed in a fixed order."""
     if problem.head_mean:
         return head_mean_launches.backward(problem, stats, grad, needs_grad)
     grad = grad.to(torch.float32).contiguous()
@@ -148,7 +148,7 @@ def backward(
 
 
 class Shared(NamedTuple):
-    """What the launches of one backward pass have in common."""
+    """Holds what the launches of one backward pass have in common."""
 
     arguments: tuple[Any, ...]  # the first ones of the kernels
     tensors: tuple[Tensor | None, ...]  # of Plan.run

@@ -1,4 +1,4 @@
-"""What the launches of a problem share with those of every problem with the same metadata.
+"""Caches what the launches of a problem share with those of every problem with the same metadata.
 
 Choosing tiles, grouping arguments and Triton's own look-up of a compiled kernel take several times
 as long as a small kernel runs. A `Plan` keeps all of it: a later call passes pointers only.
@@ -42,7 +42,7 @@ MAX_PLANS = 1024
 
 @dataclass(frozen=True)
 class Stage:
-    """One kernel of a problem: tiles, compile-time configuration and grid."""
+    """Configures one kernel of a problem: tiles, compile-time configuration and grid."""
 
     launch: TritonLaunch
     options: dict[str, int]
@@ -54,7 +54,7 @@ class Stage:
 
 
 class Plan:
-    """Metadata of a problem, turned into kernel arguments."""
+    """Turns the metadata of a problem into kernel arguments."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         functional = problem.functional
@@ -83,13 +83,15 @@ class Plan:
         self._kept: dict[Any, Any] = {}
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
-        """Configuration of a kernel, by its name in `launch.triton_launch`."""
+        """Returns the configuration of a kernel, by its name in `launch.triton_launch`."""
         return self.kept(
             ("stage", kernel), lambda: _stage_of(problem, triton_launch(problem, kernel))
         )
 
     def whole_heads(self, problem: AttentionProblem, student: bool) -> Stage | None:
-        """That of the kernel which computes dQ and dK of a side together, where it does."""
+        """Returns the stage of the kernel that computes dQ and dK of a side together, where it
+        does.
+        """
 
         def make() -> tuple[Stage | None]:
             tiles = whole_heads_launch(problem, student)
@@ -98,14 +100,14 @@ class Plan:
         return self.kept(("whole heads", student), make)[0]
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
-        """What make() gave the first time: it may depend on metadata only."""
+        """Returns what make() returned the first time: it may depend on metadata only."""
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()
         return found
 
     def arguments(self, problem: AttentionProblem) -> tuple[SideArgs, SideArgs, MaskArgs]:
-        """The three grouped arguments that every kernel starts with."""
+        """Returns the three grouped arguments that every kernel starts with."""
         masks = self._masks or _masks(problem, self._mask_strides)
         student, teacher = self._sides
         return _side(problem.student, student), _side(problem.teacher, teacher), masks
@@ -139,7 +141,7 @@ _plans: dict[Any, Plan] = {}
 
 
 def plan_of(problem: AttentionProblem) -> Plan:
-    """The plan of a problem's metadata, kept for the next one."""
+    """Returns the plan of a problem's metadata, kept for the next one."""
     key = _key(problem)
     try:
         plan = _plans.get(key)
@@ -163,6 +165,7 @@ launch_table.ON_CHANGE.append(clear_plans)
 
 
 def tensors_of(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
+    """Returns the problem's tensors, in the order of the operators' arguments."""
     s, t = problem.student, problem.teacher
     return (
         s.q, s.k, t.q, t.k, s.bias, t.bias, s.alibi_slopes, t.alibi_slopes, s.sink, t.sink,
@@ -232,12 +235,14 @@ def _stage_of(problem: AttentionProblem, launch: TritonLaunch) -> Stage:
 
 
 def num_sequences(problem: AttentionProblem) -> int:
+    """Counts the sequences: packed ones, or batch elements."""
     if problem.cu_seqlens_q is not None:
         return problem.cu_seqlens_q.shape[0] - 1
     return problem.batch
 
 
 def longest_keys(problem: AttentionProblem) -> int:
+    """Returns the largest number of keys of a sequence."""
     return problem.max_seqlen_k if problem.is_packed else problem.seqlen_k
 
 
@@ -283,7 +288,7 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) -> Config:
-    """Compile-time choices of a kernel."""
+    """Returns compile-time choices of a kernel."""
     functional, student, teacher = problem.functional, problem.student, problem.teacher
     guarded = functional.guarded
     return Config(

@@ -1,1 +1,1 @@
-"""The Triton kernels of `linear_kl`'s rows; imported when first needed."""
+"""Holds the Triton kernels of `linear_kl`'s rows; imported when first needed."""

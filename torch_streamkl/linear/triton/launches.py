@@ -1,4 +1,4 @@
-"""Launchers of the row kernel: the functions of `linear/rows.py` for a GPU.
+"""Launches the row kernel: the functions of `linear/rows.py` for a GPU.
 
 The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
 """
@@ -31,7 +31,7 @@ NO_WEIGHTS = RowWeights(None, None)
 
 
 def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Values and statistics of rows from their whole logits."""
+    """Computes values and statistics of rows from their whole logits."""
     _launch(problem, student, teacher, out, NO_WEIGHTS, NeedsGrad(), compute_values=True)
 
 
@@ -43,7 +43,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Both, in one launch: a row's second pass finds part of it in the cache."""
+    """Computes both in one launch: a row's second pass finds part of it in the cache."""
     _launch(problem, student, teacher, out, weights, needs_grad, compute_values=True)
 
 
@@ -55,12 +55,12 @@ def gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Overwrite logits by the gradient to them, vocabulary entries taken as they are."""
+    """Overwrites logits by their gradients; the teacher's only if it needs one."""
     _launch(problem, student, teacher, rows, weights, needs_grad, compute_values=False)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply a dense tensor in place by a number on the device; 1 costs no traffic."""
+    """Multiplies a dense tensor in place by a number on the device; 1 costs no traffic."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
     grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8, **COMPILE_OPTIONS}
@@ -96,7 +96,7 @@ def config_of(
     needs_grad: NeedsGrad,
     compute_values: bool,
 ) -> tuple[Config, int]:
-    """Compile-time choices of a kernel on these rows, and its number of warps."""
+    """Returns compile-time choices of a kernel on these rows, and its number of warps."""
     # few rows take more threads each, and more loads ahead: the kernel waits for memory
     num_warps, num_stages = (8, 3) if problem.num_tokens > FEW_ROWS else (16, 4)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -122,6 +122,7 @@ def config_of(
 
 
 def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights) -> RowArgs:
+    """Groups a kernel's per-row arguments."""
     return RowArgs(
         value=out.value,
         hard=out.hard,
@@ -142,10 +143,12 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 
 def head_args(head: Head, logits: Tensor) -> HeadArgs:
+    """Groups a kernel's arguments of one side."""
     return HeadArgs(
         logits, logits.stride(0), head.bias, head.vocab_size, head.scale, head.softcap or 1.0
     )
 
 
 def form_args(form: Bilinear) -> Form:
+    """Converts a bilinear form to compile-time coefficients."""
     return Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)

@@ -1,4 +1,4 @@
-"""Rows of logits, one at a time: values and statistics, and the gradient written over it.
+"""Implements the row kernel: values and statistics of rows of logits, or gradients over them.
 
 A row is read in tiles [LANES, WIDTH] of consecutive vocabulary entries. Each lane (one thread)
 keeps a row state of its own over the vocabulary entries it sees, so the loop has no reduction
@@ -28,7 +28,7 @@ from torch_streamkl.kernels.scores import tanh
 
 
 class HeadArgs(NamedTuple):
-    """One side's logits [rows, vocabulary entries] and how they become scores."""
+    """One side's logits [rows, vocab] and how they become scores."""
 
     logits: Any
     stride: Any
@@ -54,7 +54,7 @@ class RowArgs(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What the gradient of a row needs besides its logits."""
+    """Holds what the gradient of a row needs besides its logits."""
 
     lse_s: Any
     lse_t: Any
@@ -81,7 +81,7 @@ class Config(NamedTuple):
     VALUES: bool  # compute values and statistics; else statistics are read
     BILINEAR: bool  # the values come from the row state; else from a second pass
     HARD: bool  # labels are given
-    TEMPERED: bool  # the temperature is not 1: hard labels have a log-sum-exp of their own
+    TEMPERED: bool  # the temperature is not 1: labels have a log-sum-exp of their own
     S_GRAD: bool
     T_GRAD: bool
     VALUE_GRAD: bool  # the values carry a gradient
@@ -94,7 +94,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def load_bits(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
-    """Logits [LANES, WIDTH] with their bias, which of them exist, and the vocabulary entry
+    """Returns logits [LANES, WIDTH] with their bias, which of them exist, and the vocabulary entry
     indices.
     """
     lanes = tl.arange(0, CONFIG.LANES)
@@ -117,8 +117,8 @@ def scores_of(
     head, row, start, unit,
     MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile (-inf where no vocabulary entry is), d(y)/d(logit), and which vocabulary
-    entries exist.
+    """Returns scores of a tile (-inf where no vocabulary entry is), d(y)/d(logit), and which
+    vocabulary entries exist.
     """
     z, inside, vocab = load_bits(head, row, start, MASKED, BIAS, CONFIG)
     if SOFTCAP:
@@ -138,7 +138,7 @@ def state_of_vocab(
     state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
     MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Row state, and (maximum, sum) of the student's y, after one tile."""
+    """Returns the row state, and (maximum, sum) of the student's y, after one tile."""
     s, _, in_s, _ = scores_of(
         student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
     )
@@ -160,7 +160,7 @@ def state_of_vocab(
 
 @triton.jit
 def merged_lanes(state, COEFFICIENTS: tl.constexpr):
-    """One state of all lanes; every field becomes a scalar."""
+    """Returns one state of all lanes; every field becomes a scalar."""
     m_t = tl.max(state.m_t, 0)
     m_s = tl.max(state.m_s, 0)
     shift_t = state.m_t - m_t
@@ -186,15 +186,17 @@ def merged_lanes(state, COEFFICIENTS: tl.constexpr):
 
 @triton.jit
 def label_of(rows, row):
-    """The label's index among the vocabulary entries at hand, and whether the row counts."""
+    """Returns the label's index among the given vocabulary entries, and whether the row
+    counts.
+    """
     label = tl.load(rows.labels + row).to(tl.int64)
     return label - rows.vocab_start, label != rows.ignore_index
 
 
 @triton.jit
 def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
-    """Cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no vocabulary
-    entry.
+    """Returns the cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no
+    vocabulary entry.
     """
     vocab_entry, counted = label_of(rows, row)
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
@@ -215,7 +217,7 @@ def row_kernel(
     student, teacher, rows,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Values and statistics of a row where VALUES, then its gradients over its logits."""
+    """Computes values and statistics of a row where VALUES, then its gradients over its logits."""
     row = tl.program_id(0).to(tl.int64)
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
@@ -322,7 +324,9 @@ def pointwise_sums(
     student, teacher, row, vocab_size, unit, lse_s, lse_t, rest_s, rest_t,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """f, h and g of a functional that the row state does not give, summed over the vocabulary."""
+    """Returns f, h and g of a functional that the row state does not give, summed over the
+    vocabulary.
+    """
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = LANES * CONFIG.WIDTH
     lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
@@ -392,6 +396,7 @@ def store_gradient(
 
 @triton.jit
 def store_vocab(head, row, vocab, d, inside, MASKED: tl.constexpr):
+    """Writes gradients over a tile of logits."""
     ptrs = head.logits + row * head.stride + vocab
     d = d.to(head.logits.dtype.element_ty)
     if MASKED:
@@ -402,7 +407,7 @@ def store_vocab(head, row, vocab, d, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
-    """x *= factor, without touching x where the factor is 1."""
+    """Computes x *= factor, without touching x where the factor is 1."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

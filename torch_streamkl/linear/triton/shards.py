@@ -1,4 +1,4 @@
-"""Rows of a shard of the vocabulary on a GPU: the functions of `distributed/shard_rows.py`.
+"""Computes rows of a vocab shard on a GPU: the functions of `distributed/shard_rows.py`.
 
 Maxima and log-sum-exps are in log2 units, as in `linear/rows.py`; the label's y is in its own.
 """
@@ -55,7 +55,9 @@ def empty_state(parts: Tensor) -> None:
 
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
-    """Statistics of whole rows, their cross-entropies, and the values that the state gives."""
+    """Merges states to statistics of whole rows, cross-entropies, and the values that the state
+    gives.
+    """
     config, _ = config_of(problem, parts, parts, NO_WEIGHTS, NeedsGrad(), True)
     arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
@@ -85,7 +87,7 @@ def sums(
 
 @triton.jit
 def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
-    """The state of one row; ``rows.statistics`` is ``parts``."""
+    """Computes the state of one row; ``rows.statistics`` is ``parts``."""
     row = tl.program_id(0).to(tl.int64)
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
@@ -127,7 +129,7 @@ def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.
 
 @triton.jit
 def label_score(student, rows, row, CONFIG: tl.constexpr):
-    """y of the row's label, -inf where it is none of the vocabulary entries at hand."""
+    """Returns y of the row's label, -inf where it is none of the given vocabulary entries."""
     vocab_entry, _ = label_of(rows, row)
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
     z = tl.load(
@@ -146,7 +148,9 @@ def merge_kernel(
     parts, rank_stride, field_stride, num_ranks, rows, num_rows, vocab_size,
     COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics (and values) of a block of rows from the states of all ranks, in their order."""
+    """Computes statistics (and values) of a block of rows from the states of all ranks, in their
+    order.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     total = no_vocab(BLOCK)
@@ -201,7 +205,9 @@ def merge_kernel(
 def sums_kernel(
     student, teacher, rows, totals, totals_stride, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Value, H and G of a row over the vocabulary entries at hand, of any functional."""
+    """Computes the value, H and G of a row over the given vocabulary entries, of any
+    functional.
+    """
     row = tl.program_id(0).to(tl.int64)
     stride = tl.cast(rows.statistics_stride, tl.int64)
     lse_s = tl.load(rows.statistics + row)

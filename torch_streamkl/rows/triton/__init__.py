@@ -1,1 +1,1 @@
-"""Triton kernels written for a row program; imported when first needed."""
+"""Generates and launches Triton kernels for a row program; imported when first needed."""

@@ -1,4 +1,4 @@
-"""Row programs by blocks of rows with maps in memory (maps.py): launches and matmuls.
+"""Runs row programs by blocks of rows with materialized scores (maps.py): launches and matmuls.
 
 The workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
 vocabulary entries with all tokens, so that each block of a weight's gradient is one matmul. A
@@ -41,16 +41,16 @@ BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MOST_PARTS = 16  # of a chunk
-# Bytes of a part's maps next to those of the chunk's logits, at most: beyond, parts would be so
-# short that the product that is saved is lost in them. A teacher's cached vocabulary entries have
-# 2.5, and win (bench/notes/row_programs.md)
+# Bytes of a part's maps relative to those of the chunk's logits, at most: beyond, parts would be
+# so short that the product that is saved is lost in them. A teacher's cached top-k ids have 2.5,
+# and win (bench/notes/row_programs.md)
 MOST_OF_PARTS = 3
 PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
 def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
-    """Why a problem cannot run by maps; empty if it can."""
+    """Explains why a problem cannot run with materialized scores; empty if it can."""
     program = problem.program
     if problem.compute_dtype == torch.float64:
         return "kernels compute in float32, and operands are float64"
@@ -94,12 +94,15 @@ def _bytes_of(
     needs_grad: tuple[tuple[int, int], ...],
     kept: Container[int],
 ) -> int:
-    """Of all maps, for one row and key, with the gradients that take no dot product's place."""
+    """Counts the bytes of all maps for one row and key, with gradients that reuse no dot
+    product.
+    """
     return max(sum(_maps_of(problem, which, needs_grad, kept).values()), 2)
 
 
 def kept_maps(problem: RowProblem) -> tuple[int, ...]:
-    """The sums over heads, as nodes, that the backward reads instead of computing them again.
+    """Returns the sums over heads, as nodes, that the backward reads instead of computing them
+    again.
 
     Those of the most products come first.
     """
@@ -117,7 +120,7 @@ def kept_maps(problem: RowProblem) -> tuple[int, ...]:
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
-    """Uninitialised results."""
+    """Allocates results, uninitialised."""
     result = torch_impl.allocate(problem, is_differentiated)
     if is_differentiated:
         result.maps = [maps.new_map(problem, torch.float32) for _ in kept_maps(problem)]
@@ -150,7 +153,9 @@ def _row_blocks(
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """All passes of a block of rows before the next one: they share its maps."""
+    """Makes all passes of a block of rows before the next block: they share its materialized
+    scores.
+    """
     program, which = problem.program, DIFFERENTIATED if is_differentiated else FORWARD
     result = allocate(problem, is_differentiated)
     kept = dict(zip(kept_maps(problem), result.maps, strict=False))
@@ -166,7 +171,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 def _passes(
     program: Program, plan: derive.ForwardPlan
 ) -> list[tuple[dict[int, tuple[int, str]], int]]:
-    """What each pass over the keys gathers, of the heads of an axis."""
+    """Returns what each pass over the keys gathers, for the heads of an axis."""
     passes: list[tuple[dict[int, tuple[int, str]], int]] = []
     for level in range(1, plan.num_passes + 1):
         slots = slots_of(program, plan, level)
@@ -181,7 +186,7 @@ def backward(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to operands and captured tensors, block by block."""
+    """Returns gradients to operands and captured tensors, block by block."""
     seeds = row_kernels.seeds_of(problem, result, grads)
     out = _Gradients(problem, needs_grad)
     nodes = maps.nodes_of(problem.program, BACKWARD)
@@ -199,7 +204,8 @@ def backward(
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """What each row adds to a loss, and the loss's gradients, from logits that are made once.
+    """Computes what each row adds to a loss, and the loss's gradients, from logits that are made
+    once.
 
     Logits that get a gradient are of a chunk of tokens. Their gradient takes their place, and a
     matmul adds it to the weight's. Other maps, such as ids, are of a part of the chunk.
@@ -323,7 +329,7 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
 def _vocab_blocks(
     problem: RowProblem, bytes_of_pair: int, has_kept: bool = False
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of vocabulary entries with all tokens where they fit: a gradient to them is then one
+    """Blocks of the vocabulary with all tokens where they fit: a gradient to them is then one
     matmul.
     """
     room = _workspace(problem, has_kept) // bytes_of_pair
@@ -375,7 +381,7 @@ class _Gradients:
         self.splits: dict[int, tuple[slice, Tensor]] = {}
 
     def _dtype(self, n: int) -> torch.dtype:
-        """Where blocks add to each other, except in matmuls of LM heads, in float32."""
+        """Returns the dtype of sums of blocks: float32, except in matmuls of LM heads."""
         x = self.tensors[n]
         if n >= 2 * len(self.problem.operands):
             return torch.float32
@@ -402,7 +408,7 @@ class _Gradients:
         return found
 
     def add(self, block: maps.Block) -> None:
-        """What a block contributes."""
+        """Adds what a block contributes."""
         joined: set[int] = set()
         for i, node in self.dots.items():
             if self.program.dot_heads[i]:
@@ -417,7 +423,7 @@ class _Gradients:
                 self.add_to_columns(i, d, block.at)
 
     def add_to_rows(self, i: int, d: Tensor, at: Slices) -> None:
-        """The row operand of a dot without heads, of which blocks of vocabulary entries ascend."""
+        """Adds to the row operand of a dot without heads; its vocabulary blocks come in order."""
         dq, (batch, rows, keys) = self.out[2 * i], at
         if dq is None:
             return
@@ -427,7 +433,7 @@ class _Gradients:
             _matmul_into(into, each, vocab, keys.start == 0)
 
     def add_to_columns(self, i: int, d: Tensor, at: Slices) -> None:
-        """The column operand, of which blocks of tokens ascend."""
+        """Adds to the column operand; its blocks of tokens come in order."""
         dk, (batch, rows, keys) = self.out[2 * i + 1], at
         if dk is None:
             return
@@ -496,7 +502,7 @@ class _Gradients:
         return set(beside)
 
     def _shares_of(self, i: int, batch: slice, splits: int) -> Tensor:
-        """Where blocks of these batch elements add to the gradient of a column operand."""
+        """Returns where blocks of these batch elements add to the gradient of a column operand."""
         dk = self.out[2 * i + 1]
         assert dk is not None
         if splits == 1:
@@ -516,7 +522,7 @@ class _Gradients:
         mine += parts.sum(0)
 
     def _place_of(self, block: maps.Block, i: int) -> Tensor:
-        """Where a block adds to the gradient of a tensor of rows."""
+        """Returns where a block adds to the gradient of a tensor of rows."""
         target = self.out[2 * len(self.problem.operands) + i]
         assert target is not None
         return part(target, block.at[0], ALL, block.at[1])

@@ -1,4 +1,4 @@
-"""Sums and maxima over the keys of a tile, kept apart for groups of its columns.
+"""Keeps sums and maxima over a tile's keys apart for groups of its columns.
 
 A row of a tile is spread over threads. With LANES partial results for a row, one for the columns
 that a thread has, no threads meet inside of a loop over tiles; they are merged once after it.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def in_lanes(x, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile as [rows, groups, LANES, WIDTH]."""
+    """Returns a tile as [rows, groups, LANES, WIDTH]."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // (LANES * WIDTH), LANES, WIDTH])
 
 
@@ -27,7 +27,7 @@ def lane_sums(x, LANES: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def lane_maxima(x, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Maxima [rows, LANES] of a tile."""
+    """Returns maxima [rows, LANES] of a tile."""
     if LANES == 1:
         return tl.max(x, 1)[:, None]
     else:
@@ -36,7 +36,7 @@ def lane_maxima(x, LANES: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def over_lanes(state, TILE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Values [rows, LANES] for every element of their lane in a tile of TILE columns."""
+    """Returns values [rows, LANES] for every element of their lane in a tile of TILE columns."""
     if LANES == 1:
         return state
     else:
@@ -47,7 +47,9 @@ def over_lanes(state, TILE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def merged_lanes(peak, row_sum):
-    """Largest element [rows] and sum of exponentials relative to it, of lanes in nats."""
+    """Returns the largest element [rows] and sum of exponentials relative to it, of lanes in
+    nats.
+    """
     top = tl.max(peak, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.sum(row_sum * tl.exp(peak - base[:, None]), 1)

@@ -1,4 +1,4 @@
-"""Launches of the kernels that rows/triton/source.py writes for a row program."""
+"""Launches the kernels that rows/triton/source.py writes for a row program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MARGIN = 2048  # bytes of shared memory next to the operands, for reductions
 
 
 def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
-    """Why a problem has no kernels; empty if it has."""
+    """Explains why a problem has no kernels; empty if it has."""
     plan = derive.backward_plan(problem.program) if is_differentiated else None
     found = row_source.why_unsupported(problem.program, plan)
     if found:
@@ -68,7 +68,9 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 
 
 def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
-    """Why the GPU has no kernels whose tiles hold the operands of these dots; empty if it has."""
+    """Explains why the GPU has no kernels whose tiles hold these dots' operands; empty if it
+    has.
+    """
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return ""
@@ -84,7 +86,9 @@ def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
 
 
 def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
-    """Tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots' operands."""
+    """Returns tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots'
+    operands.
+    """
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return INTERPRETED
@@ -93,13 +97,14 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
 
 
 def operands_of(problem: RowProblem, dots: Sequence[int]) -> Operands:
+    """Describes the operands of some dots, by which tiles are chosen."""
     q = problem.operands[0][0]
     dims = tuple(padded_dim(problem.operands[i][0].shape[-1]) for i in dots)
     return Operands(dims, q.element_size(), dot_precision(q) == "ieee")
 
 
 def is_exact(problem: RowProblem) -> bool:
-    """Whether operands are float32 (Writer)."""
+    """Returns whether operands are float32 (Writer)."""
     return problem.operands[0][0].element_size() == 4
 
 
@@ -123,7 +128,7 @@ SCOPE = {
 
 @functools.lru_cache(maxsize=512)
 def compiled(source: Source) -> Any:
-    """The jit function of a text, created once."""
+    """Returns the jit function of a text, created once."""
     digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
     filename = f"<streamkl row program {digest}>"
     # Triton reads the source of a jit function through inspect, which asks linecache
@@ -149,7 +154,7 @@ def _sums(
 def slots_of(
     program: Program, plan: derive.ForwardPlan, level: int
 ) -> dict[int, tuple[int, str, int]]:
-    """Reductions, then Jacobians, that a level gathers: node, kind and axis of heads."""
+    """Returns reductions, then Jacobians, that a level gathers: node, kind and axis of heads."""
     slots = {
         c: (r.node, r.kind, r.head)
         for c, r in enumerate(program.reductions)
@@ -190,7 +195,7 @@ allocate = torch_impl.allocate
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """A launch for each level and number of heads."""
+    """Launches a kernel for each level and number of heads."""
     program = problem.program
     result = torch_impl.allocate(problem, is_differentiated)
     plan = derive.forward_plan(program, is_differentiated)
@@ -205,7 +210,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 
 
 def outputs_of(problem: RowProblem, result: Result) -> dict[str, Any]:
-    """Where the passes of the forward write."""
+    """Allocates what the passes of the forward write."""
     found: dict[str, Any] = {}
     for c, parts in zip(problem.program.logsumexps, result.parts, strict=True):
         found.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})
@@ -220,7 +225,7 @@ def backward(
     grads: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients to operands and tensors of rows.
+    """Returns gradients to operands and tensors of rows.
 
     Those to tensors of keys and pairs are the blocked implementation's.
     """
@@ -290,7 +295,7 @@ def _row_gradient(
 def seeds_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
-    """As the blocked implementation's, in memory as kernels read them."""
+    """Returns the cotangents of torch_impl.seeds_of, in memory as kernels read them."""
     seeds = torch_impl.seeds_of(problem, result, grads)
     return {c: x.contiguous() for c, x in seeds.items()}
 
@@ -298,7 +303,7 @@ def seeds_of(
 def arguments_of(
     problem: RowProblem, result: Result, seeds: Mapping[int, Tensor]
 ) -> dict[str, Any]:
-    """Every argument that a kernel of the problem may have, by name."""
+    """Returns every argument that a kernel of the problem may have, by name."""
     found: dict[str, Any] = {
         "num_rows": problem.num_rows,
         "num_keys": problem.num_keys,
@@ -340,6 +345,7 @@ def _stride(x: Tensor, dim: int) -> int:
 
 
 def operand_argument(name: str, x: Tensor, pointer: str) -> dict[str, Any]:
+    """Returns a kernel's arguments for an operand: pointer and strides."""
     strides = {f"{name}_{s}": x.stride(dim) for dim, s in enumerate("bhmd")}
     # one head stays where it is, whatever the grid's
     return {pointer: x, **strides, f"{name}_h": _stride(x, 1)}
@@ -355,6 +361,7 @@ def _capture_argument(name: str, x: Tensor, kind: str) -> dict[str, Any]:
 
 
 def row_argument(name: str, x: Tensor) -> dict[str, Any]:
+    """Returns a kernel's arguments for per-row values: pointer and strides."""
     found = {name: x, f"{name}_b": x.stride(0), f"{name}_h": _stride(x, 1)}
     return found if x.dim() == 3 else {**found, f"{name}_m": x.stride(2)}  # of rows and blocks
 
@@ -366,7 +373,7 @@ def launch_rows(
     launch: TritonLaunch,
     arguments: Mapping[str, Any],
 ) -> None:
-    """A program for each block of rows of each head."""
+    """Launches a program for each block of rows of each head."""
     num_blocks = ceil_div(problem.num_rows, launch.block_m)
     programs = num_blocks * problem.batch * num_heads
     start(source, launch, num_blocks, num_heads, programs, arguments)
@@ -379,7 +386,9 @@ def launch_columns(
     launch: TritonLaunch,
     arguments: Mapping[str, Any],
 ) -> None:
-    """A program for each block of keys of each key head, and each share of its query heads."""
+    """Launches a program for each block of keys of each key head, and each split of its query
+    heads.
+    """
     num_blocks = ceil_div(problem.num_keys, launch.block_n)
     programs = num_blocks * problem.batch * num_heads
     start(source, launch, num_blocks, num_heads, programs, arguments)

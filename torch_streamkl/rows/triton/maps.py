@@ -1,4 +1,4 @@
-"""Elements of a row program that are computed into memory, for a block of rows and keys.
+"""Materializes elements of a row program, for a block of rows and keys.
 
 A sum over heads is the same for all heads, and the logits of an LM head are a matmul of many
 dimensions: neither fits a tile's loop. They become maps [batch, rows, keys] of a block: of dot
@@ -43,7 +43,9 @@ INTERPRETED = TritonLaunch(4, 32, 4, 1)
 
 @functools.lru_cache(maxsize=256)
 def nodes_of(program: Program, which: str) -> tuple[Node, ...]:
-    """What the forward, with derivatives or without, or the backward computes."""
+    """Returns the nodes that the forward, with or without derivatives, or the backward
+    computes.
+    """
     if which == BACKWARD:
         return derive.backward_plan(program).nodes
     return derive.forward_plan(program, which == DIFFERENTIATED).nodes
@@ -51,7 +53,7 @@ def nodes_of(program: Program, which: str) -> tuple[Node, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _behind_maps(program: Program, which: str) -> tuple[bool, ...]:
-    """Of each node, whether a map comes into it."""
+    """Marks the nodes that a map enters."""
     found: list[bool] = []
     for node in nodes_of(program, which):
         found.append(_is_own_map(program, node) or any(found[a] for a in node.args))
@@ -59,7 +61,7 @@ def _behind_maps(program: Program, which: str) -> tuple[bool, ...]:
 
 
 def _is_own_map(program: Program, node: Node) -> bool:
-    """What no kernel computes inside of a tile."""
+    """Tells nodes that no kernel computes inside of a tile."""
     if node.op == "capture":
         return program.captures[int(node.value)].kind in (COLUMNS, VALUES)
     return node.by_key and (node.op == "sum_heads" or (node.op == "dot" and not node.head))
@@ -96,7 +98,7 @@ def _with_maps(
 def every_map(
     program: Program, which: str, needs_grad: tuple[tuple[int, int], ...]
 ) -> tuple[int, ...]:
-    """All maps that nodes need, which are given with their axis of heads."""
+    """Returns all maps that nodes need, which are given with their axis of heads."""
     nodes = nodes_of(program, which)
     found: set[int] = set()
     stack = list(needs_grad)
@@ -110,12 +112,12 @@ def every_map(
 
 
 def dots_of(program: Program, axis: int) -> list[int]:
-    """The dot products of an axis of heads."""
+    """Returns the dot products of an axis of heads."""
     return [i for i, head in enumerate(program.dot_heads) if head == axis]
 
 
 def _insides(nodes: Sequence[Node], i: int) -> list[tuple[int, int]]:
-    """What a map is computed from, with the axis of heads."""
+    """Returns what a map is computed from, with the axis of heads."""
     node = nodes[i]
     if node.op == "sum_heads":
         return [(node.args[0], nodes[node.args[0]].head)]
@@ -139,7 +141,7 @@ def read_twice(program: Program) -> tuple[int, ...]:
 
 
 def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
-    """An uninitialised map of a block, or of everything."""
+    """Returns an uninitialised map of a block, or of everything."""
     # rows start aligned, which the fast matmuls need
     shape = (problem.batch, problem.num_rows, padded(problem.num_keys))
     x = problem.operands[0][0].new_empty(shape, dtype=dtype)
@@ -147,7 +149,7 @@ def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
 
 
 def multiplied(problem: RowProblem, dot: int, out: Tensor | None = None) -> Tensor:
-    """The map of a dot without heads: a matmul of torch."""
+    """Returns the map of a dot without heads: a matmul of torch."""
     q, k = problem.operands[dot]
     if out is None:
         out = new_map(problem, q.dtype)
@@ -191,7 +193,7 @@ def _maps_source(
 
 @functools.lru_cache(maxsize=512)
 def _element_source(program: Program, which: str, node: int, is_exact: bool) -> Source:
-    """Of a map that is an expression of others: it is not read itself."""
+    """Writes the source of a map that is an expression of others: it is not read itself."""
     given = nodes_of(program, which)
     args = _with_maps(program, which, given[node].args, 0)[0]
     nodes = [*args[:node], given[node], *args[node + 1 :]]
@@ -202,7 +204,7 @@ def _element_source(program: Program, which: str, node: int, is_exact: bool) -> 
 def rows_source(
     program: Program, dot: int, sums: tuple[tuple[int, int], ...], is_exact: bool
 ) -> Source:
-    """With sums over keys of the same heads, as number and node."""
+    """Writes a kernel with sums over keys of the same heads, as number and node."""
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
     every = (node, *(n for _, n in sums))
@@ -212,6 +214,7 @@ def rows_source(
 
 @functools.lru_cache(maxsize=512)
 def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
+    """Writes a kernel of the gradient to a dot's column operand."""
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
     nodes = _with_maps(program, BACKWARD, (node,), program.dot_heads[dot])[0]
@@ -265,11 +268,11 @@ class Block:
 
     @property
     def own_maps(self) -> dict[int, Tensor]:
-        """Those of the program's own nodes, with which those of every plan begin."""
+        """Returns the maps of the program's own nodes, with which those of every plan begin."""
         return {i: x for i, x in self.maps.items() if i < len(self.program.nodes)}
 
     def map(self, i: int) -> Tensor:
-        """A map, computed when it is first needed."""
+        """Returns a map, computed when it is first needed."""
         if i not in self.maps:
             self.maps[i] = self._computed(i)
         return self.maps[i]
@@ -339,14 +342,16 @@ class Block:
         return out.narrow(-1, 0, p.num_keys)
 
     def reads(self, needs_grad: Sequence[int], axis: int) -> dict[str, Any]:
-        """The maps that a kernel of these nodes reads."""
+        """Returns the maps that a kernel of these nodes reads."""
         found: dict[str, Any] = {}
         for i in _with_maps(self.program, self.which, tuple(needs_grad), axis)[1]:
             found.update(_place(f"map{i}", self.map(i)))
         return found
 
     def launch_of(self, kernel: str, axis: int) -> TritonLaunch:
-        """Tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an axis."""
+        """Returns tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an
+        axis.
+        """
         q = self.problem.operands[0][0]
         if q.device.type != "cuda":
             return row_kernels.INTERPRETED
@@ -369,7 +374,7 @@ class Block:
         start(source, launch, num_blocks, num_heads, programs, given)
 
     def sums(self, slots: dict[int, tuple[int, str]], axis: int, out: dict[str, Any]) -> None:
-        """One pass over the keys, of the heads of an axis."""
+        """Makes one pass over the keys, of the heads of an axis."""
         listed = tuple((slot, node, kind) for slot, (node, kind) in slots.items())
         source = _sums_source(self.program, self.which, listed, axis, self.is_exact)
         given = {**self.arguments, **self.reads([n for n, _ in slots.values()], axis), **out}
@@ -398,7 +403,7 @@ class Block:
         return replace(ROW_SUMS, block_n=keys, num_warps=max(1, keys // 512))
 
     def element_gradients(self, needs_grad: dict[int, int]) -> dict[int, Tensor]:
-        """Gradients to dot products without heads, in place of the map of them."""
+        """Returns gradients to dot products without heads, in place of the map of them."""
         nodes = tuple(needs_grad.values())
         reads = self.reads(nodes, 0)
         out = {}

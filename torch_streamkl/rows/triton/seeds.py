@@ -1,4 +1,4 @@
-"""Gradients to per-row values where the loss is known: one kernel, in a thread for each row.
+"""Computes gradients to per-row values of a known loss in one kernel, one thread for each row.
 
 Plain torch takes forty launches for them, each of which waits for the one before, between the sums
 and the gradients of every part of a chunk of tokens.
@@ -37,7 +37,7 @@ def seeds_of(
     tensors: Sequence[Tensor],
     at: Slices,
 ) -> dict[int, Tensor]:
-    """The gradient to every reduction of a block, of the loss that its rows add to."""
+    """Returns the gradient to every reduction of a block, of the loss that its rows add to."""
     program = problem.program
     source = _source(program, loss)
     if source is None:

@@ -1,4 +1,4 @@
-"""A row program as Triton source: kernels for sums over keys, for row and for column operands.
+"""Generates Triton source for a row program: sums over keys, gradients of both operands.
 
 Every kernel walks tiles [BLOCK_M, BLOCK_N] of rows and keys of one head: first those that need a
 mask, then those that need none, then again. The walk is the same for all programs; what is
@@ -26,7 +26,7 @@ LOW = "float('-inf')"
 
 
 def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
-    """Why a program has no kernels that compute its dot products; empty if it has."""
+    """Explains why a program has no kernels that compute its dot products; empty if it has."""
     kinds = {c.kind for c in program.captures}
     if kinds & {COLUMNS, VALUES}:
         return "columns"
@@ -39,7 +39,10 @@ def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
 
 
 def _start(w: Writer, block: str, positions: str) -> None:
-    """Which block of which head: NOTE [Order of programs] in rows.py, the longest blocks first."""
+    """Writes which block of which head a program computes, the longest first.
+
+    NOTE [Order of programs] in kernels/row_state.py.
+    """
     w.take("num_blocks", "num_heads")
     is_bounded = w.program.keys.right is not None
     w.line(f"block, bh = tile_coordinates(tl.program_id(0), num_blocks, {is_bounded})")
@@ -58,7 +61,7 @@ def sums_kernel(
     slots: Mapping[int, tuple[int, str]],
     is_exact: bool,
 ) -> Source:
-    """One pass over the keys: slots are reductions or Jacobians, as their node and kind."""
+    """Writes one pass over the keys: slots are reductions or Jacobians, as their node and kind."""
     w = Writer(program, nodes, [node for node, _ in slots.values()], is_exact)
     _start(w, "BLOCK_M", "m")
     w.bind("batch", "head")
@@ -115,7 +118,9 @@ def _tile_of_keys(w: Writer, is_masked: bool) -> None:
 
 
 def block_size(program: Program, slot: int) -> int:
-    """The keys of the blocks that a reduction, or a Jacobian after them, is summed over."""
+    """Returns the keys of the blocks that a reduction, or a Jacobian after them, is summed
+    over.
+    """
     count = len(program.reductions)
     if slot < count:
         return program.reductions[slot].size
@@ -160,7 +165,9 @@ def rows_kernel(
     sums: Mapping[int, int],
     is_exact: bool,
 ) -> Source:
-    """Gradients to row operands, of the dots whose gradients are these nodes; and sums of some."""
+    """Writes the kernel of gradients to row operands, for dots whose gradients are these nodes;
+    and sums of some.
+    """
     every = [*needs_grad.values(), *sums.values(), *_dots_of(nodes, list(needs_grad))]
     w = Writer(program, nodes, every, is_exact)
     _start(w, "BLOCK_M", "m")
@@ -193,7 +200,8 @@ def rows_kernel(
 def columns_kernel(
     program: Program, nodes: Sequence[Node], dot: int, node: int, is_exact: bool
 ) -> Source:
-    """The gradient to the column operand of a dot, summed over the heads that share it.
+    """Writes the kernel of the gradient to a dot's column operand, summed over the heads that
+    share it.
 
     Or over a share of them, each with its place; ADD adds to what is there, of other rows.
     """
@@ -237,7 +245,8 @@ def maps_kernel(
     is_summed: bool,
     has_one_key_head: bool = False,
 ) -> Source:
-    """Elements of a tile written to memory: summed over heads, or 0 where a key takes no part.
+    """Writes the kernel that materializes elements of a tile: summed over heads, or 0 where a key
+    takes no part.
 
     Tiles of sums that no row has a key in are not written. Keys that all heads share are loaded
     once.

@@ -1,4 +1,4 @@
-"""The lines of a row program's kernel: what is computed in a tile, written out from its nodes.
+"""Writes the lines of a row program's kernel: what a tile computes, from the program's nodes.
 
 A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N] or of both. Per-row values and keys
 are computed where rows and keys are loaded, outside of the loop over the other. Values are float32
@@ -67,7 +67,7 @@ class Writer:
         self.lines.append("    " * self.log_normalizer + text)
 
     def take(self, *names: str) -> None:
-        """Arguments of the kernel."""
+        """Adds arguments of the kernel."""
         self.arguments += [n for n in names if n not in self.arguments]
 
     def leaves(self, op: str) -> list[int]:
@@ -109,7 +109,7 @@ class Writer:
         return op in ("const", "reduction", "seed", "row_index", "key_index", "capture", "map")
 
     def scaled(self, index: int) -> Scaled | None:
-        """A plain score, whose factor may be folded into another."""
+        """Returns a plain score, whose factor may be folded into another."""
         if self.is_exact:
             return None
         node = self.nodes[index]
@@ -239,19 +239,19 @@ class Writer:
         return f"tl.where({signs[0]} * {signs[1]} < 0, float('nan'), {logs[0]} - {logs[1]})"
 
     def row_value(self, name: str, value: str) -> str:
-        """A value of a row that tiles need."""
+        """Returns a value of a row that tiles need."""
         self.of_rows[name] = value
         return name
 
     def key_value(self, name: str, value: str) -> str:
-        """A value of a key that tiles need."""
+        """Returns a value of a key that tiles need."""
         self.of_keys[name] = value
         return name
 
     # ------------------------------------------------------------------ loads
 
     def bind(self, batch: str, head: str) -> None:
-        """Where the tensors of a head begin."""
+        """Writes where the tensors of a head begin."""
         for i in self.leaves("dot"):
             self.take(*(f"{x}{i}{s}" for x in "ab" for s in ("", "_b", "_h", "_m", "_d")))
             self.take(f"group{i}")
@@ -275,7 +275,7 @@ class Writer:
             self.line(f"mask_p = mask + {batch} * mask_b")
 
     def bind_sequence(self, batch: str) -> None:
-        """Sizes, and which keys there are; first_row and first_key are those of a block."""
+        """Writes sizes, and which keys there are; first_row and first_key are those of a block."""
         keys = self.program.keys
         self.take("num_rows", "num_keys", "first_row", "first_key", "offset")
         valid = "num_keys"
@@ -294,7 +294,7 @@ class Writer:
         )
 
     def load_rows(self, is_checked: bool) -> None:
-        """Row operands, per-row values and their positions."""
+        """Writes loads of row operands, per-row values and their positions."""
         self.line("m64 = m.to(tl.int64)[:, None]")
         self.line("in_rows = m[:, None] < num_rows")
         for i in self.leaves("dot"):
@@ -333,14 +333,14 @@ class Writer:
             self.line(f"v{index}{part} = tl.where(v{index} == {low}, 0.0, v{index}{part})")
 
     def load_column_operands(self, is_checked: bool) -> None:
-        """Column operands, as rows of keys."""
+        """Writes loads of column operands, as rows of keys."""
         for i in self.leaves("dot"):
             self._operand("b", i, "n", "num_keys", is_checked)
             # before a loop over rows, or it would go to shared memory every time
             self.line(f"b{i}_t = tl.trans(b{i}_x)")
 
     def load_columns(self, is_checked: bool, has_operands: bool = False) -> None:
-        """Column operands if they are not there yet, and values of keys."""
+        """Writes loads of column operands if they are not there yet, and values of keys."""
         self.line("n64 = n.to(tl.int64)[None, :]")
         self.line("in_keys = n[None, :] < num_keys")
         mask = "in_keys" if is_checked else ""
@@ -361,7 +361,9 @@ class Writer:
             self.line(f"{name} = {value}")
 
     def elements(self, is_checked: bool) -> None:
-        """Everything of one tile, which may end beyond the last key where that is checked."""
+        """Writes everything of one tile, which may end beyond the last key where that is
+        checked.
+        """
         inside = "(in_rows & in_keys)" if is_checked else "in_rows"
         written = inside
         if is_checked and self.leaves("map"):
@@ -385,7 +387,7 @@ class Writer:
                 self.line(f"v{index} = {self.expressions[index]}")
 
     def _written(self, inside: str) -> str:
-        """Where a map was written: its tiles of which no row has a key were not.
+        """Marks where a map was written: not in its tiles of which no row has a key.
 
         Up to a multiple of 16 keys, which no tile is narrower than: masked by single keys, a map
         would be loaded key by key.
@@ -403,7 +405,7 @@ class Writer:
         return " & ".join(parts)
 
     def keep(self) -> None:
-        """Which keys of a tile take part."""
+        """Writes which keys of a tile take part."""
         keys = self.program.keys
         self.line("keep = in_rows & (n[None, :] < valid)")
         if keys.left is not None:
@@ -415,7 +417,7 @@ class Writer:
             self.line(f"keep &= tl.load({place}, mask=keep, other=0) != 0")
 
     def kept(self, index: int, other: str, is_masked: bool) -> str:
-        """An element where its key takes part, over the whole tile."""
+        """Returns an element where its key takes part, over the whole tile."""
         x = self.name(index)
         if not is_masked and self.shape[index] == OF_BOTH:
             return x
@@ -434,7 +436,7 @@ class Writer:
     # ------------------------------------------------------------------ loops
 
     def is_dense(self) -> bool:
-        """Whether every tile is looked at for a mask.
+        """Returns whether every tile is looked at for a mask.
 
         A dense mask has no structure; and the float32 operands of two loops would lie in registers
         that spill (bench/notes/portable_kernels.md).
@@ -442,7 +444,9 @@ class Writer:
         return self.program.keys.has_mask or self.is_exact
 
     def bounds(self, of: str, start: str) -> None:
-        """Tiles in [first, left) and [right, stop) need a mask; of is keys_of_rows or its twin."""
+        """Writes loop bounds: tiles in [first, left) and [right, stop) need a mask; of is
+        keys_of_rows or its twin.
+        """
         keys = self.program.keys
         sizes = "BLOCK_M, BLOCK_N" if of == "keys_of_rows" else "BLOCK_N, BLOCK_M"
         flags = f"{keys.left is not None}, {keys.right is not None}, {self.is_dense()}"
@@ -456,7 +460,7 @@ class Writer:
         return [*found, ("left", "right", False), ("right", "stop", True)]
 
     def source(self, name: str, *more: str) -> Source:
-        """The kernel of this name; it has more constants than sizes."""
+        """Returns the kernel of this name; it has more constants than sizes."""
         sizes = [f"{x}{i}" for i in self.leaves("dot") for x in ("SIZE", "DIM")]
         constants = [*sizes, "PRECISION", "BLOCK_M", "BLOCK_N", *more]
         head = ", ".join([*self.arguments, *(f"{c}: tl.constexpr" for c in constants)])
@@ -466,7 +470,7 @@ class Writer:
 
 
 def used_by(nodes: Sequence[Node], needs_grad: Sequence[int]) -> list[int]:
-    """What the wanted nodes need, in the order of computation."""
+    """Returns what the wanted nodes need, in the order of computation."""
     needed, stack = set(needs_grad), list(needs_grad)
     while stack:
         for a in nodes[stack.pop()].args:
