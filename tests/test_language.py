@@ -42,7 +42,7 @@ RETIRED = {
 }
 # where a term means what everybody means by it: (path, pattern) and the reason
 ALLOWED = {
-    ("docs/mutations.md", "words?"): "names of tests",
+    ("docs/evidence/mutations.md", "words?"): "names of tests",
     ("bench/notes/hopper_kernels.md", "turns"): "the file of a record, and of its kernels then",
     ("fx_passes/fx_utils/mutation.py", "words?"): "parts of an operation's name",
     ("fx_passes/validation/kinds.py", "words?"): "parts of an operation's name",

@@ -46,7 +46,7 @@ class Shards:
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
-        """Makes shards from every rank's vocabulary sizes and starts; raises if they do not fit."""
+        """Makes shards from the ranks' vocabulary sizes and starts; raises if they do not fit."""
         student, teacher = (
             _ranges(
                 side,
