@@ -63,13 +63,15 @@ class RewriteOptions:
     """
 
     strict: bool = _option(
-        False, _FLAG, "raise `UnfusedError` if a loss of the graph is not fused (skipped is none)"
+        False,
+        _FLAG,
+        "raise `UnfusedError` if a loss of the graph is not fused; a skipped loss raises nothing",
     )
     explain: bool = _option(False, _FLAG, "log the report of every graph as a warning")
     inner: Literal["inductor", "aot_eager", "eager"] = _option(
         "inductor",
         _OneOf(*INNER_BACKENDS),
-        "what compiles the rewritten graph, the others being for debugging; `backend=` alone",
+        "compiler of the rewritten graph, with `backend=` only; the others are for debugging",
     )
     deterministic: bool = _option(
         True,
@@ -80,9 +82,9 @@ class RewriteOptions:
     verify: Literal["auto", "always", "never"] = _option(
         "auto",
         _OneOf(*MODES),
-        "run what was fused and the code that it replaces on the same random inputs and fuse "
-        'nothing that differs: within the two bounds below ("auto"), whatever it takes, and fuse '
-        'nothing that cannot be checked ("always"), or "never"',
+        "run each fused loss and the code that it replaces on the same random inputs, and fuse "
+        'nothing that differs. "auto" stays within the two limits below. "always" has no limits, '
+        'and fuses nothing that cannot be checked. "never" checks nothing',
     )
     verify_max_mib: float | None = _option(
         None,
@@ -95,13 +97,13 @@ class RewriteOptions:
     min_mib: float | None = _option(
         None,
         _Number("of at least 0", 0),
-        "leave a loss to Inductor if its score- or logit-sized tensors take less than that many "
-        "MiB; `0` fuses everything, `None` is the threshold below",
+        "minimum size for fusing, in MiB of scores or logits; smaller losses are skipped. "
+        "`0` fuses everything, `None` is the threshold below",
     )
     row_programs: bool = _option(
         True,
         _FLAG,
-        "also fuse losses that are none of the operators' divergences, as row programs",
+        "also fuse losses that are not built-in divergences, as row programs",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Turns the reStructuredText of docstrings (math, code blocks) into Markdown, for mkdocstrings."""
+"""Converts reStructuredText of docstrings (math, code blocks) to Markdown, for mkdocstrings."""
 
 from __future__ import annotations
 

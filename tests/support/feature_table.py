@@ -16,7 +16,7 @@ BEGIN, END = "<!-- features:begin -->", "<!-- features:end -->"
 ON_GPU = "Triton, GPU tests"
 FILES = {
     "reference": "tests/test_attention_reference.py",
-    "CPU (streaming)": "tests/test_attention_streaming.py",
+    "CPU (plain torch)": "tests/test_attention_streaming.py",
     "Triton": "tests/test_attention_triton_interpreted.py",
     ON_GPU: "tests/test_attention_cuda.py",
 }
