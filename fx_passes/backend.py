@@ -220,7 +220,7 @@ def without_rewrite(configured: Any) -> None:
         'or use torch.compile(backend="streamkl")'
     )
     log.warning("%s", text)
-    report = Report(notes=[text])
+    report = Report(notes=[text], not_scanned=["the rewrite did not run"])
     for observer in REPORTS:
         observer(report)
 
@@ -288,6 +288,7 @@ def rewrite_and_report(
         report.outside += graph_outputs(gm.graph)
     scan.add_to(report, gm)
     report.notes += ddp.notes()
+    report.num_graphs = 1
     for observer in REPORTS:
         observer(report)
     if report.sites or report.failures or report.outside or report.elsewhere:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import torch_streamkl
 from tests.support.reason_examples import ELSEWHERE, EXAMPLES, OF_DIVERGENCES
@@ -59,6 +62,53 @@ def test_no_hint_asks_for_another_loss_without_saying_so() -> None:
     for row in ADVICE:
         changes = re.search(r"mask the other keys|average the teacher's heads only", row.hint)
         assert not changes, row
+
+
+class _Halved(torch.autograd.Function):
+    """The same value with half of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / 2
+
+
+def _in_a_checkpoint(h: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(F.linear, h, w, use_reentrant=False)
+
+
+MAKERS = {
+    "gelu": lambda h, w: F.gelu(h @ w.mT),
+    "conv1d": lambda h, w: F.conv1d(h.mT, w[:, :, None]).mT,
+    "cdist": lambda h, w: -torch.cdist(h, w),
+    "einsum": lambda h, w: torch.einsum("td,vd,d->tv", h, w, torch.ones(4)),
+    "a custom autograd.Function": lambda h, w: _Halved.apply(h @ w.mT),
+    "the checkpoint": _in_a_checkpoint,
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_what_makes_the_scores_is_named(maker: str) -> None:
+    """No product is called none, and no graph break of other code is a reason."""
+
+    def loss(h: Tensor, w: Tensor, r: Tensor, u: Tensor) -> Tensor:
+        s = MAKERS[maker](h, w)
+        return F.kl_div(s.log_softmax(-1), (r @ u.mT).softmax(-1), reduction="batchmean")
+
+    def broken(h: Tensor, w: Tensor, r: Tensor, u: Tensor) -> Tensor:
+        print(end="")
+        return h[h[:, 0] > 0].sum()
+
+    inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((5, 9, 5, 9))]
+    torch_streamkl.explain(broken, *inputs)
+    (site,) = torch_streamkl.explain(loss, *inputs, options={"streamkl.min_mib": 0}).sites
+    assert not site.fused
+    assert f"{maker} at {__file__}" in site.reason.replace("tests/", f"{TESTS}/", 1), site
+    assert "matmul" not in site.reason and "enable()" not in site.hint
+    assert "same gradient" not in site.hint
 
 
 def main() -> None:

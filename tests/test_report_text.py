@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Every form of the report's text, as it is read; `EXPECTTEST_ACCEPT=1` writes the new ones."""
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch_streamkl.fx_passes.reporting.report import (
     Report,
     Site,
 )
+from torch_streamkl.fx_passes.reporting.text import NOTHING_REMAINS
 
 
 def explained(name: str, min_mib: float = 0.0) -> Report:
@@ -272,6 +274,21 @@ def test_extend_takes_everything() -> None:
     report = Report()
     report.extend(FULL)
     assert report == FULL
+
+
+def test_what_was_not_analysed_is_not_known() -> None:
+    loss = USER_LOSSES["reverse_kl"]
+    torch._dynamo.reset()
+    with torch_streamkl.reports() as report:
+        torch.compile(loss.fn, backend="eager")(*loss.inputs())
+    for said in (str(report), report.details()):
+        assert said.startswith("streamkl: no graph was analysed")
+        assert NOTHING_REMAINS not in said
+    with torch_streamkl.reports() as report:  # a graph without a loss
+        torch.compile(torch.sin, backend="streamkl", options={"streamkl.inner": "eager"})(
+            torch.randn(3)
+        )
+    assert report.num_graphs == 1 and NOTHING_REMAINS in str(report)
 
 
 def test_reports_collects_whatever_compiles() -> None:

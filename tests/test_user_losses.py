@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import torch_streamkl
 from tests.corpus.naive_losses import BY_NAME
@@ -126,6 +128,16 @@ def test_a_loss_of_rows_is_no_second_loss() -> None:
 def test_swapped_arguments_are_warned_of() -> None:
     (site,) = named("swapped").sites
     assert site.fused and "kl_div expects log-probabilities" in site.warning
+
+
+def test_logarithms_of_log_probabilities_are_warned_of() -> None:
+    def loss(h: Tensor, w: Tensor, r: Tensor, u: Tensor) -> Tensor:
+        s, t = h @ w.mT, r @ u.mT
+        return F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="sum")
+
+    inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((5, 9, 5, 9))]
+    (site,) = torch_streamkl.explain(loss, *inputs, options={"streamkl.min_mib": 0}).sites
+    assert site.fused and "log_target=True" in site.warning
 
 
 def test_what_is_fused_with_a_loss_is_said() -> None:

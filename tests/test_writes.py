@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -105,3 +106,35 @@ def test_an_input_is_written_between_equal_expressions(way: str) -> None:
     b = torch.linspace(-1, 1, 24)
     options = {"streamkl.verify": "never"}
     compare(loss, [h.requires_grad_(), ht, b], options=options).check()
+
+
+def _written_again(mask: Tensor, q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+    p = (qt @ kt.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    q = (q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    mask.logical_not_()  # before the sum that is replaced
+    return (p * ((p + 1e-9).log() - (q + 1e-9).log())).sum(-1).mean() + mask.sum()
+
+
+def _lower(like: Tensor) -> Tensor:
+    mask = torch.ones_like(like, dtype=torch.bool)
+    mask.tril_()
+    return mask
+
+
+def _by_index(like: Tensor) -> Tensor:
+    mask = torch.ones_like(like, dtype=torch.bool)
+    mask.index_fill_(1, torch.tensor([2, 4]), False)
+    return mask
+
+
+@pytest.mark.parametrize("make", [_lower, _by_index])
+def test_a_mask_written_before_and_after_it_is_read(make: Callable[[Tensor], Tensor]) -> None:
+    """The analysis alone sees it: large losses are not checked."""
+
+    def loss(*x: Tensor) -> Tensor:
+        return _written_again(make(x[0] @ x[1].mT), *x)
+
+    inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((6, 9, 6, 9))]
+    options = {"streamkl.min_mib": 0, "streamkl.verify": "never"}
+    outcome = compare(loss, inputs, options=options).check()
+    assert outcome.reasons[0].startswith("mask is modified in place after"), outcome.report

@@ -30,7 +30,8 @@ class LateWrite:
     @property
     def reason(self) -> str:
         where, _ = location_of(self.write)
-        return f"{self.tensor.name} is modified in place {self.when}, at {where}"
+        name = (written_by(self.tensor) or [self.tensor])[0].name  # the user's name of it
+        return f"{name} is modified in place {self.when}, at {where}"
 
 
 class Aliases:
@@ -47,12 +48,31 @@ class Aliases:
             )
             for node in graph.nodes
         }
+        self._note_reads_of_writes(region)
         self.writes: dict[int | None, list[fx.Node]] = {}
         for node in graph.nodes:
             for target in written_by(node):
                 storage = storage_of(target)
                 if storage is not None:
                     self.writes.setdefault(storage, []).append(node)
+
+    def _note_reads_of_writes(self, region: Region) -> None:
+        """What an operation wrote is read by the names that the tensor had before, too.
+
+        The analysis takes the write itself for what such a name has: ``m.tril_(); s[m]``.
+        """
+        reads: dict[int | None, list[fx.Node]] = {}
+        for node in region.nodes:
+            for source in node.all_input_nodes:
+                reads.setdefault(storage_of(source), []).append(node)
+        for written in self.position:
+            for target in written_by(written):
+                later = [
+                    self.position[n]
+                    for n in reads.get(storage_of(target), [])
+                    if self.position[n] > self.position[written]
+                ]
+                self.first_use[written] = min([self.first_use[written], *later])
 
     def check(
         self,

@@ -8,12 +8,16 @@ from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
-from torch_streamkl.fx_passes.reporting.spoken import is_swapped, spoken
+from torch_streamkl.fx_passes.reporting.spoken import has_log_of_log, is_swapped, spoken
 
 BOTH_TRAINED = ", gradients to both distributions"
 SWAPPED = (
     "kl_div expects log-probabilities as its input and gets probabilities: "
     "F.kl_div(input.log(), target)"
+)
+LOG_TARGET = (
+    "NaN: it takes the logarithm of log-probabilities; kl_div expects probabilities as its "
+    "target, or log_target=True"
 )
 
 
@@ -48,8 +52,10 @@ def describe(planned: Plan) -> tuple[str, str]:
 
 def warning_of(planned: Plan) -> str:
     """Warns of a loss that is fused as it is written but that probably has a mistake."""
-    is_odd = any(is_swapped(_without_condition(call)) for call in planned.calls)
-    return SWAPPED if is_odd else ""
+    found = [_without_condition(call) for call in planned.calls]
+    if any(map(is_swapped, found)):
+        return SWAPPED
+    return LOG_TARGET if any(has_log_of_log(f.expr) for f in found) else ""
 
 
 def _without_condition(call: Call) -> Functional:

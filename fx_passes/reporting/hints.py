@@ -45,19 +45,21 @@ ADVICE = (
         "move what breaks the graph after the loss, or before the products",
     ),
     Advice(
-        "the logits are made outside of the checkpoint that the loss is in",
-        "of the checkpoint that",
-        "put the products into the checkpointed function too, or the loss out of it",
+        "only the logits or only the loss is in a checkpoint",
+        "of the checkpoint (that|at)",
+        "put the products and the loss into the same checkpointed function, or both out of it",
+    ),
+    Advice(
+        "another operation than a matrix product makes the scores",
+        "composite operation|^einsum|no matrix product",
+        "write it with matmul, softmax and sums over the last dimension; what a fused loss has "
+        "between a product and a softmax is a scale, softcap, mask or bias: apply other "
+        "operations before the product or to the loss where that is the same",
     ),
     Advice(
         "the loss is in a custom autograd.Function",
         "custom autograd.Function",
         "write the loss as plain torch operations: autograd makes the same gradient",
-    ),
-    Advice(
-        "a composite operation",
-        "composite operation|^einsum|no product of two tensors",
-        "write it with matmul, softmax and sums over the last dimension",
     ),
     Advice(
         "logits or probabilities are inputs of the compiled function",
@@ -306,10 +308,15 @@ def hint_for(reason: str) -> str:
 
 
 def _about_breaks(reason: str) -> Iterator[str]:
-    """Says what to do about the graph break that a reason names, or about all that there were."""
+    """Says what to do about the graph break that a reason names, or about all that there were.
+
+    Where the operation is known that makes what is compared, no graph break is the reason.
+    """
     named = reason_in(reason)
     if named is not None:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, named))
+        return
+    if re.search("no matrix product|of the checkpoint", reason):
         return
     breaks = "\n".join(counters["graph_break"])  # of every program of this process
     if breaks:

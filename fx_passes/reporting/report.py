@@ -79,6 +79,7 @@ class Report:
     unrecognized: list[str] = field(default_factory=list)  # why those belong to no loss
     breaks: list[GraphBreak] = field(default_factory=list)
     not_scanned: list[str] = field(default_factory=list)  # why what remains is not known
+    num_graphs: int = 0  # that were analysed: compiled, and not found in a cache
 
     @property
     def num_fused(self) -> int:
@@ -109,6 +110,12 @@ class Report:
         """Returns whether everything was analysed: else what remains is not known."""
         return not (self.not_analysed or self.failures or self.not_scanned)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no graph was analysed, so that nothing is known."""
+        known = (self.sites, self.remaining, self.elsewhere, self.outside, self.notes)
+        return not self.num_graphs and self.is_complete and not any(known)
+
     def extend(self, other: Report) -> None:
         self.sites += other.sites
         self.remaining += other.remaining
@@ -119,6 +126,7 @@ class Report:
         self.elsewhere += other.elsewhere
         self.unrecognized += other.unrecognized
         self.not_scanned += other.not_scanned
+        self.num_graphs += other.num_graphs
         self.breaks += [x for x in other.breaks if x not in self.breaks]
 
     def __str__(self) -> str:

@@ -29,6 +29,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
+from torch_streamkl.fx_passes.reporting.unrecognized import CHECKPOINT, called
 
 
 def not_fused(reason: str, graph: fx.Graph) -> Report:
@@ -64,7 +65,7 @@ def unfused_sites(
             reason = _symbolic_number(origin) or reason
         if origin is not None and _is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
-        reason = _with_place(reason, node, origin, recognised)
+        reason = _with_place(reason, node, blocker or node, recognised)
         location, code = _place(node, trace)
         elsewhere, line = _place(blocker, trace) if blocker is not None else (location, "")
         sites.setdefault(
@@ -137,8 +138,9 @@ def _symbolic_number(origin: fx.Node) -> str:
     return ""
 
 
-def _with_place(reason: str, site: fx.Node, origin: fx.Node | None, recognised: Recogniser) -> str:
+def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: Recogniser) -> str:
     """The reason, with where that is made which is not made in the graph, or written to."""
+    origin = node_of(recognised.trace, site)
     if "modified in place" in reason:
         return _with_write(reason, site, recognised)
     if origin is None or not _OUTSIDE.search(reason):
@@ -148,11 +150,13 @@ def _with_place(reason: str, site: fx.Node, origin: fx.Node | None, recognised: 
         said = f"a graph break at {shown(ended.location)} lies between"
         said += f": {ended.code}" if ended.code else ""
     elif not _reads_input(origin):
-        product = next((n for n in _near(origin) if name_of(n) in MATMULS), None)
-        if product is None:
+        source = _source(blocker, recognised)
+        if source is None:
             return reason.replace(ELSEWHERE, NOT_MADE)
-        at = shown(location_of(product)[0])
-        said = f"it comes from {name_of(product)} at {at}, which is no product of two tensors"
+        name, at = called(source), shown(location_of(source)[0])
+        said = f"it comes from {name} at {at}, which is no matrix product"
+        if name == CHECKPOINT:
+            said = f"it is a result of the checkpoint at {at}, which the loss is not in"
     elif _is_body(origin.graph):
         said = "it is an input of the checkpoint that the loss is in"
     else:
@@ -186,6 +190,36 @@ def _reads_input(site: fx.Node) -> bool:
             seen.add(a)
             stack.append(a)
     return False
+
+
+def _source(site: fx.Node, recognised: Recogniser) -> fx.Node | None:
+    """The user's operation that makes what a site compares and that the analysis does not know.
+
+    It is as large as what the site compares. None where an input of the graph is.
+    """
+    trace = recognised.trace
+    made_of = ancestors(site) - {site}
+    least = max((numel(a.meta["val"]) for a in site.all_input_nodes if _is_tensor(a)), default=0)
+    large = [
+        n
+        for n in trace.graph.nodes
+        if n in made_of and _is_tensor(n) and numel(n.meta["val"]) >= least
+    ]
+    for node in _near(site):
+        outer = node_of(trace, node) if node.op == "placeholder" and node in large else None
+        if outer is not None and outer.op != "placeholder":
+            return outer.all_input_nodes[0] if name_of(outer) == "getitem" else outer
+    for node in large:
+        if node.op == "call_function" and recognised.values.get(node) is None:
+            if all(
+                recognised.values.get(a) is not None for a in node.all_input_nodes if a in large
+            ):
+                return node_of(trace, node)
+    return None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _near(site: fx.Node) -> Iterator[fx.Node]:

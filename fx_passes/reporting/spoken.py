@@ -63,6 +63,12 @@ def is_swapped(functional: Functional) -> bool:
         return False
 
 
+def has_log_of_log(e: Expr) -> bool:
+    """Whether it is NaN everywhere: the logarithm of a log-probability, which is negative."""
+    is_of_log = e.op == "log" and e.args[0].op in ("logP", "logS")
+    return is_of_log or any(map(has_log_of_log, e.args))
+
+
 def _by_form(functional: Functional) -> str:
     """A name that the operators have for it, with the clamps of its probabilities."""
     guarded = functional.guarded

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 NOTHING_REMAINS = "No score- or logit-sized tensor remains."
 NO_LOSS = "no distillation loss recognized"
+NO_GRAPH = (
+    "no graph was analysed: nothing was compiled meanwhile, the rewrite is off, or the graphs "
+    "were compiled before or found in a cache (torch._dynamo.reset(), "
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)"
+)
 NOT_KNOWN = "what remains is not known"
 DETAILS = "report.details()"
 _MAX_REASONS = 3  # of tensors that no recognized loss reads
@@ -58,7 +63,7 @@ def details(report: Report) -> str:
 def headline(report: Report) -> str:
     """Writes the report's first line."""
     if not report.sites:
-        return f"streamkl: {NO_LOSS}"
+        return f"streamkl: {NO_GRAPH if report.is_empty else NO_LOSS}"
     head = f"streamkl: {report.num_fused} of {losses_text(len(report.sites))} fused"
     num_skipped = sum(bool(site.left) for site in report.sites)
     if num_skipped:
@@ -165,7 +170,7 @@ def _remaining_in_full(report: Report) -> Iterator[str]:
 
 
 def _nothing_remains(report: Report) -> Iterator[str]:
-    if report.is_complete and not report.outside:
+    if report.is_complete and not report.outside and not report.is_empty:
         yield NOTHING_REMAINS
 
 

@@ -90,14 +90,14 @@ def _sentence(
 ) -> str:
     rows = next((n for n in path if name_of(n) in OF_ROWS), None)
     first = rows or node
-    where = f"{_called(first)} at {shown(location_of(first)[0])}"
+    where = f"{called(first)} at {shown(location_of(first)[0])}"
     if reader is None:
         return f"{where} is read by nothing that the analysis knows"
     if reader.op == "output":
         if at_break:
             return f"{where} is read by {at_break}"
         return f"{where} is returned by the compiled function"
-    name, at = _called(reader), shown(location_of(reader)[0])
+    name, at = called(reader), shown(location_of(reader)[0])
     feeds = f"{where} feeds {name} at {at}"
     kind = name_of(reader)
     if kind in ORDERED:
@@ -129,13 +129,14 @@ def _hinted(sentence: str, operation: str) -> str:
     return f"{sentence}. Hint: {hint}" if hint else sentence
 
 
+CHECKPOINT = "a checkpoint"
 _HIGHER_ORDER = {
     "autograd_function_apply": "a custom autograd.Function",
-    "tag_activation_checkpoint": "a checkpoint",
+    "tag_activation_checkpoint": CHECKPOINT,
     "wrap_with_autocast": "an autocast region",
 }
 
 
-def _called(node: fx.Node) -> str:
+def called(node: fx.Node) -> str:
     name = name_of(node).split(".")[-1]
     return _HIGHER_ORDER.get(name, name)

@@ -45,7 +45,7 @@ def example(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 for _reason, _name in {
     "a graph break lies between the logits and the loss": "printed",
-    "the logits are made outside of the checkpoint that the loss is in": "checkpointed_loss",
+    "only the logits or only the loss is in a checkpoint": "checkpointed_loss",
     "the loss is in a custom autograd.Function": "custom_function",
     "entries of rows are gathered by ids (a cached or served top-k)": "cached_topk",
     "sort, top-k, cumsum: whole rows in order": "logits_are_returned",
@@ -143,7 +143,7 @@ def written_later(q, k, r, u):
     return loss
 
 
-@example("a composite operation")
+@example("another operation than a matrix product makes the scores")
 def einsum_of_one_label(q, k, r, u):
     s = torch.einsum("bhqd,bhkd,d->bhqk", q, k, torch.ones(q.shape[-1]))
     return kl(s, r @ u.mT)
