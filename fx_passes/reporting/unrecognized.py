@@ -138,5 +138,6 @@ _HIGHER_ORDER = {
 
 
 def called(node: fx.Node) -> str:
+    """Returns the name that a user knows an operation by."""
     name = name_of(node).split(".")[-1]
     return _HIGHER_ORDER.get(name, name)
