@@ -187,12 +187,6 @@ def load_statistics(stats, member, row, work, TASK: gl.constexpr):
         own = own - gl.log2(size)
         other = other - gl.log2(size)
         grad = gl.where(grad < 0.0, -1.0, 1.0)
-    else:
-        # rows that do not count get probabilities of 0: their own gradients may be infinite
-        left_out = grad == 0.0
-        own = gl.where(left_out, float("inf"), own)
-        other = gl.where(left_out, float("inf"), other)
-        delta = gl.where(left_out, TASK.COEFFICIENTS.TS if TASK.PLAIN else 0.0, delta)
     return own, other, delta, grad, clamp
 
 
