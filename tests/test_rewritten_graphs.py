@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """What the rewrite leaves of the main forms, as graphs: each snapshot is the whole program."""
 
 from __future__ import annotations
@@ -58,9 +59,12 @@ class Snapshots(TestCase):
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
             """\
-attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536,
-student_scale=0.3536) getitem = getitem(attention_kl_default, 0) unsqueeze = unsqueeze(getitem, 3)
-squeeze = squeeze(unsqueeze, 3) loss = mean(squeeze) return (loss)""",
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+squeeze = squeeze(unsqueeze, 3)
+loss = mean(squeeze)
+return (loss)""",
         )
 
     def test_causal_mask_is_a_window(self) -> None:
@@ -68,10 +72,12 @@ squeeze = squeeze(unsqueeze, 3) loss = mean(squeeze) return (loss)""",
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
             """\
-attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536,
-student_scale=0.3536, window_right=0) getitem = getitem(attention_kl_default, 0) unsqueeze =
-unsqueeze(getitem, 3) sum_2 = sum(unsqueeze, dim=(0, 1, 2, 3), keepdim=False) loss = truediv(sum_2,
-2) return (loss)""",
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536, window_right=0)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+sum_2 = sum(unsqueeze, dim=(0, 1, 2, 3), keepdim=False)
+loss = truediv(sum_2, 2)
+return (loss)""",
         )
 
     def test_key_padding_stays_a_small_mask(self) -> None:
@@ -80,13 +86,18 @@ unsqueeze(getitem, 3) sum_2 = sum(unsqueeze, dim=(0, 1, 2, 3), keepdim=False) lo
             rewritten(program, program.inputs()),
             """\
 getitem_3 = getitem(args_4, (slice(None, None, None), None, None, slice(None, None, None)))
-attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3,
-functional=(max(P,0.0001)*(max(logP,-9.210340371976182)+(-max(logS,-9.210340371976182)))),
-teacher_scale=0.3536, student_scale=0.3536, mask=getitem_3) getitem_4 =
-getitem(attention_kl_default, 0) unsqueeze = unsqueeze(getitem_4, 3) squeeze = squeeze(unsqueeze,
-3) getitem_2 = getitem(args_4, (slice(None, None, None), None)) m = to(getitem_2, torch.float32)
-mul_3 = mul(squeeze, m) sum_2 = sum(mul_3) sum_3 = sum(m) mul_4 = mul(sum_3, 4) loss =
-truediv(sum_2, mul_4) return (loss)""",
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, functional=(max(P,0.0001)*(max(logP,-9.210340371976182)+(-max(logS,-9.210340371976182)))), teacher_scale=0.3536, student_scale=0.3536, mask=getitem_3)
+getitem_4 = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem_4, 3)
+squeeze = squeeze(unsqueeze, 3)
+getitem_2 = getitem(args_4, (slice(None, None, None), None))
+m = to(getitem_2, torch.float32)
+mul_3 = mul(squeeze, m)
+sum_2 = sum(mul_3)
+sum_3 = sum(m)
+mul_4 = mul(sum_3, 4)
+loss = truediv(sum_2, mul_4)
+return (loss)""",
         )
 
     def test_attention_output_becomes_sdpa(self) -> None:
@@ -94,9 +105,11 @@ truediv(sum_2, mul_4) return (loss)""",
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
             """\
-attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536,
-student_scale=0.3536, window_right=0) getitem = getitem(attention_kl_default, 0) unsqueeze =
-unsqueeze(getitem, 3) squeeze = squeeze(unsqueeze, 3) loss = mean(squeeze)
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536, window_right=0)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+squeeze = squeeze(unsqueeze, 3)
+loss = mean(squeeze)
 scaled_dot_product_attention = scaled_dot_product_attention(args_0, args_1, args_1, is_causal=True)
 return (loss, scaled_dot_product_attention)""",
         )
@@ -108,9 +121,12 @@ return (loss, scaled_dot_product_attention)""",
             """\
 k = getitem(args_1, (slice(None, None, None), slice(None, None, 2)))
 k_2 = getitem(args_3, (slice(None, None, None), slice(None, None, 2)))
-attention_kl_default = attention_kl.default(args_2, k_2, args_0, k, teacher_scale=0.3536,
-student_scale=0.3536) getitem = getitem(attention_kl_default, 0) unsqueeze = unsqueeze(getitem, 3)
-squeeze = squeeze(unsqueeze, 3) loss = mean(squeeze) return (loss)""",
+attention_kl_default = attention_kl.default(args_2, k_2, args_0, k, teacher_scale=0.3536, student_scale=0.3536)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+squeeze = squeeze(unsqueeze, 3)
+loss = mean(squeeze)
+return (loss)""",
         )
 
     def test_language_model_heads(self) -> None:
@@ -136,11 +152,12 @@ unsqueeze_3 = unsqueeze(reshape_1, 2)
 squeeze_1 = squeeze(unsqueeze_3, 2)
 mul_1 = mul(squeeze_1, keep)
 flatten_2 = flatten(mul_1)
-linear_kl_sum_default = linear_kl_sum.default(student_hidden=flatten, student_weight=ws,
-teacher_hidden=flatten_1, teacher_weight=wt, student_scale=0.5, teacher_scale=0.5,
-row_weight=flatten_2, needs_grad=(True, True, False, False, False, False)) getitem_1 =
-getitem(linear_kl_sum_default, 0) once_default = once.default(getitem_1, (xs, ws)) sum_3 =
-sum(keep) truediv_2 = truediv(once_default, sum_3) return (truediv_2)""",
+linear_kl_sum_default = linear_kl_sum.default(student_hidden=flatten, student_weight=ws, teacher_hidden=flatten_1, teacher_weight=wt, student_scale=0.5, teacher_scale=0.5, row_weight=flatten_2, needs_grad=(True, True, False, False, False, False))
+getitem_1 = getitem(linear_kl_sum_default, 0)
+once_default = once.default(getitem_1, (xs, ws))
+sum_3 = sum(keep)
+truediv_2 = truediv(once_default, sum_3)
+return (truediv_2)""",
         )
 
     def test_a_near_miss_is_the_same_graph(self) -> None:

@@ -71,7 +71,7 @@ def test_wrong_types(argument: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("is_causal", True), ("window", (1, 0)), ("window", (None, None)),
+        ("is_causal", True), ("window", (1, 0)),
         ("mask", torch.ones(7) > 0), ("key_lengths", torch.tensor([7])),
     ],
 )  # fmt: skip

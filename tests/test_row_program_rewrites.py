@@ -474,7 +474,7 @@ def test_is_left_alone(program: Any, reason: str) -> None:
 
 
 def test_the_report_says_that_there_is_no_kernel() -> None:
-    report = str(explain(weights_of_keys, *inputs()))
+    report = explain(weights_of_keys, *inputs()).details()
     assert "row_program: a sum over keys of 2 products" in report
     assert "in plain torch, by blocks of rows and keys: bounded memory, no kernels" in report
 

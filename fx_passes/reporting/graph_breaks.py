@@ -70,3 +70,8 @@ def forget() -> None:
     """Forget all graph breaks: what was compiled is compiled anew."""
     _KNOWN.clear()
     _CALLED.clear()
+
+
+def is_nested(text: str) -> bool:
+    """Whether a text names a graph break inside of a function that the compiled one calls."""
+    return any(f"graph break at {shown(x.location)} " in text for x in _CALLED.values())

@@ -14,7 +14,7 @@ import torch
 
 from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
 from torch_streamkl.fx_passes.fx_utils.torch_names import counters
-from torch_streamkl.fx_passes.reporting.graph_breaks import reason_in
+from torch_streamkl.fx_passes.reporting.graph_breaks import is_nested, reason_in
 
 FORCE_SIZE = 'Force with {"streamkl.min_mib": 0}'
 FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
@@ -315,6 +315,8 @@ def _about_breaks(reason: str) -> Iterator[str]:
     named = reason_in(reason)
     if named is not None:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, named))
+        if is_nested(reason):
+            yield _ANY_BREAK
         return
     if re.search("no matrix product|of the checkpoint", reason):
         return
