@@ -117,8 +117,10 @@ def _ambient() -> str:
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
     getter: Any = optional("torch._C", "_get_fp32_precision_getter")
-    # torch.get_float32_matmul_precision() raises where precisions of backends were set
-    precisions = [getter(x, "matmul") for x in ("cuda", "mkldnn")] if getter else []
+    if getter is not None:
+        precisions = [getter(x, "matmul") for x in ("cuda", "mkldnn")]
+    else:  # it raises where precisions of backends were set, so it is asked only if need be
+        precisions = [torch.get_float32_matmul_precision()]
     return f"{torch.is_grad_enabled()} {autocast} {precisions} {torch.get_default_dtype()}"
 
 
