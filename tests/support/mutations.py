@@ -157,8 +157,8 @@ FAULTS = (
     # -------------------------------------------------------------------------------- streaming
     Fault(
         STREAMING,
-        "d_dot = d_score.mul_(row_grad * (side.scale / problem.temperature))",
-        "d_dot = d_score.mul_(row_grad * side.scale)",
+        "d_dot = d_score.mul_(row_grad.grad * (side.scale / problem.temperature))",
+        "d_dot = d_score.mul_(row_grad.grad * side.scale)",
         _streaming("temperature"),
     ),
     Fault(STREAMING, "slope = 1.0 - x * x", "slope = 1.0 - x", _streaming("softcap")),
