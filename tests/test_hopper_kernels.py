@@ -265,6 +265,38 @@ def test_two_passes_of_large_scores(score_size: float) -> None:
     check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
 
 
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("trained", ["student", "teacher"])
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jeffreys", "js"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_without_a_gradient_may_be_infinite(
+    head_dim: int, divergence: str, trained: str
+) -> None:
+    """The teacher excludes keys in odd rows; what those rows are must not reach a gradient."""
+    call = build(spec(head_dim, seqlen_q=150, seqlen_k=333, batch=1))
+    operands = {
+        name: x.detach().to("cuda").requires_grad_(name.startswith(trained))
+        for name, x in call.tensors.items()
+        if name in ("student_q", "student_k", "teacher_q", "teacher_k")
+    }
+    bias = torch.zeros(1, 1, 150, 333, dtype=torch.bfloat16, device="cuda")
+    bias[:, :, 1::2, ::3] = -math.inf
+    found = []
+    for impl in ("hopper", "reference"):
+        rows = attention_kl(
+            **operands, teacher_bias=bias, divergence=divergence, reduction="none", impl=impl
+        )
+        assert bool(rows[..., 1::2].isinf().all()) == (divergence != "js")
+        weight = torch.zeros_like(rows)
+        weight[..., ::2] = 1.0
+        inputs = [x for x in operands.values() if x.requires_grad]
+        found.append(torch.autograd.grad(rows, inputs, weight))
+    for x, expected in zip(*found, strict=True):
+        size = float(expected.abs().max())
+        torch.testing.assert_close(x, expected, atol=2e-2 * size, rtol=2e-2)
+
+
 # key heads of 4, options of the mask tensor
 TENSORS: list[tuple[int, dict[str, Any]]] = [
     (4, {}),

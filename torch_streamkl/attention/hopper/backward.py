@@ -73,6 +73,9 @@ ADDER_REGISTERS = gl.constexpr(96)
 # what `along` finds of a row, in this order
 OWN_LSE, OTHER_LSE, DELTA, GRAD, CLAMP = (gl.constexpr(i) for i in range(5))
 NUM_STATISTICS = gl.constexpr(5)
+# log-sum-exp of rows without an incoming gradient: log-probabilities stay finite, since formulas
+# such as logaddexp of two infinities are NaN, and 0 times that is
+LEFT_OUT = gl.constexpr(1e30)
 # what some row of a tile has: a negative incoming gradient (FOLDED), a probability below the clamp
 NEGATIVE, CLAMPED = gl.constexpr(1), gl.constexpr(2)
 
@@ -187,6 +190,12 @@ def load_statistics(stats, member, row, work, TASK: gl.constexpr):
         own = own - gl.log2(size)
         other = other - gl.log2(size)
         grad = gl.where(grad < 0.0, -1.0, 1.0)
+    elif not TASK.PLAIN:
+        # rows that do not count get probabilities of 0: their own gradients may be infinite
+        left_out = grad == 0.0
+        own = gl.where(left_out, LEFT_OUT, own)
+        other = gl.where(left_out, LEFT_OUT, other)
+        delta = gl.where(left_out, 0.0, delta)
     return own, other, delta, grad, clamp
 
 
