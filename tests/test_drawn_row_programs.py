@@ -4,13 +4,13 @@
     python -m tests.test_drawn_row_programs --calls 1000 --device cuda
     python -m tests.test_drawn_row_programs --calls 200 --interpreter
 
-A failure prints its seed: ``--seed S --calls 1`` runs that one again.
+A failure prints its seed: ``--first S --calls 1`` runs that one again. On a GPU,
+``--few-shapes --processes 16 --seconds 500`` draws few programs with many values each.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import os
 import sys
 from typing import Any
@@ -19,17 +19,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.drawn import processes
 from tests.support.drawn_rows import Drawing
 from tests.support.interpreter import inside, outside, quiet
 
 IN_CI = 60
 
 
-def difference(seed: int, impl: str, device: str, dtype: torch.dtype) -> str:
-    """What is wrong with a program; "refused: ..." where an implementation does not run it."""
+def difference(
+    seed: int, impl: str, device: str, dtype: torch.dtype, program: int | None = None
+) -> str:
+    """What is wrong with a program; "refused: ..." where an implementation does not run it.
+
+    The numbers are the seed's, the program too unless another one's is given.
+    """
     import torch_streamkl
 
-    drawn = Drawing(seed).drawn()
+    drawn = Drawing(seed, program).drawn()
     exact, leaves = drawn.arguments(torch.float64, device)
     expected = drawn.naive(exact)
     mine, own = drawn.arguments(dtype, device)
@@ -111,32 +117,39 @@ def test_drawn_kernels() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--impl", default=None, help="auto on a GPU, blocked elsewhere")
     parser.add_argument("--interpreter", action="store_true", help="impl='triton' on a CPU")
+    processes.add_options(parser)
     given = parser.parse_args()
     if given.interpreter and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
         os.execv(
             sys.executable, [sys.executable, "-m", "tests.test_drawn_row_programs", *sys.argv[1:]]
         )
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    module = "tests.test_drawn_row_programs"
+    return processes.run(module, given, lambda tally: _draw(given, tally))
+
+
+def _draw(given: argparse.Namespace, tally: processes.Tally) -> None:
     is_kernel = given.interpreter or given.device != "cpu"
     impl = given.impl or ("triton" if given.interpreter else "auto" if is_kernel else "torch")
     dtype = torch.float32 if is_kernel else torch.float64
-    torch.backends.cuda.matmul.allow_tf32 = False
-    counts: collections.Counter[str] = collections.Counter()
-    for seed in range(given.seed, given.seed + given.calls):
+    for seed in processes.seeds_of(given, given.calls):
+        if tally.is_over():
+            return
+        program = processes.structure_of(given, seed)
         try:
-            found = difference(seed, impl, given.device, dtype)
+            found = difference(seed, impl, given.device, dtype, program)
         except Exception as error:
             found = f"{type(error).__name__}: {str(error)[:300]}"
+        tally.num_calls += 1
         refused = found.startswith("refused")
-        counts["refused" if refused else "wrong" if found else "right"] += 1
+        tally.counts["refused" if refused else "wrong" if found else "right"] += 1
         if found and not refused:
-            print(f"seed {seed}: {found}", flush=True)
-    print(dict(counts), f"of {given.calls} programs, impl={impl!r}, {dtype} on {given.device}")
-    return 1 if counts["wrong"] else 0
+            tally.differs(f"seed {seed}", f"{found}, impl={impl!r}, {dtype}")
 
 
 if __name__ == "__main__":

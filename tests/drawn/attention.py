@@ -25,11 +25,18 @@ KINDS = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")
 
 
 class Source:
-    """Random choices and tensors of a seed."""
+    """Random choices and tensors of a seed.
 
-    def __init__(self, seed: int) -> None:
+    ``fixed`` makes those that kernels are compiled for. With ``structures`` it is the same for
+    every seed that has the same remainder: those calls share their compiled kernels, and differ in
+    values, layouts, lengths, masks, weights, gradients and reductions.
+    """
+
+    def __init__(self, seed: int, structures: int | None = None) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
+        self.fixed: Source = self if structures is None else Source(seed % structures)
+        self.is_structured = structures is not None
 
     def chance(self, p: float) -> bool:
         return self.random.random() < p
@@ -60,31 +67,37 @@ class Source:
 
     def divergence(self) -> dict[str, Any]:
         """A divergence and its guards."""
-        chosen: dict[str, Any] = {"divergence": self.one_of(*KINDS)}
+        fixed = self.fixed
+        chosen: dict[str, Any] = {"divergence": fixed.one_of(*KINDS)}
         if chosen["divergence"] == "js":
-            chosen["beta"] = self.one_of(0.0, 0.1, 0.5, 0.7, 1.0)
-        if chosen["divergence"] != "tv" and self.chance(0.3):
+            chosen["beta"] = fixed.one_of(0.0, 0.1, 0.5, 0.7, 1.0)
+        if chosen["divergence"] != "tv" and fixed.chance(0.3):
             for side in ("student", "teacher"):
-                chosen[f"{side}_eps"] = self.one_of(0.0, 0.0, 1e-6, 1e-2, 1.0)
-                chosen[f"{side}_clamp"] = self.one_of(0.0, 0.0, 1e-9, 2e-2, 1.0)
-        if self.chance(0.3):
+                chosen[f"{side}_eps"] = fixed.one_of(0.0, 0.0, 1e-6, 1e-2, 1.0)
+                chosen[f"{side}_clamp"] = fixed.one_of(0.0, 0.0, 1e-9, 2e-2, 1.0)
+        if fixed.chance(0.3):
             chosen["temperature"] = self.one_of(0.5, 2.0, 3.7)
         return chosen
 
 
-def draw(seed: int, device: str = "cpu") -> Drawn:
+def draw(seed: int, device: str = "cpu", structures: int | None = None) -> Drawn:
     """The call of a seed, the same on every run."""
-    s = Source(seed)
-    layout = s.one_of("bhnd", "bnhd", "packed")
-    dtype = s.one_of(torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    s = Source(seed, structures)
+    fixed = s.fixed
+    layout = fixed.one_of("bhnd", "bnhd", "packed")
+    if s.is_structured and layout != "packed":
+        layout = s.one_of("bhnd", "bnhd")
+    dtype = fixed.one_of(
+        torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16
+    )
     if device == "interpreter":  # whose products of bfloat16 are of its bits
-        dtype = s.one_of(torch.float32, torch.float16)
+        dtype = fixed.one_of(torch.float32, torch.float16)
     elif device != "cpu":
-        dtype = s.one_of(torch.float32, torch.bfloat16, torch.bfloat16, torch.float16)
-    head_mean = s.chance(0.4)
-    heads, student_kv = _heads(s)
-    teacher_heads = heads * (s.whole(1, 4) if head_mean else 1)
-    teacher_kv = s.one_of(*(n for n in range(1, teacher_heads + 1) if teacher_heads % n == 0))
+        dtype = fixed.one_of(torch.float32, torch.bfloat16, torch.bfloat16, torch.float16)
+    head_mean = fixed.chance(0.4)
+    heads, student_kv = _heads(fixed)
+    teacher_heads = heads * (fixed.whole(1, 4) if head_mean else 1)
+    teacher_kv = fixed.one_of(*(n for n in range(1, teacher_heads + 1) if teacher_heads % n == 0))
     is_large = device not in ("cpu", "interpreter")
     dims = (64, 128) if is_large else (1, 3, 8, 16, 17)
     options: dict[str, Any] = s.divergence() | {"dtype": dtype, "reduction": "none"}
@@ -92,12 +105,7 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
         options["head_reduction"] = "mean"
     if s.chance(0.4):
         options["reduction"] = s.one_of("mean", "sum", "batchmean")
-    longest = (300, 500) if is_large else (9, 17)
-    batch = s.whole(1, 3)
-    lengths = [(s.whole(0, longest[0]), s.whole(0, longest[1])) for _ in range(s.whole(1, 4))]
-    n, m = (s.whole(1, longest[0]), s.whole(1, longest[1]))
-    if s.chance(0.05):
-        batch, n, m = s.one_of((0, n, m), (batch, 0, m), (batch, n, 0))
+    batch, n, m, lengths = _sizes(s, is_large)
     if layout == "packed":
         batch, n, m = 1, sum(x for x, _ in lengths), sum(x for _, x in lengths)
     tensors = {}
@@ -106,7 +114,7 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
         ("student", heads, student_kv),
         ("teacher", teacher_heads, teacher_kv),
     ):
-        d = s.one_of(*dims)
+        d = fixed.one_of(*dims)
         tensors[f"{side}_q"] = _laid_out(s, s.normal(batch, of_q, n, d) * size, layout, dtype)
         tensors[f"{side}_k"] = _laid_out(s, s.normal(batch, of_k, m, d), layout, dtype)
     full = (batch, heads, n, m)
@@ -121,11 +129,26 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
     else:
         options["layout"] = layout
         _add_masks(s, options, full, teacher_heads, dtype)
-        if head_mean and s.chance(0.3) and batch * n * m:
+        if head_mean and fixed.chance(0.3) and batch * n * m:
             options["teacher_lse"] = _known_lse(tensors, options, layout)
     trained = tuple(name for name in tensors if s.chance(0.8))
     blocks = {"elements": s.one_of(16, 64, 300, 2**18), "keys": s.one_of(3, 7, 512)}
     return Drawn("attention", seed, dtype, tensors, options, trained, blocks)
+
+
+def _sizes(s: Source, is_large: bool) -> tuple[int, int, int, list[tuple[int, int]]]:
+    """Batch, queries, keys, and queries and keys of packed sequences."""
+    longest = (300, 500) if is_large else (9, 17)
+    batch = s.whole(1, 3)
+    lengths = [(s.whole(0, longest[0]), s.whole(0, longest[1])) for _ in range(s.whole(1, 4))]
+    if s.is_structured:  # one of three pairs of sizes: kernels know multiples of 16
+        sizes = [[s.fixed.whole(1, x) for x in longest] for _ in range(3)]
+        n, m = s.one_of(*sizes)
+    else:
+        n, m = (s.whole(1, longest[0]), s.whole(1, longest[1]))
+    if s.chance(0.05):
+        batch, n, m = s.one_of((0, n, m), (batch, 0, m), (batch, n, 0))
+    return batch, n, m, lengths
 
 
 def _heads(s: Source) -> tuple[int, int]:
@@ -149,6 +172,7 @@ def _add_transforms(
     s: Source, tensors: dict[str, Tensor], options: dict[str, Any], heads: tuple[int, int]
 ) -> None:
     """What makes scores of dot products, apart from masks and biases."""
+    fixed = s.fixed
     for side, count in zip(("student", "teacher"), heads, strict=True):
         q = tensors[f"{side}_q"]
         if s.chance(0.3):
@@ -157,19 +181,19 @@ def _add_transforms(
             options[f"{side}_scale"] = s.one_of(0.1, 0.7, -0.4)
         else:
             options[f"{side}_scale"] = q.shape[-1] ** -0.5
-        if s.chance(0.2):
+        if fixed.chance(0.2):
             options[f"{side}_softcap"] = s.one_of(1.5, 20.0)
-        if s.chance(0.2):
+        if fixed.chance(0.2):
             options[f"{side}_alibi_slopes"] = s.normal(count).abs() * s.one_of(0.1, 1.0)
-        if s.chance(0.25):
+        if fixed.chance(0.25):
             sink = s.normal(count) * s.one_of(1.0, 30.0)
             hidden = s.flags(count, p=0.2 if s.chance(0.2) else 0.0)
             sink = sink.to(torch.promote_types(q.dtype, torch.float32))
             tensors[f"{side}_sink"] = sink.masked_fill(hidden, -INF)
-    if s.chance(0.3):
+    if fixed.chance(0.3):
         options["is_causal"] = True
-    if s.chance(0.3):
-        options["window"] = (s.one_of(None, 0, 1, 4), s.one_of(None, 0, 2, 5))
+    if fixed.chance(0.3):
+        options["window"] = (fixed.one_of(None, 0, 1, 4), fixed.one_of(None, 0, 2, 5))
 
 
 def _add_masks(
@@ -179,23 +203,26 @@ def _add_masks(
     teacher_heads: int,
     dtype: torch.dtype,
 ) -> None:
+    fixed = s.fixed
     batch, heads, n, m = full
-    kind = s.one_of("bool", "additive", "biases", None, None)
+    kind = fixed.one_of("bool", "additive", "biases", None, None)
     if kind == "bool":
-        options["attn_mask"] = s.flags(*s.broadcast(full, least=2))
+        options["attn_mask"] = s.flags(*fixed.broadcast(full, least=2))
     elif kind == "additive":
-        shape = s.broadcast(full, least=2)
+        shape = fixed.broadcast(full, least=2)
         if len(shape) > 2 and teacher_heads != heads:
             shape = (*shape[:-3], 1, *shape[-2:])
         options["attn_mask"] = s.extreme(s.normal(*shape)).to(dtype)
     elif kind == "biases":
         for side, count in (("student", heads), ("teacher", teacher_heads)):
-            if s.chance(0.7):
-                bias = s.extreme(s.normal(*s.broadcast((batch, count, n, m), least=2)))
-                options[f"{side}_bias"] = bias.to(s.one_of(dtype, torch.float32))
-    if s.chance(0.25):
+            if fixed.chance(0.7):
+                bias = s.extreme(s.normal(*fixed.broadcast((batch, count, n, m), least=2)))
+                options[f"{side}_bias"] = bias.to(fixed.one_of(dtype, torch.float32))
+    if fixed.chance(0.25):
         lengths = [s.whole(0, m) for _ in range(batch)]
-        options["key_lengths"] = torch.tensor(lengths, dtype=s.one_of(torch.int32, torch.int64))
+        options["key_lengths"] = torch.tensor(
+            lengths, dtype=fixed.one_of(torch.int32, torch.int64)
+        )
     if s.chance(0.3):
         options["row_mask"] = s.flags(*s.broadcast((batch, heads, n)))
 

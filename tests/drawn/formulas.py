@@ -106,16 +106,23 @@ def times(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def log_softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Over the last dimension, -inf where a score is; and the log-sum-exp."""
+    """Over the last dimension, -inf where a score is; and the log-sum-exp.
+
+    The maximum is subtracted first, as torch does: what a large log-sum-exp is rounded by would be
+    in every probability. A score of +inf makes its row NaN.
+    """
     alone = scores if sink is None else torch.cat((scores, sink), dim=-1)
     nothing = (alone == -INF).all(-1, keepdim=True)
-    lse = alone.masked_fill(nothing, 0.0).logsumexp(-1, keepdim=True)
+    alone = alone.masked_fill(nothing, 0.0)
+    high = alone.detach().amax(-1, keepdim=True) if alone.shape[-1] else alone.new_zeros(())
+    log_sum = (alone - high).exp().sum(-1, keepdim=True).log()
+    lse = high + log_sum
     if scores.numel():
         global largest_lse
         largest_lse = max(largest_lse, float(lse.detach().abs().max()))
     absent = scores == -INF
-    log_p = (scores.masked_fill(absent, 0.0) - lse).masked_fill(absent, -INF)
-    return log_p, lse
+    log_p = ((scores.masked_fill(absent, 0.0) - high) - log_sum).masked_fill(absent, -INF)
+    return log_p.masked_fill(lse.isnan(), math.nan), lse
 
 
 # ------------------------------------------------------------------------------- attention_kl
@@ -126,7 +133,8 @@ def attention_rows(
     naive: bool = False,
 ) -> Tensor:
     """[batch, num_heads, seqlen_q] of tensors in one precision, in the layout of ``options``."""
-    options = {**options, "is_rounded_again": naive and compute == torch.float64}
+    is_rounded_again = naive and compute == torch.float64
+    options = {**options, "is_rounded_again": is_rounded_again, "is_naive": naive}
     named = dict(tensors)
     layout = options.get("layout", "bhnd")
     for side in ("student", "teacher"):
@@ -180,7 +188,12 @@ def _dense(named: dict[str, Tensor], options: dict[str, Any], compute: torch.dty
     batch, heads, n, _ = q.shape
     allowed = allowed_keys(n, named["student_k"].shape[2], options, batch)
     rows = Rows(options, compute)
-    log_s, log_t = (_log_p(side, named, options, allowed)[0] for side in ("student", "teacher"))
+    log_s, _ = _log_p("student", named, options, allowed)
+    log_t, lse_t = _log_p("teacher", named, options, allowed)
+    if options.get("is_naive") and options.get("teacher_lse") is not None:
+        # one that is given is rounded, and with it all probabilities of its row
+        rounding = (lse_t - options["teacher_lse"].to(lse_t.dtype).unsqueeze(-1)).detach()
+        log_t = log_t + rounding.nan_to_num(0.0, 0.0, 0.0)
     if options.get("head_reduction") == "mean":
         grouped = log_t.unflatten(1, (heads, -1))
         absent = (grouped == -INF).all(2)
@@ -202,38 +215,53 @@ def _scores(
 ) -> Tensor:
     q, k = named[f"{side}_q"], named[f"{side}_k"]
     heads, head_dim, n, m = q.shape[1], q.shape[3], q.shape[2], k.shape[2]
-    scores = q @ k.repeat_interleave(heads // k.shape[1], dim=1).mT
+    keys = k.repeat_interleave(heads // k.shape[1], dim=1).mT
+    scale = 1.0
     if f"{side}_scale" not in named:
         scale = options.get(f"{side}_scale")
-        scores = scores * (head_dim**-0.5 if scale is None else scale)
+        scale = head_dim**-0.5 if scale is None else scale
+    scores = q @ keys * scale
+    sizes = q.detach().abs() @ keys.detach().abs() * abs(scale)  # of what they are sums of
     softcap = options.get(f"{side}_softcap")
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     mask = options.get("attn_mask")
-    for bias in (options.get(f"{side}_bias"), mask):
-        if bias is not None and bias.dtype != torch.bool:
-            scores = scores + bias.to(q.dtype)
+    added = [
+        bias.to(q.dtype)
+        for bias in (options.get(f"{side}_bias"), mask)
+        if bias is not None and bias.dtype != torch.bool
+    ]
     slopes = options.get(f"{side}_alibi_slopes")
     if slopes is not None:
         distance = (torch.arange(n).view(n, 1) + (m - n) - torch.arange(m)).abs()
-        scores = scores - slopes.to(q.dtype).view(-1, 1, 1) * distance
-    scores = _rounded_again(scores / options.get("temperature", 1.0), options)
+        added.append(-slopes.to(q.dtype).view(-1, 1, 1) * distance)
+    for x in added:
+        scores, sizes = scores + x, sizes + x.abs()
+    temperature = options.get("temperature", 1.0)
+    scores = _rounded_again(scores / temperature, sizes / temperature, head_dim, options)
     if allowed.shape[1] not in (1, heads):
         allowed = allowed.repeat_interleave(heads // allowed.shape[1], dim=1)
     return scores.masked_fill(~allowed, -INF)
 
 
-def _rounded_again(scores: Tensor, options: dict[str, Any]) -> Tensor:
+OTHER_ROUNDINGS = 6  # of a score: scale, softcap (2), bias, temperature, unit of the logarithm
+
+
+def _rounded_again(
+    scores: Tensor, sizes: Tensor, num_products: int, options: dict[str, Any]
+) -> Tensor:
     """Scores as naive code of another order of operations may round them.
 
     In float64 naive code is the formula itself, and is off by nothing: what an implementation may
-    be off by is then that of the formula with scores that are off by one rounding.
+    be off by is then that of the formula with scores that are off by what they may be. A score is
+    a sum of products: each of them and each sum is off by half a unit of the sum of ``sizes``.
     """
     if not options.get("is_rounded_again"):
         return scores
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, scores.shape, generator=generator).to(scores.dtype) * 2 - 1
-    return scores * (1 + signs * torch.finfo(scores.dtype).eps)
+    unit = torch.finfo(scores.dtype).eps / 2 * (num_products + OTHER_ROUNDINGS)
+    return scores + signs * unit * sizes.nan_to_num(0.0, 0.0, 0.0)
 
 
 def teacher_lse(named: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
@@ -258,13 +286,16 @@ def linear_rows(
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if logits_dtype is None:
             z = hidden @ weight.T
+            sizes = hidden.detach().abs() @ weight.detach().abs().T
         else:  # in the dtype of the inputs, as a model does
             z = (hidden.to(logits_dtype) @ weight.to(logits_dtype).T).to(hidden.dtype)
-        if f"{side}_bias" in tensors:
-            z = z + tensors[f"{side}_bias"]
+        bias = tensors.get(f"{side}_bias", z.new_zeros(()))
+        z = z + bias
         if logits_dtype is not None:
             z = _GradientRounded.apply(z, logits_dtype)
-        y = _rounded_again(z, options) * options.get(f"{side}_logit_scale", 1.0)
+        else:
+            z = _rounded_again(z, sizes + bias.detach().abs(), hidden.shape[1], options)
+        y = z * options.get(f"{side}_logit_scale", 1.0)
         softcap = options.get(f"{side}_softcap")
         if softcap is not None:
             y = softcap * torch.tanh(y / softcap)

@@ -36,6 +36,11 @@ class Drawn:
     def compute(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def num_rows(self) -> int:
+        q = self.tensors[f"student_{_OPERANDS[self.kind][0]}"]
+        return math.prod(q.shape[:-1])
+
     def __str__(self) -> str:
         def shown(x: Any) -> str:
             if not isinstance(x, Tensor):
@@ -114,10 +119,15 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
         own = accumulation if name == "value" else torch.finfo(call.tensors[name].dtype).eps
         finite = want.isfinite() & naive[name].isfinite()
         error = _largest((naive[name].double() - want)[finite])
-        inner = scores if name == "value" else _partner(call, name) * (1.0 + size_of_value)
-        inner *= _sum_of_rows(call) if name == "value" else max(1.0, _largest(grad))
-        units = 8.0 + (0.0 if name == "value" else scores)
         size = _largest(want)
+        if name == "value":
+            inner = scores * _sum_of_rows(call)
+        elif name == "row_weight":
+            inner, terms = _of_rows(call, formula, grad, scores)
+            size += terms * (1.0 + call.num_rows / 2)  # they and their sums may be rounded
+        else:
+            inner = _partner(call, name) * (1.0 + size_of_value) * max(1.0, _largest(grad))
+        units = 8.0 + (0.0 if name in ("value", "row_weight") else scores)
         if name != "value" and 4 * size > torch.finfo(call.tensors[name].dtype).max:
             raise AmbiguousError
         atol[name] = 2 * error + 2 * size * own + units * accumulation * (inner + size)
@@ -127,17 +137,38 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
     return Truth(exact, atol, grad)
 
 
+def _of_rows(call: Drawn, formula: Formula, grad: Tensor, scores: float) -> tuple[float, float]:
+    """Of a gradient to row weights: what rounding the rows makes of it, and its largest sum.
+
+    The gradient to a weight is a sum of values of rows, which may cancel, and which the result,
+    where the weight is 0, says nothing of.
+    """
+    given = leaves(call, torch.float64)
+    shape = call.tensors["student_hidden"].shape[:-1]
+    weight = given["row_weight"].detach().expand(shape).clone().requires_grad_()
+    value = formula({**given, "row_weight": weight}, False)
+    (terms,) = torch.autograd.grad(value, weight, grad.to(value.dtype))
+    terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
+    largest = _largest(terms.sum_to_size(call.tensors["row_weight"].shape))
+    return scores * max(1.0, _largest(grad)) * (call.num_rows + 1.0), largest
+
+
 def _sum_of_rows(call: Drawn) -> float:
-    """What the rounding of a row becomes in a sum of rows, each of which has its own."""
+    """What the rounding of a row becomes in a sum of rows, each of which has its own.
+
+    Roundings of n rows, each at most r, with signs that do not depend on each other, sum to more
+    than k sqrt(n) r with a probability of at most 2 exp(-k^2 / 2) (Hoeffding): with the 8 units
+    that a row is allowed, once in 10^13 calls. A sum that is off in one direction is off by n r,
+    and is found.
+    """
     if call.options.get("reduction") not in ("sum", "batchmean"):
         return 1.0
-    q = call.tensors[f"student_{_OPERANDS[call.kind][0]}"]
-    num_rows = q.numel() / max(q.shape[-1], 1)
     if call.options["reduction"] == "sum":
-        return math.sqrt(num_rows + 1)
+        return math.sqrt(call.num_rows + 1)
     is_packed = call.options.get("cu_seqlens_q") is not None
-    batch = len(call.options["cu_seqlens_q"]) - 1 if is_packed else q.shape[0]
-    return max(1.0, math.sqrt(num_rows + 1) / max(batch, 1))
+    batch = call.tensors[f"student_{_OPERANDS[call.kind][0]}"].shape[0]
+    batch = len(call.options["cu_seqlens_q"]) - 1 if is_packed else batch
+    return max(1.0, math.sqrt(call.num_rows + 1) / max(batch, 1))
 
 
 def _largest(x: Tensor) -> float:
@@ -168,12 +199,9 @@ def _largest_score(call: Drawn, side: str) -> float:
 def _partner(call: Drawn, name: str) -> float:
     """Size of what a score's gradient is multiplied by and summed over, to be this tensor's."""
     side, what = name.split("_", 1)
-    if name == "row_weight":
-        return call.tensors[name].numel() + 10.0
     first, second = _OPERANDS[call.kind]
     operands = {x: _largest(call.tensors[f"{side}_{x}"]) for x in (first, second)}
-    rows = call.tensors[f"{side}_{first}"]
-    num_rows = rows.numel() / max(rows.shape[-1], 1)
+    num_rows = math.prod(call.tensors[f"{side}_{first}"].shape[:-1])
     factor = _factor(call, side)
     if what == first:
         return operands[second] * factor

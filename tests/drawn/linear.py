@@ -28,17 +28,18 @@ INPUTS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"
           "teacher_bias")  # fmt: skip
 
 
-def draw(seed: int, device: str = "cpu") -> Drawn:
+def draw(seed: int, device: str = "cpu", structures: int | None = None) -> Drawn:
     """The call of a seed, the same on every run."""
-    s = Source(seed)
+    s = Source(seed, structures)
+    fixed = s.fixed
     dtypes = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    dtype = s.one_of(*(x for x in dtypes if device == "cpu" or x != torch.float64))
+    dtype = fixed.one_of(*(x for x in dtypes if device == "cpu" or x != torch.float64))
     largest = 30 if device in ("cpu", "interpreter") else 5000
     shape = s.one_of((s.whole(1, 9),), (s.whole(1, 3), s.whole(1, 4)), (s.whole(1, 12),))
     if s.chance(0.05):
         shape = s.one_of((0,), (2, 0), (0, 3))
-    sizes = {"student": s.whole(1, largest)}
-    sizes["teacher"] = sizes["student"] if s.chance(0.5) else s.whole(1, largest)
+    sizes = {"student": fixed.whole(1, largest)}
+    sizes["teacher"] = sizes["student"] if fixed.chance(0.5) else fixed.whole(1, largest)
     tensors: dict[str, Tensor] = {}
     size = s.one_of(0.3, 1.0, 1.0, 4.0, 20.0)
     for side, vocab_size in sizes.items():
@@ -51,7 +52,7 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
         if s.chance(0.2):
             weight = weight.T.contiguous().T
         tensors[f"{side}_weight"] = weight.to(dtype)
-        if s.chance(0.5):
+        if fixed.chance(0.5):
             bias = s.extreme(s.normal(vocab_size)) if s.chance(0.5) else s.normal(vocab_size)
             shortest = min(sizes.values())
             if vocab_size > shortest and s.chance(
@@ -63,13 +64,13 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
     for side in sizes:
         if s.chance(0.2):
             options[f"{side}_logit_scale"] = s.one_of(0.3, 2.0, -0.5)
-        if s.chance(0.2):
+        if fixed.chance(0.2):
             options[f"{side}_softcap"] = s.one_of(2.0, 30.0)
-    if s.chance(0.4):
+    if fixed.chance(0.4):
         labels = [s.whole(0, sizes["student"] - 1) for _ in range(math.prod(shape))]
-        ignored = s.one_of(-100, -1, 0)
+        ignored = fixed.one_of(-100, -1, 0)
         labels = [ignored if s.chance(0.3) else x for x in labels]
-        kind = s.one_of(torch.int64, torch.int32)
+        kind = fixed.one_of(torch.int64, torch.int32)
         options["labels"] = torch.tensor(labels, dtype=kind).view(shape)
         options["hard_weight"] = s.one_of(0.0, 1.0, 0.3, -0.5)
         options["ignore_index"] = ignored
@@ -80,11 +81,11 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
         for value in (0.0, 1.0):
             weight = weight.masked_fill(s.flags(*weight.shape, p=0.3), value)
         tensors["row_weight"] = weight
-    if s.chance(0.6):
-        options["reduction"] = s.one_of("mean", "sum", "batchmean")
+    if fixed.chance(0.6):
+        options["reduction"] = fixed.one_of("mean", "sum", "batchmean")
     strategies = ("auto", "recompute") if options["reduction"] == "none" else (
         "auto", "recompute", "forward")  # fmt: skip
-    options["strategy"] = s.one_of(*strategies)
+    options["strategy"] = fixed.one_of(*strategies)
     trained = tuple(name for name in tensors if s.chance(0.8))
     blocks = {"elements": s.one_of(16, 64, 2**17), "tokens": s.one_of(1, 2, 5, 1000)}
     return Drawn("linear", seed, dtype, tensors, options, trained, blocks)

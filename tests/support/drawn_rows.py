@@ -137,10 +137,12 @@ class Drawn:
 
 
 class Drawing:
-    """The choices of one program."""
+    """The choices of one program, and its numbers: ``program`` is the seed of its text, if that
+    is another.
+    """
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, program: int | None = None) -> None:
+        self.random = random.Random(seed if program is None else program)
         self.generator = torch.Generator().manual_seed(seed)
 
     def exact(self, *shape: int) -> Tensor:

@@ -104,9 +104,12 @@ def log_probabilities(
         sink = side.sink.to(x.dtype)[None, :, None, None].expand(*x.shape[:-1], 1)
         with_sink = torch.cat((x, sink), dim=-1)
     empty = (with_sink == -math.inf).all(-1, keepdim=True)
-    lse = torch.logsumexp(with_sink.masked_fill(empty, 0.0), dim=-1, keepdim=True)
-    log_p = torch.where(x == -math.inf, x, x.masked_fill(x == -math.inf, 0.0) - lse)
-    return log_p, lse.masked_fill(empty, -math.inf).squeeze(-1)
+    with_sink = with_sink.masked_fill(empty, 0.0)
+    # as log_softmax: what a large log-sum-exp is rounded by would be in every probability
+    high = with_sink.detach().amax(-1, keepdim=True) if with_sink.shape[-1] else 0.0
+    log_sum = torch.logsumexp(with_sink - high, dim=-1, keepdim=True)
+    log_p = torch.where(x == -math.inf, x, x.masked_fill(x == -math.inf, 0.0) - high - log_sum)
+    return log_p, (high + log_sum).masked_fill(empty, -math.inf).squeeze(-1)
 
 
 def _mean_over_groups(log_p: Tensor, num_groups: int) -> Tensor:

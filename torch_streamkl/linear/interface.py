@@ -457,8 +457,9 @@ def _weighted(value: Tensor, weight: Tensor) -> Tensor:
     product = value.masked_fill(lost, 0.0) * weight
     if weight.requires_grad:
         # the gradient to that weight is the row's value, as everywhere: sqrt(w) is 0 at 0 and
-        # has an infinite derivative
+        # has an infinite derivative, whose sign is that of the value
         root = torch.where(lost, weight, 1.0).sqrt()
+        root = torch.where(value == -math.inf, -root, root)
         product = product + torch.where(lost, root, 0.0)
     return product
 

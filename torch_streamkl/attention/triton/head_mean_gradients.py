@@ -99,7 +99,8 @@ def mean_dq_kernel(
         acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
     row = row_offset(bh, h, seq, masks) + offs_m
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0)
-    acc *= (grad * dq_scale)[:, None]
+    # a row that does not count adds nothing, even where its own gradient is not finite
+    acc = tl.where((grad == 0.0)[:, None], 0.0, acc * (grad * dq_scale)[:, None])
     out = gradient_ptrs(
         dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, head, seq.start_q + offs_m, BLOCK_D
     )
@@ -156,9 +157,8 @@ def mean_dk_kernel(
             )  # fmt: skip
             row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
             grad = tl.load(grad_ptr + row, mask=offs_m < seq.num_rows, other=0.0)
-            acc = tl.dot(
-                tl.trans((d * grad[:, None]).to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION
-            )
+            d = tl.where((grad == 0.0)[:, None], 0.0, d * grad[:, None])
+            acc = tl.dot(tl.trans(d.to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION)
     out = gradient_ptrs(
         dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, split, b, kv, sizes.start_k + offs_n, BLOCK_D
     )
