@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_streamkl.launches import capture
+from torch_streamkl.runtime import capture
 from torch_streamkl.runtime.launch import launch
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_streamkl import checks
 from torch_streamkl.attention import direct, ops, reference
 from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
+from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
 
 Layout = Literal["bhnd", "bnhd"]
@@ -30,9 +31,9 @@ def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
-                from torch_streamkl.distributed.attention_dtensor import attention_kl_dtensor
-
-                return attention_kl_dtensor(function, *args, **kwargs)
+                dtensors = distributed("attention_dtensor")
+                value: Tensor = dtensors.attention_kl_dtensor(function, *args, **kwargs)
+                return value
         return function(*args, **kwargs)
 
     return call
@@ -361,9 +362,7 @@ def operator_call(inputs: Inputs, settings: Settings) -> tuple[tuple[Any, ...], 
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
     plain = checks.is_plain(inputs)
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
-        from torch_streamkl.distributed.attention_dtensor import prepared
-
-        placed, settings = prepared(inputs, settings)
+        placed, settings = distributed("attention_dtensor").prepared(inputs, settings)
         inputs = Inputs(*placed)
     sites: dict[Any, Any] = {}
     if plain:

@@ -152,7 +152,7 @@ class RowStatistics:
     """Holds what the backward needs of a row: for each side softmax_lse and delta.
 
     The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
-    unit is the implementation's (LSE_UNIT in launches/launch.py): converting would cost large
+    unit is the implementation's (LSE_UNIT in attention/heuristics.py): converting would cost large
     scores their last digits. The sums are over keys (NOTE [Row gradient] in
     divergences/functional.py).
     """

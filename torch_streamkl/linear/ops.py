@@ -3,11 +3,6 @@
 - ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
 - ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
   backward multiplies them by the gradient of the sum.
-
-NOTE [Multiplying stored gradients]
-The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies
-them in place, unless the graph is kept for another backward (then out of place) or is being
-traced (then out of place too: the compiler reuses the buffer that it sees die).
 """
 
 from __future__ import annotations
@@ -23,10 +18,7 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.bounds import check_labels
-from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.divergences.functional import Functional
-from torch_streamkl.launches.devices import gpu_limit, require_driver
-from torch_streamkl.launches.launch import warn_once
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
@@ -36,6 +28,8 @@ from torch_streamkl.registration import (
     register,
     register_no_double_backward,
 )
+from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
+from torch_streamkl.stored_gradients import may_overwrite, scaled
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
@@ -456,31 +450,6 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if needs[index]:
             grads[index] = scaled(rows, grad, False).to(dtype)
     return tuple(grads)
-
-
-def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """Returns a stored gradient times the gradient of the sum that it is of (see
-    double_backward.py).
-    """
-    if not in_place:
-        return (stored * factor).to(stored.dtype)
-    if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:
-        return stored.mul_(factor)
-    from torch_streamkl.linear.triton import launches as kernels
-
-    kernels.scale_(stored, factor)
-    return stored
-
-
-def may_overwrite(stored: list[Tensor]) -> bool:
-    """NOTE [Multiplying stored gradients]."""
-    if has_batched_gradients():
-        return False
-    if torch.is_grad_enabled() or any(
-        type(x) is not Tensor for x in stored
-    ):  # create_graph, or traced
-        return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 torch.library.register_autograd(

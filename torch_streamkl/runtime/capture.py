@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import JITCallable, KernelInterface
 
-from torch_streamkl.launches.devices import matmul_precision
 from torch_streamkl.runtime.descriptors import Address, is_descriptor, with_base
+from torch_streamkl.runtime.devices import matmul_precision
 from torch_streamkl.runtime.launch import observed_by, on_device
 
 Program = Callable[
