@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.attention import direct, ops, reference
+from torch_streamkl.attention.problem import SPEC
 from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
 from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
@@ -472,22 +473,20 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         _check_side(side, q, given, inputs, settings)
     _check_head_reduction(inputs, settings, q_t)
     left, right = window_bounds(settings.is_causal, settings.window)
-    return (
-        _functional(settings),
-        _scale(settings.student_scale, q_s),
-        _scale(settings.teacher_scale, q_t),
-        float(settings.student_softcap or 0.0),
-        float(settings.teacher_softcap or 0.0),
-        float(settings.temperature),
-        None,  # mask_value: masked keys are gone
-        left,
-        right,
-        settings.max_seqlen_q,
-        settings.max_seqlen_k,
-        settings.head_reduction == "mean",
-        settings.impl,
-        settings.deterministic,
-    )
+    given = {
+        **settings._asdict(),
+        "functional": _functional(settings),
+        "student_scale": _scale(settings.student_scale, q_s),
+        "teacher_scale": _scale(settings.teacher_scale, q_t),
+        "student_softcap": float(settings.student_softcap or 0.0),
+        "teacher_softcap": float(settings.teacher_softcap or 0.0),
+        "temperature": float(settings.temperature),
+        "window_left": left,
+        "window_right": right,
+        "head_mean": settings.head_reduction == "mean",
+    }
+    arguments = SPEC.arguments
+    return tuple([given.get(x, arguments[x].default) for x in SPEC.option_names])
 
 
 def _functional(settings: Settings) -> str:

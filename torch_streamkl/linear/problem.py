@@ -19,6 +19,7 @@ from torch_streamkl.runtime.workspace import (
     MIB,
     padded,
 )
+from torch_streamkl.spec import Spec, option
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class LinearProblem:
     functional: Functional
     temperature: float = 1.0
     labels: Tensor | None = None  # [num_tokens], integers
-    ignore_index: int = -100
+    ignore_index: int = option(-100, "int")
+    max_workspace_mib: int = 0  # 0 is the default
+    impl: str = "auto"
     vocab_start: int = 0
 
     @property
@@ -105,6 +108,9 @@ class LinearProblem:
         )
 
 
+SPEC = Spec(
+    LinearProblem, Head, last=("adapter_hidden", "adapter_weight"), without=("vocab_start",)
+)
 NUM_STATISTICS = 7
 
 
