@@ -156,8 +156,7 @@ def attention_rates(row: Row) -> tuple[float, ...]:
 
 def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
     """What computes the cell, of those masks that decide about it without their contents."""
-    from torch_streamkl.attention import ops
-    from torch_streamkl.launches import launch
+    from torch_streamkl.attention import heuristics, ops
 
     known: dict[str, dict[str, object]] = {
         "none": {},
@@ -168,7 +167,7 @@ def _implementation(cell: Cell, inputs: tuple[Tensor, ...], impl: str) -> str:
     if impl != "auto" or cell.mask not in known:
         return impl
     problem = ops.problem_of(*inputs, **known[cell.mask])[0]
-    return launch.select_implementation(problem, impl)
+    return heuristics.select_implementation(problem, impl)
 
 
 # ----------------------------------------------------------------------------------- compiling

@@ -5,7 +5,7 @@
     python -m bench.host_time --device cuda --json FILE  # small calls, with their kernels
 
 On the CPU no GPU takes part: kernels are replaced by a call that does nothing, and what is
-recorded of them (torch_streamkl/launches/capture.py) is what a GPU's calls would issue. On a GPU
+recorded of them (torch_streamkl/runtime/capture.py) is what a GPU's calls would issue. On a GPU
 a call is timed as fast as the host can issue it, with a wait after each, and its kernels alone in
 a CUDA graph.
 """
@@ -113,8 +113,7 @@ def main(argv: list[str] | None = None) -> int:
 def on_cpu() -> dict[str, dict[str, float]]:
     """Microseconds of the CPU's clock."""
     from bench.measure import interleaved_calls
-    from torch_streamkl.launches import capture
-    from torch_streamkl.runtime import launch
+    from torch_streamkl.runtime import capture, launch
 
     def take(function: Callable[[], object]) -> Callable[[int], float]:
         timer = timeit.Timer(function, timer=time.process_time)

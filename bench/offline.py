@@ -120,7 +120,7 @@ class Resources:
 @contextlib.contextmanager
 def looks_like(target: str) -> Iterator[None]:
     """Inside, torch tells of one GPU, the target."""
-    from torch_streamkl.launches import devices, launch_table
+    from torch_streamkl.runtime import devices, launch_table
 
     properties = TARGETS[target].properties
     version = "7.0" if TARGETS[target].is_hip else None

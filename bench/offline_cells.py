@@ -282,8 +282,8 @@ def _launch_row_program(cell: Cell) -> None:
 
 def launches_of(cell: Cell) -> list[Launch]:
     """What our launchers would run, the choice of tiles included."""
+    from torch_streamkl.attention import head_mean_launches
     from torch_streamkl.attention.hopper import launches as hopper
-    from torch_streamkl.attention.triton import head_mean_launches
     from torch_streamkl.attention.triton import launches as portable
 
     precision = torch.get_float32_matmul_precision()

@@ -39,10 +39,10 @@ from torch import Tensor
 
 from bench.offline_cells import OF_VOCAB, Sizes, row_program_of
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
+from torch_streamkl.attention import heuristics, hopper_tiles
 from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed.shard_rows import num_fields
 from torch_streamkl.divergences.functional import named
-from torch_streamkl.launches import launch
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear.problem import RowValues
 from torch_streamkl.rows.triton import source
@@ -82,7 +82,10 @@ def _attention(
     ]
     if lengths:
         options["key_lengths"] = _lengths(*lengths)
-    with mock.patch.dict(vars(launch), limits or {}):
+    with contextlib.ExitStack() as stack:
+        for name, value in (limits or {}).items():
+            module = hopper_tiles if hasattr(hopper_tiles, name) else heuristics
+            stack.enter_context(mock.patch.object(module, name, value))
         with torch.set_grad_enabled(has_backward):
             value = call(*tensors, impl=impl, **options)
         if has_backward:

@@ -3,7 +3,7 @@
 
 With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded where there
 is no Python of ours. So the lowering of an operator is not a call of it there: what its
-implementation would do is traced (torch_streamkl/kernels/traced.py) and becomes Inductor's
+implementation would do is traced (torch_streamkl/runtime/trace.py) and becomes Inductor's
 allocations, Inductor's operations, and launches of our portable kernels by entries
 (torch_streamkl/kernels/entries.py), which Inductor compiles and launches as it does those that a
 user has written.

@@ -19,7 +19,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_streamkl.kernels.entries import Entry
-from torch_streamkl.launches.launch import COMPILE_OPTIONS
+from torch_streamkl.runtime.launch import COMPILE_OPTIONS
 
 log = logging.getLogger("torch_streamkl")
 CONFIGURED = ("num_warps", "num_stages")  # what a triton.Config takes

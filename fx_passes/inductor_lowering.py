@@ -20,12 +20,13 @@ from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from torch_streamkl.attention import ops
+from torch_streamkl.attention.heuristics import select_implementation
+from torch_streamkl.attention.limits import hopper_limit
 from torch_streamkl.fx_passes.inductor_launch import KernelLaunch
 from torch_streamkl.kernels.entries import Entry, entry_of
-from torch_streamkl.kernels.traced import Allocation, Launch, Operation, Untraceable, trace
-from torch_streamkl.launches.launch import hopper_limit, select_implementation
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.runtime.trace import Allocation, Launch, Operation, Untraceable, trace
 
 aten = torch.ops.aten
 ATTENTION, LINEAR = (

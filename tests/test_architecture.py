@@ -91,7 +91,7 @@ def test_public_names_exist() -> None:
 
 
 LAUNCH = OPERATORS / "runtime" / "launch.py"
-WRITTEN = OPERATORS / "launches" / "capture.py"  # writes a compiled kernel's launch as source
+WRITTEN = OPERATORS / "runtime" / "capture.py"  # writes a compiled kernel's launch as source
 # what is looked up and called, and is no kernel
 TABLES = {"_FUNCTIONS", "COMPARISONS", "_calls", "lowerings", "list", "dict", "set", "frozenset"}
 # functions of torch.cuda that are of no device, or of all
@@ -168,3 +168,71 @@ def test_no_question_is_of_the_current_device() -> None:
                 assert is_named or _last_name(call.func) in OF_NO_DEVICE, (file, name)
             is_raw = "_cuda_getDevice" in name or "get_current_device" in name
             assert not is_raw, (file, name)
+
+
+# what a folder of the operators may not import, besides what the order of all of them says
+APART = {
+    "runtime": ("attention", "linear", "rows", "kernels", "distributed"),
+    "kernels": ("attention", "linear", "rows", "distributed"),
+    "attention/hopper": ("attention/triton/launches",),
+    "linear": ("rows", "distributed"),
+    "attention": ("linear", "rows", "distributed"),
+}
+NAMED = "torch_streamkl.rows.named"  # runs row programs that are a divergence of an LM head
+
+
+def _graph() -> dict[str, set[str]]:
+    """The modules of the operators, and those that each imports when it runs, early or late."""
+    names = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts): f for f in OPERATORS.rglob("*.py")
+    }
+    graph = {}
+    for name, file in names.items():
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                node.body = []
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for each in node.names:
+                    full = f"{node.module}.{each.name}"
+                    found.add(full if full in names else node.module)
+        graph[name] = found & set(names) - {name}
+    return graph
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that import each other in a circle, none where there is none."""
+    left = {name: set(others) for name, others in graph.items()}
+    while free := [name for name, others in left.items() if not others & set(left)]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def _folder(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_circle_of_imports() -> None:
+    graph = _graph()
+    assert not _circle(graph)
+    folders: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        if name != "torch_streamkl.__init__":
+            inside = folders.setdefault(_folder(name), set())
+            inside |= {_folder(x) for x in others} - {_folder(name)}
+    assert not _circle(folders)
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_layers_of_the_operators() -> None:
+    for name, others in _graph().items():
+        for folder, forbidden in APART.items():
+            if name.startswith(f"torch_streamkl.{folder.replace('/', '.')}."):
+                for each in forbidden:
+                    prefix = f"torch_streamkl.{each.replace('/', '.')}"
+                    assert not [x for x in others if f"{x}.".startswith(f"{prefix}.")], name
+        if name.startswith("torch_streamkl.rows.") and name != NAMED:
+            assert not [x for x in others if x.startswith("torch_streamkl.linear.")], name

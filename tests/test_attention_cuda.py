@@ -37,11 +37,10 @@ def test_feature(name: str, dtype: str) -> None:
 @contextlib.contextmanager
 def few_heads_are_many() -> Iterator[None]:
     """Inside, rows are few whatever their number, as where heads fill the GPU."""
-    from torch_streamkl.attention.triton import plans
-    from torch_streamkl.launches import launch
+    from torch_streamkl.attention import heuristics, plans
 
     plans.clear_plans()
-    with mock.patch.object(launch, "WHOLE_HEADS_FEW_ROWS", 2**31):
+    with mock.patch.object(heuristics, "WHOLE_HEADS_FEW_ROWS", 2**31):
         yield
     plans.clear_plans()
 
@@ -97,7 +96,7 @@ def test_few_rows(name: str) -> None:
 @pytest.mark.parametrize("name", ["head_mean", "head_mean_groups"])
 def test_head_mean_in_chunks(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block of the mean at a time: the first compiled kernel serves those after it, too."""
-    from torch_streamkl.attention.triton import head_mean_launches
+    from torch_streamkl.attention import head_mean_launches
 
     monkeypatch.setattr(head_mean_launches, "MEAN_BYTES", 1)
     call = build(replace(CASES[name], dtype=DTYPES[dtype], batch=2, seqlen_q=300, seqlen_k=500))

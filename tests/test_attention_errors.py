@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import attention_kl, attention_kl_varlen
-from torch_streamkl.attention import ops, reference
-from torch_streamkl.launches import launch
+from torch_streamkl.attention import heuristics, ops, reference
+from torch_streamkl.runtime import devices
 
 
 def inputs(**changed: Tensor) -> dict[str, Tensor]:
@@ -355,9 +355,9 @@ def test_kernel_limits(
 def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(1, 1, 2, 8, device="meta")
     problem, _ = ops.problem_of(x, x, x, x)
-    launch.warn_once.cache_clear()
+    devices.warn_once.cache_clear()
     with caplog.at_level("WARNING", logger="torch_streamkl"):
-        assert launch.select_implementation(problem, "auto") == "torch"
+        assert heuristics.select_implementation(problem, "auto") == "torch"
     assert "which is slower: the kernel needs a GPU" in caplog.text
 
 

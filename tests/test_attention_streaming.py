@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
-from torch_streamkl.attention import ops, torch_impl
+from torch_streamkl.attention import heuristics, ops, torch_impl
 from torch_streamkl.divergences.names import functional_text
-from torch_streamkl.launches import launch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,8 +20,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a small problem has several of each kind."""
-    monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 96)
-    monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 16)
+    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 16)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -119,8 +118,8 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["causal", "js", "clamp_reached", "mask_bool", "head_mean"])
 def test_memory_is_a_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 2**12)
-    monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 64)
+    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 64)
     call = build(replace(CASES[name], seqlen_q=300, seqlen_k=400))
     tensors = [call.tensors[n].detach() for n in INPUTS]
     mask = call.options.get("attn_mask")

@@ -25,11 +25,11 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl
-from torch_streamkl.attention import ops
+from torch_streamkl.attention import heuristics, hopper_tiles, ops
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import RowStatistics
 from torch_streamkl.divergences.functional import named
-from torch_streamkl.launches import launch
+from torch_streamkl.kernels import tiles
 
 pytestmark = quiet
 slow = pytest.mark.slow
@@ -135,12 +135,10 @@ def test_sums_in_the_order_of_registers() -> None:
 )
 def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the kernel for Hopper, whose rows may fail (forward.py)."""
+    from torch_streamkl.attention import plans
     from torch_streamkl.attention.hopper import launches as hopper
     from torch_streamkl.attention.triton import forward as attention_forward
     from torch_streamkl.attention.triton import launches as portable
-    from torch_streamkl.attention.triton import (
-        plans,
-    )
 
     forward, problems = portable.forward, []
     monkeypatch.setattr(portable, "forward", lambda p: (problems.append(p), forward(p))[1])
@@ -153,10 +151,10 @@ def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.Mo
     for x in found:
         x.fill_(7.0)
     value[-1, 1, rows.stop - 1] = math.nan
-    plan, config = plans.plan_of(p), plans.config_of(p, launch.HOPPER_AGAIN)
-    blocks = launch.ceil_div(hopper._longest(p)[0], config.BLOCK_M)
+    plan, config = plans.plan_of(p), plans.config_of(p, hopper_tiles.HOPPER_AGAIN)
+    blocks = tiles.ceil_div(hopper._longest(p)[0], config.BLOCK_M)
     works = blocks * 2 * plan.num_sequences
-    attention_forward.recompute_kernel[(launch.ceil_div(works, 3), 1, 1)](
+    attention_forward.recompute_kernel[(tiles.ceil_div(works, 3), 1, 1)](
         *plan.arguments(p), *found, plan.stats_stride, blocks, 2, works, plan.inv_temperature,
         plan.fill, 3, plan.form, plan.helper, config,
     )  # fmt: skip
@@ -169,7 +167,7 @@ def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.Mo
 @inside
 def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks are computed in shares, which add up to what one program gives."""
-    from torch_streamkl.attention.triton import head_mean_launches
+    from torch_streamkl.attention import head_mean_launches
 
     original, splits = head_mean_launches.head_mean_splits, []
 
@@ -199,7 +197,7 @@ def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that does not fit its memory is made for some rows after the others."""
-    from torch_streamkl.attention.triton import head_mean_launches
+    from torch_streamkl.attention import head_mean_launches
 
     original, chunks = head_mean_launches.Launcher.chunks, []
 
@@ -273,12 +271,14 @@ def test_few_queries_of_a_group_are_rows(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("split_keys")])
 def test_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases meant for split keys do split them, and one program gives the same."""
-    from torch_streamkl.attention.triton.plans import clear_plans
+    from torch_streamkl.attention.plans import clear_plans
 
     clear_plans()
     splits = []
-    original = launch._num_splits
-    monkeypatch.setattr(launch, "_num_splits", lambda *args: splits.append(original(*args)) or 1)
+    original = heuristics._num_splits
+    monkeypatch.setattr(
+        heuristics, "_num_splits", lambda *args: splits.append(original(*args)) or 1
+    )
     call = build(CASES[name])
     check(call.value_and_gradients("triton"), budget(call))
     clear_plans()
@@ -312,11 +312,9 @@ def test_a_kept_plan_takes_the_tensors_of_the_call() -> None:
 @pytest.mark.parametrize("window_right", [None, 0])
 @pytest.mark.parametrize("each", [1, 4])
 def test_only_blocks_with_nan_are_computed_again(each: int, window_right: int | None) -> None:
+    from torch_streamkl.attention import plans
     from torch_streamkl.attention.triton import forward as attention_forward
     from torch_streamkl.attention.triton import launches as portable
-    from torch_streamkl.attention.triton import (
-        plans,
-    )
 
     q, k = torch.randn(2, 1, 2, 70, 16).unbind(0)
     problem = problem_of(q, k, k, q, window_right=window_right)[0]
@@ -325,12 +323,12 @@ def test_only_blocks_with_nan_are_computed_again(each: int, window_right: int | 
     value.fill_(7.0)
     for head, row in ((0, 16), (1, 69), (1, 64)):
         value[0, head, row] = math.nan
-    blocks, tiles, plan = 5, launch.TritonLaunch(16, 16, 4, 1), plans.plan_of(problem)
-    attention_forward.recompute_kernel[(launch.ceil_div(2 * blocks, each),)](
+    blocks, small, plan = 5, tiles.TritonLaunch(16, 16, 4, 1), plans.plan_of(problem)
+    attention_forward.recompute_kernel[(tiles.ceil_div(2 * blocks, each),)](
         *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
         blocks, 2, 2 * blocks, plan.inv_temperature, plan.fill, EACH=each,
-        COEFFICIENTS=plan.form, POINTWISE_FN=None, CONFIG=plans.config_of(problem, tiles),
-        **tiles.options(),
+        COEFFICIENTS=plan.form, POINTWISE_FN=None, CONFIG=plans.config_of(problem, small),
+        **small.options(),
     )  # fmt: skip
     repeated = torch.zeros(1, 2, 70, dtype=torch.bool)
     repeated[0, 0, 16:32] = repeated[0, 1, 64:] = True
@@ -355,8 +353,8 @@ def test_table_of_packed_blocks(
     of_q: list[int], of_k: list[int], rows: bool, bounds: tuple[int | None, int | None]
 ) -> None:
     """Every block once, the longest first (NOTE [Blocks of packed sequences])."""
+    from torch_streamkl.attention import plans
     from torch_streamkl.attention.hopper import packed
-    from torch_streamkl.attention.triton import plans
 
     offsets = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (of_q, of_k)]
     q, k = (torch.zeros(1, 1, max(sum(lengths), 1), 16) for lengths in (of_q, of_k))
@@ -424,8 +422,7 @@ def test_padded_rows_reach_a_clamp_where_padding_counts(fill: float, is_reached:
 def test_denominators_of_any_two_sizes() -> None:
     """As in test_attention_numerics.py; sums relative to a fixed base may be far apart."""
     from torch_streamkl.attention.hopper import split_kv as hopper_parts
-    from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
-    from torch_streamkl.attention.triton.plans import plan_of
+    from torch_streamkl.attention.plans import NUM_STATE_FIELDS, plan_of
 
     l_t, l_s, expected = denominators()
     n = len(l_t)
@@ -452,9 +449,8 @@ def test_parts_of_rows_are_united(
     Rows below a clamp, and those that a part had doubts about, get NaN: computed again.
     """
     from torch_streamkl.attention.hopper import split_kv as hopper_parts
+    from torch_streamkl.attention.plans import NUM_STATE_FIELDS, plan_of
     from torch_streamkl.attention.triton import forward as attention_forward
-    from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
-    from torch_streamkl.attention.triton.plans import plan_of
     from torch_streamkl.kernels.arguments import State
 
     q, k, q_t, k_t = (torch.randn(2, 3, n, 16) for n in (19, 37, 19, 37))
@@ -496,7 +492,7 @@ def test_parts_of_rows_are_united(
     torch.testing.assert_close(found[first_row:], expected[first_row:], equal_nan=True)
     assert (found[:first_row] == -1).all()
     lse = torch.logsumexp((q @ k.mT * problem.student.scale).double(), -1).float()
-    unit = launch.LSE_UNIT["triton"]
+    unit = heuristics.LSE_UNIT["triton"]
     torch.testing.assert_close(
         stats.student[0].flatten()[first_row:] * unit, lse.flatten()[first_row:]
     )

@@ -296,8 +296,8 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_order_of_sums(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_streamkl.attention import hopper_tiles
     from torch_streamkl.fx_passes.reporting import execution
-    from torch_streamkl.launches import launch
 
     found: list[bool] = []
 
@@ -307,7 +307,7 @@ def test_order_of_sums(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     how = execution._how
     monkeypatch.setattr(execution, "_how", watch)
-    monkeypatch.setattr(launch, "ATOMIC_LEAST_FLOP", 0.0)
+    monkeypatch.setattr(hopper_tiles, "ATOMIC_LEAST_FLOP", 0.0)
     monkeypatch.setattr(execution, "select_implementation", lambda *_: "hopper")
     reports: list[Report] = []
     monkeypatch.setattr(backend, "REPORTS", [reports.append])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.support.problems import CASES, Spec, build
 from torch_streamkl import attention_kl, linear_kl
-from torch_streamkl.launches import launch
+from torch_streamkl.runtime import devices
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 
 def skip_unless_it_runs(impl: str) -> None:
-    if impl == "hopper" and not launch.gpu_of(torch.device("cuda")).is_hopper:
+    if impl == "hopper" and not devices.gpu_of(torch.device("cuda")).is_hopper:
         pytest.skip("needs a GPU of compute capability 9.0")
 
 

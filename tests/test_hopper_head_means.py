@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.offline import TARGETS, compile_launch, looks_like, ptxas_messages, record_launches
 from tests.support.problems import Call, Spec, build
 from tests.support.tolerances import budget, check
+from torch_streamkl.attention import heuristics, limits
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.divergences.functional import DIVERGENCES, named
-from torch_streamkl.launches import launch
-from torch_streamkl.launches.devices import gpu_of
+from torch_streamkl.runtime.devices import gpu_of
 
 hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper
 on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")
@@ -145,15 +145,15 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
 def test_limits(name: str) -> None:
     options, reason = LIMITS[name]
     with FakeTensorMode():
-        limit = launch.hopper_limit(of_indexer(192, **options))
+        limit = limits.hopper_limit(of_indexer(192, **options))
     assert limit is None if not reason else reason in str(limit)
 
 
 @pytest.mark.usefixtures("h200")
 def test_choice() -> None:
     with FakeTensorMode():
-        assert launch._select(of_indexer(192), "auto", False) == "hopper"
-        assert launch._select(of_indexer(192), "auto", True) == "hopper"
-        assert launch._select(of_indexer(192, seqlen=512), "auto", False) == "triton"
-        assert launch._select(of_indexer(96), "auto", False) == "triton"
-        assert launch.LSE_UNIT["hopper"] == launch.LSE_UNIT["triton"] == math.log(2.0)
+        assert heuristics._select(of_indexer(192), "auto", False) == "hopper"
+        assert heuristics._select(of_indexer(192), "auto", True) == "hopper"
+        assert heuristics._select(of_indexer(192, seqlen=512), "auto", False) == "triton"
+        assert heuristics._select(of_indexer(96), "auto", False) == "triton"
+        assert heuristics.LSE_UNIT["hopper"] == heuristics.LSE_UNIT["triton"] == math.log(2.0)

@@ -14,11 +14,10 @@ from bench.offline import looks_like
 from tests.support.problems import Call, Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl
+from torch_streamkl.attention import heuristics, hopper_tiles, limits, plans
 from torch_streamkl.attention.ops import problem_of
-from torch_streamkl.attention.triton import plans
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
-from torch_streamkl.launches import launch
-from torch_streamkl.launches.devices import gpu_of
+from torch_streamkl.runtime.devices import gpu_of
 
 hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper
 on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")
@@ -365,7 +364,7 @@ def test_turns_change_no_bit(head_dim: int, mask: str, monkeypatch: pytest.Monke
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The last round of blocks is computed in parts however few tiles they have."""
-    monkeypatch.setattr(launch, "LEAST_TILES_OF_PART", 2)
+    monkeypatch.setattr(hopper_tiles, "LEAST_TILES_OF_PART", 2)
     plans.clear_plans()
     yield
     plans.clear_plans()
@@ -422,7 +421,7 @@ def test_whole_blocks_and_parts() -> None:
     ],
 )
 def test_parts_of_last_round(blocks: int, tiles: int, expected: tuple[int, int]) -> None:
-    assert launch.splits_of_last_wave(blocks, tiles, torch.device("cuda")) == expected
+    assert hopper_tiles.splits_of_last_wave(blocks, tiles, torch.device("cuda")) == expected
 
 
 @pytest.fixture
@@ -550,7 +549,7 @@ def torch_deterministic(asks: bool = True) -> Iterator[None]:
 
 @pytest.fixture
 def adds_small_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ATOMIC_LEAST_FLOP", 0.0)
+    monkeypatch.setattr(hopper_tiles, "ATOMIC_LEAST_FLOP", 0.0)
 
 
 @pytest.mark.gpu
@@ -617,7 +616,7 @@ def test_who_sums_in_any_order(change: dict[str, Any], expected: bool) -> None:
     given = {"functional": functional, "deterministic": options["deterministic"]}
     p = problem_of(q, q, q, q, window_right=0, **given)[0]
     with torch_deterministic(options["asks_torch"]):
-        assert launch.adds_queries(p) is expected
+        assert hopper_tiles.adds_queries(p) is expected
 
 
 @pytest.mark.gpu
@@ -679,7 +678,7 @@ def test_key_shares(group: int, blocks: int, is_causal: bool, expected: int) -> 
     with FakeTensorMode():
         q, k = (torch.empty(1, heads, 8192, 64, device="cuda") for heads in (group, 1))
     problem = problem_of(q, k, q, k, window_right=0 if is_causal else None)[0]
-    assert launch.key_splits(problem, group, blocks, resident=1) == expected
+    assert heuristics.key_splits(problem, group, blocks, resident=1) == expected
 
 
 @pytest.mark.usefixtures("h200")
@@ -694,7 +693,7 @@ def test_shares_have_one_key_head_of_each_side(
     with FakeTensorMode():
         x = torch.empty(1, 1, 8192, 64, device="cuda")
     problem = problem_of(x, x, x, x)[0]
-    found = launch.key_splits(problem, group, blocks, resident=1, together=other_group)
+    found = heuristics.key_splits(problem, group, blocks, resident=1, together=other_group)
     assert found == expected
 
 
@@ -741,8 +740,8 @@ def test_choice(batch: int, rows: int, keys: int, expected: str) -> None:
             for n in (rows, keys)
         )
     problem = problem_of(q, k, q, k)[0]
-    assert launch.select_implementation(problem, "hopper") == "hopper"
-    assert launch.select_implementation(problem, "auto") == expected
+    assert heuristics.select_implementation(problem, "hopper") == "hopper"
+    assert heuristics.select_implementation(problem, "auto") == expected
 
 
 @pytest.mark.usefixtures("h200")
@@ -770,8 +769,8 @@ def test_choice_of_what_was_measured(
         if has_mask:
             options["mask"] = torch.empty(1, 1, 8192, 8192, device="cuda", dtype=torch.bool)
     problem = problem_of(x, x, x, x, **options)[0]
-    assert launch.select_implementation(problem, "hopper") == "hopper"
-    assert launch.select_implementation(problem, "auto") == expected
+    assert heuristics.select_implementation(problem, "hopper") == "hopper"
+    assert heuristics.select_implementation(problem, "auto") == expected
 
 
 def guarded(divergence: str, **guards: float) -> dict[str, Any]:
@@ -806,11 +805,11 @@ def test_limits(name: str) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
     problem = problem_of(x, x, x, x, **options)[0]
-    limit = launch.hopper_limit(problem)
+    limit = limits.hopper_limit(problem)
     assert limit is None if not reason else reason in str(limit)
     if reason:
         with pytest.raises(NotImplementedError, match=reason):
-            launch.select_implementation(problem, "hopper")
+            heuristics.select_implementation(problem, "hopper")
 
 
 @pytest.mark.usefixtures("h200")
@@ -833,7 +832,7 @@ def test_limits_of_mask_tensors(
             for heads in (4, kv_heads)
         )
         mask = torch.empty(2, mask_heads, 256, 256, device="cuda", dtype=torch.bool)
-    limit = launch.hopper_limit(problem_of(q, k, q, k, mask=mask, **options)[0])
+    limit = limits.hopper_limit(problem_of(q, k, q, k, mask=mask, **options)[0])
     assert limit is None if not reason else reason in str(limit)
 
 
@@ -855,7 +854,10 @@ def test_who_takes_turns(
     with FakeTensorMode():
         x = torch.empty(2, 4, seqlen, 128, device="cuda", dtype=torch.bfloat16)
     problem = problem_of(x, x, x, x, **options)[0]
-    assert tuple(launch.is_persistent(problem, backward) for backward in (False, True)) == expected
+    assert (
+        tuple(hopper_tiles.is_persistent(problem, backward) for backward in (False, True))
+        == expected
+    )
 
 
 @pytest.mark.usefixtures("h200")
@@ -879,7 +881,7 @@ def test_limits_of_sides(
             for h in (heads, kv)
         )
         lengths = torch.empty(2, dtype=torch.int32, device="cuda")
-    limit = launch.hopper_limit(problem_of(q, k, tq, tk, key_lengths=lengths)[0])
+    limit = limits.hopper_limit(problem_of(q, k, tq, tk, key_lengths=lengths)[0])
     assert limit is None if not reason else reason in str(limit)
 
 
@@ -891,7 +893,7 @@ def test_choice_with_clamps(clamp: float, expected: str) -> None:
     functional = named("forward_kl", student_clamp=clamp, teacher_clamp=1e-12)
     problem = problem_of(x, x, x, x, functional=functional.text)[0]
     # every row of 8192 keys has a probability below 1e-3: each would be computed twice
-    assert launch.select_implementation(problem, "auto") == expected
+    assert heuristics.select_implementation(problem, "auto") == expected
 
 
 @pytest.mark.parametrize(
@@ -941,5 +943,5 @@ def test_limits_of_tensors(
     strides = (512 * row_stride, 256 * row_stride, row_stride, 1)
     with FakeTensorMode():
         x = torch.empty_strided((1, 2, 256, head_dim), strides, device="cuda", dtype=dtype)
-    limit = launch.hopper_limit(problem_of(x, x, x, x)[0])
+    limit = limits.hopper_limit(problem_of(x, x, x, x)[0])
     assert reason in str(limit)

@@ -11,9 +11,9 @@ from bench.offline import looks_like
 from tests.support.problems import Call, build
 from tests.support.tolerances import budget, check
 from tests.test_hopper_kernels import PACKED, PLAIN, call_of, on_hopper
+from torch_streamkl.attention import heuristics, hopper_tiles, limits
 from torch_streamkl.attention.hopper import launches as hopper
 from torch_streamkl.attention.ops import problem_of
-from torch_streamkl.launches import launch
 
 SIZES = [(700, 700), (129, 500), (500, 129), (1, 130)]
 
@@ -132,7 +132,7 @@ def test_same_bits_of_wide_heads_and_biases() -> None:
 @pytest.mark.parametrize("mask", ["none", "causal", "lengths"])
 def test_shares_of_query_gradients(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for tiles in (2, 8):
-        monkeypatch.setattr(launch, "LEAST_TILES_OF_SPLIT", tiles)
+        monkeypatch.setattr(heuristics, "LEAST_TILES_OF_SPLIT", tiles)
         for sizes in ((200, 900), (64, 4000)):
             form = ((128, 128), (2, 2), mask, "forward_kl", 0.0)
             check_on_gpu(call_of(form, sizes))
@@ -141,7 +141,7 @@ def test_shares_of_query_gradients(mask: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 @on_hopper
 def test_heads_that_become_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LEAST_TILES_OF_SPLIT", 4)
+    monkeypatch.setattr(heuristics, "LEAST_TILES_OF_SPLIT", 4)
     for sizes in ((64, 3000), (40, 700), (3, 130)):
         form = ((128, 128), (2, 2), "lengths", "forward_kl", 0.0)
         check_on_gpu(call_of(form, sizes))
@@ -188,7 +188,7 @@ def test_which_biases_are_one() -> None:
     others = {bias: True, bias.view_as(bias): True, bias.clone(): False, bias[:, :1]: False}
     for other, expected in others.items():
         problem = problem_of(q, q, q, q, student_bias=bias, teacher_bias=other)[0]
-        assert launch.has_one_bias(problem) == expected
+        assert hopper_tiles.has_one_bias(problem) == expected
 
 
 @pytest.mark.parametrize(("shape", "dtype", "options", "reason"), BIAS_LIMITS)
@@ -198,7 +198,7 @@ def test_limits_of_biases(
     with FakeTensorMode(), looks_like("sm_90"):
         x = torch.empty(2, 4, 256, 128, device="cuda", dtype=torch.bfloat16)
         bias = torch.empty(shape, dtype=dtype, device="cuda")
-        limit = launch.hopper_limit(problem_of(x, x, x, x, student_bias=bias, **options)[0])
+        limit = limits.hopper_limit(problem_of(x, x, x, x, student_bias=bias, **options)[0])
     assert limit is None if not reason else reason in str(limit)
 
 
@@ -216,7 +216,7 @@ def test_limits_of_wide_head_dims(
 ) -> None:
     with FakeTensorMode(), looks_like("sm_90"):
         s, t = (torch.empty(2, 4, 256, dim, device="cuda", dtype=torch.bfloat16) for dim in dims)
-        limit = launch.hopper_limit(problem_of(s, s, t, t, **options)[0])
+        limit = limits.hopper_limit(problem_of(s, s, t, t, **options)[0])
     assert limit is None if not reason else reason in str(limit)
 
 
@@ -233,7 +233,8 @@ def test_values_and_gradients_are_chosen_apart(biases: str, expected: str) -> No
         teacher = {"one": bias, "two": other, "student": None}[biases]
         problem = problem_of(x, x, x, x, student_bias=bias, teacher_bias=teacher)[0]
         chosen = [
-            launch.select_implementation(problem, "auto", backward) for backward in (False, True)
+            heuristics.select_implementation(problem, "auto", backward)
+            for backward in (False, True)
         ]
     assert chosen == expected.split()
 
@@ -269,4 +270,4 @@ def test_choice_of_rare_forms(
             bias = torch.empty(1, 1, *sizes, device="cuda", dtype=torch.bfloat16)
             options |= {"student_bias": bias, "teacher_bias": bias}
         problem = problem_of(q, k, q, k, **options)[0]
-        assert launch.select_implementation(problem, "auto") == expected
+        assert heuristics.select_implementation(problem, "auto") == expected

@@ -210,7 +210,8 @@ def test_an_entry_compiles_to_what_the_kernel_does(tmp_path: Path) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from bench.offline import Launch, compile_launch, looks_like
-    from torch_streamkl.kernels import entries, traced
+    from torch_streamkl.kernels import entries
+    from torch_streamkl.runtime import trace as traced
 
     with looks_like("sm_90"), FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty(EQUAL[0], dtype=torch.bfloat16, device="cuda") for _ in range(4)]

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from torch_streamkl.attention import heuristics, limits
+from torch_streamkl.attention.heuristics import triton_launch
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.divergences.functional import DIVERGENCES
-from torch_streamkl.launches import launch, launch_table
-from torch_streamkl.launches.launch import triton_launch
-from torch_streamkl.launches.launch_table import LaunchKey, LaunchTable, MeasuredLaunch
-from torch_streamkl.launches.tiles import TritonLaunch
+from torch_streamkl.kernels.tiles import TritonLaunch
+from torch_streamkl.runtime import launch_table
+from torch_streamkl.runtime.launch_table import LaunchKey, LaunchTable, MeasuredLaunch
 
 KEY = LaunchKey("forward", 64, 128, 4, True, 1024)
 ENTRY = MeasuredLaunch(KEY, "triton", 128, 32, 8, 3, 1.5, 2.0)
@@ -112,12 +113,12 @@ def test_a_measurement_decides_about_hopper(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no kernels
-    monkeypatch.setattr(launch, "hopper_limit", lambda _: None)
-    monkeypatch.setattr(launch, "triton_limit", lambda _: None)
+    monkeypatch.setattr(limits, "hopper_limit", lambda _: None)
+    monkeypatch.setattr(limits, "triton_limit", lambda _: None)
     least = 0.0 if implementation == "triton" else math.inf
-    monkeypatch.setattr(launch, "HOPPER_LEAST_FLOP", least)
+    monkeypatch.setattr(heuristics, "HOPPER_LEAST_FLOP", least)
     write(users_file(), replace(ENTRY, implementation=implementation))
-    assert launch.select_implementation(problem(), "auto") == implementation
+    assert heuristics.select_implementation(problem(), "auto") == implementation
 
 
 # ------------------------------------------------------------------------------------- refusing

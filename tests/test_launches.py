@@ -20,7 +20,7 @@ from tests.support.interpreter import inside, quiet
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.fx_passes.validation import records
 from torch_streamkl.kernels.arguments import Window
-from torch_streamkl.launches import capture, devices, replay
+from torch_streamkl.runtime import capture, devices, replay
 from torch_streamkl.runtime import launch as runtime
 
 pytestmark = quiet
@@ -230,10 +230,10 @@ def test_linear_kl(reduction: str, launched: list[Any]) -> None:
 @inside
 def test_a_stored_gradient_is_scaled(launched: list[Any]) -> None:
     """What a GPU multiplies gradients of the forward by the gradient of the sum with."""
-    from torch_streamkl.linear.triton import launches
+    from torch_streamkl.kernels.scale import scale_
 
     x = torch.ones(300)
-    launches.scale_(x, torch.tensor(3.0))
+    scale_(x, torch.tensor(3.0))
     assert torch.equal(x, torch.full((300,), 3.0)) and launched
 
 

@@ -19,17 +19,15 @@ from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear.problem import (
-    MAX_LOW_PRECISION_SUMS,
     Head,
     LinearProblem,
     NeedsGrad,
     RowValues,
     RowWeights,
-    even_ranges,
-    even_step,
     workspace_bytes,
 )
 from torch_streamkl.nitrobrew import forward_kl, reverse_kl
+from torch_streamkl.runtime.workspace import MAX_LOW_PRECISION_SUMS, even_ranges, even_step
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")
 

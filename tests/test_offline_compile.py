@@ -15,11 +15,11 @@ from bench.offline import (
     record_launches,
     stack_in_main_loops,
 )
+from torch_streamkl.attention.hopper_tiles import HopperLaunch
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
-from torch_streamkl.launches.launch import HopperLaunch
 from torch_streamkl.linear import problem as linear_problem
 
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
@@ -179,7 +179,7 @@ def test_whole_heads(target: str, head_dim: int, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("is_aligned", [True, False])
 def test_elements_that_lie_together(is_aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads of 26 pairs, which no stride tells Triton, where tensors are aligned."""
-    from torch_streamkl.attention.triton import plans
+    from torch_streamkl.attention import plans
 
     monkeypatch.setattr(plans, "_aligned", lambda _: is_aligned)
     for launch in gradient_launches("sm_90", 300, 26):
@@ -199,7 +199,7 @@ def test_full_float32(head_dim: int) -> None:
     "target", [pytest.param("sm_80", marks=slow), "sm_90", pytest.param("sm_100", marks=slow)]
 )
 def test_head_mean(target: str) -> None:
-    from torch_streamkl.attention.triton import head_mean_launches
+    from torch_streamkl.attention import head_mean_launches
 
     shapes = ((1, 128), (1, 128), (128, 192), (128, 192))  # heads and head_dim of both sides
     scales = {"student_scale": 0.1, "teacher_scale": 0.1}

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tests.support import device_cases
 from tests.support.device_cases import COMPILED, STEPS, Case, Results, compiled_inputs, judged
 from torch_streamkl import attention_kl, checks, explain, verify
-from torch_streamkl.launches import capture, replay
 from torch_streamkl.rows import op
+from torch_streamkl.runtime import capture, replay
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = [pytest.mark.gpu, two_gpus]

@@ -20,9 +20,9 @@ from tests.support.row_cases import Sizes, cast, example, value_and_gradients
 from tests.support.tolerances import budget, check
 from tests.test_shard_kernels import problem, sharded
 from torch_streamkl import linear_kl
+from torch_streamkl.attention import heuristics
 from torch_streamkl.attention.problem import RowStatistics
 from torch_streamkl.distributed import shard_rows
-from torch_streamkl.launches import launch
 
 pytestmark = quiet
 
@@ -45,8 +45,8 @@ def test_allocations_are_poisoned() -> None:
 @outside
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STREAMING_BLOCK_ELEMENTS", 96)
-    monkeypatch.setattr(launch, "STREAMING_MAX_KEYS", 16)
+    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 16)
     call = build(padded(CASES[name]))
     check(call.value_and_gradients("torch"), budget(call))
 

@@ -18,9 +18,9 @@ from tests.support.interpreter import INTERPRETED, inside, quiet
 from tests.support.problems import CASES, Spec, build
 from torch_streamkl import attention_kl, checks, row_program
 from torch_streamkl.attention import bound_op, ops
-from torch_streamkl.launches import replay
-from torch_streamkl.launches.replay import Replay
 from torch_streamkl.runtime import launch as runtime
+from torch_streamkl.runtime import replay
+from torch_streamkl.runtime.replay import Replay
 
 pytestmark = quiet
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -183,8 +183,9 @@ def _by_address(x: Any) -> Any:
 @pytest.mark.parametrize("mask", [False, True])
 def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a program passes is what a launch by the usual way is given, addresses for tensors."""
-    from torch_streamkl.attention.triton import backward, forward, plans
-    from torch_streamkl.launches import capture
+    from torch_streamkl.attention import plans
+    from torch_streamkl.attention.triton import backward, forward
+    from torch_streamkl.runtime import capture
 
     kernels = {
         "forward_kernel": (forward, FakeKernel()),
@@ -241,7 +242,7 @@ def test_an_address_that_is_not_aligned_takes_the_usual_path() -> None:
 
 @inside
 def test_launches_that_are_chosen_anew_are_not_the_recorded_ones() -> None:
-    from torch_streamkl.attention.triton import plans
+    from torch_streamkl.attention import plans
 
     site, tensors = _recorded_site("cpu")
     assert isinstance(site._forward, bound_op.Replay)
@@ -259,7 +260,7 @@ def test_launches_that_are_chosen_anew_are_not_the_recorded_ones() -> None:
 
 @inside
 def test_what_cannot_be_written_down_is_not_recorded() -> None:
-    from torch_streamkl.launches import capture
+    from torch_streamkl.runtime import capture
 
     site, tensors = _recorded_site("cpu")
     elsewhere = torch.ones(2, 2, 24)
@@ -493,7 +494,7 @@ def test_a_recording_keeps_memory_no_longer_than_its_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor does the program: blocks that are interleaved in a workspace do so in both."""
-    from torch_streamkl.launches import capture
+    from torch_streamkl.runtime import capture
 
     site, tensors = _recorded_site("cpu")
     sums: list[weakref.ref[Tensor]] = []
@@ -530,7 +531,7 @@ def test_a_recording_keeps_memory_no_longer_than_its_function(
 
 def test_a_copy_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
     """`to` may be either: addresses after it are its result's, not some way into its argument."""
-    from torch_streamkl.launches import capture
+    from torch_streamkl.runtime import capture
 
     monkeypatch.setattr(capture, "runs_directly", lambda: True)
     kernel = FakeKernel()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.interpreter import INTERPRETED, inside, outside, quiet
 from torch_streamkl import attention_kl, linear_kl, row_program
-from torch_streamkl.launches.devices import matmul_precision
+from torch_streamkl.runtime.devices import matmul_precision
 
 pytestmark = quiet
 IMPL = "triton" if INTERPRETED else "auto"

@@ -12,16 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, looks_like
 from torch_streamkl import attention_kl, linear_kl
-from torch_streamkl.attention import ops
+from torch_streamkl.attention import heuristics, limits, ops
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.reporting import execution
-from torch_streamkl.launches import devices, launch, tiles
-from torch_streamkl.launches.tiles import Operands, TritonLaunch
+from torch_streamkl.kernels import tiles
+from torch_streamkl.kernels.tiles import Operands, TritonLaunch
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import problem as linear_problem
 from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.runtime import devices
 
 CUDA = torch.device("cuda")
 HEAD_DIMS = (32, 64, 128, 256)
@@ -40,7 +41,7 @@ def test_every_choice_fits(target: str) -> None:
     assert gpu.shared_bytes == TARGETS[target].shared_bytes
     for head_dim, dtype, kernel in itertools.product(HEAD_DIMS, DTYPES, KERNELS):
         if target == "sm_75" and (dtype == "tf32" or (dtype == "half" and head_dim > 128)):
-            continue  # refused by launch.triton_limit
+            continue  # refused by limits.triton_limit
         given = operands(head_dim, dtype)
         chosen = tiles.default_launch(kernel, given, gpu)
         assert tiles.shared_bytes(chosen, kernel, given, gpu) <= gpu.shared_bytes
@@ -135,15 +136,15 @@ def test_what_a_gpu_cannot_run_goes_to_the_blocks(
     reason: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    launch.warn_once.cache_clear()
+    devices.warn_once.cache_clear()
     p = problem(dtype, head_dim)
     with looks_like(target), caplog.at_level("WARNING", logger="torch_streamkl"):
-        chosen = launch.select_implementation(p, "auto")
+        chosen = heuristics.select_implementation(p, "auto")
         assert chosen == ("triton" if reason is None else "torch")
         if reason is not None:
             assert reason in caplog.text
             with pytest.raises(NotImplementedError, match=reason):
-                launch.select_implementation(p, "triton")
+                heuristics.select_implementation(p, "triton")
 
 
 def test_the_report_says_why_a_gpu_runs_blocks() -> None:
@@ -159,7 +160,7 @@ def test_the_report_says_why_a_gpu_runs_blocks() -> None:
         with looks_like(target):
             return execution.how_sites_run(graph, mode, is_compiled=True)["site"]
 
-    launch.warn_once.cache_clear()
+    devices.warn_once.cache_clear()
     attention, vocab = ops.attention_kl, linear_ops.linear_kl
     limit = "(the kernel takes bfloat16 from compute capability 8.0 on, got sm_75 of (7, 5))"
     assert call("sm_75", attention, torch.bfloat16).endswith(f"queries and keys {limit}")
@@ -171,7 +172,7 @@ def test_the_report_says_why_a_gpu_runs_blocks() -> None:
 def test_a_gpu_below_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
     with looks_like("sm_75"):
-        limit = launch.triton_limit(problem(torch.float16))
+        limit = limits.triton_limit(problem(torch.float16))
     assert limit is not None
     assert limit.startswith("needs compute capability 7.5 or above, got sm_75 of (7, 0)")
 
@@ -180,7 +181,7 @@ def test_rows_of_logits_on_a_gpu_below_the_least(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
-    launch.warn_once.cache_clear()
+    devices.warn_once.cache_clear()
     with FakeTensorMode():
         x = torch.empty(8, 16, dtype=torch.float16, device="cuda")
     head = linear_problem.Head(x, x)
@@ -218,9 +219,9 @@ def test_a_driver_without_a_compiler(impl: str) -> None:
     with looks_like("sm_90"):
         for _ in range(2):  # every call says so, not the first alone
             with pytest.raises(RuntimeError, match=NO_COMPILER) as error:
-                launch.select_implementation(p, impl)
+                heuristics.select_implementation(p, impl)
             assert "\n" not in str(error.value)
-        assert launch.select_implementation(p, "torch") == "torch"
+        assert heuristics.select_implementation(p, "torch") == "torch"
 
 
 @pytest.mark.usefixtures("broken_driver")
@@ -236,7 +237,7 @@ def test_a_capability_of_amd_is_not_hoppers() -> None:
         gpu = devices.gpu_of(CUDA)
         assert (gpu.is_hip, gpu.capability) == (True, (9, 0))
         assert not gpu.is_hopper
-        limit = launch.hopper_limit(problem(torch.bfloat16))
+        limit = limits.hopper_limit(problem(torch.bfloat16))
     assert limit is not None and limit.startswith("needs an NVIDIA GPU")
 
 
@@ -253,7 +254,7 @@ def test_tf32_where_matrix_units_take_it(target: str, precision: str) -> None:
     torch.set_float32_matmul_precision("high")
     try:
         with looks_like(target):
-            assert launch.dot_precision(x) == precision
-            assert launch.dot_precision(half) == "ieee"
+            assert devices.dot_precision(x) == precision
+            assert devices.dot_precision(half) == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)

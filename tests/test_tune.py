@@ -11,8 +11,9 @@ import torch
 
 from tests.support.interpreter import inside, outside
 from torch_streamkl import attention_kl, tune
-from torch_streamkl.launches import launch, launch_table
-from torch_streamkl.launches.tiles import TritonLaunch
+from torch_streamkl.attention import heuristics, limits
+from torch_streamkl.kernels.tiles import TritonLaunch
+from torch_streamkl.runtime import launch_table
 
 DEFAULT, FAST, SLOW = (TritonLaunch(n, 16, 4, 1) for n in (16, 32, 64))
 SHAPE = tune.Shape(1, 2, 1, 16, 20, 40, True, "float32", "cpu")
@@ -55,7 +56,7 @@ def steps_of(workload: tune.Workload) -> Callable[[Callable[[], Any]], float]:
 
     def timer(call: Callable[[], Any]) -> float:
         call()
-        return times[launch.triton_launch(workload.problem, "forward").block_m]
+        return times[heuristics.triton_launch(workload.problem, "forward").block_m]
 
     return timer
 
@@ -91,7 +92,7 @@ def test_a_wrong_result_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: tune.Workload, kernel: str) -> tuple[torch.Tensor, ...]:
         value, *stats = run(self, kernel)
-        if launch.triton_launch(self.problem, kernel).block_m == 32:
+        if heuristics.triton_launch(self.problem, kernel).block_m == 32:
             value[..., -1] += 1.0
         return value, *stats
 
@@ -138,7 +139,7 @@ def test_all_kernels_together_decide_about_hopper(
         return taken[running[0]] if running else 2.0
 
     monkeypatch.setattr(tune.Workload, "run_hopper", run_hopper)
-    monkeypatch.setattr(launch, "hopper_limit", lambda _: None)
+    monkeypatch.setattr(limits, "hopper_limit", lambda _: None)
     monkeypatch.setattr(tune, "candidates", lambda default, _: [default])
     forward, dq, dk = tune.tune(SHAPE, list(launch_table.KERNELS), 0, timer)
     assert forward.implementation == implementation
@@ -167,7 +168,9 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = attention_kl(q_s, k_s, q_t, k_t, is_causal=True)
     monkeypatch.setenv(launch_table.VARIABLE, str(path))
     launch_table.forget()
-    assert [launch.triton_launch(problem, k).block_m for k in ("forward", "dq", "dk")] == [32] * 3
+    assert [heuristics.triton_launch(problem, k).block_m for k in ("forward", "dq", "dk")] == [
+        32
+    ] * 3
     after = attention_kl(q_s, k_s, q_t, k_t, is_causal=True)
     torch.testing.assert_close(after, before)
     launch_table.forget()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_streamkl import checks
 from torch_streamkl.divergences.names import Divergence, Reduction
 from torch_streamkl.linear.interface import linear_kl, refusing
-from torch_streamkl.linear.problem import MIB
+from torch_streamkl.runtime.workspace import MIB
 
 __all__ = ["forward_kl", "reverse_kl"]
 

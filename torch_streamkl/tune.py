@@ -5,7 +5,7 @@
 Every candidate runs first in a process of its own kind (--jobs of them, which also compile in
 parallel): one that does not compile, fit or come back is skipped. Of the others those count whose
 results agree with the default launch's, and the fastest is timed against the default once more.
-The winners go to a JSON file (launches/launch_table.py) that later processes load.
+The winners go to a JSON file (runtime/launch_table.py) that later processes load.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.attention import ops
+from torch_streamkl.attention import heuristics, limits, ops
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.attention.torch_impl import NeedsGrad
-from torch_streamkl.launches import launch, launch_table
-from torch_streamkl.launches.devices import device_name
-from torch_streamkl.launches.launch_table import (
+from torch_streamkl.kernels.tiles import TritonLaunch
+from torch_streamkl.runtime import launch_table
+from torch_streamkl.runtime.devices import device_name
+from torch_streamkl.runtime.launch_table import (
     KERNELS,
     LaunchKey,
     LaunchTable,
     MeasuredLaunch,
 )
-from torch_streamkl.launches.tiles import TritonLaunch
 
 TIMED_MS = 60.0  # of device time for a candidate
 LEAST_GAIN = 1.02  # over the default; less is noise
@@ -123,12 +123,12 @@ class Workload:
         self.problem = shape.problem()
         self.device = device_name(self.problem.student.q.device)
         with launch_table.replaced(launch_table.new_table(self.device)):  # the defaults
-            self.defaults = {k: launch.triton_launch(self.problem, k) for k in KERNELS}
+            self.defaults = {k: heuristics.triton_launch(self.problem, k) for k in KERNELS}
             self.value, self.stats = portable.forward(self.problem)
         self.grad = torch.ones_like(self.value)
 
     def key(self, kernel: str) -> LaunchKey:
-        return launch.launch_key(self.problem, kernel)
+        return heuristics.launch_key(self.problem, kernel)
 
     def run(self, kernel: str) -> tuple[Tensor, ...]:
         """Returns the results of a kernel, as the launchers choose its tiles."""
@@ -212,7 +212,7 @@ def tune_kernel(
     if best is not default:
         show(f"{kernel} {describe(best.launch)} against the default")
         best, default = _decide(workload, kernel, best, default, timer)
-    if launch.hopper_limit(workload.problem) is None:
+    if limits.hopper_limit(workload.problem) is None:
         show(f"{kernel} for Hopper")
         call = functools.partial(workload.run_hopper, kernel)
         trials.append(_trial(kernel, None, call, expected, "", timer))
@@ -490,7 +490,7 @@ def main(arguments: list[str] | None = None, timer: Timer = device_timer) -> int
             options.head_dim, options.teacher_head_dim or options.head_dim,
             seqlen, options.causal, options.dtype, device,
         )  # fmt: skip
-        limit = launch.triton_limit(replace(shape, seqlen=1).problem())
+        limit = limits.triton_limit(replace(shape, seqlen=1).problem())
         if limit is not None:
             print(f"the attention kernels {limit}: nothing to tune", file=sys.stderr)
             return 1

@@ -9,12 +9,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from torch_streamkl.attention import ops, query_tiles
+from torch_streamkl.attention.heuristics import select_implementation
+from torch_streamkl.attention.hopper_tiles import adds_queries
+from torch_streamkl.attention.limits import triton_limit
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensorMode,
     GuardOnDataDependentSymNode,
 )
-from torch_streamkl.launches.launch import adds_queries, select_implementation, triton_limit
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles

@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import optional
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
 from torch_streamkl.fx_passes.validation.sizes import Sizes
-from torch_streamkl.launches.devices import device_name
+from torch_streamkl.runtime.devices import device_name
 
 MAX_CONSTANT = 4096  # entries of a constant that are compared
 _STABLE_MODULES = ("torch", "_operator", "operator", "math", "builtins")

@@ -16,9 +16,8 @@ from tests.drawn import formulas
 from tests.drawn.judge import Drawn
 from tests.support.subgraphs import _as_written
 from torch_streamkl import attention_kl, attention_kl_varlen
-from torch_streamkl.attention import interface, ops, query_tiles
+from torch_streamkl.attention import heuristics, interface, ops, query_tiles
 from torch_streamkl.cpu import compiled
-from torch_streamkl.launches import launch
 
 INF = math.inf
 KINDS = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")
@@ -311,8 +310,8 @@ def small_blocks(call: Drawn) -> Iterator[None]:
     """Plain torch cuts the call's blocks as large problems are cut."""
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (launch, "STREAMING_BLOCK_ELEMENTS", call.blocks["elements"]),
-            (launch, "STREAMING_MAX_KEYS", call.blocks["keys"]),
+            (heuristics, "STREAMING_BLOCK_ELEMENTS", call.blocks["elements"]),
+            (heuristics, "STREAMING_MAX_KEYS", call.blocks["keys"]),
             (query_tiles, "QUERY_TILE_ELEMENTS", call.blocks["elements"]),
             (query_tiles, "LEAST_QUERIES", 2),
         ):

@@ -388,20 +388,20 @@ FAULTS = (
         True,
     ),
     Fault(
-        "torch_streamkl/attention/triton/plans.py",
+        "torch_streamkl/attention/plans.py",
         "return constant._replace(S_TOGETHER=1, T_TOGETHER=1)",
         "return constant",
         "test_offline_compile.py::test_elements_that_lie_together",
     ),
     # -------------------------------------------------------------------------------- launches
     Fault(
-        "torch_streamkl/launches/tiles.py",
+        "torch_streamkl/kernels/tiles.py",
         "return total + operands.of_rows(stays)",
         "return total",
         "test_tiles.py",
     ),
     Fault(
-        "torch_streamkl/launches/devices.py",
+        "torch_streamkl/runtime/devices.py",
         "return not self.is_hip and self.capability == (9, 0)",
         "return self.capability == (9, 0)",
         "test_tiles.py",
@@ -413,7 +413,7 @@ FAULTS = (
         "test_launches.py",
     ),
     Fault(
-        "torch_streamkl/launches/capture.py",
+        "torch_streamkl/runtime/capture.py",
         'with {guard}({device}):"',
         'if {guard}({device}):"',
         "test_launches.py",
@@ -619,7 +619,7 @@ FAULTS = (
         "test_hopper_ranges.py",
     ),
     Fault(
-        "torch_streamkl/launches/devices.py",
+        "torch_streamkl/runtime/devices.py",
         "return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)",
         "return self.capability >= (8, 0)",
         "test_tiles.py",
@@ -673,16 +673,10 @@ FAULTS = (
         "test_run_without_inductor.py",
     ),
     Fault(
-        "torch_streamkl/launches/driver_calls.py",
-        "made = kept.get(addresses)",
-        "made = next(iter(kept.values()), None)",
-        "test_driver_calls.py",
-    ),
-    Fault(
-        "torch_streamkl/launches/driver_calls.py",
-        "if found is None or needs_memory or",
-        "if found is None or",
-        "test_driver_calls.py",
+        "torch_streamkl/runtime/capture.py",
+        '({self._pointer(x.base)}))"',
+        '({x.base.data_ptr()}))"',
+        "test_recorded_descriptors.py",
     ),
     Fault(BODY, 'inputs["mask"] > 0 if', 'inputs["mask"] >= 0 if', "test_query_tiles.py"),
     # ---------------------------------------------------------------------------- distributed
@@ -759,7 +753,7 @@ FAULTS = (
         True,
     ),
     Fault(
-        "torch_streamkl/launches/launch.py",
+        "torch_streamkl/attention/hopper_tiles.py",
         "return is_alike and has_address and student.data_ptr() == teacher.data_ptr()",
         "return is_alike and has_address",
         "test_hopper_rare_forms.py",

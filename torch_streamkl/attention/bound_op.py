@@ -3,7 +3,7 @@
 
 A call site of a compiled graph and eager calls that repeat are alike: only addresses differ from
 call to call. A `BoundOp` computes what the operators do without the dispatcher, and has the
-launches of its kernels recorded (launches/capture.py) the second time that it is called.
+launches of its kernels recorded (runtime/capture.py) the second time that it is called.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention import ops
-from torch_streamkl.launches.launch import select_implementation
-from torch_streamkl.launches.replay import Replay, Tensors
+from torch_streamkl.attention.heuristics import select_implementation
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
+from torch_streamkl.runtime.replay import Replay, Tensors
 
 MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_streamkl.cpu.compiled import Inputs
 from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.divergences.row_state import without_infinity
 
-Inputs = dict[str, Tensor]
 # Of the input "numbers", in this order:
 NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature",
            "mask_value", "outside")  # fmt: skip

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.attention import direct, ops, reference
+from torch_streamkl.attention.problem import SPEC
 from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
+from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
 
 Layout = Literal["bhnd", "bnhd"]
@@ -30,9 +32,9 @@ def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
-                from torch_streamkl.distributed.attention_dtensor import attention_kl_dtensor
-
-                return attention_kl_dtensor(function, *args, **kwargs)
+                dtensors = distributed("attention_dtensor")
+                value: Tensor = dtensors.attention_kl_dtensor(function, *args, **kwargs)
+                return value
         return function(*args, **kwargs)
 
     return call
@@ -361,9 +363,7 @@ def operator_call(inputs: Inputs, settings: Settings) -> tuple[tuple[Any, ...], 
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
     plain = checks.is_plain(inputs)
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
-        from torch_streamkl.distributed.attention_dtensor import prepared
-
-        placed, settings = prepared(inputs, settings)
+        placed, settings = distributed("attention_dtensor").prepared(inputs, settings)
         inputs = Inputs(*placed)
     sites: dict[Any, Any] = {}
     if plain:
@@ -473,22 +473,20 @@ def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         _check_side(side, q, given, inputs, settings)
     _check_head_reduction(inputs, settings, q_t)
     left, right = window_bounds(settings.is_causal, settings.window)
-    return (
-        _functional(settings),
-        _scale(settings.student_scale, q_s),
-        _scale(settings.teacher_scale, q_t),
-        float(settings.student_softcap or 0.0),
-        float(settings.teacher_softcap or 0.0),
-        float(settings.temperature),
-        None,  # mask_value: masked keys are gone
-        left,
-        right,
-        settings.max_seqlen_q,
-        settings.max_seqlen_k,
-        settings.head_reduction == "mean",
-        settings.impl,
-        settings.deterministic,
-    )
+    given = {
+        **settings._asdict(),
+        "functional": _functional(settings),
+        "student_scale": _scale(settings.student_scale, q_s),
+        "teacher_scale": _scale(settings.teacher_scale, q_t),
+        "student_softcap": float(settings.student_softcap or 0.0),
+        "teacher_softcap": float(settings.teacher_softcap or 0.0),
+        "temperature": float(settings.temperature),
+        "window_left": left,
+        "window_right": right,
+        "head_mean": settings.head_reduction == "mean",
+    }
+    arguments = SPEC.arguments
+    return tuple([given.get(x, arguments[x].default) for x in SPEC.option_names])
 
 
 def _functional(settings: Settings) -> str:

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.attention import query_tiles, torch_impl
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.attention.heuristics import LSE_UNIT, select_implementation
+from torch_streamkl.attention.problem import SPEC, AttentionProblem, RowStatistics
 from torch_streamkl.attention.torch_impl import Gradients, NeedsGrad
 from torch_streamkl.checks import is_plain
-from torch_streamkl.divergences.functional import Functional
-from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
 from torch_streamkl.registration import (
     NAMESPACE,
     register,
@@ -33,33 +32,17 @@ from torch_streamkl.registration import (
 
 _lib = Library(NAMESPACE, "DEF")
 
-# NOTE [Flat arguments]
-# A schema is flat and positional; the implementations take an AttentionProblem. The order below is
-# known to this schema, the indices below and `problem_of`. Callers of an operator with flat
-# arguments follow it too (interface.py, bound_op.py, direct.py, distributed/).
-ARGUMENTS = (
-    "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
-    "Tensor? mask=None, Tensor? student_bias=None, Tensor? teacher_bias=None, "
-    "Tensor? student_alibi_slopes=None, Tensor? teacher_alibi_slopes=None, "
-    "Tensor? student_sink=None, Tensor? teacher_sink=None, Tensor? key_lengths=None, "
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? teacher_lse=None, "
-    "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
-    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
-    "float? mask_value=None, SymInt? window_left=None, SymInt? window_right=None, "
-    "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool head_mean=False, str impl='auto', "
-    "bool deterministic=True"
-)
-NUM_TENSORS = 15
-BIASES = (5, 6)  # the student's, the teacher's
+ARGUMENTS = SPEC.schema
+NUM_TENSORS = len(SPEC.tensor_names)
+BIASES = SPEC.positions("student_bias", "teacher_bias")
 NUM_RESULTS = 3  # of attention_kl: values, and statistics of both sides
-_DIFFERENTIABLE = (0, 1, 2, 3, 9, 10)  # q and k of both sides, and the sinks
+_DIFFERENTIABLE = SPEC.positions(
+    "student_q", "student_k", "teacher_q", "teacher_k", "student_sink", "teacher_sink"
+)
 differentiable = operator.itemgetter(*_DIFFERENTIABLE)
-_NOT_DIFFERENTIABLE = {
-    5: "student_bias",
-    6: "teacher_bias",
-    7: "student_alibi_slopes",
-    8: "teacher_alibi_slopes",
-}
+_NOT_DIFFERENTIABLE = (
+    "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes"
+)  # fmt: skip
 
 _lib.define(
     f"attention_kl({ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
@@ -75,88 +58,41 @@ attention_kl = torch.ops.torch_streamkl.attention_kl.default
 attention_kl_backward = torch.ops.torch_streamkl.attention_kl_backward.default
 
 
-def problem_of(
-    student_q: Tensor,
-    student_k: Tensor,
-    teacher_q: Tensor,
-    teacher_k: Tensor,
-    mask: Tensor | None = None,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_alibi_slopes: Tensor | None = None,
-    teacher_alibi_slopes: Tensor | None = None,
-    student_sink: Tensor | None = None,
-    teacher_sink: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    teacher_lse: Tensor | None = None,
-    functional: str = "(P*(logP-logS))",
-    student_scale: float = 1.0,
-    teacher_scale: float = 1.0,
-    student_softcap: float = 0.0,
-    teacher_softcap: float = 0.0,
-    temperature: float = 1.0,
-    mask_value: float | None = None,
-    window_left: int | None = None,
-    window_right: int | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    head_mean: bool = False,
-    impl: str = "auto",
-    deterministic: bool = True,
-) -> tuple[AttentionProblem, str]:
-    """Makes an AttentionProblem of an operator's flat arguments: NOTE [Flat arguments]."""
-    problem = AttentionProblem(
-        student=Side(
-            student_q,
-            student_k,
-            student_scale,
-            student_softcap,
-            student_bias,
-            student_alibi_slopes,
-            student_sink,
-        ),
-        teacher=Side(
-            teacher_q,
-            teacher_k,
-            teacher_scale,
-            teacher_softcap,
-            teacher_bias,
-            teacher_alibi_slopes,
-            teacher_sink,
-        ),
-        functional=Functional.of(functional),
-        temperature=temperature,
-        mask=mask,
-        mask_value=-math.inf if mask_value is None else mask_value,
-        key_lengths=key_lengths,
-        window_left=window_left,
-        window_right=window_right,
-        head_mean=head_mean,
-        teacher_lse=teacher_lse,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        deterministic=deterministic,
-    )
-    return problem, impl
+def problem_of(*args: Any, **kwargs: Any) -> tuple[AttentionProblem, str]:
+    """Returns the problem of an operator's flat arguments, and the implementation asked for."""
+    problem: AttentionProblem = SPEC.problem(*args, **kwargs)
+    return problem, problem.impl
+
+
+def forward(problem: AttentionProblem, is_compiled: bool = False) -> tuple[Tensor, RowStatistics]:
+    """Computes values and statistics, by the implementation that the problem asks for."""
+    found: tuple[Tensor, RowStatistics] = _module_for(is_compiled, problem).forward(problem)
+    return found
+
+
+def backward(
+    problem: AttentionProblem,
+    stats: RowStatistics,
+    grad: Tensor,
+    needs_grad: Sequence[bool],
+    is_compiled: bool = False,
+) -> Gradients:
+    """Computes gradients, None for what is not needed."""
+    module = _module_for(is_compiled, problem, backward=True)
+    grads: Gradients = module.backward(problem, stats, grad, NeedsGrad(*needs_grad))
+    return grads
 
 
 def _run_forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem, impl = problem_of(*args, **kwargs)
-    value, stats = _module_for(is_compiled, problem, impl).forward(problem)
+    value, stats = forward(problem_of(*args, **kwargs)[0], is_compiled)
     return value, stats.student, stats.teacher
 
 
-def _module_for(
-    is_compiled: bool, problem: AttentionProblem, impl: str, backward: bool = False
-) -> Any:
+def _module_for(is_compiled: bool, problem: AttentionProblem, backward: bool = False) -> Any:
     """Chooses the module that computes a problem; graphs that Inductor compiles get its CPU
     kernels.
     """
-    implementation = select_implementation(problem, impl, backward)
+    implementation = select_implementation(problem, problem.impl, backward)
     on_query_tiles = is_compiled and implementation == "torch"
     return query_tiles if on_query_tiles else _module(implementation)
 
@@ -201,11 +137,8 @@ def _needs_grads(
     **kwargs: Any,
 ) -> Gradients:
     """Reads the output mask: what `run_backward` returns, None for what is not needed."""
-    problem, impl = problem_of(*args, **kwargs)
     stats = RowStatistics(student_stats, teacher_stats)
-    module = _module_for(is_compiled, problem, impl, backward=True)
-    grads: Gradients = module.backward(problem, stats, grad, NeedsGrad(*needs_grad))
-    return grads
+    return backward(problem_of(*args, **kwargs)[0], stats, grad, needs_grad, is_compiled)
 
 
 # as they are, and in graphs that Inductor compiles
@@ -295,8 +228,8 @@ def _setup_context(
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # the dispatcher drops trailing arguments that have their default value
     needs = (*ctx.needs_input_grad, *(False,) * NUM_TENSORS)
-    for index, name in _NOT_DIFFERENTIABLE.items():
-        if needs[index]:
+    for name in _NOT_DIFFERENTIABLE:
+        if needs[SPEC.index[name]]:
             raise NotImplementedError(
                 f"{name} gets no gradient: detach it, or keep the scores in plain torch code"
             )
@@ -366,15 +299,11 @@ torch.library.register_autograd(
 register_no_double_backward(_lib, "attention_kl")
 
 
-_BATCHED = (0, 1, 2, 3, 4, 5, 6, 11, 14)  # tensors with a leading batch dimension
-_UNBATCHED_NAMES = {
-    7: "student_alibi_slopes",
-    8: "teacher_alibi_slopes",
-    9: "student_sink",
-    10: "teacher_sink",
-    12: "cu_seqlens_q",
-    13: "cu_seqlens_k",
-}
+_UNBATCHED = (
+    "student_alibi_slopes", "teacher_alibi_slopes", "student_sink", "teacher_sink",
+    "cu_seqlens_q", "cu_seqlens_k",
+)  # fmt: skip
+_BATCHED = SPEC.positions(*(x for x in SPEC.tensor_names if x not in _UNBATCHED))
 
 
 def _vmap(
@@ -382,7 +311,7 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the batch."""
     tensors = list(args)
-    for index, name in _UNBATCHED_NAMES.items():
+    for index, name in zip(SPEC.positions(*_UNBATCHED), _UNBATCHED, strict=True):
         if index < len(args) and in_dims[index] is not None:
             raise NotImplementedError(
                 f"vmap over {name} is not supported; map over q, k, masks or biases"
@@ -397,12 +326,7 @@ def _vmap(
         if dim is None and x.shape[1] == 1 and index >= 4:
             tensors[index] = x[0]
             continue
-        x = (
-            x.expand(info.batch_size, batch, *x.shape[2:])
-            if index != 11
-            else x.expand(info.batch_size, batch)
-        )
-        tensors[index] = x.flatten(0, 1)
+        tensors[index] = x.expand(info.batch_size, batch, *x.shape[2:]).flatten(0, 1)
     value, student_stats, teacher_stats = attention_kl(*tensors)
     size = (info.batch_size, batch)
     outputs = (

@@ -1,8 +1,7 @@
 """Defines AttentionProblem: the tensors and the options that every implementation reads.
 
-`ops.py` builds an `AttentionProblem` once from an operator's flat arguments; reference, streaming
-and kernel launchers take that and nothing else, so an option is added here and where it is
-computed.
+Its fields are the operators' arguments (`SPEC`, torch_streamkl/spec.py), so an option is added
+here and where it is computed: schema, autograd, vmap, direct calls, sharding and the ring follow.
 
 These are values, which nobody changes. They are not frozen, because making frozen ones takes 5 us,
 a twelfth of a small call.
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.spec import Spec, option
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Side:
 
     q: Tensor  # [batch, num_heads, seqlen_q, head_dim]
     k: Tensor  # [batch, num_kv_heads, seqlen_k, head_dim]
-    scale: float
+    scale: float = 1.0
     softcap: float = 0.0  # 0 is none
     bias: Tensor | None = None  # additive, broadcasts to [batch, num_heads, seqlen_q, seqlen_k]
     alibi_slopes: Tensor | None = None  # [num_heads], float32
@@ -68,18 +68,19 @@ class AttentionProblem:
     mask: Tensor | None = (
         None  # bool, True admits, broadcasts to [batch, num_heads, seqlen_q, seqlen_k]
     )
-    mask_value: float = -math.inf
+    mask_value: float = option(-math.inf, "float?", None)
     key_lengths: Tensor | None = None  # [batch], int32
     window_left: int | None = None
     window_right: int | None = None
-    head_mean: bool = False  # P is the mean over the teacher heads of each student head
-    teacher_lse: Tensor | None = None  # [batch, num_teacher_heads, seqlen_q], known log-sum-exp
     # packed sequences: batch is 1, seqlen_q and seqlen_k are totals, and sequence b is the rows
     # cu_seqlens_q[b] : cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] : cu_seqlens_k[b + 1]
     cu_seqlens_q: Tensor | None = None  # [num_sequences + 1], int32
     cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int = 0
+    teacher_lse: Tensor | None = None  # [batch, num_teacher_heads, seqlen_q], known log-sum-exp
+    max_seqlen_q: int = 0  # of packed sequences
     max_seqlen_k: int = 0
+    head_mean: bool = False  # P is the mean over the teacher heads of each student head
+    impl: str = "auto"
     deterministic: bool = True  # gradients are summed in a fixed order
 
     @property
@@ -147,12 +148,15 @@ class AttentionProblem:
             )
 
 
+SPEC = Spec(AttentionProblem, Side, first=("mask",))
+
+
 @dataclass(eq=False)
 class RowStatistics:
     """Holds what the backward needs of a row: for each side softmax_lse and delta.
 
     The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
-    unit is the implementation's (LSE_UNIT in launches/launch.py): converting would cost large
+    unit is the implementation's (LSE_UNIT in attention/heuristics.py): converting would cost large
     scores their last digits. The sums are over keys (NOTE [Row gradient] in
     divergences/functional.py).
     """

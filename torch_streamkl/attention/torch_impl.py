@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_streamkl.attention.heuristics import StreamingBlocks, torch_blocks
 from torch_streamkl.attention.problem import (
     AttentionProblem,
     RowStatistics,
@@ -33,7 +34,6 @@ from torch_streamkl.divergences.row_state import (
     state_of_scores,
     without_infinity,
 )
-from torch_streamkl.launches.launch import StreamingBlocks, torch_blocks
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.attention.compiled_rows import Inputs
-
 _log = logging.getLogger("torch_streamkl")
 
+Inputs = dict[str, Tensor]
 Body = Callable[[Any, Inputs], tuple[Tensor, ...]]
 Run = Callable[[list[Tensor]], Any]
 Described = dict[str, tuple[Tensor, str]]  # tensors, and what their dimensions are: see `find`

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_streamkl.attention import interface
+from torch_streamkl.attention.problem import SPEC
 from torch_streamkl.distributed import ring, ring_ops
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.context_call import (
@@ -269,21 +270,12 @@ def _around(given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[st
     """Every rank computes its rows, and keys go from rank to rank."""
     left, right = keys.bounds
     tensors, checked = interface.operator_call(*call_of(given, keys, None, options))
-    functional, *numbers = checked[:6]
-    impl, deterministic = checked[-2:]
+    given_options = dict(zip(SPEC.option_names, checked, strict=True))
     packing = keys.packing
-    value: Tensor = ring_ops.attention_kl_ring(
-        *tensors[:4],
-        keys.lengths,
-        None if packing is None else packing.cu_seqlens,
-        functional,
-        *numbers,
-        left,
-        right,
-        0 if packing is None else packing.max_seqlen,
-        impl,
-        deterministic,
-        ranks.name,
-        ranks.load_balance is not None,
-    )[0]
-    return value
+    own = {
+        "key_lengths": keys.lengths, "window_left": left, "window_right": right,
+        "group_name": ranks.name, "is_head_tail": ranks.load_balance is not None,
+    }  # fmt: skip
+    if packing is not None:
+        own |= {"cu_seqlens": packing.cu_seqlens, "max_seqlen": packing.max_seqlen}
+    return ring_ops.call(tensors[:4], {**given_options, **own})

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention import ops
+from torch_streamkl.attention.heuristics import LSE_UNIT, select_implementation
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.sequence import HEAD_TAIL, chunks_of
 from torch_streamkl.divergences.functional import Bilinear, Functional
 from torch_streamkl.divergences.row_state import RowState, finish, merge
-from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Ring:
     """A call: this rank's part as a problem (``cu_seqlens`` and lengths are of the sequence)."""
 
     problem: AttentionProblem
-    impl: str
     cu_seqlens: Tensor | None
     max_seqlen: int
     group_name: str
@@ -71,33 +70,25 @@ class Ring:
                         keys=_shifted(block.keys, j * size),
                     )  # fmt: skip
 
-    def call(self, block: Block, keys: tuple[Tensor, Tensor]) -> tuple[tuple[Any, ...], float]:
-        """Returns arguments of `attention_kl` for a block, and the unit of its log-sum-exps."""
+    def call(self, block: Block, keys: tuple[Tensor, Tensor]) -> tuple[AttentionProblem, float]:
+        """Returns the problem of a block, and the unit of its log-sum-exps."""
         p, rows = self.problem, block.rows
         num_rows, num_keys = rows.stop - rows.start, block.keys.stop - block.keys.start
-        lengths = p.key_lengths
-        if lengths is not None:
-            lengths = (lengths - block.first_key).clamp(0, num_keys)
-        offsets: tuple[Tensor | None, Tensor | None] = (None, None)
-        longest = (0, 0)
+        changes: dict[str, Any] = {"window_left": block.left, "window_right": block.right}
+        if p.key_lengths is not None:
+            changes["key_lengths"] = (p.key_lengths - block.first_key).clamp(0, num_keys)
         if self.cu_seqlens is not None:
-            offsets = (
-                within(self.cu_seqlens, block.first_row, num_rows),
-                within(self.cu_seqlens, block.first_key, num_keys),
-            )
-            longest = (min(self.max_seqlen, num_rows), min(self.max_seqlen, num_keys))
-        tensors = (
-            p.student.q[:, :, rows], keys[0][:, :, block.keys],
-            p.teacher.q[:, :, rows], keys[1][:, :, block.keys],
-            *(None,) * 7, lengths, *offsets, None,
-        )  # fmt: skip
-        options = (
-            p.functional.text, p.student.scale, p.teacher.scale, p.student.softcap,
-            p.teacher.softcap, p.temperature, None, block.left, block.right, *longest, False,
-            self.impl, p.deterministic,
-        )  # fmt: skip
-        call = (*tensors, *options)
-        return call, LSE_UNIT[select_implementation(*ops.problem_of(*call))]
+            for name, first, size in (
+                ("q", block.first_row, num_rows), ("k", block.first_key, num_keys)
+            ):  # fmt: skip
+                changes[f"cu_seqlens_{name}"] = within(self.cu_seqlens, first, size)
+                changes[f"max_seqlen_{name}"] = min(self.max_seqlen, size)
+        student, teacher = (
+            replace(side, q=side.q[:, :, rows], k=k[:, :, block.keys])
+            for side, k in zip((p.student, p.teacher), keys, strict=True)
+        )
+        problem = replace(p, student=student, teacher=teacher, **changes)
+        return problem, LSE_UNIT[select_implementation(problem, problem.impl)]
 
 
 def form_of(functional: Functional) -> Bilinear:
@@ -184,8 +175,8 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
         keys = (circle.tensors()[0], circle.tensors()[1])
         owner = (circle.rank - step) % circle.size
         for block in ring.blocks(circle.rank, owner, circle.size):
-            call, unit = ring.call(block, keys)
-            found = _state_of(RowStatistics(*ops.run_forward(*call)[1:]), unit, form)
+            of_block, unit = ring.call(block, keys)
+            found = _state_of(ops.forward(of_block)[1], unit, form)
             of_rows = [x[:, :, block.rows] for x in state.tensors()]
             for old, new in zip(of_rows, merge(RowState(*of_rows), found, form).tensors(),
                                 strict=True):  # fmt: skip
@@ -236,20 +227,20 @@ def backward(
         keys = (circle.tensors()[0], circle.tensors()[1])
         owner = (circle.rank - step) % circle.size
         for block in ring.blocks(circle.rank, owner, circle.size):
-            call, unit = ring.call(block, keys)
-            of_student, of_teacher = (
-                _of_rows(x, block.rows, unit) for x in (stats.student, stats.teacher)
+            of_block, unit = ring.call(block, keys)
+            of_rows = RowStatistics(
+                *(_of_rows(x, block.rows, unit) for x in (stats.student, stats.teacher))
             )
-            of_rows = grad[:, :, block.rows].contiguous()
-            found = ops.run_backward(of_rows, of_student, of_teacher, needs_grad, *call)
+            grad_of_rows = grad[:, :, block.rows].contiguous()
+            found = ops.backward(of_block, of_rows, grad_of_rows, needs_grad)
             for total, part in zip(d_queries, found[::2], strict=True):
-                if total is not None:
+                if total is not None and part is not None:
                     total[:, :, block.rows] += part
             if moving_sums is not None:
                 d_keys.receive(moving_sums)
                 moving_sums = None
             for total, part in zip(d_keys.tensors(), found[1::2], strict=True):
-                if total.numel():
+                if part is not None:
                     total[:, :, block.keys] += part
         if moving is not None:
             circle.receive(moving)

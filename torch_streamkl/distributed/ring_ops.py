@@ -13,21 +13,24 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.attention import ops
-from torch_streamkl.attention.problem import RowStatistics
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.distributed import collectives, ring
 from torch_streamkl.distributed.ring import Ring
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.spec import Spec
 
 _lib = Library(NAMESPACE, "FRAGMENT")
+# what merges over blocks of keys, of `attention_kl`'s arguments: all but these
+_SPEC = Spec(AttentionProblem, Side, without=(
+    "mask", "bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "teacher_lse",
+    "mask_value", "max_seqlen_q", "max_seqlen_k", "head_mean",
+))  # fmt: skip
+_OWN = {"cu_seqlens": None, "max_seqlen": 0, "group_name": "", "is_head_tail": True}
 _ARGUMENTS = (
-    "Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k, "
-    "Tensor? key_lengths=None, Tensor? cu_seqlens=None, str functional='(P*(logP-logS))', "
-    "float student_scale=1.0, float teacher_scale=1.0, float student_softcap=0.0, "
-    "float teacher_softcap=0.0, float temperature=1.0, SymInt? window_left=None, "
-    "SymInt? window_right=None, SymInt max_seqlen=0, str impl='auto', bool deterministic=True, "
+    f"{_SPEC.tensors}, Tensor? cu_seqlens=None, {_SPEC.options}, SymInt max_seqlen=0, "
     "str group_name='', bool is_head_tail=True"
 )
-_NUM_TENSORS = 6
+_NUM_TENSORS = len(_SPEC.tensor_names) + 1
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _lib.define(
     f"attention_kl_ring({_ARGUMENTS}) -> "
@@ -44,44 +47,20 @@ attention_kl_ring = torch.ops.torch_streamkl.attention_kl_ring.default
 attention_kl_ring_backward = torch.ops.torch_streamkl.attention_kl_ring_backward.default
 
 
-def _ring_of(
-    student_q: Tensor,
-    student_k: Tensor,
-    teacher_q: Tensor,
-    teacher_k: Tensor,
-    key_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    functional: str = "(P*(logP-logS))",
-    student_scale: float = 1.0,
-    teacher_scale: float = 1.0,
-    student_softcap: float = 0.0,
-    teacher_softcap: float = 0.0,
-    temperature: float = 1.0,
-    window_left: int | None = None,
-    window_right: int | None = None,
-    max_seqlen: int = 0,
-    impl: str = "auto",
-    deterministic: bool = True,
-    group_name: str = "",
-    is_head_tail: bool = True,
-) -> Ring:
-    problem, _ = ops.problem_of(
-        student_q,
-        student_k,
-        teacher_q,
-        teacher_k,
-        key_lengths=key_lengths,
-        functional=functional,
-        student_scale=student_scale,
-        teacher_scale=teacher_scale,
-        student_softcap=student_softcap,
-        teacher_softcap=teacher_softcap,
-        temperature=temperature,
-        window_left=window_left,
-        window_right=window_right,
-        deterministic=deterministic,
-    )
-    return Ring(problem, impl, cu_seqlens, max_seqlen, group_name, is_head_tail)
+_NAMES = [a.name for a in attention_kl_ring._schema.arguments]
+
+
+def _ring_of(*args: Any, **kwargs: Any) -> Ring:
+    given = {**_OWN, **dict(zip(_NAMES, args, strict=False)), **kwargs}
+    own = {name: given.pop(name) for name in _OWN}
+    return Ring(_SPEC.problem(**given), **own)
+
+
+def call(tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """Returns values of queries and keys, with those of the options that the operator takes."""
+    taken = {name: x for name, x in options.items() if name in _NAMES}
+    value: Tensor = attention_kl_ring(*tensors, **taken)[0]
+    return value
 
 
 def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,8 +101,7 @@ def _backward_fake(
 
 
 def _group_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    names = [a.name for a in attention_kl_ring._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     return collectives.resolve(given["group_name"]).size()
 
 

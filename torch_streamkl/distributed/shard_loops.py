@@ -22,17 +22,8 @@ from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.shard_rows import num_fields
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear.chunks import Gradients, GradientSums, logits_buffer, logits_of
-from torch_streamkl.linear.problem import (
-    MIB,
-    LinearProblem,
-    NeedsGrad,
-    RowValues,
-    RowWeights,
-    even_ranges,
-    even_step,
-    max_sums,
-    padded,
-)
+from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues, RowWeights, max_sums
+from torch_streamkl.runtime.workspace import MIB, even_ranges, even_step, padded
 
 
 @dataclass(frozen=True)
@@ -143,7 +134,7 @@ def forward_with_gradients(
     chunks = shard.chunks(2 * student_bytes + num_teacher_buffers * teacher_bytes)
     if len(chunks) == 1:
         chunks = shard.chunks(student_bytes + teacher_bytes)
-    if len(chunks) > max_sums(problem):  # NOTE [Sums over chunks] in linear/problem.py
+    if len(chunks) > max_sums(problem):  # NOTE [Sums over chunks] in runtime/workspace.py
         values = forward(shard)
         return values, backward(shard, values, weights, needs_grad)
     out = RowValues.allocate(problem)

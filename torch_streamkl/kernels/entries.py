@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from torch_streamkl.kernels import pointwise
-from torch_streamkl.kernels.traced import Launch, Untraceable
+from torch_streamkl.runtime.trace import Launch, Untraceable
 
 
 @dataclass(frozen=True)

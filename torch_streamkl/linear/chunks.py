@@ -27,22 +27,17 @@ from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.divergences.row_state import RowState
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import (
-    MIB,
-    Chunks,
     Head,
     LinearProblem,
     NeedsGrad,
     RowValues,
     RowWeights,
-    even_ranges,
-    even_step,
     max_sums,
-    padded,
-    ranges,
     row_bytes,
     workspace_bytes,
 )
 from torch_streamkl.runtime.streams import SideStream
+from torch_streamkl.runtime.workspace import MIB, Chunks, even_ranges, even_step, padded, ranges
 
 Gradients = tuple[Tensor | None, ...]  # in the order of `NeedsGrad`
 

@@ -16,13 +16,12 @@ from torch_streamkl.divergences.names import Divergence, Reduction, divergence_t
 from torch_streamkl.double_backward import differentiable_once
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import reference as linear_reference
+from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from torch_streamkl.distributed.linear import Places
 
 Strategy = Literal["auto", "forward", "recompute"]
 LinearImpl = Literal["auto", "triton", "torch", "reference"]
@@ -39,14 +38,13 @@ def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
-                from torch_streamkl.distributed.linear_dtensor import linear_kl_dtensor
-
-                return linear_kl_dtensor(call, *args, **kwargs)
+                dtensors = distributed("linear_dtensor")
+                value: Tensor = dtensors.linear_kl_dtensor(call, *args, **kwargs)
+                return value
         if kwargs.get("group") is None:
             return function(*args, **kwargs)
-        from torch_streamkl.distributed.linear import linear_kl_together
-
-        return linear_kl_together(function, *args, **kwargs)
+        value = distributed("linear").linear_kl_together(function, *args, **kwargs)
+        return value
 
     return call
 
@@ -170,7 +168,7 @@ def linear_kl(
     Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
     after is float32. A vocabulary entry that the student excludes and the teacher does not makes a
     token +inf; one whose probability underflows to 0 adds nothing. Weight gradients are summed
-    over a bounded number of chunks (NOTE [Sums over chunks] in linear/problem.py), in a fixed
+    over a bounded number of chunks (NOTE [Sums over chunks] in runtime/workspace.py), in a fixed
     order: the same bits on every run.
     """
     options = Options(
@@ -304,14 +302,12 @@ def _checked(options: Options) -> dict[str, Any]:
     return for_operator
 
 
-def _places(options: Options) -> Places | None:
+def _places(options: Options) -> Any:
     """Returns the vocabulary shard that this rank has, if ranks share the vocabulary."""
     if options.group is None:
         return None
-    from torch_streamkl.distributed.linear import places_of
-
     firsts = (options.student_vocab_start, options.teacher_vocab_start)
-    return places_of(options.group, *firsts, options.impl)
+    return distributed("linear").places_of(options.group, *firsts, options.impl)
 
 
 class LinearKL(nn.Module):
@@ -392,7 +388,7 @@ def _sum_in_forward(
     hard_weight: float,
     reduction: str,
     tokens: tuple[int, ...],
-    places: Places | None,
+    places: Any,
 ) -> Tensor:
     hidden = tensors[0]
     factor = hidden.new_ones(hidden.shape[0], dtype=_value_dtype(tensors))
@@ -412,9 +408,7 @@ def _sum_in_forward(
     arguments = (*tensors, factor, hard_factor, needs_grad)
     total: Tensor
     if places is not None:
-        from torch_streamkl.distributed import linear
-
-        total = linear.total(arguments, options, places)
+        total = distributed("linear").total(arguments, options, places)
     else:
         total = linear_ops.linear_kl_sum(*arguments, **options)[0]
     return differentiable_once(total, (*arguments, *options.values()))
@@ -428,12 +422,10 @@ def _per_token(
     hard_weight: float,
     reduction: str,
     tokens: tuple[int, ...],
-    places: Places | None,
+    places: Any,
 ) -> Tensor:
     if places is not None:
-        from torch_streamkl.distributed import linear
-
-        value, hard = linear.rows(tensors, options, places)
+        value, hard = distributed("linear").rows(tensors, options, places)
     elif options["impl"] == "reference":
         problem = linear_ops.problem_of(*tensors, **options)[0]
         # operands are cast

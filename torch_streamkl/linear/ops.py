@@ -3,11 +3,6 @@
 - ``linear_kl``: value and cross-entropy per token; the backward recomputes the logits.
 - ``linear_kl_sum``: weighted sums over tokens, and their gradients computed in the forward; the
   backward multiplies them by the gradient of the sum.
-
-NOTE [Multiplying stored gradients]
-The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies
-them in place, unless the graph is kept for another backward (then out of place) or is being
-traced (then out of place too: the compiler reuses the buffer that it sees die).
 """
 
 from __future__ import annotations
@@ -23,47 +18,29 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.bounds import check_labels
-from torch_streamkl.checks import has_batched_gradients
-from torch_streamkl.divergences.functional import Functional
-from torch_streamkl.launches.devices import gpu_limit, require_driver
-from torch_streamkl.launches.launch import warn_once
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
-from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.linear.problem import SPEC, LinearProblem, NeedsGrad, RowValues, RowWeights
 from torch_streamkl.registration import (
     NAMESPACE,
     register,
     register_no_double_backward,
 )
+from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
+from torch_streamkl.stored_gradients import may_overwrite, scaled
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
-# The order below is known to this schema, `problem_of` and the tensor counts used by autograd.
-TENSORS = (
-    "Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, Tensor teacher_weight, "
-    "Tensor? student_bias=None, Tensor? teacher_bias=None, Tensor? labels=None"
+TENSORS, OPTIONS = SPEC.tensors, SPEC.options
+# after everything else: a second, narrow head that is added to a side's logits (`Head`)
+ADAPTERS, ADAPTER_NAMES = SPEC.last, SPEC.last_names
+NUM_TENSORS, NUM_OPTIONS = len(SPEC.tensor_names), len(SPEC.option_names)
+NUM_ADAPTERS = len(ADAPTER_NAMES)
+GRADIENTS, ADAPTER_GRADIENTS = (
+    ", ".join(f"Tensor {name}_grad" for name in names)
+    for names in (SPEC.tensor_names[:6], ADAPTER_NAMES)
 )
-OPTIONS = (
-    "str functional='(P*(logP-logS))', float student_scale=1.0, float teacher_scale=1.0, "
-    "float student_softcap=0.0, float teacher_softcap=0.0, float temperature=1.0, "
-    "int ignore_index=-100, SymInt max_workspace_mib=0, str impl='auto'"
-)
-# Behind everything else: a second, narrow head that is added to a side's logits (`Head`).
-ADAPTERS = (
-    "Tensor? student_adapter_hidden=None, Tensor? student_adapter_weight=None, "
-    "Tensor? teacher_adapter_hidden=None, Tensor? teacher_adapter_weight=None"
-)
-ADAPTER_NAMES = tuple(text.split()[1].split("=")[0] for text in ADAPTERS.split(", "))
-GRADIENTS = (
-    "Tensor student_hidden_grad, Tensor student_weight_grad, Tensor teacher_hidden_grad, "
-    "Tensor teacher_weight_grad, Tensor student_bias_grad, Tensor teacher_bias_grad"
-)
-ADAPTER_GRADIENTS = (
-    "Tensor student_adapter_hidden_grad, Tensor student_adapter_weight_grad, "
-    "Tensor teacher_adapter_hidden_grad, Tensor teacher_adapter_weight_grad"
-)
-NUM_TENSORS, NUM_OPTIONS, NUM_ADAPTERS = 7, 9, 4
 INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `NeedsGrad`
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
@@ -90,56 +67,12 @@ linear_kl_sum = torch.ops.torch_streamkl.linear_kl_sum.default
 IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 
 
-def problem_of(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    labels: Tensor | None = None,
-    functional: str = "(P*(logP-logS))",
-    student_scale: float = 1.0,
-    teacher_scale: float = 1.0,
-    student_softcap: float = 0.0,
-    teacher_softcap: float = 0.0,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    max_workspace_mib: int = 0,
-    impl: str = "auto",
-    student_adapter_hidden: Tensor | None = None,
-    student_adapter_weight: Tensor | None = None,
-    teacher_adapter_hidden: Tensor | None = None,
-    teacher_adapter_weight: Tensor | None = None,
-) -> tuple[LinearProblem, int, str]:
-    """Returns the problem, its workspace limit (0 is the default) and the wanted
-    implementation.
+def problem_of(*args: Any, **kwargs: Any) -> tuple[LinearProblem, int, str]:
+    """Returns the problem of an operator's flat arguments, its workspace limit (0 is the default)
+    and the implementation asked for.
     """
-    problem = LinearProblem(
-        student=Head(
-            student_hidden,
-            student_weight,
-            student_bias,
-            student_scale,
-            student_softcap,
-            student_adapter_hidden,
-            student_adapter_weight,
-        ),
-        teacher=Head(
-            teacher_hidden,
-            teacher_weight,
-            teacher_bias,
-            teacher_scale,
-            teacher_softcap,
-            teacher_adapter_hidden,
-            teacher_adapter_weight,
-        ),
-        functional=Functional.of(functional),
-        temperature=temperature,
-        labels=labels,
-        ignore_index=ignore_index,
-    )
-    return problem, max_workspace_mib, impl
+    problem: LinearProblem = SPEC.problem(*args, **kwargs)
+    return problem, problem.max_workspace_mib, problem.impl
 
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
@@ -456,31 +389,6 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if needs[index]:
             grads[index] = scaled(rows, grad, False).to(dtype)
     return tuple(grads)
-
-
-def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """Returns a stored gradient times the gradient of the sum that it is of (see
-    double_backward.py).
-    """
-    if not in_place:
-        return (stored * factor).to(stored.dtype)
-    if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:
-        return stored.mul_(factor)
-    from torch_streamkl.linear.triton import launches as kernels
-
-    kernels.scale_(stored, factor)
-    return stored
-
-
-def may_overwrite(stored: list[Tensor]) -> bool:
-    """NOTE [Multiplying stored gradients]."""
-    if has_batched_gradients():
-        return False
-    if torch.is_grad_enabled() or any(
-        type(x) is not Tensor for x in stored
-    ):  # create_graph, or traced
-        return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 torch.library.register_autograd(

@@ -6,16 +6,20 @@ functions and the chunk loops take that and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from torch_streamkl.divergences.functional import Functional
-
-MIB = 2**20
+from torch_streamkl.runtime.workspace import (
+    CPU_SHARE_OF_WEIGHTS,
+    DEFAULT_WORKSPACE_MIB,
+    MAX_LOW_PRECISION_SUMS,
+    MIB,
+    padded,
+)
+from torch_streamkl.spec import Spec, option
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class LinearProblem:
     functional: Functional
     temperature: float = 1.0
     labels: Tensor | None = None  # [num_tokens], integers
-    ignore_index: int = -100
+    ignore_index: int = option(-100, "int")
+    max_workspace_mib: int = 0  # 0 is the default
+    impl: str = "auto"
     vocab_start: int = 0
 
     @property
@@ -102,6 +108,9 @@ class LinearProblem:
         )
 
 
+SPEC = Spec(
+    LinearProblem, Head, last=("adapter_hidden", "adapter_weight"), without=("vocab_start",)
+)
 NUM_STATISTICS = 7
 
 
@@ -209,46 +218,10 @@ class NeedsGrad:
         return self.teacher_hidden or self.teacher_weight or self.teacher_bias or adapter
 
 
-# NOTE [Sums over chunks]
-# A weight's gradient is summed over chunks of tokens in its own dtype. In bfloat16 each addition
-# rounds the running sum once: with n chunks the error's square grows by about n/2 roundings, and
-# naive bfloat16 already carries the rounding of the logit gradients. Measured against float64 the
-# sum stays within twice naive's error up to about 38 chunks; this limit keeps a margin. Beyond it
-# `chunks.backward` cuts vocabulary entries as well as tokens, each at most so many times.
-# float32 sums add errors of a matmul's own size, in any number.
-MAX_LOW_PRECISION_SUMS = 34
-
-
 def max_sums(problem: LinearProblem) -> int:
     """Limits how often a gradient may be added to."""
     is_low = any(head.hidden.element_size() == 2 for head in problem.heads)
     return MAX_LOW_PRECISION_SUMS if is_low else 2**31
-
-
-DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 512}
-# On a CPU it is at least this share of the weights: every chunk of tokens reads them, and adds to
-# a gradient as large, and products of 64 tokens are slow. 49,152 vocabulary entries, width 576
-# from 960, 512 tokens: 1.98 s with an eighth, 1.80 with a third, 1.76 with all tokens at once;
-# 65,536 vocabulary entries and 256 tokens 1.47, 1.27, 1.26 s (one thread, compiled rows).
-CPU_SHARE_OF_WEIGHTS = 3
-ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
-
-
-def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
-    """Rounds a size up to a multiple."""
-    return int(-(-size // multiple) * multiple)
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Tokens whose logits are alive at once.
-
-    The teacher's logits are needed only until the student's are turned into their gradient, so
-    they may cover fewer tokens (``teacher_tokens`` divides the work inside a chunk).
-    """
-
-    tokens: int
-    teacher_tokens: int
 
 
 def workspace_bytes(problem: LinearProblem, max_workspace_mib: int) -> int:
@@ -267,34 +240,3 @@ def row_bytes(problem: LinearProblem) -> tuple[int, int]:
     """Returns bytes of one token's logits of the student and of the teacher."""
     student, teacher = (padded(h.vocab_size) * h.hidden.element_size() for h in problem.heads)
     return student, teacher
-
-
-def ranges(size: int, step: int) -> Iterator[slice]:
-    """Yields the ranges of ``step`` that make up a size."""
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))
-
-
-def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
-    """Yields the fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
-
-    Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
-    Of no rows there is no range: a mask may select none.
-    """
-    if size == 0:
-        return
-    num_parts = -(-size // limit)
-    for unit in (max(multiple >> shift, 1) for shift in (0, 1, 2, 3, 16)):
-        ends = [round(i * size / (num_parts * unit)) * unit for i in range(num_parts)]
-        lengths = [stop - start for start, stop in pairwise([*ends, size])]
-        if min(lengths) > 0 and max(lengths) <= limit:
-            break
-    for start, length in zip(ends, lengths, strict=True):
-        yield slice(start, start + length)
-
-
-def even_step(size: int, limit: int, multiple: int) -> int:
-    """Returns length of the longest of the `even_ranges`, at least 1."""
-    if limit > multiple:
-        limit -= limit % multiple
-    return max((int(r.stop - r.start) for r in even_ranges(size, limit, multiple)), default=1)

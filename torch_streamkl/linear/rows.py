@@ -23,14 +23,8 @@ from torch_streamkl.divergences.row_state import (
     state_of_scores,
     without_infinity,
 )
-from torch_streamkl.linear.problem import (
-    Head,
-    LinearProblem,
-    NeedsGrad,
-    RowValues,
-    RowWeights,
-    ranges,
-)
+from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.runtime.workspace import ranges
 
 BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 

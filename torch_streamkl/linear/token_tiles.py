@@ -15,7 +15,8 @@ from torch_streamkl.cpu import compiled
 from torch_streamkl.cpu.compiled import Described
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.compiled_rows import VocabForm, vocab_backward, vocab_forward
-from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues, RowWeights, ranges
+from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.runtime.workspace import ranges
 
 BLOCK_ELEMENTS = 2**18  # logits of one side: with exponentials four tiles, in the cores' caches
 NOTHING = NeedsGrad()

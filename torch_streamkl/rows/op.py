@@ -16,13 +16,13 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from torch_streamkl.checks import has_batched_gradients
-from torch_streamkl.launches.devices import matmul_precision, require_driver
-from torch_streamkl.launches.replay import Replay, Tensors
-from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.rows import closed, named, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.runtime.devices import matmul_precision, require_driver
+from torch_streamkl.runtime.replay import Replay, Tensors
+from torch_streamkl.stored_gradients import may_overwrite, scaled
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
@@ -415,10 +415,10 @@ def _sum_autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     grad = grads[0]
     if grad is not None:
         stored = list(ctx.saved_tensors)
-        in_place = linear_ops.may_overwrite(stored)  # NOTE [Multiplying stored gradients]
+        in_place = may_overwrite(stored)  # NOTE [Multiplying stored gradients]
         for i, (x, need) in enumerate(zip(stored, ctx.is_needed, strict=False)):
             if need:
-                found[i] = linear_ops.scaled(x, grad, in_place)
+                found[i] = scaled(x, grad, in_place)
     return found, [None] * num_row_tensors, None, None, None, None
 
 

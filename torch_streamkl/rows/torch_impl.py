@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_streamkl.linear.problem import (
-    CPU_SHARE_OF_WEIGHTS,
-    DEFAULT_WORKSPACE_MIB,
-    MIB,
-    even_step,
-    ranges,
-)
 from torch_streamkl.rows import derive, losses, operations, tile
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import KEY, PAIR, ROW, VALUES, Program
 from torch_streamkl.rows.tile import RowValues, Values
+from torch_streamkl.runtime.workspace import (
+    CPU_SHARE_OF_WEIGHTS,
+    DEFAULT_WORKSPACE_MIB,
+    MIB,
+    even_step,
+    ranges,
+)
 
 DotProducts = Callable[[RowProblem, int, Slices], Tensor]
 BLOCK_ELEMENTS = 1 << 18  # of a tile, all heads counted: what a core's cache holds a few of

@@ -150,3 +150,7 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with on_device(device):  # torch asks the current device's stream
         return torch.cuda.is_current_stream_capturing()
+
+
+# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
+COMPILE_OPTIONS = {"enable_fp_fusion": True}

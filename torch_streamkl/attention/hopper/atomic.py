@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_streamkl.attention.hopper.warp_groups import NUM_WARPS, flat, phase_of, stage_of
-from torch_streamkl.launches.launch import ceil_div
+from torch_streamkl.kernels.tiles import ceil_div
 
 HANDS = gl.constexpr(2)  # stages of dscore tiles in shared memory
 ROWS_OF_WARP = tl.constexpr(16)  # of a wgmma accumulator

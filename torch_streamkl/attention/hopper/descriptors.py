@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torch_streamkl.attention.triton.plans import Plan
-from torch_streamkl.launches.driver_calls import with_base
+from torch_streamkl.attention.plans import Plan
+from torch_streamkl.runtime.descriptors import with_base
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_streamkl.attention.heuristics import key_splits, row_splits
 from torch_streamkl.attention.hopper import atomic, head_mean_launches, packed
 from torch_streamkl.attention.hopper import backward as bwd
 from torch_streamkl.attention.hopper import forward as fwd
@@ -21,17 +22,7 @@ from torch_streamkl.attention.hopper.descriptors import descriptor, padded
 from torch_streamkl.attention.hopper.masks import PreparedMask
 from torch_streamkl.attention.hopper.second_pass import Specialized
 from torch_streamkl.attention.hopper.split_kv import combine_kernel
-from torch_streamkl.attention.pack_gqa import pack_gqa_heads
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
-from torch_streamkl.attention.torch_impl import NeedsGrad
-from torch_streamkl.attention.triton import forward as portable
-from torch_streamkl.attention.triton.launches import NUM_STATE_FIELDS
-from torch_streamkl.attention.triton.plans import LOG2E, Plan, config_of, plan_of
-from torch_streamkl.kernels.arguments import Config
-from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.kernels.splits import as_heads, combine_splits, new_splits
-from torch_streamkl.launches.devices import multiprocessors
-from torch_streamkl.launches.launch import (
+from torch_streamkl.attention.hopper_tiles import (
     HOPPER_AGAIN,
     HOPPER_BIASED,
     HOPPER_MASKED,
@@ -39,19 +30,26 @@ from torch_streamkl.launches.launch import (
     HopperLaunch,
     adds_queries,
     by_tiles,
-    ceil_div,
     has_bias,
     has_one_bias,
     hopper_backward_launch,
     hopper_launch,
     is_persistent,
     is_wide,
-    key_splits,
     multiplies_pairs,
     plain_clamp,
-    row_splits,
     splits_of_last_wave,
 )
+from torch_streamkl.attention.pack_gqa import pack_gqa_heads
+from torch_streamkl.attention.plans import LOG2E, NUM_STATE_FIELDS, Plan, config_of, plan_of
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
+from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.triton import forward as portable
+from torch_streamkl.kernels.arguments import Config
+from torch_streamkl.kernels.pointwise import helper
+from torch_streamkl.kernels.splits import as_heads, combine_splits, new_splits
+from torch_streamkl.kernels.tiles import ceil_div
+from torch_streamkl.runtime.devices import multiprocessors
 
 UNITED_ROWS = 128  # of a program
 LOOKED_AT = 4  # blocks of a program of the kernel that repeats some

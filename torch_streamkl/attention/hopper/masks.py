@@ -26,10 +26,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_streamkl.attention.hopper.warp_groups import by_lane
+from torch_streamkl.attention.plans import Plan, config_of
 from torch_streamkl.attention.problem import AttentionProblem
-from torch_streamkl.attention.triton.plans import Plan, config_of
 from torch_streamkl.kernels.scores import allowed_tile, bind_sequence
-from torch_streamkl.launches.launch import TritonLaunch, ceil_div
+from torch_streamkl.kernels.tiles import TritonLaunch, ceil_div
 
 TILE = tl.constexpr(64)
 MASK_BLOCK = tl.constexpr(128)

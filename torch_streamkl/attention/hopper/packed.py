@@ -17,10 +17,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_streamkl.attention.plans import Plan
 from torch_streamkl.attention.problem import AttentionProblem
-from torch_streamkl.attention.triton.plans import Plan
 from torch_streamkl.kernels.row_state import tile_coordinates
-from torch_streamkl.launches.launch import ceil_div
+from torch_streamkl.kernels.tiles import ceil_div
 
 ENTRIES = 32  # of a program of the table's kernel
 NOWHERE = gl.constexpr(1 << 20)  # the place of a block that is none: after every sequence

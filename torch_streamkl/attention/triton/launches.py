@@ -10,18 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_streamkl.attention import head_mean_launches
+from torch_streamkl.attention.heuristics import key_splits
 from torch_streamkl.attention.pack_gqa import pack_gqa_heads
+from torch_streamkl.attention.plans import (
+    NUM_STATE_FIELDS,
+    NUM_SUMS,
+    Plan,
+    Stage,
+    plan_of,
+    tensors_of,
+)
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
-from torch_streamkl.attention.triton import head_mean_launches
-from torch_streamkl.attention.triton.plans import Plan, Stage, plan_of, tensors_of
 from torch_streamkl.kernels.splits import combine_splits, new_splits, split_strides
-from torch_streamkl.launches.launch import key_splits
-
-NUM_STATE_FIELDS = 9  # of arguments.State
-NUM_SUMS = 4  # f, h, g and the count of allowed keys
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:

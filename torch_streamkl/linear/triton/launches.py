@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import os
 
-import torch
 from torch import Tensor
 
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
 from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
 from torch_streamkl.linear.triton.rows import (
     Config,
     HeadArgs,
     RowArgs,
     row_kernel,
-    scale_kernel,
 )
-from torch_streamkl.runtime.launch import launch
+from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
 FEW_ROWS = 384  # that do not give every multiprocessor of an H200 three
@@ -57,15 +54,6 @@ def gradient(
 ) -> None:
     """Overwrites logits by their gradients; the teacher's only if it needs one."""
     _launch(problem, student, teacher, rows, weights, needs_grad, compute_values=False)
-
-
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies a dense tensor in place by a number on the device; 1 costs no traffic."""
-    block = 16384
-    flat = x.as_strided((x.numel(),), (1,))
-    grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8, **COMPILE_OPTIONS}
-    launch(scale_kernel, grid, (flat, factor, x.numel()), (block,), options)
-    torch.autograd.graph.increment_version(x)
 
 
 def _launch(

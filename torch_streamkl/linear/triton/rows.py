@@ -403,14 +403,3 @@ def store_vocab(head, row, vocab, d, inside, MASKED: tl.constexpr):
         tl.store(ptrs, d, mask=inside)
     else:
         tl.store(ptrs, d)
-
-
-@triton.jit
-def scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
-    """Computes x *= factor, without touching x where the factor is 1."""
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if factor != 1.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < num_elements
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=inside)

@@ -17,7 +17,7 @@ from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
 from torch_streamkl.kernels.row_state import empty_state as no_vocab
 from torch_streamkl.kernels.scores import tanh
-from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
+from torch_streamkl.kernels.tiles import ceil_div
 from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues
 from torch_streamkl.linear.triton.launches import (
     NO_WEIGHTS,
@@ -29,7 +29,7 @@ from torch_streamkl.linear.triton.launches import (
 )
 from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums, rest_of
 from torch_streamkl.linear.triton.rows import state_of_vocab as next_state
-from torch_streamkl.runtime.launch import launch
+from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
 

@@ -15,15 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_streamkl.linear.problem import (
-    DEFAULT_WORKSPACE_MIB,
-    MAX_LOW_PRECISION_SUMS,
-    MIB,
-    Chunks,
-    even_ranges,
-    even_step,
-    padded,
-)
 from torch_streamkl.rows import derive, losses, tile, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
@@ -35,6 +26,15 @@ from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
 from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
 from torch_streamkl.rows.triton.seeds import seeds_of
 from torch_streamkl.runtime.streams import SideStream
+from torch_streamkl.runtime.workspace import (
+    DEFAULT_WORKSPACE_MIB,
+    MAX_LOW_PRECISION_SUMS,
+    MIB,
+    Chunks,
+    even_ranges,
+    even_step,
+    padded,
+)
 
 ATTENTION_WORKSPACE_MIB = 64
 BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
@@ -279,7 +279,7 @@ def _in_two_passes(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Runs forward, then backward, if chunks are too short: 16-bit sums round with each chunk.
 
-    NOTE [Sums over chunks] in linear/problem.py.
+    NOTE [Sums over chunks] in runtime/workspace.py.
     """
     result, at = forward(problem, True), tile.whole(problem)
     reductions = dict(enumerate(result.reductions))

@@ -17,18 +17,12 @@ from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.kernels.row_state import tile_coordinates
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
-from torch_streamkl.launches.devices import gpu_limit, gpu_of
-from torch_streamkl.launches.launch import (
-    COMPILE_OPTIONS,
-    ceil_div,
-    dot_precision,
-    matmul_limit,
-    padded_dim,
-)
-from torch_streamkl.launches.tiles import (
+from torch_streamkl.kernels.tiles import (
     LEAST,
     Operands,
     TritonLaunch,
+    ceil_div,
+    padded_dim,
     row_program_launch,
     shared_bytes,
 )
@@ -47,6 +41,8 @@ from torch_streamkl.rows.triton.lanes import (
 )
 from torch_streamkl.rows.triton.writer import Source, used_by
 from torch_streamkl.runtime import launch as runtime
+from torch_streamkl.runtime.devices import dot_precision, gpu_limit, gpu_of, matmul_limit
+from torch_streamkl.runtime.launch import COMPILE_OPTIONS
 
 MAX_DIM = 256  # of operands, which a tile holds whole
 INTERPRETED = TritonLaunch(32, 16, 4, 1)  # rows and keys of a tile differ, to be told apart

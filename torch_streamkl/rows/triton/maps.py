@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.launches.devices import gpu_of
-from torch_streamkl.launches.launch import ceil_div, next_power_of_2
-from torch_streamkl.launches.tiles import TritonLaunch, one_dot_launch, sum_of_heads_launch
-from torch_streamkl.linear.problem import padded
+from torch_streamkl.kernels.tiles import (
+    TritonLaunch,
+    ceil_div,
+    next_power_of_2,
+    one_dot_launch,
+    sum_of_heads_launch,
+)
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import ALL, RowProblem, part
@@ -30,6 +33,8 @@ from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import source as row_source
 from torch_streamkl.rows.triton.launches import start
 from torch_streamkl.rows.triton.writer import Source
+from torch_streamkl.runtime.devices import gpu_of
+from torch_streamkl.runtime.workspace import padded
 
 FORWARD, DIFFERENTIATED, BACKWARD = "forward", "differentiated", "backward"
 # rows, and keys, of tiles that multiply nothing; neighbours that a thread has of them

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_streamkl.launches.launch import ceil_div
-from torch_streamkl.launches.tiles import TritonLaunch
+from torch_streamkl.kernels.tiles import TritonLaunch, ceil_div
 from torch_streamkl.rows import derive, losses
 from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss

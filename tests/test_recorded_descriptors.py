@@ -1,8 +1,8 @@
-"""Recorded launches call Triton's driver as its launcher does, with tensor maps that are kept."""
+"""Recorded launches call Triton's launcher with descriptors of the tensors of each call."""
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_streamkl.launches import capture, driver_calls
+from torch_streamkl.runtime import capture
 from torch_streamkl.runtime.launch import launch
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
@@ -35,10 +35,7 @@ class Driver:
 class PyCUtensorMap:
     """Stands for an encoded tensor map: equal where it was made of the same."""
 
-    count = 0
-
     def __init__(self, *made_of: Any) -> None:
-        PyCUtensorMap.count += 1
         self.made_of = made_of
 
     def __eq__(self, other: object) -> bool:
@@ -55,9 +52,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         utils=utils, allocate_default_profile_scratch=lambda *_: None, get_current_device=lambda: 0
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
-    monkeypatch.setattr(driver_calls, "BuiltinFunctionType", (BuiltinFunctionType, Driver))
     monkeypatch.setattr(capture, "runs_directly", lambda: True)
-    PyCUtensorMap.count = 0
     return Driver()
 
 
@@ -124,9 +119,13 @@ def _tensors(seed: int) -> list[Tensor]:
     return [x, torch.zeros(8), y]
 
 
+def _leaves(x: Any) -> list[Any]:
+    return [y for each in x for y in _leaves(each)] if isinstance(x, (tuple, list)) else [x]
+
+
 def _without_outputs(call: tuple[Any, ...], out: int) -> list[Any]:
     """Every call allocates anew."""
-    return ["out" if x == out and type(x) is int else x for x in driver_calls._leaves(call)]
+    return ["out" if x == out and type(x) is int else x for x in _leaves(call)]
 
 
 def _compare(driver: Driver, function: Any, program: Any, tensors: list[Tensor]) -> None:
@@ -135,54 +134,13 @@ def _compare(driver: Driver, function: Any, program: Any, tensors: list[Tensor])
     (usual,), (out,) = function(*tensors), program(*tensors)
     expected, found = driver.calls
     assert _without_outputs(found, out.data_ptr()) == _without_outputs(expected, usual.data_ptr())
-    assert out.data_ptr() in driver_calls._leaves(found)
+    assert out.data_ptr() in _leaves(found)
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_the_driver_is_called_as_by_the_launcher(driver: Driver, described: bool) -> None:
+def test_the_driver_is_called_as_without_a_recording(driver: Driver, described: bool) -> None:
     signature = SIGNATURE if described else {"p": "*fp32", "out": "*fp32", "n": "i32"}
     function, program = _program(Kernel(launcher_to(driver, signature)), described=described)
     every = [_tensors(i) for i in range(3)]
     for tensors in (*every, *every):
         _compare(driver, function, program, tensors)
-
-
-def test_maps_are_made_once_for_an_address(driver: Driver) -> None:
-    _, program = _program(Kernel(launcher_to(driver)))
-    every = [_tensors(i) for i in range(3)]
-    for tensors in every:
-        program(*tensors)
-    before = PyCUtensorMap.count
-    for tensors in (*every, *every):
-        program(*tensors)
-    assert PyCUtensorMap.count == before
-
-
-def test_maps_of_many_addresses_are_let_go(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver_calls, "MAX_ADDRESSES", 2)
-    function, program = _program(Kernel(launcher_to(driver)))
-    every = [_tensors(i) for i in range(5)]
-    for tensors in (*every, *every):
-        _compare(driver, function, program, tensors)
-
-
-@pytest.mark.parametrize("needed", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
-def test_what_a_launch_allocates_is_left_to_the_launcher(driver: Driver, needed: str) -> None:
-    launcher = launcher_to(driver)
-    given = (1, 1, 1, 0, 17, (4, 1, 0), None, None, None)
-    bases = [driver_calls.with_base(_descriptor(x), driver_calls.Base("", x.data_ptr()))
-             for x in _tensors(0)[::2]]  # fmt: skip
-    arguments = (*given, bases[0], 0, 5, 7, bases[1])
-    assert driver_calls.driver_call(launcher, arguments) is not None
-    setattr(launcher, needed, 64)
-    assert driver_calls.driver_call(launcher, arguments) is None
-
-
-def test_an_unknown_launcher_is_called_itself(driver: Driver) -> None:
-    launcher = launcher_to(driver)
-    launch = launcher.launch
-    launcher.launch = lambda *arguments: launch(*arguments)  # which hides what it calls
-    function, program = _program(Kernel(launcher))
-    _compare(driver, function, program, _tensors(1))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch_streamkl.launches.devices import Gpu
+import torch
+
+from torch_streamkl.runtime.devices import Gpu
 
 
 @dataclass(frozen=True)
@@ -195,3 +197,26 @@ def shared_bytes(launch: TritonLaunch, kernel: str, operands: Operands, gpu: Gpu
     if kernel == "dk" and operands.element_bytes == 4 and not operands.is_full_float32:
         total += operands.of_rows(streams) // 2  # TF32 is not transposed on the way to registers
     return total + operands.of_rows(stays)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Returns a / b, rounded up; triton.cdiv takes 2 to 8 us."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Returns the least that is not below n, of 1 and more; triton's takes as long."""
+    return 1 << (n - 1).bit_length()
+
+
+def padded_dim(dim: int) -> int:
+    """Returns dimensions of a tile that holds so many."""
+    return max(16, next_power_of_2(dim))
+
+
+def hint_of(n: int | torch.SymInt) -> int:
+    """Returns the number, or a symbolic one's hint: for choices that are right for every value."""
+    if not isinstance(n, torch.SymInt):
+        return n
+    hint = n.node.hint
+    return 1 if hint is None else int(hint)

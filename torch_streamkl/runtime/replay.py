@@ -1,6 +1,6 @@
 """Replays the launches of a function that is called often with the same tensor metadata.
 
-Only addresses differ from call to call. The second call is recorded (launches/capture.py), later
+Only addresses differ from call to call. The second call is recorded (runtime/capture.py), later
 ones issue what was recorded.
 """
 
@@ -37,7 +37,7 @@ class Replay:
         self._calls += 1
         if self._calls != CALLS_BEFORE + 1 or not RECORDS or _is_capturing(tensors):
             return self._function(*tensors)
-        from torch_streamkl.launches import capture
+        from torch_streamkl.runtime import capture
 
         with torch.no_grad():
             outputs, program = capture.record(self._function, tensors)

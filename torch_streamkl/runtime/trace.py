@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_streamkl.launches import capture
+from torch_streamkl.runtime import capture
 from torch_streamkl.runtime.launch import observed_by
 
 # whose results are tensors of their own

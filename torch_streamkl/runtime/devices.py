@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,3 +124,35 @@ def device_name(device: torch.device) -> str:
 def multiprocessors(device: torch.device) -> int:
     """Counts the programs that run side by side; 4 stand for those of the interpreter."""
     return gpu_of(device).multiprocessors if device.type == "cuda" else 4
+
+
+_log = logging.getLogger("torch_streamkl")
+
+MAX_HALF_HEAD_DIM_OF_TURING = 128  # beyond, 2 KB of a thread's registers spill
+
+
+def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Explains why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
+    limit, gpu = gpu_limit(device), gpu_of(device)
+    if limit is not None or gpu.is_hip or gpu.capability >= (8, 0):
+        return limit
+    if str(dtype) == "torch.bfloat16":
+        return f"takes bfloat16 from compute capability 8.0 on, got {gpu.name} of {gpu.capability}"
+    if str(dtype) == "torch.float16" and head_dim > MAX_HALF_HEAD_DIM_OF_TURING:
+        most = MAX_HALF_HEAD_DIM_OF_TURING
+        return f"takes float16 of head_dim up to {most} on {gpu.name}, got {head_dim}"
+    return None
+
+
+def dot_precision(x: torch.Tensor) -> str:
+    """Returns Triton's precision of float32 products: torch's, if the GPU can; else full."""
+    if x.dtype != torch.float32 or matmul_precision() != "tf32":
+        return "ieee"
+    can = x.device.type != "cuda" or gpu_of(x.device).multiplies_tf32
+    return "tf32" if can else "ieee"
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning the first time only."""
+    _log.warning(message)

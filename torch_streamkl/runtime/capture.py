@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import JITCallable, KernelInterface
 
-from torch_streamkl.launches import driver_calls
-from torch_streamkl.launches.devices import matmul_precision
+from torch_streamkl.runtime.descriptors import Address, is_descriptor, with_base
+from torch_streamkl.runtime.devices import matmul_precision
 from torch_streamkl.runtime.launch import observed_by, on_device
 
 Program = Callable[
@@ -39,20 +39,8 @@ _OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone
 _OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
 # of row programs, between launches
 _OPERATIONS |= {"__and__", "__or__", "add", "add_", "addmm_", "bitwise_and", "bitwise_or"}
-_OPERATIONS |= {"clamp_max", "contiguous"}
-_OPERATIONS |= {
-    "div",
-    "eq",
-    "exp",
-    "full",
-    "gather",
-    "ge",
-    "log",
-    "lt",
-    "masked_fill",
-    "mm",
-    "neg",
-}
+_OPERATIONS |= {"clamp_max", "contiguous", "neg"}
+_OPERATIONS |= {"div", "eq", "exp", "full", "gather", "ge", "log", "lt", "masked_fill", "mm"}
 _OPERATIONS |= {"scalar_tensor", "scatter_", "scatter_add_", "sub", "sum_to_size", "to", "where"}
 _ON_THE_HOST = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
 
@@ -254,31 +242,19 @@ class Recorder(TorchDispatchMode):
             if self._by_pointer not in (None, by_pointer):
                 raise Unrecordable("some kernels are compiled, others interpreted")
             self._by_pointer = by_pointer
+            values = ", ".join(map(self._address_of if by_pointer else self._value, arguments))
             if by_pointer:
-                first = (*grid, driver_calls.Text("stream"), compiled.function)
-                metadata = (compiled.packed_metadata, None, None, None)
-                given = (*first, *metadata, *map(self._marked, arguments))
-                self._compiled(compiled.run, given)
+                self._compiled(compiled, grid, values)
             else:
-                values = ", ".join(self._value(x) for x in arguments)
                 start = self._constant(kernel[grid])
                 self._line(f"{start}({values}, **{self._constant(options)})")
 
-    def _compiled(self, launcher: Any, given: tuple[Any, ...]) -> None:
-        """Write a launch of a compiled kernel down, by the driver where that is known."""
-        call = driver_calls.driver_call(launcher, given)
-        if call is None:
-            values = ", ".join(self._marked_value(x, iter(())) for x in given)
-            self._line(f"{self._constant(launcher)}({values})")
-            return
-        maps = [f"m{self._count + i}" for i in range(len(call.addresses))]
-        self._count += len(maps)
-        if maps:
-            addresses = ", ".join(call.addresses)
-            self._line(f"{', '.join(maps)}, = {self._constant(call.maps)}({addresses})")
-        left = iter(maps)
-        values = ", ".join(self._marked_value(x, left) for x in call.arguments)
-        self._line(f"{self._constant(call.function)}({values})")
+    def _compiled(self, kernel: Any, grid: tuple[int, int, int], values: str) -> None:
+        """Write the call down that Triton makes of its launcher."""
+        function, metadata = self._plain(kernel.function), self._constant(kernel.packed_metadata)
+        sizes = ", ".join(map(repr, grid))
+        given = f"{sizes}, stream, {function}, {metadata}, None, None, None, {values}"
+        self._line(f"{self._constant(kernel.run)}({given})")
 
     # ------------------------------------------------------------------------------- values
     def _named(self, x: Tensor) -> str:
@@ -346,32 +322,16 @@ class Recorder(TorchDispatchMode):
             return f"{kind}({items},)" if not kind else f"{kind}({items})"
         return self._plain(x)
 
-    def _marked(self, x: Any) -> Any:
-        """An argument of a compiled kernel: addresses, as text, in the place of tensors."""
+    def _address_of(self, x: Any) -> str:
+        """An argument of a compiled kernel: tensors are addresses."""
         if isinstance(x, Tensor):
-            return driver_calls.Text(self._pointer(x))
-        if isinstance(x, (tuple, list)) and _has_tensor(x):
-            return tuple([self._marked(each) for each in x])
-        if driver_calls.is_descriptor(x):
-            base = driver_calls.Base(self._pointer(x.base), x.base.data_ptr())
-            return driver_calls.with_base(x, base)  # a program keeps no tensor alive
-        return driver_calls.Text(self._plain(x))
-
-    def _marked_value(self, x: Any, maps: Iterator[str]) -> str:
-        """Writes a marked value as text; tensor maps as the variables that hold them."""
-        if isinstance(x, driver_calls.Text):
-            return x.text
-        if driver_calls.is_map(x):
-            return next(maps)
-        if isinstance(x, (tuple, list)):
-            items = "".join(f"{self._marked_value(each, maps)}, " for each in x)
-            return f"({items})" if isinstance(x, tuple) else f"[{items}]"
-        if driver_calls.is_descriptor(x):
-            of = self._constant(driver_calls.with_base, "with_base")
-            base = self._constant(driver_calls.Base, "Base")
-            template = self._constant(driver_calls.with_base(x, None))
-            return f"{of}({template}, {base}('', {x.base.text}))"
-        return repr(x) if x is None or type(x) in (int, bool) else self._constant(x)
+            return self._pointer(x)
+        if isinstance(x, (tuple, list)) and not _is_constant(x):
+            return f"({''.join(f'{self._address_of(each)}, ' for each in x)})"
+        if is_descriptor(x):  # a program keeps no tensor alive
+            of, base = self._constant(with_base, "with_base"), self._constant(Address, "Address")
+            return f"{of}({self._constant(with_base(x, None))}, {base}({self._pointer(x.base)}))"
+        return self._plain(x)
 
     def _plain(self, x: Any) -> str:
         if x is None or type(x) in (int, bool):

@@ -16,28 +16,23 @@ import triton
 from torch import Tensor
 from torch.nn import Parameter
 
+from torch_streamkl.attention.heuristics import triton_launch, whole_heads_launch
+from torch_streamkl.attention.hopper_tiles import HopperLaunch, has_one_bias
 from torch_streamkl.attention.problem import AttentionProblem, Side
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
-from torch_streamkl.launches import capture, launch_table
-from torch_streamkl.launches.devices import matmul_precision
-from torch_streamkl.launches.launch import (
-    COMPILE_OPTIONS,
-    HopperLaunch,
-    TritonLaunch,
-    dot_precision,
-    has_one_bias,
-    padded_dim,
-    triton_launch,
-    whole_heads_launch,
-)
-from torch_streamkl.runtime.launch import launch
+from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
+from torch_streamkl.runtime import capture, launch_table
+from torch_streamkl.runtime.devices import dot_precision, matmul_precision
+from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 T = TypeVar("T")
 LOG2E = 1.4426950408889634
 LOWEST_FILL = -1e29
 MAX_PLANS = 1024
+NUM_STATE_FIELDS = 9  # of arguments.State
+NUM_SUMS = 4  # f, h, g and the count of allowed keys
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_streamkl.attention.heuristics import head_mean_splits
+from torch_streamkl.attention.plans import LOG2E, Plan, Stage, plan_of, tensors_of
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import head_mean, head_mean_gradients, head_mean_sums
-from torch_streamkl.attention.triton.plans import LOG2E, Plan, Stage, plan_of, tensors_of
 from torch_streamkl.kernels.arguments import Mean
 from torch_streamkl.kernels.splits import combine_splits, new_splits, num_splits, split_strides
-from torch_streamkl.launches.launch import ceil_div, head_mean_splits
+from torch_streamkl.kernels.tiles import ceil_div
 
 MEAN_BYTES = 64 << 20  # of the mean in memory, unless one block of rows takes more
 # of the student, and to its queries; in the order of Wanted

@@ -1,1 +1,0 @@
-"""Chooses launches from shapes and device: GPU limits, tiles, tables, captured launches."""

@@ -1,0 +1,39 @@
+"""Multiplies gradients that a forward has stored by that of the sum that they are of.
+
+NOTE [Multiplying stored gradients]
+The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies
+them in place, unless the graph is kept for another backward (then out of place) or is being
+traced (then out of place too: the compiler reuses the buffer that it sees die).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.checks import has_batched_gradients
+
+
+def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    """Returns a stored gradient times the gradient of the sum that it is of (see
+    double_backward.py).
+    """
+    if not in_place:
+        return (stored * factor).to(stored.dtype)
+    if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:
+        return stored.mul_(factor)
+    from torch_streamkl.kernels.scale import scale_
+
+    scale_(stored, factor)
+    return stored
+
+
+def may_overwrite(stored: list[Tensor]) -> bool:
+    """NOTE [Multiplying stored gradients]."""
+    if has_batched_gradients():
+        return False
+    if torch.is_grad_enabled() or any(
+        type(x) is not Tensor for x in stored
+    ):  # create_graph, or traced
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
