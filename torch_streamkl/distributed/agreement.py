@@ -1,21 +1,21 @@
 """Compares the arguments of all ranks before they exchange tensors.
 
-A collective of tensors that differ in size hangs or corrupts memory, and ranks that differ in
-anything else (a reduction, a gradient) compute something that nobody asked for. So every call
-first gathers a few integers of each rank: digests of its arguments (`arguments.py` describes them)
-and the sizes in which ranks may differ. If the digests differ, or if a rank has refused its
-arguments, the ranks gather the texts after them too, and all of them raise the same error, which
-names the argument and what each rank has.
+A collective hangs or corrupts memory if its tensors differ in size between ranks. If ranks differ
+in anything else, such as a reduction, the result is something that nobody asked for. So every call
+first gathers a few integers of each rank: digests of its arguments (`arguments.py` describes
+them), and the sizes in which ranks may differ. If digests differ, or a rank has refused its
+arguments, the ranks also gather the texts, and all of them raise the same error. It names the
+argument, and what each rank has.
 
 NOTE [What agreement costs]
-One all-gather of 192 bytes a rank for each group of a call. A group that has a backend for the CPU
-(one of ``init_process_group()`` or ``"cpu:gloo,cuda:nccl"``) exchanges them there: some 0.1 ms of
-the CPU, which runs ahead of the GPU, and no synchronisation. A group with NCCL alone exchanges
-them on the GPU, and the CPU waits for what was launched before. While a CUDA graph is captured
-nothing may wait: the last answer to the same question is taken.
+One all-gather of 192 bytes a rank for each group of a call. A group with a backend for the CPU
+(``init_process_group()`` or ``"cpu:gloo,cuda:nccl"``) exchanges them there: about 0.1 ms of the
+CPU, which runs ahead of the GPU, and no synchronisation. A group with NCCL alone exchanges them on
+the GPU, and the CPU waits for what was launched before. While a CUDA graph is captured nothing may
+wait: the last answer to the same question is used.
 
 NOTE [Why no call goes without it]
-A rank cannot know that the others repeat the call that it repeats. If it left the exchange out
+A rank cannot know that the others repeat the call that it repeats. If it skipped the exchange
 because these arguments were compared before, it would meet the exchange of a rank with new
 arguments in a collective of another size, which is the hang that all this prevents.
 """
@@ -41,12 +41,16 @@ from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
-    """Says that ranks called a function with arguments that do not fit; raised on all of them."""
+    """Raised on every rank if ranks call a function with arguments that do not fit together.
+
+    The message names the argument, and what each rank has. If one rank refuses its own arguments,
+    the others raise that error instead. Nothing was computed or exchanged.
+    """
 
 
 @dataclass
 class _Call:
-    """A call that the ranks of a group make, and whether it has met the others' yet."""
+    """Holds a call that the ranks of a group make, and whether they have compared it yet."""
 
     group_name: str
     arguments: dict[str, str]
@@ -55,7 +59,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others of its call."""
+    """Holds what a rank tells the others of its call."""
 
     kind: str
     options: Mapping[str, str]  # of the operator
@@ -93,10 +97,10 @@ def agree(
     same: Mapping[str, Any],
     own: Mapping[str, int],
 ) -> list[dict[str, int]]:
-    """Returns what every rank has of ``own``; checks that ``same`` is equal on all.
+    """Returns every rank's ``own`` after a check that ``same`` is equal on all ranks.
 
-    Raises the same DisagreementError on every rank if it is not, if the arguments of the calls
-    that led here are not (`together`), or if a rank refused its arguments.
+    Raises the same DisagreementError on every rank if it is not, if the arguments of the public
+    calls differ (`together`), or if a rank refused its arguments.
     """
     call = _current.get()
     if call is not None and call.group_name != group_name:

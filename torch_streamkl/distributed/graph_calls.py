@@ -37,7 +37,7 @@ _PER_VOCAB_ENTRY = ("student_weight", "teacher_weight", "student_bias", "teacher
 
 
 def linear_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Returns the value and cross-entropy per token, of hidden states [tokens, width]."""
+    """Returns the value and cross-entropy per token, of hidden states [tokens, hidden_size]."""
     tensors, options, layout = _local(args, kwargs)
     if layout.vocab_dim is None:
         rows = linear_ops.linear_kl(*tensors, **options)[:2]

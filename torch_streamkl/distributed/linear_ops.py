@@ -96,8 +96,8 @@ def _shard(
         "linear_kl",
         {
             "number of tokens": problem.num_tokens,
-            "width of student_hidden": student.hidden.shape[1],
-            "width of teacher_hidden": teacher.hidden.shape[1],
+            "hidden_size of student_hidden": student.hidden.shape[1],
+            "hidden_size of teacher_hidden": teacher.hidden.shape[1],
             "element size of student_hidden": student.hidden.element_size(),
             "element size of teacher_hidden": teacher.hidden.element_size(),
             "presence of labels (0 or 1)": int(problem.labels is not None),

@@ -1,9 +1,9 @@
 """Defines trace_fully_shard(): FSDP2 on every layer as one graph.
 
-The hooks of ``fully_shard`` are hidden from Dynamo and break the graph at every layer, so that
-maps and logits of different layers never meet in one. The same exchange written as redistributions
-of DTensors is ordinary traced code (SimpleFSDP, arXiv 2411.00284): a parameter becomes a property
-that gathers it, and the backward reduce-scatters its gradient.
+Dynamo does not trace the hooks of ``fully_shard``: the graph breaks at every layer. So attention
+probabilities and logits of different layers never meet in one graph. Redistributions of DTensors
+are ordinary traced code (SimpleFSDP, arXiv 2411.00284): here a parameter becomes a property that
+gathers it, and the backward reduce-scatters its gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Unsharding:
-    """Unshards a module's parameters."""
+    """Holds how a module's parameters are gathered: their dtypes, and whether they are kept."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -55,7 +55,7 @@ class Unsharding:
 
 
 def trace_fully_shard(model: nn.Module) -> nn.Module:
-    """Replace the hooks of ``fully_shard`` by redistributions that ``torch.compile`` can trace.
+    """Replaces the hooks of ``fully_shard`` by redistributions that ``torch.compile`` can trace.
 
     .. code-block:: python
 
@@ -65,23 +65,27 @@ def trace_fully_shard(model: nn.Module) -> nn.Module:
         optimizer = torch.optim.AdamW(model.parameters())
         step = torch.compile(trace_fully_shard(model), backend="streamkl", fullgraph=True)
 
-    Parameters, their gradients, the optimizer's state and checkpoints are the sharded DTensors of
-    ``fully_shard``. Its mixed precision policy, ``reshard_after_forward``, HSDP (a mesh of two
-    dimensions) and tied parameters are kept. Gradients are reduced in every backward: they may be
-    accumulated, but not without being reduced (``set_requires_gradient_sync`` raises).
+    A step computes what ``model`` with ``fully_shard`` computes, in one graph instead of one per
+    layer. Parameters, gradients, optimizer state and checkpoints stay the sharded DTensors of
+    ``fully_shard``. Mixed precision, ``reshard_after_forward``, HSDP (a mesh of two dimensions)
+    and tied parameters are kept. Every backward reduces its gradients, and they may be
+    accumulated.
 
     Args:
         model: a module that ``fully_shard`` was applied to, or that contains such modules. It is
-            changed in place.
+            changed in place: an attribute such as ``model.lm_head.weight`` is then the gathered
+            parameter. Take sharded parameters from ``model.parameters()``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError, TypeError: no module of the model is fully sharded, or it is no module.
-        NotImplementedError: a parameter that is sharded in another way too (tensor parallel),
-            parameters offloaded to the CPU, or gradients that are no means over all ranks
-            (``set_gradient_divide_factor`` and the like).
+        ValueError, TypeError: ``model`` is no module, or none of its modules is fully sharded.
+        NotImplementedError: parameters that are also sharded otherwise (tensor parallelism) or
+            offloaded to the CPU, and gradients that are not means over all ranks
+            (``set_gradient_divide_factor``, ``set_requires_gradient_sync(False)`` and the like).
+
+    Source: SimpleFSDP (arXiv 2411.00284).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")

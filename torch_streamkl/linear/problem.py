@@ -28,8 +28,8 @@ class Head:
     ``s * hidden @ A.T``, and ``weight`` stays as it is.
     """
 
-    hidden: Tensor  # [num_tokens, width]
-    weight: Tensor  # [vocab_size, width]
+    hidden: Tensor  # [num_tokens, hidden_size]
+    weight: Tensor  # [vocab_size, hidden_size]
     bias: Tensor | None = None  # [vocab_size]
     scale: float = 1.0
     softcap: float = 0.0  # 0 is none
@@ -227,8 +227,8 @@ def max_sums(problem: LinearProblem) -> int:
 
 DEFAULT_WORKSPACE_MIB = {"cpu": 40, "cuda": 512}
 # On a CPU it is at least this share of the weights: every chunk of tokens reads them, and adds to
-# a gradient as large, and products of 64 tokens are slow. 49,152 vocabulary entries, width 576
-# from 960, 512 tokens: 1.98 s with an eighth, 1.80 with a third, 1.76 with all tokens at once;
+# a gradient as large, and products of 64 tokens are slow. 49,152 vocabulary entries, hidden size
+# 576 from 960, 512 tokens: 1.98 s with an eighth, 1.80 with a third, 1.76 with all tokens at once;
 # 65,536 vocabulary entries and 256 tokens 1.47, 1.27, 1.26 s (one thread, compiled rows).
 CPU_SHARE_OF_WEIGHTS = 3
 ROW_ALIGNMENT = 64  # elements; rows of logits start aligned, which the fast matmuls need
