@@ -176,14 +176,15 @@ def linear_kl(
 
     Numerics:
         - Logits are rounded to the inputs' dtype, as those of a matmul are. All else is float32.
-        - A vocabulary entry that the student excludes and the teacher allows makes the token +inf.
-          A student probability that underflows to 0 does not.
+        - A vocabulary entry that the student excludes and the teacher allows makes the token +inf,
+          unless the teacher's probability underflows to 0.
+        - Logarithms come from logits: a student probability that underflows has a finite one.
         - Weight gradients are summed over a bounded number of chunks, in a fixed order: they have
           the same bits in every run (NOTE [Sums over chunks] in linear/problem.py). A second
           derivative raises.
 
-    Source: the row state is that of StreamKL (arXiv 2606.20005); computing gradients in the
-    forward follows Liger's fused linear losses.
+    Source: the row state is that of StreamKL (arXiv 2606.20005); gradients are computed in
+    the forward as Liger's fused linear losses do.
     """
     options = Options(
         divergence, beta, temperature, student_logit_scale, teacher_logit_scale, student_softcap,
