@@ -61,7 +61,7 @@ flop_counts.register(load=True)  # compiled graphs call operators without Python
 
 
 class PassesThroughDynamo(ShortenTraceback):
-    """Base of errors that Dynamo raises unchanged, instead of inside of a BackendCompilerFailed."""
+    """Base of errors that Dynamo raises unchanged, not inside of a BackendCompilerFailed."""
 
     def __init__(self, text: str) -> None:
         # the traceback is the user's, then that of who raises it
@@ -326,7 +326,7 @@ def rewrite_and_report(
 
 
 def rewrite_before_split() -> None:
-    """Makes DistributedDataParallel's graphs be rewritten as a whole, before Dynamo splits them."""
+    """Rewrites DistributedDataParallel's graphs as a whole, before Dynamo splits them."""
     ddp.rewrite_before_split(_options_of, rewrite_and_report)
 
 

@@ -94,7 +94,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function in code of its own, so that Dynamo finds nothing that it compiled before."""
+    """Wraps a function in new code, so that Dynamo finds nothing that it compiled before."""
 
     def program(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)

@@ -151,7 +151,7 @@ class Report:
         return text.short(self)
 
     def details(self) -> str:
-        """Formats everything that is known as text: code, form, implementation, remaining tensors."""
+        """Formats all that is known as text: code, form, implementation, remaining tensors."""
         return text.details(self)
 
     def to_dict(self) -> dict[str, Any]:
