@@ -1,4 +1,4 @@
-"""Checks arguments by metadata alone, on fake tensors too, before any launch.
+"""Checks arguments by their metadata, on fake tensors too, before any launch.
 
 Each error states the rule and the value that broke it.
 """

@@ -1,10 +1,10 @@
-"""Marks a loss whose gradients were computed in the forward; double backward raises.
+"""Makes double backward raise for a loss whose gradients were computed in the forward.
 
-Such a loss stores its gradients, and no graph from them to what they were computed from: autograd
-would omit a second derivative silently. The operator `once` returns the loss itself; its backward
-reads ``inputs``, the tensors that the loss is computed from. In eager code a second derivative by
-any of them raises our error. AOTAutograd refuses double backward if a graph keeps an input that
-needs a gradient for its backward; `once` keeps such inputs, as the replaced code did.
+Such a loss stores its gradients, without a graph from them to the inputs: autograd would omit a
+second derivative silently. The operator `once` returns the loss itself, and its backward reads
+``inputs``, the tensors that the loss is computed from. In eager code, a second derivative by any
+of them raises our error. AOTAutograd refuses double backward if a graph keeps an input that needs
+a gradient for its backward; `once` keeps such inputs, as the replaced code did.
 """
 
 from __future__ import annotations

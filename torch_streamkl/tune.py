@@ -2,10 +2,10 @@
 
     python -m torch_streamkl.tune --heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --causal
 
-Every candidate runs first in a process of its own kind (--jobs of them, which also compile in
-parallel): one that does not compile, fit or come back is skipped. Of the others those count whose
-results agree with the default launch's, and the fastest is timed against the default once more.
-The winners go to a JSON file (launches/launch_table.py) that later processes load.
+Candidates first run in other processes (``--jobs`` of them, which also compile in parallel). A
+candidate is skipped if it does not compile, does not fit, hangs, or gives other results than the
+default launch. The fastest of the rest is timed against the default once more. The winners go to a
+JSON file (launches/launch_table.py) that later processes load.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Binds `attention_kl` to one set of options and tensor metadata, for calls that repeat.
+"""Binds `attention_kl` to one set of options and tensor metadata, for repeated calls.
 
-
-A call site of a compiled graph and eager calls that repeat are alike: only addresses differ from
-call to call. A `BoundOp` computes what the operators do without the dispatcher, and has the
-launches of its kernels recorded (launches/capture.py) the second time that it is called.
+In the calls of a compiled graph, and in repeated eager calls, only addresses change. A `BoundOp`
+computes what the operators do without the dispatcher. In its second call it captures the launches
+of its kernels (launches/capture.py), and replays them from then on.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""Defines the row kernel that Inductor compiles: plain torch functions of a [rows, keys] tile.
+"""Defines the row kernel of attention for a CPU: plain torch functions of a [rows, keys] tile.
 
-Inductor compiles them (cpu/compiled.py). They read every input from a dictionary of tensors, and
-sizes and numbers are never literals: one compilation serves every block of a problem and every
-length.
-Where rows are whole nothing streams: log-sum-exps are known before the divergence is summed, so
-every functional, clamped or not, is evaluated as it is written.
+Inductor compiles them (cpu/compiled.py). They read every input from a dict of tensors, and sizes
+and numbers are never literals: one compilation serves every block of a problem and every length. A
+tile holds whole rows, so nothing streams: log-sum-exps are known before the divergence is summed,
+and every functional, clamped or not, is evaluated as it is written.
 
 NOTE [Copies]
-What a row's passes need of the row (its maximum without infinities, a reciprocal, a logarithm) is
-computed once a row and kept. Inductor would write a short expression of rows into every pass that
-reads it, where it is computed again for every vector of keys: a compiler cannot know that what
-the pass writes does not change it. As the largest of some equal copies it is a reduction, and
-results of reductions are kept. How many copies there are is the size of an input: a reduction
-over few elements, if their number were known, would be written into the passes, too.
+The passes over a row need its maximum without infinities, a reciprocal and a logarithm. Each
+should be computed once a row. But Inductor writes a short expression of a row into every pass that
+reads it, where it is computed again for every vector of keys. A reduction is kept instead. So such
+a value is computed as the largest of some equal copies. Their number is the size of an input: if
+it were known, Inductor would write a reduction of few elements into the passes, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Registers the attention operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
 
-An operator is functional and per-row: the primitive is one value per query row, and every
-reduction, row weight or row mask is ordinary torch code around it. The backward is an operator of
-its own and reads only what the forward took and returned. Kernels are imported inside the
-dispatch.
+An operator is functional, and its primitive is one value per query row. Every reduction, row
+weight and row mask is ordinary torch code around it. The backward is an operator of its own, and
+reads only what the forward took and returned. Kernels are imported inside of the dispatch.
 """
 
 from __future__ import annotations

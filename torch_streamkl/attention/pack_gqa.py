@@ -1,8 +1,8 @@
 """Packs the query heads of a GQA group into rows of one head, for short queries.
 
 A tile has as many rows whether a head has one query or many, and each head would read the keys
-again. Where nothing depends on the head or the position of a query, the problem with the heads of
-a group as rows has the same values, in the same order in memory.
+again. If nothing depends on the head or the position of a query, the problem with the heads of a
+group as rows has the same values, in the same order in memory.
 """
 
 from __future__ import annotations

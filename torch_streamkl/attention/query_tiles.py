@@ -1,13 +1,13 @@
 """Computes compiled graphs on a CPU by query tiles: whole rows, with a row kernel from Inductor.
 
-A query tile is a few heads' block of query rows with every key that they may see: two products
-into a small workspace, one compiled pass over its rows (attention/compiled_rows.py), and, where
-gradients are computed, a product for each of them. Beyond inputs and gradients the memory is a
-query tile. Where gradients follow from weights that are known beforehand, `forward_with_gradients`
-computes each product once; `forward` and `backward` compute those of the scores twice.
+A query tile is a block of query rows of a few heads, with every key that they may see. It takes
+two products into a small workspace, one compiled pass over its rows (attention/compiled_rows.py),
+and a product for each gradient. Beyond inputs and gradients, the memory is one query tile. If the
+row weights are known beforehand, `forward_with_gradients` computes each product once; otherwise
+`forward` and `backward` compute the scores twice.
 
-What a query tile cannot hold, and everything where Inductor cannot compile, is left to
-attention/torch_impl.py.
+attention/torch_impl.py computes what a query tile cannot hold, and everything if Inductor cannot
+compile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Implements attention in plain torch, block by block: the CPU's path, in bounded memory anywhere.
+"""Implements `attention_kl` in plain torch, block by block: bounded memory on every device.
 
-Forward streams blocks of keys through the row state; where the functional is not linear in the
-log-probabilities a second pass sums it (NOTE [One pass or two] in divergences/functional.py).
-Backward recomputes the probabilities block by block. Beyond inputs and gradients the memory is a
+The forward streams blocks of keys through the row state. If the functional is not linear in the
+log-probabilities, a second pass sums it (NOTE [One pass or two] in divergences/functional.py). The
+backward recomputes the probabilities block by block. Beyond inputs and gradients, the memory is a
 few blocks.
 """
 

@@ -1,7 +1,7 @@
 """Compiles row kernels (attention/compiled_rows.py) with Inductor: once per form, for all sizes.
 
-The graph of a body goes straight to Inductor, without Dynamo and AOTAutograd: calling what comes
-out takes microseconds. Inductor keeps it in its cache on disk, under the graph.
+The graph of a row kernel goes straight to Inductor, without Dynamo and AOTAutograd, so a call
+takes microseconds. Inductor keeps the code in its cache on disk.
 """
 
 from __future__ import annotations

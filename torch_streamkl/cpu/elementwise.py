@@ -1,6 +1,6 @@
 """Computes elementwise operations several times faster on a CPU than the obvious code does.
 
-On other devices they are the obvious way: these ask for numbers, and a GPU should not wait.
+On other devices the obvious code runs: the fast paths read values, which would wait for a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Calls functional collectives by the name of a process group: the only place that communicates.
+"""Calls functional collectives by the name of a process group. Nothing else communicates.
 
-They are PyTorch's own operators, so a compiler sees and schedules them where a graph holds them.
-Each returns before the data is there; `wait` makes the current stream wait for it.
+They are PyTorch's own operators, so a compiler sees and schedules them in its graphs. Each returns
+before the data has arrived; `wait` makes the current stream wait for it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Defines what rewritten graphs call on DTensors instead of the operators on whole tensors.
+"""Defines the functions that rewritten graphs call on DTensors, in place of the operators.
 
-Attention is shared as its queries are, and its rows are DTensors. Of LM heads, hidden states and
-weights are DTensors; rows come back whole, as plain tensors that every rank has. The gradient of a
-row is taken as each rank has it: what a rank does with whole logits, it does with whole rows.
-Hidden states of ``own_rows`` are plain: what a rank multiplies its vocabulary entries by, whatever
-the others have.
+- Attention: placed as its queries are, with rows that are DTensors.
+- LM heads: hidden states and weights are DTensors. Rows are plain tensors, whole on every rank,
+  and their gradient is taken as each rank has it: a rank treats whole rows as it would whole
+  logits.
+- ``own_rows`` marks hidden states that are plain tensors: this rank multiplies its vocabulary
+  shard by them, whatever the other ranks have.
 """
 
 from __future__ import annotations

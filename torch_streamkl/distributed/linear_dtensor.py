@@ -1,13 +1,13 @@
-"""Runs `linear_kl` on DTensors: placements say what each rank has, and gradients get them back.
+"""Runs `linear_kl` on DTensors: reads each rank's part from the placements, and places gradients.
 
-- A weight shards the vocabulary over one mesh dimension, Shard(0), or is Replicate().
-- Hidden states share tokens over any mesh dimension. Along the one that shares vocabulary entries
-  they are gathered (sequence parallel), and their gradient is reduce-scattered; along others ranks
-  keep their tokens (data parallel), and the weights' gradients are summed.
-- The result has one value per token where the student's hidden states have theirs, or is a scalar
-  on every rank.
+- A weight is Shard(0) over one mesh dimension (its vocabulary), or Replicate().
+- Hidden states may shard tokens over any mesh dimension. Along the dimension of the vocabulary
+  they are gathered, and their gradient is reduce-scattered (sequence parallel). Along others,
+  ranks keep their tokens, and the weights' gradients are summed (data parallel).
+- The result has one value per token, placed as the student's hidden states, or is a scalar on
+  every rank.
 
-Every other placement is an error: nothing is gathered but hidden states along that dimension.
+Every other placement is an error. Nothing is gathered but hidden states along that dimension.
 """
 
 from __future__ import annotations

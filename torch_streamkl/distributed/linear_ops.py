@@ -1,12 +1,13 @@
 """Registers the operators that `linear_kl` calls for a vocabulary that ranks share.
 
-- ``linear_kl_sharded``: value and cross-entropy per token, whole, on every rank; the backward is
-  that of ``linear_kl`` on this rank's vocabulary shard with the statistics of whole rows.
-- ``linear_kl_sharded_sum``: weighted sums, and their gradients computed in the forward.
+- ``linear_kl_sharded`` returns value and cross-entropy per token, whole, on every rank. Its
+  backward is that of ``linear_kl`` on this rank's vocabulary shard, with the statistics of whole
+  rows.
+- ``linear_kl_sharded_sum`` returns weighted sums, and their gradients computed in the forward.
 
-The collectives of the forward are inside, because a chunk's gather overlaps matmuls of the chunk
-before. Gradients of hidden states are this rank's share; whoever calls adds them up (a
-collective that a compiler sees and schedules).
+The collectives of the forward are inside, because a chunk's gather overlaps the matmuls of the
+chunk before. Gradients of hidden states are this rank's share. The caller adds them up, by a
+collective that a compiler sees and schedules.
 """
 
 from __future__ import annotations

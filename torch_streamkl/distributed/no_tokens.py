@@ -1,4 +1,4 @@
-"""Runs calls of `linear_kl` without a token, which still take part in every exchange of ranks."""
+"""Runs calls of `linear_kl` without a token, which still take part in all exchanges of ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Moves vocabulary shards of a weight between ranks, if student and teacher are sharded
-differently.
+"""Moves vocabulary shards of a weight between ranks.
+
+If student and teacher are sharded at different entries, `linear_kl` needs one of them moved.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Runs attention with keys that go around a ring of ranks: no rank ever holds all of them.
+"""Runs attention with keys that travel around a ring of ranks: no rank ever holds all of them.
 
 A rank computes its rows against the keys that it has, while these already travel to the next rank.
-After as many steps as there are ranks every row has met every key. What a step finds of a row is
-merged as the states of blocks of keys are (divergences/row_state.py): a call's statistics are such
-a state whose maxima are its log-sum-exps. In the backward the keys go around once more, and with
-them their gradients, in float32, which come home with the last step.
+After as many steps as there are ranks, every row has met every key. The results of steps are
+merged as the states of key blocks are (divergences/row_state.py): a call's statistics are such a
+state, with its log-sum-exps as maxima. In the backward the keys go around once more, together with
+their gradients in float32, which arrive at their rank with the last step.
 
-Values of parts merge where the divergence is linear in log-probabilities. Any other needs the
+Values of steps merge only if the divergence is linear in log-probabilities. Any other needs the
 log-sum-exps of whole rows before its first term, and is refused.
 """
 

@@ -1,10 +1,10 @@
-"""Computes rows of a vocab shard in plain torch: state, merged state, and second pass.
+"""Computes rows of a vocabulary shard in plain torch: state, merged state, and second pass.
 
 The state of a row on one rank is a column of ``parts`` [fields, num_tokens]: the six fields of
-`row_state.RowState`, and with labels the log-sum-exp of the student's y over the rank's vocabulary
-shard and the label's y (-inf where another rank has the vocabulary entry). States of all ranks
-[ranks, fields, num_tokens] merge into the statistics of whole rows, which `gradient` reads as
-ever. `linear/triton/shards.py` is the same for a GPU.
+`row_state.RowState`. With labels it also has the log-sum-exp of the student's y over the rank's
+shard, and the label's y (-inf if another rank has that entry). States of all ranks [ranks, fields,
+num_tokens] merge into the statistics of whole rows, which `gradient` reads as without shards.
+`linear/triton/shards.py` does the same on a GPU.
 """
 
 from __future__ import annotations

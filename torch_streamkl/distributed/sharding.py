@@ -1,14 +1,14 @@
 """Registers the DTensor sharding strategies of the attention operators, forward and backward.
 
-Along one dimension of a mesh a call may be shared by
+Along one mesh dimension, a call may shard
 
-- batch, ``Shard(0)`` of queries and keys, or heads, ``Shard(1)``: no tensor is exchanged;
-- queries, ``Shard(2)``, with keys on every rank (`attention_kl` gathers keys that are ``Shard(2)``
-  too): every rank has a part of the keys' gradient, a Partial that DTensor reduces. Not where a
-  key's distance to the query counts (causal, windows, ALiBi), because the operator counts from
-  the last query that it sees.
+- the batch, ``Shard(0)`` of queries and keys, or the heads, ``Shard(1)``: no tensor is exchanged;
+- the queries, ``Shard(2)``, with whole keys on every rank (`attention_kl` gathers keys that are
+  ``Shard(2)`` too): every rank has a part of the keys' gradient, a Partial that DTensor reduces.
+  This excludes causal masks, windows and ALiBi, because the operator counts from the last query
+  that it sees.
 
-Everything else is refused here, where DTensor would gather its arguments in silence.
+Any other placement is refused. DTensor would gather the arguments silently.
 """
 
 from __future__ import annotations

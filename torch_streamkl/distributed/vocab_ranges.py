@@ -1,7 +1,7 @@
 """Finds each rank's range of the vocabulary, and checks that student and teacher fit.
 
-A rank compares the vocabulary entries that it has of both sides, so both must begin with the same
-vocabulary entry there, and one may end before the other only where its vocabulary ends.
+A rank compares the entries that it has of both sides. So the shards of both sides begin at the
+same entry, and one may end before the other only at the end of its vocabulary.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Groups a kernel's arguments: runtime arguments of sides and masks, compile-time CONFIG.
 
-NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them
-whole to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a
-tuple that a jit function returns holds no None (Triton 3.6 could not return it), but a pointer
-that is never read.
+NamedTuples keep a launch readable: a kernel gets `student`, `teacher` and `masks`, and passes them
+whole to its helpers. A launch passes None for an absent tensor, and CONFIG says so. A tuple that a
+jit function returns holds no None, because Triton 3.6 could not return it, but a pointer that is
+never read.
 """
 
 from __future__ import annotations

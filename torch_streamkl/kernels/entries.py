@@ -1,8 +1,8 @@
-"""Writes flat kernels: a launch's computation as a Triton kernel that takes no tuples.
+"""Writes entries: Triton kernels without tuples that call ours, for compilers that launch kernels.
 
 Our kernels take named tuples and jit functions. A compiler that launches kernels itself
-(fx_passes/inductor_kernels.py) passes tensors and numbers, one by one. `entry_of` writes a kernel
-of such parameters that puts the tuples together again and calls ours, by imports of their modules.
+(fx_passes/inductor_kernels.py) passes tensors and numbers one by one. `entry_of` writes a kernel
+with such parameters. It builds the tuples again and calls ours, by imports of their modules.
 """
 
 from __future__ import annotations

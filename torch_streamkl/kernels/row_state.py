@@ -1,7 +1,7 @@
 """Implements row states and their closed form in Triton: divergences/row_state.py, in base 2.
 
-Scores arrive multiplied by log2(e), so that exponentials are exp2; moments are in the same unit
-and `finish` returns values in nats. ``LOW`` stands for -inf in maxima: differences to it stay
+Scores arrive multiplied by log2(e), so that exponentials are exp2. Moments are in the same unit,
+and `finish` returns values in nats. ``LOW`` replaces -inf in maxima: differences to it stay
 finite, so a row that has met no key yet needs no special case.
 """
 

@@ -1,4 +1,4 @@
-"""Allocates and adds up gradients that several programs share: each writes its split."""
+"""Allocates and sums gradients that several programs share: each program writes its own split."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Traces what an implementation does on a device: allocations, torch operations, launches.
 
-A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know them without
-running any. `trace` calls an implementation with fake tensors, whose sizes may be symbolic, and
-notes what it does; all launches go through `runtime.launch`.
+A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know these steps
+without running any. `trace` calls an implementation with fake tensors, whose sizes may be
+symbolic, and records its steps. All launches go through `runtime.launch`.
 """
 
 from __future__ import annotations

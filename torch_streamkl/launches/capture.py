@@ -1,13 +1,13 @@
-"""Captures what a call does on the host as a function that replays it.
+"""Captures what a call does on the CPU as a Python function that replays it.
 
 Grouping arguments, finding plans, torch's dispatcher and Triton's own checks take several times as
-long as a short kernel. All of it depends on metadata only. So `record` runs an implementation once
-under a recorder that sees its allocations, its few torch operations and its launches (all go
-through `runtime.launch`), and writes them down as the source of a Python function of the tensors:
-addresses are variables in it, everything else is a constant.
+long as a short kernel, and depend on metadata only. So `record` runs an implementation once under
+a recorder that sees its allocations, its few torch operations and its launches (all go through
+`runtime.launch`). It writes them as the source of a Python function of the tensors, in which
+addresses are variables and all else is constant.
 
-What cannot be written down (an operation that is not in the lists below, a tensor from elsewhere)
-makes a problem unrecordable: it runs as it did.
+If an operation is not in the lists below, or a tensor comes from elsewhere, the problem is
+unrecordable: every call runs the implementation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describes what a GPU offers to a kernel, as torch tells it: limits, not chip names."""
+"""Describes what a GPU offers to a kernel: limits that torch reports, not chip names."""
 
 from __future__ import annotations
 

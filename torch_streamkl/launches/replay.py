@@ -1,7 +1,7 @@
 """Replays the launches of a function that is called often with the same tensor metadata.
 
-Only addresses differ from call to call. The second call is recorded (launches/capture.py), later
-ones issue what was recorded.
+Only addresses change between the calls. The second call is captured (launches/capture.py), and
+later ones replay it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Chooses default tiles of the portable kernels by a GPU's shared memory and registers.
 
-What was measured on an H200 (bf16, seqlen 8192) goes first, and serves every GPU that it fits:
-more programs on a multiprocessor beat larger tiles. Elsewhere the first choice of a list is taken
-that fits; compiling for each GPU says that it does and how much it spills (docs/evidence/gpus.md).
+The first choice was measured on an H200 (bf16, seqlen 8192), and serves every GPU that it fits:
+more programs on a multiprocessor beat larger tiles. On other GPUs the first entry of a list that
+fits is used; offline compilation shows that it fits, and how much it spills
+(docs/evidence/gpus.md).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Computes `linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
 
-Three loops, the same on every device:
+Three loops serve every device:
 
-- `forward`: values, by chunks of tokens with the whole vocabulary (two matmuls);
-- `backward`: gradients from saved statistics, by blocks of the vocabulary with all tokens
-  where they fit: each block of a weight's gradient is then one matmul and the hidden states'
+- `forward` computes values, by chunks of tokens with the whole vocabulary (two matmuls).
+- `backward` computes gradients from saved statistics, by blocks of the vocabulary, with all tokens
+  if they fit. Each block of a weight's gradient is then one matmul, and the hidden states'
   gradient is summed over blocks (two matmuls to recompute the logits, two for the gradients of a
-  side);
-- `forward_with_gradients`: both at once by chunks of tokens, for a weighted sum whose weights are
-  known (two matmuls and two for the gradients of a side).
+  side).
+- `forward_with_gradients` computes both by chunks of tokens, for a weighted sum whose weights are
+  known (two matmuls, and two for the gradients of a side).
 
-The order of every sum is fixed, so results are the same bits on every run.
+The order of every sum is fixed, so results have the same bits on every run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines the row kernel of two LM heads' logits, as plain torch functions that Inductor compiles.
 
-As attention/compiled_rows.py for attention: Inductor compiles them, sizes and numbers are inputs.
-Rows are tokens, [tokens, vocab] tiles of logits are overwritten by their gradients.
+It is to LM heads what attention/compiled_rows.py is to attention: sizes and numbers are inputs.
+Rows are tokens, and gradients overwrite the [tokens, vocab] tiles of logits.
 """
 
 from __future__ import annotations

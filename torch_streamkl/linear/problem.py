@@ -1,7 +1,7 @@
-"""Defines LinearProblem: one KL problem between two LM heads, its outputs and its chunks.
+"""Defines LinearProblem: one divergence of two LM heads, its outputs and its chunks.
 
-`linear/ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row
-functions and the chunk loops take that and nothing else.
+`linear/ops.py` builds one from an operator's flat arguments. The reference, the row functions and
+the chunk loops take it and nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes rows of logits in plain torch: values, statistics, and gradients in place of logits.
 
-The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
-them in blocks of the vocabulary, so that temporaries stay small. `linear/triton/launches.py`
-is the same for a GPU.
+The functions take the logits of a few tokens, `hidden @ weight.T` of each side. They go through
+them in blocks of the vocabulary, so that temporaries stay small. `linear/triton/launches.py` does
+the same on a GPU.
 """
 
 from __future__ import annotations

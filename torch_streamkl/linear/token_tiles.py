@@ -1,7 +1,7 @@
 """Computes the rows of linear/rows.py in compiled graphs on a CPU: a few rows at a time.
 
-Both sides must have the same vocabulary entries. Where they have not, and where Inductor
-cannot compile, linear/rows.py computes the rows.
+Both sides must have the same vocabulary entries. Otherwise, and if Inductor cannot compile,
+linear/rows.py computes the rows.
 """
 
 from __future__ import annotations

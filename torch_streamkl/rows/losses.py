@@ -1,7 +1,7 @@
 """Represents what each row adds to a loss as data: a function of a program's per-row values.
 
-An operator that is told what becomes of its values knows the gradient to each of them in the
-forward, row by row, and needs no second look at the logits. The function is what stands between
+If an operator knows this function, it computes the gradient to each of its values in the forward,
+row by row, and does not read the logits again. The function is what the user's code has between
 the values and their sum: pointwise in rows, with tensors that are known before.
 """
 

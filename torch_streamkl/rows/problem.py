@@ -1,4 +1,6 @@
-"""Defines a program with its tensors: sizes, and what each implementation asks of them."""
+"""Defines RowProblem: a program with its tensors, their sizes, and what implementations ask of
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the tensors of a call, and brings them to the shapes that programs know."""
+"""Checks the tensors of a call, and brings them to the shapes that programs use."""
 
 from __future__ import annotations
 

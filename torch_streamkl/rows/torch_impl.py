@@ -1,4 +1,7 @@
-"""Runs row programs in plain torch by blocks of rows and keys, in bounded memory (program.py)."""
+"""Runs row programs in plain torch, by blocks of rows and keys, in bounded memory.
+
+program.py has the algebra of the forward and backward passes.
+"""
 
 from __future__ import annotations
 

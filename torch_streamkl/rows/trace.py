@@ -1,4 +1,4 @@
-"""Traces the user's callable to a program: records what it does to elements (elements.py)."""
+"""Traces the user's function to a program: calls it with proxies that record (elements.py)."""
 
 from __future__ import annotations
 

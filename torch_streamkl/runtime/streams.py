@@ -1,4 +1,4 @@
-"""Provides a second stream of a GPU, for work that runs in parallel to that of the current one."""
+"""Provides a second stream of a GPU, for work in parallel to that of the current stream."""
 
 from __future__ import annotations
 

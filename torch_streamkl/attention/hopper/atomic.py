@@ -1,16 +1,16 @@
-"""Adds dQ in the dK kernel on Hopper: an extra warp group accumulates it in memory atomically.
+"""Adds dQ to memory atomically inside of the dK kernel on Hopper, by an extra warp group.
 
 NOTE [dQ by atomics]
-dQ and dK in two kernels are six matmuls, four of them the same scores. A program of dK computes
-every dscore that dQ needs of its keys: its warp groups hand their tiles to another warp group,
-which multiplies them by the keys and adds the product to dQ in memory. Programs add in whatever
-order they arrive, so the last bits of dQ differ from run to run: this path is opt-in
+dQ and dK in two kernels take six matmuls, four of which compute the same scores. A program of dK
+has every dscore that dQ needs of its keys. So its warp groups pass their tiles to another warp
+group, which multiplies them by the keys and adds the product to dQ in memory. Programs add in the
+order in which they arrive, so the last bits of dQ differ from run to run: this path is opt-in
 (``deterministic=False``).
 
 NOTE [Order of sums]
-Sums are float32, and their tiles [INNER, head_dim] lie in memory in the order of the accumulator's
-registers, so that a warp adds 512 bytes in a row. In a tile's own order it would add 32 bytes to
-each of 8 rows, and take three times as long. `gradient_kernel` puts them in order.
+The float32 tiles [INNER, head_dim] lie in memory in the order of the accumulator's registers, so
+that a warp adds 512 consecutive bytes. In the tile's own order it would add 32 bytes to each of 8
+rows, and take three times as long. `gradient_kernel` reorders them.
 """
 
 from typing import Any, NamedTuple

@@ -1,10 +1,10 @@
-"""Implements the Hopper backward: one warp loads, warp groups of 64 rows or keys each accumulate.
+"""Implements the Hopper backward: one warp loads tiles, and warp groups accumulate gradients.
 
-dQ and dK are one kernel. Its `outer` tiles stay (queries for dQ, keys for dK: TASK.ROWS says
-which), its `inner` tiles stream by (keys, queries), and every warp group sums dscore @ inner over
-them in registers, in a fixed order. `own` is the side whose gradient is computed, `other` the
-other one. `keys_of_rows` and `rows_of_keys` (scores.py) find which inner tiles a block meets, and
-which of them need no mask.
+dQ and dK are one kernel. Its `outer` tiles stay in shared memory (queries for dQ, keys for dK:
+TASK.ROWS says which), and its `inner` tiles (keys, queries) stream. Each warp group has 64 outer
+rows, and sums dscore @ inner over the inner tiles in registers, in a fixed order. `own` is the
+side whose gradient is computed, and `other` the other one. `keys_of_rows` and `rows_of_keys`
+(scores.py) find the inner tiles of a block, and those of them that need no mask.
 
 NOTE [A matmul always in flight]
 While a warp group turns scores into gradients, the tensor cores run its next matmul: own scores of
@@ -15,19 +15,20 @@ it above, which takes an instruction for every eight elements.
 
 NOTE [Statistics of streamed rows]
 For dK the row statistics lie along the columns of a tile, 16 columns a thread. The loading warp
-puts them into shared memory next to the tile; there the lse = -inf of rows without keys is 0.
+puts them into shared memory next to the tile. There it replaces the lse = -inf of rows without
+keys by 0.
 
 NOTE [Folded gradients]
-For a plain dK the loading warp subtracts log2 |incoming gradient| from both log-sum-exps of a row,
-so that the probabilities, and the clamp that they are compared with, come multiplied by it
-(2^-inf = 0 if it is 0). Signs are kept as well, and a tile with a negative one multiplies by them;
-the gradients of a mean or of a sum have no negative sign.
+For a plain dK the loading warp subtracts log2 |incoming gradient| from both log-sum-exps of a row.
+So the probabilities, and the clamp that they are compared with, come multiplied by it (2^-inf = 0
+if it is 0). Signs are kept as well, and a tile with a negative one multiplies by them; the
+gradients of a mean or of a sum have no negative sign.
 
 NOTE [Rows without a clamped key]
 A clamp takes three instructions for every pair of query and key, and most rows have no probability
-below it. Their delta is COEFFICIENTS.TS, to the bit (`finish` in kernels/row_state.py), and that
-of a row which was recomputed is not (`forward_block`): a tile whose rows all have it leaves the
-clamp out.
+below it. The delta of such a row is COEFFICIENTS.TS, to the bit (`finish` in
+kernels/row_state.py); that of a recomputed row is not (`forward_block`). If all rows of a tile
+have it, the tile skips the clamp.
 
 NOTE [Overlapping kernels]
 A backward launches one kernel per gradient, and none reads what another writes. The last programs

@@ -1,8 +1,8 @@
 """Reads additive masks and biases on Hopper in the order of an accumulator's registers.
 
-A thread holds pairs of neighbouring columns of two rows of a tile. With queries as rows it reads
-4 bytes at a time; with keys as rows, for dK, single elements, of which a warp takes eight
-neighbours: each tile is read once by a warp group, from the cache that all heads share.
+A thread holds pairs of neighbouring columns of two rows of a tile. With queries as rows it reads 4
+bytes at a time. With keys as rows, for dK, it reads single elements, and a warp reads eight
+neighbours. A warp group reads each tile once, from the cache that all heads share.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Makes the TMA descriptors with which the Hopper kernels load tiles of tensors."""
+"""Creates the TMA descriptors by which the Hopper kernels load tiles of tensors."""
 
 from __future__ import annotations
 

@@ -2,15 +2,15 @@
 
 `weight` is the weighting distribution, whose probabilities weight the moment, and `other` is the
 reference distribution: the teacher and the student of forward KL. Tiles of keys are loaded in
-pairs, which halves the barriers, and come from the last key to the first, so that those that need
+pairs, which halves the barriers. They come from the last key to the first, so that those that need
 a mask come first. Every warp group runs on its own; only the barriers of the stages synchronise
-them. The last blocks are split along the keys where that helps: NOTE [Split-KV] in split_kv.py.
+them. The last blocks are split along the keys if that helps: NOTE [Split-KV] in split_kv.py.
 
 NOTE [Pairs of a block]
-Which pairs of tiles a block meets, and which of them every row of a warp group sees whole, are two
-ranges that `scores.keys_of_rows` finds once: from key lengths, a causal mask, a window. The pairs
-outside the second range, and the first pair in any case, are masked element by element: those at
-the right edge come first, those at the left edge of a window last.
+Key lengths, a causal mask and a window decide which pairs of tiles a block meets, and which of
+them every row of a warp group sees whole. `scores.keys_of_rows` finds both ranges once. The first
+pair and all pairs outside of the second range are masked element by element: those at the right
+edge come first, and those at the left edge of a window last.
 
 NOTE [Frozen row max]
 The tiles that need a mask, and at least one tile, go through `row_state.update` with running
@@ -24,21 +24,21 @@ not above 2^100 either. A row that fails gets NaN for its value, and the launch 
 (`triton.forward.recompute_kernel`) recomputes the blocks with such rows, and no others.
 
 The sums of squares are those of `row_state`, NOTE [Squares], with a frozen ratio of the row sums.
-Squares need row sums closer to 1, and a ratio not far above the final one: the sum of
-(D + delta e_s)^2 is what remains of numbers as large as delta^2 times the sum of e_s^2, and loses
-2^-24 of these. A row where they are more than 16 times what remains is recomputed.
+Squares need row sums closer to 1, and a ratio not far above the final one: the sum of (D + delta
+e_s)^2 is what remains of numbers as large as delta^2 times the sum of e_s^2, and loses 2^-24 of
+these. A row in which they are more than 16 times what remains is recomputed.
 
 NOTE [Frozen row max with a bias]
-A bias may hold a mask, and the first pairs of tiles nothing that a row sees. So running maxima go
-on until every row of the warp group has met a score of a usual size. From then on a bias is cut
-off at SMALLEST_BIAS, so that 0 times the difference of two scores is 0; that is right where both
-sides have one bias (SAME_BIAS), since what is far below on one side is so on the other. It is then
-read once for both. Two different biases keep running maxima.
+A bias may hold a mask, so the first pairs of tiles may hold nothing that a row sees. Running
+maxima therefore go on until every row of the warp group has met a score of a usual size. From then
+on a bias is cut off at SMALLEST_BIAS, so that 0 times the difference of two scores is 0. That is
+right if both sides have one bias (SAME_BIAS), because a key far below on one side is so on the
+other; the bias is then read once for both. Two different biases keep running maxima.
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
 [One pass or two] in divergences/functional.py). So the lowest scores of a clamped side are kept,
-and a row with a probability below its clamp gets NaN, as one that fails does.
+and a row with a probability below its clamp gets NaN, as a row that fails does.
 """
 
 from typing import Any, NamedTuple

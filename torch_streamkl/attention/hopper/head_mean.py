@@ -1,17 +1,17 @@
 """Computes a head-averaged teacher on Hopper: log-sum-exps of its heads, and the mean in memory.
 
-What triton/head_mean.py computes, for all that reads it. One warp loads by TMA, three warp groups
-of 64 rows (of the mean two) multiply: chunks of 64 columns, so that a head_dim of 192 is three of
-them and not 256 columns. A program of the mean loads the queries and keys of every head for one
-tile, more than the L2 cache delivers to small tiles: here a tile is 128 x 128, and loads go on
-under its arithmetic.
+It computes what triton/head_mean.py computes, for the same readers. One warp loads by TMA, and
+three warp groups of 64 rows (two for the mean) multiply. Queries and keys come in chunks of 64
+columns, so that a head_dim of 192 takes three chunks and not 256 columns. A program of the mean
+loads the queries and keys of every head for one tile, which is more than the L2 cache delivers to
+small tiles. So a tile is 128 x 128, and loads overlap its arithmetic.
 
 NOTE [Small means]
 The portable kernel keeps a sum of probabilities relative to the largest of them: two exponentials
-a head. Here it is the plain sum. Terms below 2^-126 are 0, which the logarithm of a sum above
-SMALLEST_MEAN does not notice: 128 of them are 2^-29 of it. Of every row and tile of keys the
-smallest sum is written, and the portable kernel computes those tiles again where one is smaller.
-Sums of keys that a row does not see may be anything: their readers mask them.
+a head. Here it is the plain sum. Terms below 2^-126 are 0, which does not change the logarithm of
+a sum above SMALLEST_MEAN: 128 of them are 2^-29 of it. The kernel writes the smallest sum of every
+row and tile of keys. If one is smaller, the portable kernel computes that tile again. Sums of keys
+that a row does not see may be anything: their readers mask them.
 """
 
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
-"""Launches the Hopper kernels for a head-averaged teacher (head_mean.py).
+"""Launches the Hopper kernels of a head-averaged teacher (head_mean.py).
 
-What reads the mean, and the student's log-sum-exps, are the portable kernels.
+The portable kernels read the mean, and compute the student's log-sum-exps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches the Hopper kernels: makes descriptors, grid and arguments from an AttentionProblem."""
+"""Launches the Hopper kernels: builds descriptors, grid and arguments from an AttentionProblem."""
 
 from __future__ import annotations
 

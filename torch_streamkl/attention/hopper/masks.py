@@ -2,15 +2,15 @@
 
 NOTE [Bits of a tile]
 A thread of a warp group holds, of two rows of a tile [64, 64], the 16 columns 8 k + 2 l + e of its
-lane l: their bits, numbered 2 k + e, are one int16 of the bit mask for each of both rows. One
+lane l. Their bits, numbered 2 k + e, are one int16 of the bit mask for each of the two rows. One
 small kernel reads a mask once and writes the bits of all tiles, for tiles with queries as rows and
 for tiles with keys as rows. A window and key lengths are in the bits, too.
 
 NOTE [Blocks of a mask]
-For blocks of 128 queries and 128 keys the kernel also tells whether no pair of them is admitted
-or all are, and a second one lists the blocks of keys that a block of queries needs, and the blocks
-of queries that a block of keys needs. The main kernels load and compute those, and test bits in
-blocks that are not full.
+For blocks of 128 queries and 128 keys the kernel also tells whether none or all of their pairs are
+admitted. A second kernel lists the key blocks that each query block needs, and the query blocks
+that each key block needs. The main kernels load only those, and test bits in blocks that are not
+full.
 """
 
 from __future__ import annotations

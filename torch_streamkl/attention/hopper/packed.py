@@ -1,12 +1,12 @@
 """Builds the tile table of packed sequences, the longest blocks first, in one small kernel.
 
 NOTE [Blocks of packed sequences]
-Lengths of packed sequences are on the device. A grid with as many blocks for every sequence as the
-longest one has would start programs beyond the ends of the others, each of which takes a
-multiprocessor from those that have work. The CPU knows the sum of lengths, and with it a bound on
-the number of blocks, which is the size of the grid. The table tells each program its sequence and
-its block there, and is sorted by the number of keys (of rows, for dK) that a block's rows see,
-since programs start in that order.
+The lengths of packed sequences are on the device. If every sequence had as many blocks as the
+longest one, programs would start beyond the ends of the others, and each would take a
+multiprocessor from those that have work. The CPU knows the sum of the lengths, and with it a bound
+on the number of blocks: the size of the grid. The table gives each program its sequence and its
+block there. It is sorted by the number of keys (of rows, for dK) that a block's rows see, because
+programs start in that order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Implements the persistent Hopper backward: windows, mask tensors, two passes, short rows.
 
-The structure and most functions are those of backward.py, which is as fast or faster elsewhere.
-Here a program may compute several blocks (NOTE [Persistent kernels] in tile_scheduler.py): the
-outer tiles of a warp group are loaded again when it is done with them. Each warp group skips inner
-tiles outside its range. The loop is unrolled by two; a tail handles odd counts.
+Structure and most functions are those of backward.py, which is as fast or faster for other
+problems. Here a program may compute several blocks (NOTE [Persistent kernels] in
+tile_scheduler.py), so it loads the outer tiles of a warp group again when the group is done with
+them. Each warp group skips inner tiles outside of its range. The loop is unrolled by two; a tail
+handles odd counts.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Implements the persistent Hopper forward: windows, mask tensors, two passes, short rows.
 
-One warp loads, two or three warp groups of 64 rows reduce, as in forward.py, which is faster if
-all rows of a block see most of its tiles whole. Here a program may compute several blocks (NOTE
+One warp loads, and two or three warp groups of 64 rows reduce, as in forward.py, which is faster
+if all rows of a block see most of its tiles whole. Here a program may compute several blocks (NOTE
 [Persistent kernels] in tile_scheduler.py), and a warp group computes only the tiles that its own
 rows see (tiles.py).
 """

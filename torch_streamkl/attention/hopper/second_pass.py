@@ -1,21 +1,21 @@
 """Implements the second pass of the Hopper forward: sums a pointwise functional over a row's keys.
 
-A divergence that is no sum of products of a probability and a logarithm (JS, TV, an epsilon) needs
-the log-sum-exps of its row first. The program that found them reads the same tiles once more,
-while the queries are still in shared memory, and gives every key to the functional's helper
+JS, TV and an epsilon are no sums of products of a probability and a logarithm, so they need the
+log-sum-exps of their row first. The program that found these reads the same tiles once more, while
+the queries are still in shared memory, and passes every key to the functional's helper
 (pointwise.py).
 
 NOTE [Sums of known functionals]
-Some are known by their form, and have fewer sums, of fewer instructions; logarithms are in base 2
-until a row is done. With p and s the probabilities of a key:
+Some functionals are known by their form, and have fewer sums of fewer instructions. Logarithms are
+in base 2 until a row is done. With p and s the probabilities of a key:
 
 - JS with M = b P + c S: the sums of p (log p - log M) and s (log s - log M) are its derivatives,
-  but for their factors, whose sum is the value.
+  up to their factors, and their sum is the value.
 - c |P - S|: the sums of |d| and of sign(d) s with d = p - s. Its derivatives are c sign(d) p and
   -c sign(d) s, whose sum is the value again.
-- P (log(P + e) - log(S + f)), or with both sides exchanged: one logarithm of the quotient, off by
-  2^-22, and one reciprocal, of the product (P + e) (S + f). The derivatives are the value's term
-  and P - P e / (P + e), and -P + P f / (S + f). The sum of P is 1.
+- P (log(P + e) - log(S + f)), or with both sides exchanged: one logarithm of the quotient, with an
+  error of 2^-22, and one reciprocal, of the product (P + e) (S + f). The derivatives are the
+  value's term and P - P e / (P + e), and -P + P f / (S + f). The sum of P is 1.
 """
 
 from typing import Any, NamedTuple

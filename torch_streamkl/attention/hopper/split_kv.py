@@ -1,9 +1,9 @@
 """Splits the KV range of the last partial wave, and combines the states that the splits write.
 
 NOTE [Split-KV]
-A multiprocessor runs one block at a time, and without a causal mask blocks take equally long: the
-last wave of them may leave most multiprocessors idle. There PARTS programs share a block, each
-with a part of the keys, which fills the wave; a second kernel combines the states that they wrote.
+A multiprocessor runs one block at a time, and without a causal mask all blocks take equally long.
+So the last wave may leave most multiprocessors idle. There PARTS programs share a block, each with
+a part of its keys, which fills the wave. A second kernel combines the states that they wrote.
 """
 
 import triton

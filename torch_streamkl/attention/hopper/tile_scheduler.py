@@ -1,8 +1,8 @@
 """Schedules tiles statically for persistent kernels, and finds the KV range of each tile of rows.
 
 NOTE [Persistent kernels]
-A program of a persistent kernel computes several blocks, one after the other. While the last warp
-group is busy with one block, the loading warp and the other warp groups are in the next: nothing
+A program of a persistent kernel computes several blocks, one after the other. While its last warp
+group is busy with one block, its loading warp and other warp groups work on the next. Nothing
 waits for a program to start or for queries to arrive, and warp groups whose rows see different
 keys do not wait for each other at the end of a block. Blocks are ordered from the longest to the
 shortest, and every second step assigns them to the programs in reverse order, so that no program

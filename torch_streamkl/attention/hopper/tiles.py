@@ -7,20 +7,20 @@ main loop takes the pairs that every row sees whole; the tiles before and after 
 one at a time.
 
 NOTE [Code]
-Every warp group has code of its own, and the caches of instructions hold 128 KB, 8192 of them: a
-block of few tiles takes twice as long where they do not fit. So there is one loop for masked
+Every warp group has its own code, and the instruction caches hold 128 KB, 8192 instructions. If
+the code does not fit, a block of few tiles takes twice as long. So there is one loop for masked
 tiles, which runs before the main loop and again after it, and no running maxima.
 
 NOTE [Row max of the first tile]
 Sums are relative to the largest scores of the first tile: no maxima, no rescaling, no exchange
-between threads. A row may not even see the key of that score; NOTE [Frozen row max] in forward.py
-says which sums are exact enough all the same, and the others are recomputed. Rows that see no key
-are known from their number, or from the bits of a mask.
+between threads. A row may not even see the key of that score. NOTE [Frozen row max] in forward.py
+says which sums are exact enough all the same; the others are recomputed. Rows that see no key are
+known from their number, or from the bits of a mask.
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
 [One pass or two] in functional.py). So the lowest scores of a clamped side are kept, and a row
-with a probability below its clamp gets NaN, as one that fails does.
+with a probability below its clamp gets NaN, as a row that fails does.
 """
 
 from typing import Any, NamedTuple

@@ -1,19 +1,20 @@
 """Provides what the Hopper kernels share: wgmma, sums per thread, and pipeline stages.
 
 NOTE [Matmuls under arithmetic]
-A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel
-issues the matmuls of the next tile, reduces the current one, and then waits. Two things undo that.
-ptxas serialises every wgmma (message C7514) when an accumulator is in flight across a loop's back
-edge: loops are unrolled by two, each half with its own registers. And compilers move arithmetic
-that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
+A score matmul does not depend on the arithmetic on the scores before it. So a kernel issues the
+matmuls of the next tile, reduces the current one, and then waits. Two things undo that. ptxas
+serialises every wgmma (message C7514) if an accumulator is in flight across a loop's back edge:
+loops are unrolled by two, each half with its own registers. And compilers move arithmetic that
+nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
 NOTE [Pairs at once]
-Where a forward has two passes a pair that needs no mask is multiplied as one of 128 keys: half the
+If a forward has two passes, a pair that needs no mask is multiplied as one of 128 keys: half the
 instructions that issue matmuls, half the barriers. The first pass has one matmul in flight, as
 others have. In the second, two times 64 products leave a thread of three warp groups no registers
-for it: while one warp group waits for its products, the others reduce theirs. So it is in causal
-forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait at the
-same time (launch.multiplies_pairs); elsewhere one pass is faster with halves of pairs.
+for it: while one warp group waits for its products, the others reduce theirs. The same holds for
+causal forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait
+at the same time (launch.multiplies_pairs). For other forwards, one pass is faster with halves of
+pairs.
 
 NOTE [Pipeline stages]
 Tile i (in the forward: pair of tiles i) is in stage i % SLOTS of shared memory (`stage_of`), and

@@ -1,8 +1,8 @@
 """Implements the Hopper forward for head_dims above 128: stages of single tiles, two warp groups.
 
-The schedule is that of forward.py (its NOTEs on the frozen row max and on clamps hold here), but
-shared memory has no room for pairs of tiles. A stage holds one tile of one side, and stages of the
-two sides alternate: a warp group has one matmul in flight, which needs one tile.
+The schedule is that of forward.py, whose NOTEs on the frozen row max and on clamps hold here. But
+shared memory has no room for pairs of tiles: a stage holds one tile of one side, and stages of the
+two sides alternate. A warp group has one matmul in flight, which needs one tile.
 """
 
 from typing import Any, NamedTuple

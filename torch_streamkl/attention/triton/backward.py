@@ -1,11 +1,9 @@
-"""Implements the portable backward: dQ by blocks of rows, dK by blocks of keys.
+"""Implements the portable backward: dQ by blocks of rows, and dK by blocks of keys.
 
-Both recompute scores.
-
-Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
-the bits are the same on every run. Where heads have so few keys that one program keeps dK of all
-of them, `dq_dk_kernel` computes both, in the same order. STUDENT chooses whose gradient a launch
-computes.
+Both kernels recompute the scores. One kernel with atomics would compute them once, but in two
+kernels one program sums each gradient in a fixed order: the bits are the same on every run. If
+heads have so few keys that one program keeps dK of all of them, `dq_dk_kernel` computes both, in
+the same order. STUDENT chooses whose gradient a launch computes.
 """
 
 import triton

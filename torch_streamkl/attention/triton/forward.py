@@ -1,10 +1,9 @@
 """Implements the portable forward: each program streams tiles of keys past a block of query rows.
 
-`forward_kernel` does everything for its rows. Where query rows are too few to fill the GPU the
-keys are
-split: `state_kernel` writes the row state of a share of the keys, `merge_kernel` unites the
-shares, and, for functionals with a second pass, `sums_kernel` and `merge_sums_kernel` do the same
-for its sums.
+`forward_kernel` does everything for its rows. If there are too few query rows to fill the GPU, the
+keys are split: `state_kernel` writes the row state of each split, and `merge_kernel` combines
+them. For functionals with a second pass, `sums_kernel` and `merge_sums_kernel` do the same for its
+sums.
 """
 
 import triton

@@ -1,13 +1,13 @@
 """Computes a teacher that is the mean over a group of heads (head_reduction="mean").
 
-The mean is over probabilities, so the log-sum-exps of all heads come first (`lse_kernel`).
-`mean_kernel` then writes the mean of some blocks of rows to memory, which every other kernel reads
-before the next blocks take its place: a pass over all heads serves sums, or all gradients.
-Everything is in log2 units, as elsewhere. A gradient to one teacher head needs its share of the
-mean, P_r / (num_heads mean).
+The mean is over probabilities, so `lse_kernel` first computes the log-sum-exps of all heads. Then
+`mean_kernel` writes the mean of some blocks of rows to memory. Every other kernel reads it there,
+before the next blocks replace it: one pass over all heads serves the sums, or all gradients.
+Everything is in log2 units, as in the other kernels. The gradient to one teacher head needs its
+share of the mean, P_r / (num_heads mean).
 
 Blocks of rows are numbered through all sequences and heads of the student. ``first_block`` is the
-first one that the mean in memory is of, in blocks of the kernel that reads it.
+first one whose mean is in memory, in blocks of the kernel that reads it.
 """
 
 import triton

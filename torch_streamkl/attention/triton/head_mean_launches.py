@@ -1,4 +1,4 @@
-"""Launches the kernels for a head-averaged teacher (head_mean.py)."""
+"""Launches the portable kernels of a head-averaged teacher (head_mean.py)."""
 
 from __future__ import annotations
 

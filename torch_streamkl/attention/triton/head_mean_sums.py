@@ -1,6 +1,7 @@
-"""Computes row sums with a head-averaged teacher, from the mean in memory (head_mean.py).
+"""Computes row sums of a divergence with a head-averaged teacher (head_mean.py).
 
-The value and H are those of a student head, G that of each teacher head of its group.
+The value and the student's delta belong to a student head. The teacher's delta belongs to each
+teacher head of its group.
 """
 
 import triton

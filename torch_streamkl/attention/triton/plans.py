@@ -1,7 +1,7 @@
-"""Caches what the launches of a problem share with those of every problem with the same metadata.
+"""Caches the launch arguments that all problems with the same metadata share.
 
-Choosing tiles, grouping arguments and Triton's own look-up of a compiled kernel take several times
-as long as a small kernel runs. A `Plan` keeps all of it: a later call passes pointers only.
+Choosing tiles, grouping arguments, and Triton's look-up of a compiled kernel take several times as
+long as a small kernel runs. A `Plan` keeps all of it, and a later call passes pointers only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Implements the row kernel: values and statistics of rows of logits, or gradients over them.
 
-A row is read in tiles [LANES, WIDTH] of consecutive vocabulary entries. Each lane (one thread)
-keeps a row state of its own over the vocabulary entries it sees, so the loop has no reduction
-across threads; the lanes are merged once at the end. Scores are in log2 units, as in `rows.py`,
-and so are the stored log-sum-exps.
+A program reads a row in tiles [LANES, WIDTH] of consecutive vocabulary entries. Each lane (one
+thread) keeps a row state of the entries that it sees, so the loop has no reduction across threads.
+The lanes are merged once at the end. Scores and the stored log-sum-exps are in log2 units.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Computes rows of a vocab shard on a GPU: the functions of `distributed/shard_rows.py`.
+"""Computes rows of a vocabulary shard on a GPU: the functions of `distributed/shard_rows.py`.
 
-Maxima and log-sum-exps are in log2 units, as in `linear/rows.py`; the label's y is in its own.
+Maxima and log-sum-exps are in log2 units, as in `rows.py`; the label's y is in its own unit.
 """
 
 from __future__ import annotations

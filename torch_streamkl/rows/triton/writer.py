@@ -1,8 +1,9 @@
 """Writes the lines of a row program's kernel: what a tile computes, from the program's nodes.
 
-A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N] or of both. Per-row values and keys
-are computed where rows and keys are loaded, outside of the loop over the other. Values are float32
-and in nats; exponentials are exp2, whose factor log2(e) is folded into the factor of the scores.
+A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N], or of both. Per-row and per-key
+values are computed when rows and keys are loaded, outside of the loop over the other. Values are
+float32 and in nats. Exponentials are exp2, and their factor log2(e) is folded into the factor of
+the scores.
 """
 
 from __future__ import annotations
