@@ -1,9 +1,10 @@
 """Rewrites a graph before DistributedDataParallel splits it, not part by part.
 
-Under DistributedDataParallel Dynamo splits every graph where buckets of gradients are reduced, and
-a backend gets the parts: attention maps that one makes and another compares, as its inputs. There
-is no hook before the split, so its function is wrapped, for our backend alone, when somebody asks
-for our backend. If this torch splits graphs by another function, the report says so.
+Under DistributedDataParallel, Dynamo splits every graph at the buckets of gradients, and a backend
+gets the parts. Attention probabilities that one part computes and another compares are then inputs
+of a graph. There is no hook before the split. So its function is wrapped, for our backend alone,
+when our backend is first used. If this torch splits graphs by another function, the report says
+so.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Traces a frame again without data-dependent shapes where Inductor cannot compile them.
+"""Traces a frame again without data-dependent shapes if Inductor cannot compile them.
 
-`enable()` lets Dynamo capture operators whose result's shape depends on data. Without that
-setting Dynamo breaks the graph there, and code compiles which AOTAutograd or Inductor may refuse
-with such shapes: a sort of selected rows, or, of torch 2.13, one mask written twice. There is no
-hook for a compilation that failed, so `enable()` wraps Inductor's entry point, and `disable()`
-takes the wrapper away. A compilation that succeeds is not touched.
+`enable()` lets Dynamo capture operators with data-dependent shapes. Otherwise Dynamo breaks the
+graph at them. AOTAutograd or Inductor may refuse such shapes: a sort of selected rows, or, in
+torch 2.13, one mask written twice. There is no hook for a compilation that failed. So `enable()`
+wraps Inductor's entry point, and `disable()` removes the wrapper. A compilation that succeeds is
+not touched.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Moves gradients of an attention KL into its forward, on a CPU, where the loss allows it.
+"""Moves gradients of an attention KL into its forward, on a CPU, if the loss allows it.
 
-The backward operator computes the scores again: six products for the student where four are enough
-when the weight of every row in the loss is known before. In the joint graph of forward and
-backward it is where the gradient that reaches the rows is a number, the only part that depends on
-the loss's own gradient, times weights that the forward can compute. Then
-`attention_kl_with_gradients` makes the gradients of the weighted sum, and the backward multiplies
-them by the number.
+The backward operator computes the scores again: six products for the student. Four are enough if
+the weight of every row in the loss is known in the forward. In the joint graph of forward and
+backward this is visible: the gradient that reaches the rows is a number (the only part that
+depends on the loss's own gradient) times weights that the forward can compute.
+`attention_kl_with_gradients` then computes the gradients of the weighted sum, and the backward
+multiplies them by the number.
 """
 
 from __future__ import annotations

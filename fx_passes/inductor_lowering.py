@@ -1,7 +1,7 @@
 """Lowers one operator call to the steps of its implementation.
 
-Fake tensors stand for Inductor's while the implementation is traced; then every step becomes a
-node: an allocation, an operation whose result is written to one, a launch.
+The implementation is traced with fake tensors in place of Inductor's. Then every step becomes a
+node: an allocation, an operation whose result is written to one, or a launch.
 """
 
 from __future__ import annotations

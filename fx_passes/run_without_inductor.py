@@ -1,7 +1,7 @@
 """Runs a graph without Inductor if it holds little but fused attention losses.
 
-A loss that is compiled apart from its models is such a graph. A compiled graph's host overhead,
-wrappers around both passes and an autograd node, exceeds the GPU time of a short loss, such as
+A loss that is compiled apart from its models is such a graph. A compiled graph has CPU overhead:
+wrappers around both passes and an autograd node. It exceeds the GPU time of a short loss, such as
 that of a BERT layer, and Inductor has nothing to make faster there (bench/notes/host.md).
 """
 

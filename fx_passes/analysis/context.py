@@ -1,4 +1,4 @@
-"""Holds what every rule of the recogniser reads: values found so far, gradients, reasons."""
+"""Holds what every rule of the interpreter reads: values found so far, gradients, reasons."""
 
 from __future__ import annotations
 

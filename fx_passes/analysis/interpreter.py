@@ -1,8 +1,8 @@
-"""Interprets a region's ATen graph abstractly: the recogniser.
+"""Interprets a region's ATen graph abstractly: every node gets a meaning, or a reason why not.
 
-Every node gets an abstract value, or none together with a reason why not. Rules are compositional:
-each knows one operation and the meanings of its inputs, never a whole spelling, so that spelling,
-reduction, scale, masks, casts and layout are independent of each other.
+Rules are compositional: each knows one operation and the meanings of its inputs, never the
+spelling of a whole loss. So spelling, reduction, scale, masks, casts and layout are independent of
+each other. The class is called Recogniser.
 """
 
 from __future__ import annotations

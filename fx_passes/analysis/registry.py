@@ -1,4 +1,4 @@
-"""Registers rules by operator overload: each computes a result's value from its inputs' values."""
+"""Registers rules by operator overload: a rule computes a result's value from its inputs'."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Finds every place where a program computes a divergence, fused or not, for the report.
+"""Finds every place in which a program computes a divergence, fused or not, for the report.
 
-A site is where two distributions first meet and one of them is a logarithm: the product or the
-difference of a divergence, a mixture, or a call of kl_div. Each distribution is known by the
-tensor that its softmax (or logarithm) is taken of; that mark is followed through everything but
-matmuls.
+A site is the node at which two distributions first meet, one of them as a logarithm: the product
+or the difference of a divergence, a mixture, or a call of kl_div. A distribution is identified by
+the input of its softmax (or logarithm). This mark is followed through everything but matmuls.
 """
 
 from __future__ import annotations

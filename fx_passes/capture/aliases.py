@@ -1,9 +1,9 @@
 """Finds in-place writes to what an operator reads, by storage: they have no data edge.
 
 Eager code may change a tensor after its scores were computed. A fused operator reads the tensor
-later (and again in the backward), so a site whose inputs are written to after the scores were made
-stays. Only an operator that makes its gradients in the forward reads nothing afterwards: a teacher
-that is updated after the loss, in the same graph, does not concern it.
+later, and again in the backward. So a loss is not fused if one of its inputs is written after its
+scores were computed. An operator that computes its gradients in the forward reads nothing
+afterwards, so a teacher may be updated after that loss in the same graph.
 """
 
 from __future__ import annotations

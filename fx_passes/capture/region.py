@@ -1,8 +1,8 @@
-"""Selects the nodes that a divergence could be made of: the region around its softmaxes.
+"""Selects the nodes that may belong to a divergence: the region around its softmaxes.
 
-A region starts at the seeds (softmax, kl_div and their hand-written forms, cross_entropy), reaches
-backwards to the matmuls that make the scores and through the code that makes the masks, and
-forwards to the first scalar. Only regions are analysed, never the rest of the program.
+A region starts at softmaxes, kl_div, their hand-written forms, and cross_entropy. It reaches
+backwards to the matmuls of the scores and through the code of the masks, and forwards to the first
+scalar. Only regions are analysed, never the rest of the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Traces a region again to pre-dispatch ATen, where spellings are few; for analysis only.
+"""Traces a region again to pre-dispatch ATen, in which spellings are few; for analysis only.
 
-What is compiled is always the user's own graph with nodes replaced. The re-traced graph loses
-autograd functions, checkpoint regions and autocast, so it is read and thrown away.
+The graph that is compiled is always the user's own, with nodes replaced. The re-traced graph loses
+autograd functions, checkpoint regions and autocast, so it is analysed and discarded.
 """
 
 from __future__ import annotations

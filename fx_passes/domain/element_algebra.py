@@ -1,7 +1,7 @@
 """Combines values with one entry per key: expressions over probabilities, and their sums.
 
-Binary operations line up two tensors by position; two uses of one distribution are the same
-variable only when they put its axes in the same dimensions.
+Binary operations align two tensors by position. Two uses of one distribution are the same variable
+only if they have its axes in the same dimensions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks that a value describes its tensor: its axes have the tensor's extents.
 
 Torch broadcasts silently, so what a rule says of an operation's inputs need not hold for its
-result. Every value is held against the shape of its tensor, whatever rule it comes from.
+result. So every value is compared with the shape of its tensor, whichever rule it comes from.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tracks the axes of a score matrix through reshapes, transposes and broadcasts.
 
-A tensor dimension is a tuple of pieces: (b, h) is a flattened dimension, () one of size 1. A piece
-is a digit of an axis: with axis index = sum(stride * digit), splitting H into (groups, members)
-gives the pieces (axis, groups, members) and (axis, members, 1). All functions return None when the
-operation cannot be followed.
+A tensor dimension is a tuple of pieces: (b, h) is a flattened dimension, and () one of size 1. A
+piece is a digit of an axis: with axis index = sum(stride * digit), splitting H into (groups,
+members) gives the pieces (axis, groups, members) and (axis, members, 1). All functions return None
+if the operation cannot be followed.
 """
 
 from __future__ import annotations

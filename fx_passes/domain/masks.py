@@ -1,8 +1,8 @@
 """Represents masks as conjunctions of exact index conditions and of opaque boolean tensors.
 
-``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices, so
-that a causal mask or a window is known exactly and never has to exist as a tensor. What is not
-known stays an opaque tensor and is passed on as it is, at the size it had before it was expanded.
+``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices. So a
+causal mask or a window is known exactly, and is never materialized. Any other mask is an opaque
+tensor. It is passed on at the size that it had before it was expanded.
 """
 
 from __future__ import annotations

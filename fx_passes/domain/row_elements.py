@@ -1,9 +1,9 @@
-"""Represents a tensor's elements as formulas over dot products, from which row programs are made.
+"""Represents a tensor's elements as formulas over dot products, which become row programs.
 
-A `Formula` says how the element at one index of its axes is computed; a `Placed` formula says
+A `Formula` says how the element at one index of its axes is computed. A `Placed` formula says
 which dimension of a tensor each axis is in. Views change places only. Axes have no names: those
 that meet position by position in one operation become one (`Axes.unify`), and an axis that is
-reshaped into two is split, for every formula that has it. What cannot be split is an atom.
+reshaped into two is split in every formula that has it. An axis that cannot be split is an atom.
 """
 
 from __future__ import annotations

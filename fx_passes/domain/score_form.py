@@ -1,9 +1,9 @@
 """Brings a chain of operations on scores into the form that the operators compute.
 
-They compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases, fill)``, with
-biases either before or after the tanh, and a number added to all of it, which a softmax ignores.
-For LM heads ``x.y`` may be a sum of products, before the tanh.
-`read` follows a chain step by step and keeps it in that form, or says which step leaves it.
+The operators compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases,
+fill)``, with biases before or after the tanh, and a number added to all of it, which a softmax
+ignores. For LM heads ``x.y`` may be a sum of products, before the tanh. `read` follows a chain
+step by step, and raises at the step that leaves this form.
 """
 
 from __future__ import annotations

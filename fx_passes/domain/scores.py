@@ -1,13 +1,12 @@
 """Represents scores: dot products of two operands, and the chain of operations applied to them.
 
-The chain is kept in the order written and normalised once, as each step is appended. What a step
-may move past:
+The chain is in the order in which it was written, and is normalised as each step is appended:
 
-- a number that multiplies (`Scale`) moves to the front, or up to the last tanh: it commutes with
-  other factors and with padding (if it is positive), and distributes over what is added or filled
-  in. So there is one Scale before a tanh and one after it, and a temperature is one number;
-- a number that is added (`Shift`) moves after tensors that are added, and no further;
-- everything else stays where it was written.
+- A `Scale` (a factor that is a number) moves to the front, or up to the last tanh. It commutes
+  with other factors and, if it is positive, with padding, and distributes over what is added or
+  filled in. So there is one Scale before a tanh and one after it, and a temperature is one number.
+- A `Shift` (an added number) moves after tensors that are added, and no further.
+- All other steps stay in their place.
 """
 
 from __future__ import annotations

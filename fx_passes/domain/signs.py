@@ -1,4 +1,4 @@
-"""Finds tensors that are known to be positive, from the operations that made them."""
+"""Finds tensors that are known to be positive, from the operations that computed them."""
 
 from __future__ import annotations
 

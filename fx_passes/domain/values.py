@@ -1,4 +1,4 @@
-"""Defines the abstract values that the recogniser computes with.
+"""Defines the abstract values that the interpreter computes with.
 
 Scores -> Distribution (softmax over one axis) -> Elements (an expression over the probabilities of
 one or more distributions, one value per key) -> Rows (summed over the keys). Masks are in

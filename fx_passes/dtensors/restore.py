@@ -1,8 +1,8 @@
 """Restores the user's graph of DTensors from a rewritten graph of whole tensors.
 
-Nodes of the user's get what they were. Operators of ours get DTensors, by way of
-`distributed.graph_calls`, and their rows are plain tensors that every rank has; where the user's
-code goes on with a DTensor, they are placed as it was.
+The user's own nodes get back what they were. Our operators get DTensors, by
+`distributed.graph_calls`. Their rows are plain tensors that every rank has; if the user's code
+goes on with a DTensor, they are placed as it was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Inserts nodes into a Dynamo graph with complete metadata.
 
-A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes
-guess.
+If a node has no recorded value, the AOTAutograd cache bypasses the graph, and later passes guess.
 """
 
 from __future__ import annotations

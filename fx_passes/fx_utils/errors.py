@@ -1,4 +1,4 @@
-"""Defines the exceptions that say why something is not fused, or why compiling has to end."""
+"""Defines the exceptions for what is not fused, and for what has to end the compilation."""
 
 
 class Unsupported(Exception):

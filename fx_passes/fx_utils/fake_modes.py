@@ -1,4 +1,4 @@
-"""Sets the fake tensor mode that code of torch finds when it asks for the current one."""
+"""Sets the fake tensor mode that torch's own code finds when it asks for the current one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads how values lie in memory: code after a replaced value may view it, or read its strides."""
+"""Checks how values lie in memory: code after a replaced value may view it or read its strides."""
 
 from __future__ import annotations
 

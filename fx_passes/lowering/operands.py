@@ -1,7 +1,7 @@
 """Inserts the views that turn a matmul's operand into the tensor that an operator takes.
 
-Transposes, casts and repeated heads were peeled off by the analysis, so the source tensor is used
-as it is; what is inserted here are views, except where flattened dimensions cannot be a view.
+The analysis removed transposes, casts and repeated heads, so the source tensor is used as it is.
+All inserted nodes are views, unless flattened dimensions cannot be a view.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Inserts a row program's operator call into the user's graph, and its results in their places."""
+"""Inserts a row program's operator call into the user's graph, and replaces its sums by the
+results.
+"""
 
 from __future__ import annotations
 

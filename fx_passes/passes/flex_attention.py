@@ -1,14 +1,14 @@
 """Rewrites ``softmax(softcap * tanh(scale * QK^T)) @ V``, with masks, to a call of FlexAttention.
 
 scaled_dot_product_attention has no softcap; torch.nn.attention.flex_attention takes any function
-of a score. On a GPU Inductor makes kernels of it and of its backward that never have a tensor of
-queries x keys.
+of a score. On a GPU Inductor compiles it and its backward to kernels that never hold a [queries,
+keys] tensor.
 
 NOTE [A function that runs when the graph is traced]
-What the rewritten graph calls is `softcapped_attention`, a function in Python. AOTAutograd traces
-it, and finds the higher-order operator there with the function of a score as a closure: the graph
-needs no submodules, which copies of it, DDPOptimizer and checks would have to know of. Run as it
-is, as in a check, it computes the same with all scores in memory.
+The rewritten graph calls `softcapped_attention`, a Python function. AOTAutograd traces it, and
+finds the higher-order operator there with the function of a score as a closure. So the graph needs
+no submodules, which copies of it, DDPOptimizer and checks would have to know of. If it runs
+without a compiler, as in a check, it computes the same with materialized scores.
 """
 
 from __future__ import annotations

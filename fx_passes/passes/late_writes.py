@@ -1,8 +1,9 @@
 """Finds operators that read tensors which are written after them: teachers updated in the step.
 
-`linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does not: it
-makes its gradients in the forward. Which of the two a divergence becomes is known at the end. So
-it is fused first, and the graph is rewritten again without it where it has to stay.
+`linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does not,
+because it computes its gradients in the forward. Which of the two a divergence becomes is known at
+the end. So it is fused first, and if it stays `linear_kl`, the graph is rewritten again without
+it.
 """
 
 from __future__ import annotations

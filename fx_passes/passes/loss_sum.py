@@ -1,9 +1,9 @@
 """Rewrites a weighted sum of `linear_kl` rows to `linear_kl_sum`, with gradients in its forward.
 
-The per-token operator computes the logits again in the backward: six matmuls for the student where
-four are enough when the weight of each token in the loss is known before. It is known when the
-tokens' values only pass through views, casts, row weights and row masks into a sum or mean. The
-weights are then what the same operations make of ones.
+The per-token operator computes the logits again in the backward: six matmuls for the student. Four
+are enough if the weight of each token in the loss is known in the forward. It is known if the
+tokens' values pass only through views, casts, row weights and row masks into a sum or mean. The
+same operations on ones give the weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the number of rows that a boolean mask selects from the positions, not from large tensors.
 
-Dynamo asserts at run time what it has assumed of such sizes, and reads them where they were made:
-of the selected logits.
+Dynamo asserts at run time what it has assumed of such sizes. It reads them from the selected
+logits, which would keep these alive.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rewrites a sum of a row program's values to `row_program_sum`, with gradients in its forward.
 
-A program of an LM head makes its logits again in the backward, unless what each row adds to the
-loss is known in the forward. It is where the program's values go through functions of each row,
-with tensors that do not depend on them, into sums and means that end in one number, and nowhere
-else. What stands in between becomes a `RowLoss`, operation by operation.
+A program of an LM head computes its logits again in the backward, unless the forward knows what
+each row adds to the loss. It does if the program's values only go through functions of each row,
+with tensors that do not depend on them, into sums and means that end in one number. These
+operations become a `RowLoss`, one by one.
 """
 
 from __future__ import annotations

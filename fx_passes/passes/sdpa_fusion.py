@@ -1,8 +1,8 @@
 """Rewrites attention whose probabilities nothing else reads to scaled_dot_product_attention.
 
-Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
-which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a
-fused KL are touched. Scores with a softcap go to FlexAttention, where it compiles.
+Fusing a KL removes one reader of the attention probabilities. The attention that remains is
+written by hand and still materializes them. Inductor's own pattern misses most of its spellings.
+Only graphs with a fused KL are changed. Scores with a softcap go to FlexAttention, if it compiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides where softcapped attention becomes a call of FlexAttention, and inserts the call."""
+"""Decides when softcapped attention becomes a call of FlexAttention, and inserts the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses which values of a graph operators compute: the earliest ones that they can."""
+"""Chooses which values of a graph the operators compute: the earliest ones that they can."""
 
 from __future__ import annotations
 

@@ -2,23 +2,23 @@
 
 NOTE [Axes]
 An axis is a dimension of a matmul's result: an identity within its scores, with an extent. A
-tensor's dimension is a product of digits of axes (domain/layout.py). Nothing is told by ranks,
-dimension numbers or equal sizes.
+tensor's dimension is a product of digits of axes (domain/layout.py). Ranks, dimension numbers and
+equal sizes prove nothing.
 
-Teacher and student correspond position by position in the user's tensor, after broadcasting: the
+Teacher and student correspond position by position in the user's tensor, after broadcasting. The
 digits of a position have equal extents on both sides (the same number, or the same symbolic size),
 or one side has none and is broadcast along the other's. Then its value is constant there, and a
 sum over the position counts the extent.
 
-The operator pairs, in its batch, head and query dimensions, equal digits only; a tensor that lacks
-a digit is expanded along it, in the operator's order. There are two exceptions, which the operator
-defines:
+The operator pairs, in its batch, head and query dimensions, equal digits only. A tensor that lacks
+a digit is expanded along it, in the operator's order. The operator defines two exceptions:
 - keys with fewer heads: query head h uses key head h // group. So the digits that keys lack are
-  left to grouping where they are the last ones of the query heads;
+  left to grouping if they are the last ones of the query heads;
 - a teacher averaged over heads: student head h has the teacher heads h * n to h * n + n - 1, so
   the averaged digits come after the head digits. Their order is free.
-To that end digits are split until every operand has each of them whole or not at all. What cannot
-be split so, such as 2 key heads for 6 query heads that the program takes as 3 x 2, is refused.
+For this, digits are split until every operand has each of them whole or not at all. If that is
+impossible, as with 2 key heads for 6 query heads that the program takes as 3 x 2, the call is
+refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Finds code after a loss that could observe NaN or infinity that only eager produces.
 
-Eager gives NaN where a masked key has the probability 0 and the logarithm -inf, and infinity where
-a probability is 0 by underflow. An operator gives the limit. Whoever replaces NaN by 0, counts it,
-compares with it or ranks by it must see what eager has, and so must who makes a number of
-infinity.
+Eager code gives NaN if a masked key has the probability 0 and the logarithm -inf, and infinity if
+a probability is 0 by underflow. An operator gives the limit. Code that replaces NaN by 0, counts
+it, compares with it or ranks by it must see what eager has, and so must code that computes a
+number from infinity.
 """
 
 from __future__ import annotations

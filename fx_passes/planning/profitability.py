@@ -1,8 +1,8 @@
 """Decides which losses are too small to fuse: Inductor's own code is as fast.
 
-What a site saves is its tensors of queries x keys. Where those take a few MiB, what counts is the
-number of launches and the host's work between them. The same holds of the attention that is left
-over when its map is not compared any more.
+A fused loss saves its [queries, keys] tensors. If they take a few MiB, the number of launches and
+the CPU's work between them count more. The same holds for the attention that remains after its
+probabilities are no longer compared.
 """
 
 from __future__ import annotations

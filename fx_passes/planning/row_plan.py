@@ -1,8 +1,8 @@
 """Plans row programs from formulas: which sums one operator computes, and on which axes.
 
-The operator knows batch, heads, rows and keys. The axis that was summed over is the keys; what
-every product has besides is rows where no column operand has it, else batch and heads. Axes that
-only some products have, and that are summed before the products meet, are those products' heads.
+The operator knows batch, heads, rows and keys. The axis that was summed over is the keys. An axis
+that every product has is rows if no column operand has it, else batch and heads. Axes that only
+some products have, and that are summed before the products meet, are those products' heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records where Dynamo ended graphs: no loss is recognised across such a line."""
+"""Records the lines at which Dynamo ended graphs: no loss is recognised across such a line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Maps every kind of reason to one hint that would make the loss fusable and keeps it.
+"""Maps every kind of reason to one hint that would make the loss fusable, and keeps its value.
 
 `docs/reference/reasons.md` is this table. A hint never asks for another loss than the one that is
-written: where only another one would fuse, the hint says what keeps the memory small, or says so.
+written. If only another one would fuse, the hint says so, or says what keeps the memory small.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Finds every score- or logit-sized tensor that a graph materializes, whatever made or reads it.
+"""Finds every score- or logit-sized tensor that a graph materializes, whatever computes or reads
+it.
 
-The analysis of losses follows what it recognizes. This looks at sizes alone, so that the report
-never passes over what the analysis does not know: products of two matrices that are much larger
-than both, targets scattered into zeros, masks of that size, and what is computed from them, in
-the bodies of custom autograd.Functions and checkpoints as well.
+The analysis of losses follows what it recognises. This module looks at sizes alone, so that the
+report never misses what the analysis does not know: products of two matrices that are much larger
+than both, targets scattered into zeros, masks of that size, and what is computed from them, in the
+bodies of custom autograd.Functions and checkpoints as well.
 """
 
 from __future__ import annotations

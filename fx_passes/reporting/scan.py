@@ -1,4 +1,4 @@
-"""Adds to a report what a rewritten graph still materializes, and where a graph break ended it."""
+"""Adds to a report what a rewritten graph still materializes, and the graph breaks around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names a divergence as papers do, by its values and not by how it is written."""
+"""Names a divergence as papers do, by its values and not by its spelling."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Defines check(before, after): runs replaced code and its replacement on the same inputs.
 
-A rewrite is not believed but checked, each time one is compiled. The check compares graphs and
-runs them. It knows nothing of the rules that made the replacement, so it cannot share their
-mistakes.
+Each rewrite is checked when it is compiled. The check compares graphs and runs them. It knows
+nothing of the rules that made the replacement, so it cannot share their mistakes.
 """
 
 from __future__ import annotations

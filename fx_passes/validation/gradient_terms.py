@@ -1,10 +1,10 @@
 """Measures how large the terms of a gradient's sum are.
 
-A gradient is a sum over the uses of a tensor, and inside of a softmax over its keys. Where the
-terms cancel, the user's code may give exactly 0: of one key that a mask leaves, p * (g - p * g)
-is 0 for p = 1 whatever g is. Other code rounds the terms in another order and is off by their
-roundings, of which the sum says nothing. So a run gives every term a random sign: nothing cancels
-then, and the gradients that come out are as large as the terms are.
+A gradient is a sum over the uses of a tensor, and inside of a softmax over its keys. If the terms
+cancel, the user's code may give exactly 0: for one key that a mask leaves, p * (g - p * g) is 0
+for p = 1 whatever g is. Other code rounds the terms in another order, and has an error of their
+roundings, which the sum does not show. So a run gives every term a random sign. Nothing cancels
+then, and the resulting gradients are as large as the terms.
 """
 
 from __future__ import annotations

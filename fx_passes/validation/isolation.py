@@ -1,4 +1,4 @@
-"""Runs real tensors inside a compilation and restores the state of the process."""
+"""Runs real tensors inside of a compilation, and restores the state of the process."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Compares a compiled program's results with eager's, entry by entry, against float64.
 
 NOTE [Tolerance of verify()]
-The reference is the user's program in float64. An entry of a compiled result may be off from it
-by a multiple of what the program in its own dtypes is off there, plus one rounding. A run can be
-exact by luck in an entry, and a float64 program is its own reference. So before a difference is
-believed the program runs again in eager mode with every operation rounded otherwise (rounding.py),
-a few times, and the largest error of these runs counts. The largest error of a tensor is held to a
-smaller multiple than the error of one entry, of which there are few samples.
+The reference is the user's program in float64. An entry of a compiled result may differ from it by
+a multiple of the error that the program in its own dtypes has there, plus one rounding. But a run
+can be exact by luck in an entry, and a float64 program is its own reference. So before a
+difference is reported, the program runs a few times more in eager mode with every operation
+rounded otherwise (rounding.py), and the largest error of these runs counts. The largest error of a
+tensor is held to a smaller multiple than the error of one entry, for which there are few samples.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Finds everything a program can reach besides its arguments: what it reads and may change.
 
-Found are tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
+It finds tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
 closure cells, named globals, generators of random numbers) of a function, of the objects that it
-is bound to or closes over, and of modules and optimizers among them. Functions and classes of
-installed packages are not looked into, and neither are attributes of imported modules.
+is bound to or closes over, and of modules and optimizers among them. It does not look into
+functions and classes of installed packages, or attributes of imported modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a program with other roundings, to see how far correct code may be off."""
+"""Runs a program with other roundings, to measure how large the errors of correct code may be."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs a program from the same state: eager, compiled, in float64, and with other roundings.
 
-Arguments are copied for every run. Everything else that the program reaches is put back.
+Arguments are copied for every run. Everything else that the program reaches is restored after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flattens a program's results to a table of numbers, by the names that a user knows."""
+"""Flattens a program's results to a table of numbers, under the names that a user knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads `gather` and writes of a number at given ids."""
+"""Reads `gather`, and writes of a number at given ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines rules for functions of one value (and clamp, lerp, xlogy, dropout)."""
+"""Defines rules for functions of one value, and for clamp, lerp, xlogy and dropout."""
 
 from __future__ import annotations
 

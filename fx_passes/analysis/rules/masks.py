@@ -1,4 +1,4 @@
-"""Defines rules for how code writes masks: index arithmetic, boolean and two-valued tensors."""
+"""Defines rules for the ways to write masks: index arithmetic, boolean and two-valued tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines rules for the products that make scores."""
+"""Defines rules for matmul, linear and einsum, whose results may be scores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Defines rules for selected rows: by a boolean mask, positions, masked_select or gather.
 
-What is selected of a divergence's rows, after its sum over the keys, is the user's own code.
+A selection of a divergence's rows, after its sum over the keys, stays the user's own code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines rules for softmax and the ways of writing it by hand."""
+"""Defines rules for softmax, and for softmaxes that are written by hand."""
 
 from __future__ import annotations
 
