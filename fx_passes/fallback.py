@@ -53,7 +53,7 @@ def uninstall() -> None:
 
 
 class _CompileOrTraceAgain:
-    """Inductor's entry point; a failure with data-dependent shapes makes Dynamo trace again."""
+    """Calls Inductor; after a failure with data-dependent shapes, makes Dynamo trace again."""
 
     def __init__(self, compile_fx: Any, restart: Any, is_ours: Callable[[], bool]) -> None:
         self.compile_fx = compile_fx

@@ -47,7 +47,7 @@ DIV = {aten.div.Tensor, aten.div.Scalar}
 
 @dataclass(frozen=True)
 class Weighted:
-    """A gradient as a number times weights, which broadcast to its shape; None is 1.
+    """Represents a gradient as a number times weights that broadcast to its shape; None is 1.
 
     Weights have as many dimensions as the gradient.
     """

@@ -25,7 +25,7 @@ CONFIGURED = ("num_warps", "num_stages")  # what a triton.Config takes
 
 
 class KernelLaunch(ir.UserDefinedTritonKernel):
-    """``entry`` on a grid; ``values`` are its arguments, ``written`` those that it writes to."""
+    """Launches ``entry`` on a grid, with arguments ``values``, and writes to ``written``."""
 
     def __init__(
         self,

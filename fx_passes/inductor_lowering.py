@@ -54,7 +54,7 @@ def linear_implementation(given: dict[str, Any]) -> str:
 
 
 class Lowering:
-    """One call of an operator: fake tensors that stand for Inductor's, and its steps in IR."""
+    """Lowers one call of an operator: holds fake tensors in place of Inductor's, and its steps."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.boxes: dict[int, Any] = {}  # of the inputs and allocations, by fake tensor

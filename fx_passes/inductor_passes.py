@@ -56,11 +56,10 @@ def cache_key(ours: RewriteOptions) -> str:
 
 
 class JointPass(CustomGraphPass):
-    """Calls our operators as compiled graphs do; its uuid is in the FX and AOTAutograd cache keys.
+    """Makes graphs without autograd call our operators directly, and moves gradients on a CPU.
 
-    That is without autograd, and on a CPU with gradients in the forward. ``told`` is called with
-    the configured pre-grad pass where that is not the rewrite any more; None if the graph was
-    rewritten before.
+    Its uuid is in the cache keys of FX and AOTAutograd. ``told`` is called with the configured
+    pre-grad pass if that is not the rewrite any more; None if the graph was rewritten before.
     """
 
     def __init__(self, ours: RewriteOptions, told: Callable[[Any], None] | None) -> None:
@@ -90,7 +89,7 @@ def _has_our_operators(graph: fx.Graph) -> bool:
 
 
 class PreGradPass(CustomGraphPass):
-    """The rewrite as Inductor's pre-grad pass."""
+    """Rewrites graphs as Inductor's pre-grad pass."""
 
     def __init__(self, ours: RewriteOptions, rewrite: Rewrite) -> None:
         self.ours = ours
@@ -106,7 +105,7 @@ class PreGradPass(CustomGraphPass):
 
 
 class Chained(CustomGraphPass):
-    """Runs what the user configured, then ours; not cached when one of the passes has no uuid."""
+    """Runs the user's configured pass, then ours; not cached if one of them has no uuid."""
 
     def __init__(self, users: Any, *ours: CustomGraphPass) -> None:
         self.users = users

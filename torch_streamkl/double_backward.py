@@ -80,7 +80,11 @@ def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Once(torch.autograd.Function):
-    """In a list tensors get no gradient, which compiled autograd would add to another as None."""
+    """Returns a loss, and reads its inputs in the backward, so that a second derivative raises.
+
+    The inputs come in a list, which gets no gradient: as arguments they would get None, which
+    compiled autograd would add to another gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inputs: list[Tensor]) -> Tensor:

@@ -62,7 +62,7 @@ Timer = Callable[[Callable[[], Any]], float]  # milliseconds of a call
 
 @dataclass(frozen=True)
 class Shape:
-    """A problem to tune for."""
+    """Describes a problem to tune for."""
 
     batch: int
     num_heads: int
@@ -106,7 +106,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trial:
-    """Holds the outcome of one launch; runtime_ms is infinite where it did not count."""
+    """Holds the outcome of one launch. runtime_ms is infinite if the launch was skipped."""
 
     kernel: str
     launch: TritonLaunch | None  # None is the kernel for Hopper
@@ -115,7 +115,7 @@ class Trial:
 
 
 class Workload:
-    """One shape on the device: its kernels, and what the default launches gave."""
+    """Holds one shape on the device: its kernels, and the results of the default launches."""
 
     def __init__(self, shape: Shape) -> None:
         from torch_streamkl.attention.triton import launches as portable
@@ -367,7 +367,7 @@ def _first_run(shape: Shape, kernel: str, tiles: TritonLaunch) -> str:
 
 # ----------------------------------------------------------------------------------------- output
 class Bar:
-    """A progress bar on standard error."""
+    """Shows a progress bar on standard error."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, 0

@@ -28,7 +28,7 @@ SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 
 
 class Analysis:
-    """Holds the state of the recogniser, and answers the questions that its rules ask.
+    """Holds the state of the interpreter, and answers the questions of its rules.
 
     Rules are methods that `registry.rule` registers for overloads: ``method(node, arguments)``
     says what the operation makes of its inputs' values. They are grouped by kind of operation in

@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 
 class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRules):
-    """Computes abstract values of all nodes of a trace, in ``values``, and reasons in
-    ``reasons``.
+    """Computes abstract values of all nodes of a trace, in ``values``, and else ``reasons`` why
+    not.
     """
 
     def __init__(self, trace: Trace) -> None:

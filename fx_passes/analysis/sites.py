@@ -37,7 +37,7 @@ ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 
 @dataclass(frozen=True)
 class Mark:
-    """A distribution, by the node that its scores are in, and whether this is its logarithm."""
+    """Marks a distribution, by the node of its scores, and whether this is its logarithm."""
 
     scores: fx.Node
     is_log: bool
@@ -183,7 +183,7 @@ def quadratic_nodes(
 
 
 class _Families:
-    """Which score matrices are after each node, as bits."""
+    """Says which score matrices precede each node, as bits."""
 
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.behind: dict[fx.Node, int] = {}

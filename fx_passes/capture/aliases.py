@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, storag
 
 @dataclass(frozen=True)
 class LateWrite:
-    """A tensor that an inserted operator reads, and the node that writes to it afterwards."""
+    """Holds a tensor that an inserted operator reads, and the node that writes to it later."""
 
     tensor: fx.Node
     write: fx.Node
@@ -35,7 +35,7 @@ class LateWrite:
 
 
 class Aliases:
-    """Writes of a graph by the storage that they change."""
+    """Groups the writes of a graph by the storage that they change."""
 
     def __init__(self, graph: fx.Graph, region: Region) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}

@@ -41,7 +41,7 @@ GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes to analyse, in graph order, and the outside nodes that they read."""
+    """Holds nodes to analyse, in graph order, and the outside nodes that they read."""
 
     nodes: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]

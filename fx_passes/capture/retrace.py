@@ -38,7 +38,7 @@ SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known
 
 @dataclass(frozen=True)
 class Trace:
-    """The ATen graph of a region and how its nodes belong to the user's nodes."""
+    """Holds the ATen graph of a region, and how its nodes belong to the user's nodes."""
 
     graph: fx.Graph
     origin: dict[fx.Node, fx.Node]  # ATen node -> the user's node that it came from

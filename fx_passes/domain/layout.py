@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 @dataclass(frozen=True)
 class Piece:
-    """A digit of an axis."""
+    """Represents a digit of an axis."""
 
     axis: int
     size: Size

@@ -33,10 +33,10 @@ GATHER = "gather"  # positions along dimension ``along``, constant along a last 
 
 @dataclass(frozen=True, eq=False)
 class RowSelection:
-    """The selected rows of dimensions ``sizes``, as dimensions ``shape``.
+    """Represents the selected rows of dimensions ``sizes``, as dimensions ``shape``.
 
-    ``tensors`` are nodes of the trace. ``condition`` is what a mask says, by which two are told
-    to be one; ``tensors`` then has the first of them.
+    ``tensors`` are nodes of the trace. ``condition`` is the meaning of a mask, by which two
+    selections are found to be equal; ``tensors`` is then the mask of the first.
     """
 
     kind: str

@@ -33,7 +33,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 @dataclass(frozen=True)
 class Layer:
-    """A mask as it was applied: where two overlap, what a key has depends on the order."""
+    """Holds a mask as it was applied: if two overlap, the order decides the value of a key."""
 
     mask: Mask
     fill: float
@@ -41,10 +41,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """A chain as the arguments of an operator.
+    """Holds a chain of operations on scores as the arguments of an operator.
 
-    ``exact_fill`` says whether a row without any allowed key is constant: two masks may leave
-    -inf at some of its keys and the lowest number at others.
+    ``exact_fill`` says whether a row without any allowed key is constant: two masks may leave -inf
+    at some of its keys and the lowest number at others.
     """
 
     scale: float = 1.0

@@ -31,7 +31,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example
 
 
 class RanksDisagreeError(Fatal, DisagreementError):
-    """The ranks of a mesh do not compile the same."""
+    """Raised if the ranks of a mesh do not compile the same."""
 
 
 class Agreement:

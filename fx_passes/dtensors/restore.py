@@ -38,7 +38,7 @@ OF_TOKENS = {"flatten", "reshape", "view", "narrow", "slice", "getitem", "select
 
 
 class DoesNotFit(Exception):
-    """Says why losses of a graph cannot be restored to DTensors, in the user's terms."""
+    """Raised if losses of a graph cannot be restored to DTensors; says why in the user's terms."""
 
     def __init__(self, reason: str, sites: frozenset[str]) -> None:
         super().__init__(reason)
@@ -46,7 +46,7 @@ class DoesNotFit(Exception):
 
 
 class Restore:
-    """One rewritten graph of whole tensors, turned into one of DTensors in place."""
+    """Turns one rewritten graph of whole tensors into one of DTensors, in place."""
 
     def __init__(
         self, user: fx.Graph, whole: fx.Graph, rewritten: fx.Graph, mode: FakeTensorMode

@@ -24,10 +24,10 @@ _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 class Selections:
-    """The positions that masks select, each made once, and where numbers of rows are read.
+    """Holds the positions that masks select, each computed once, and where row counts are read.
 
-    ``masked`` are the selections by the symbols that the analysis has for their numbers of rows,
-    one for every use of a mask; ``counts`` has tensors of positions and their dimensions by size.
+    ``masked`` has the selections by the symbols that the analysis has for their row counts, one
+    for every use of a mask. ``counts`` has tensors of positions and their dimensions by size.
     """
 
     def __init__(self, masked: Mapping[str, object] | None = None) -> None:
@@ -41,7 +41,7 @@ class Selections:
 
 
 class Builder:
-    """Inserts before one node; sizes are looked up in the shapes of the given tensors."""
+    """Inserts nodes before one node, and finds sizes in the shapes of the given tensors."""
 
     def __init__(
         self, before: fx.Node, mode: FakeTensorMode, selections: Selections | None = None

@@ -2,8 +2,8 @@
 
 
 class Unsupported(Exception):
-    """An operation cannot be represented; the message says why in the user's terms."""
+    """Raised if an operation cannot be represented; the message says why in the user's terms."""
 
 
 class Fatal(Exception):
-    """Must not be taken for a failed analysis: other processes would go on without us."""
+    """Raised if the compilation has to end: after a failed analysis other ranks would go on."""

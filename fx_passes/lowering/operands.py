@@ -110,7 +110,7 @@ def materialise(build: Builder, tensor: TensorRef, outer: Mapping[fx.Node, fx.No
 
 @dataclass(frozen=True)
 class SubDim:
-    """A dimension of an operand after splitting: where it goes, and its size there."""
+    """Describes a dimension of an operand after splitting: where it goes, and its size there."""
 
     slot: Slot
     size: Size
@@ -143,7 +143,7 @@ def _split(layout: Layout, side: int, geometry: Geometry) -> list[SubDim]:
 
 
 class _Pieces:
-    """The pieces of the keys or of the contracted axes, numbered in their order."""
+    """Numbers the pieces of the keys or of the contracted axes in their order."""
 
     def __init__(self, kind: str, pieces: Sequence[Piece]) -> None:
         self.kind = kind
@@ -164,7 +164,7 @@ def _of(kind: str, pieces: Sequence[SubDim]) -> list[SubDim]:
 
 @dataclass(frozen=True)
 class Place:
-    """A dimension of the operator's tensor before each group of them is flattened into one."""
+    """Describes a dimension of the operator's tensor before each group of them is flattened."""
 
     group: str
     slot: Slot

@@ -72,7 +72,7 @@ def emit(
 
 
 class _Lowering:
-    """The tensors of one call."""
+    """Inserts the tensors of one call."""
 
     def __init__(self, build: Builder, plan: RowPlan, outer: Mapping[fx.Node, fx.Node]) -> None:
         self.build, self.plan, self.outer = build, plan, outer

@@ -89,7 +89,7 @@ def softcapped_attention(
 
 
 class _Captured:
-    """Tensors that the function of a score reads, and how it finds them among its arguments."""
+    """Holds tensors that a score function reads, and how it finds them among its arguments."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

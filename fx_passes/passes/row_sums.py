@@ -64,7 +64,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor that is read with the values, in their shape; None is the number of rows."""
+    """Describes a tensor that is read with the values, in their shape; None is the row count."""
 
     node: fx.Node | None
     text: str = ""  # of the shape: comparing symbolic sizes would guard

@@ -24,7 +24,7 @@ Plans = Mapping[fx.Node, Plan | str]  # what computes a sum over keys, or why no
 
 @dataclass(frozen=True)
 class Candidate:
-    """A node whose value is a fused divergence."""
+    """Holds a node whose value is a fused divergence."""
 
     inner: fx.Node  # in the trace
     node: fx.Node  # in the user's graph

@@ -39,7 +39,9 @@ BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 
 @dataclass(frozen=True)
 class Digit:
-    """Part of a row dimension; ``pieces[side]`` is None where a side does not vary along it."""
+    """Describes a part of a row dimension; ``pieces[side]`` is None if a side is constant along
+    it.
+    """
 
     dim: int  # of the user's tensor
     size: Size
@@ -48,7 +50,7 @@ class Digit:
 
 @dataclass(frozen=True)
 class SideGeometry:
-    """One side of the call."""
+    """Describes the digits of one side of the call."""
 
     distribution: Distribution
     rows: TensorRef  # the operand with the query rows
@@ -59,10 +61,10 @@ class SideGeometry:
 
 @dataclass(frozen=True)
 class Slot:
-    """A position in the operator's tensor, ``kind`` being one of
+    """Names a position in the operator's tensor by ``kind``.
 
-    "digit", a digit of the geometry; "averaged", one of a side; "key" and "dim", a piece of the
-    keys or of the contracted dimension; "one", a dimension of size 1 without a place.
+    "digit" is a digit of the geometry, and "averaged" one of a side. "key" and "dim" are pieces of
+    the keys or of the contracted dimension. "one" is a dimension of size 1 without a place.
     """
 
     kind: str
@@ -71,7 +73,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Assignment of digits to the operator's dimensions; indices into ``digits``."""
+    """Assigns digits to the operator's dimensions, as indices into ``digits``."""
 
     digits: tuple[Digit, ...]
     batch: tuple[int, ...]

@@ -39,7 +39,7 @@ from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """The masks of both sides, which are the same, in the operator's terms."""
+    """Holds the masks of both sides, which are the same, in the operator's terms."""
 
     window_left: Size | None
     window_right: Size | None
@@ -51,7 +51,7 @@ class MaskPlan:
 
 @dataclass(frozen=True)
 class StricterSide:
-    """Conditions of one side's mask that the other side does not have."""
+    """Holds conditions of one side's mask that the other side does not have."""
 
     side: int  # 0 the teacher, 1 the student
     window_left: Size | None

@@ -59,7 +59,7 @@ LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default, aten.log1
 
 @dataclass(frozen=True)
 class Readers:
-    """Operations, by name, that make numbers of NaN and infinity, and of infinity alone."""
+    """Lists operations, by name, that make numbers of NaN and infinity, and of infinity alone."""
 
     special: frozenset[str] = frozenset()
     infinite: frozenset[str] = frozenset()

@@ -42,7 +42,9 @@ SMALLEST_OF_OTHERS = -103.0
 
 
 class UnderflowRead(Unsupported):
-    """An exponential is of the logarithm of a probability that may underflow: 0 in eager code."""
+    """Raised for an exponential of the logarithm of a probability, which is 0 by underflow in
+    eager.
+    """
 
 
 def check_readers_inside(

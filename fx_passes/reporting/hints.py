@@ -31,7 +31,7 @@ _SEVERAL_PROCESSES = (
 
 @dataclass(frozen=True)
 class Advice:
-    """A kind of reason, as a pattern of its text, and what to do."""
+    """Maps a kind of reason, as a pattern of its text, to what to do."""
 
     reason: str  # as the docs show it
     pattern: str

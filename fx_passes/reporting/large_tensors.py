@@ -57,7 +57,7 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 @dataclass
 class ScoreShapes:
-    """Shapes of the score- and logit-sized tensors that the user's program makes."""
+    """Finds shapes of the score- and logit-sized tensors that the user's program computes."""
 
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     largest: int = 0  # entries of the largest of them

@@ -19,7 +19,7 @@ log = logging.getLogger("torch_streamkl.report")
 class Scan:
     """Notes the sizes of a graph's scores and logits before the graph is rewritten.
 
-    A program compiles whatever goes wrong here: the report then says that it does not know.
+    An error here never stops a compilation: the report then says that it does not know.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:

@@ -108,7 +108,7 @@ def _constants(e: Expr) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Guard:
-    """What is added to a probability before its logarithm."""
+    """Describes what is added to a probability before its logarithm."""
 
     teacher: float = 0.0
     student: float = 0.0

@@ -15,14 +15,14 @@ from torch_streamkl.fx_passes.validation.writes import Write, writes_of
 
 @dataclass(frozen=True)
 class Change:
-    """A value that the rest of the program read, and what it reads in its place."""
+    """Holds a value that the rest of the program read, and the value that it reads instead."""
 
     before: fx.Node
     after: fx.Node
 
 
 class Graph:
-    """The nodes of a graph by name, in order, and what is asked of all of them."""
+    """Holds the nodes of a graph by name, in order, and facts of all of them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = {n.name: n for n in graph.nodes}
@@ -45,7 +45,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two graphs: the names of the nodes that are in both, and the values that were replaced."""
+    """Compares two graphs: the names of the nodes in both, and the values that were replaced."""
 
     before: Graph
     after: Graph

@@ -22,7 +22,7 @@ SOFTMAXES = ("softmax", "log_softmax")
 
 
 class GradientTerms:
-    """Signs for the gradients of one run."""
+    """Draws signs for the gradients of one run."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -62,7 +62,7 @@ class GradientTerms:
 
 
 class _WithTerms(torch.autograd.Function):
-    """The first tensor; its gradient also gives ``x`` what ``terms`` makes of it."""
+    """Returns the first tensor; its gradient also flows to ``x``, changed by ``terms``."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, x: Tensor, terms: Callable[[Tensor], Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.validation.sizes import Sizes
 
 @dataclass(frozen=True)
 class Draw:
-    """One way to draw the inputs; the next is tried where a program cannot run on one."""
+    """Describes one way to draw the inputs. If a program cannot run on one, the next is tried."""
 
     special: bool = True  # integers that the program compares with, such as -100
     positive: bool = False  # no negative numbers: logarithms and roots of inputs

@@ -29,7 +29,7 @@ MAX_NODES = 2000
 
 @dataclass(frozen=True)
 class Region:
-    """The nodes of both graphs to run, in order, and the nodes whose values they start from."""
+    """Holds the nodes of both graphs to run, in order, and the nodes that they start from."""
 
     change: Change
     leaves: tuple[fx.Node, ...]  # nodes of the user's graph

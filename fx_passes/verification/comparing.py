@@ -27,7 +27,7 @@ UNKNOWN = "cannot be compared"
 
 @dataclass(frozen=True)
 class Compared:
-    """One result: its size in every run, and how far the runs are from float64."""
+    """Holds one result: its size in every run, and how far the runs are from float64."""
 
     name: str  # "output 0", "gradient of argument 1", "gradient of weight", "argument 2 after"
     eager: float | None  # the number itself, or the norm of a tensor; None where there is none
@@ -46,7 +46,7 @@ class Compared:
 
 @dataclass
 class Runs:
-    """All runs of a program, and what eager code was seen to be off."""
+    """Holds all runs of a program, and the errors of eager code."""
 
     eager: Results
     compiled: Results

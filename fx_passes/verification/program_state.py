@@ -33,7 +33,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 
 @dataclass
 class Holder:
-    """A mutable object with the values that it held before the first run."""
+    """Holds a mutable object, and the values that it had before the first run."""
 
     name: str  # as a user knows it
     owner: Any

@@ -32,7 +32,7 @@ FREED = "no gradient of the outputs is compared: the program ran backward() thro
 
 
 class InFloat64(TorchFunctionMode):
-    """Programs that ask for a narrower dtype get float64; ``finite``: a large number for -inf."""
+    """Gives float64 to code that asks for a narrower dtype; ``finite``: a number for -inf."""
 
     def __init__(self, finite: bool = False) -> None:
         super().__init__()

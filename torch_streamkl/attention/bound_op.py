@@ -22,7 +22,7 @@ MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
 
 
 class ReplayByBias:
-    """Replays by whether both sides have one bias: launches then differ."""
+    """Replays launches that differ by whether both sides have the same bias."""
 
     def __init__(self, function: Callable[..., Tensors], num_before: int) -> None:
         """``num_before`` tensors come before the operator's."""
@@ -36,9 +36,7 @@ class ReplayByBias:
 
 
 class BoundOp:
-    """Computes values and gradients of attention_kl; see `Replay` for what is kept between
-    calls.
-    """
+    """Computes values and gradients of attention_kl; `Replay` says what is kept between calls."""
 
     def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
         """``is_compiled``: of a graph that Inductor compiles."""
@@ -96,10 +94,10 @@ class BoundOp:
 
 
 class _CompiledCall:
-    """An operator call of a compiled graph: what its wrapper calls instead.
+    """Replaces an operator call of a compiled graph: the graph's wrapper calls this object.
 
-    Sizes are the same in every call unless one ``varies``. Who watches operators (a profiler, a
-    dispatch mode) sees the operator.
+    Sizes are the same in every call unless one ``varies``. If something watches operators (a
+    profiler, a dispatch mode), the operator is called.
     """
 
     def __init__(self, options: tuple[Any, ...], num_tensors: int, varies: bool) -> None:
@@ -137,7 +135,7 @@ class CompiledForward(_CompiledCall):
 
 
 class CompiledBackward(_CompiledCall):
-    """Calls `attention_kl_backward` with grad, both statistics, then as `CompiledForward`."""
+    """Calls `attention_kl_backward` with grad, both statistics, then as `CompiledForward` does."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ COPIES = 16  # elements of the input "copies", which are 1: one or two vectors
 
 @dataclass(frozen=True)
 class RowForm:
-    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
+    """Identifies a compiled row kernel, with its inputs' dtypes and which inputs there are."""
 
     functional: str
     softcaps: tuple[bool, bool]  # of the student's and the teacher's scores
@@ -47,7 +47,7 @@ class RowForm:
 
 @dataclass
 class Scores:
-    """Scores of one side, masked, and d(score)/d(dot) without scale and temperature."""
+    """Holds scores of one side, masked, and d(score)/d(dot) without scale and temperature."""
 
     x: Tensor
     slope: Tensor | None
@@ -56,7 +56,7 @@ class Scores:
 
 @dataclass
 class Softmax:
-    """log-probabilities, probabilities and log-sum-exp of one side."""
+    """Holds log-probabilities, probabilities and log-sum-exp of one side."""
 
     log_p: Tensor
     p: Tensor

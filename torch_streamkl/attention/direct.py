@@ -44,9 +44,9 @@ def attention_kl(
 
 
 class Call:
-    """Gives rows of one call in a graph that runs without a compiler.
+    """Computes the rows of one call in a graph that runs without a compiler.
 
-    Tensors have the same metadata in every call; those that are absent are None.
+    Tensors have the same metadata in every call; absent tensors are None.
     """
 
     def __init__(self, options: tuple[Any, ...]) -> None:

@@ -47,12 +47,12 @@ NOTHING = NeedsGrad(False, False, False, False)
 
 
 class NotCompiledError(Exception):
-    """Inductor could not compile a body: it has said so."""
+    """Raised if Inductor cannot compile a row kernel. A warning has said so."""
 
 
 @dataclass(frozen=True)
 class QueryTile:
-    """Ranges of one batch element's heads, queries and keys."""
+    """Holds the ranges of one batch element's heads, queries and keys."""
 
     batch: int
     heads: slice
@@ -221,7 +221,7 @@ def head_group(problem: AttentionProblem) -> int:
 
 
 class _Work:
-    """One problem's query tiles: their workspace, their inputs, and the gradients they add to."""
+    """Holds one problem's query tiles: workspace, inputs, and the gradients they add to."""
 
     def __init__(
         self, problem: AttentionProblem, needs_grad: NeedsGrad, sums: list[Tensor | None]

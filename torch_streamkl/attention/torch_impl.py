@@ -38,7 +38,7 @@ from torch_streamkl.launches.launch import StreamingBlocks, torch_blocks
 
 @dataclass(frozen=True)
 class Rows:
-    """One block of query rows: ranges over batch, student heads and queries."""
+    """Holds one block of query rows: ranges over batch, student heads and queries."""
 
     batch: slice
     heads: slice
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass
 class RowGradient:
-    """The gradients to the values of a block of rows [batch, heads, queries, 1]."""
+    """Holds the gradients to the values of a block of rows [batch, heads, queries, 1]."""
 
     grad: Tensor
     has_zeros: bool  # may have them
@@ -58,7 +58,7 @@ class RowGradient:
 
 @dataclass
 class ScoreBlock:
-    """Scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
+    """Holds scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
 
     scores: Tensor  # [batch, heads, queries, keys]
     slope: Tensor | float

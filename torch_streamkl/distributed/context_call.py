@@ -34,7 +34,7 @@ DEFAULTS = {name: x for name, x in defaults(interface.attention_kl).items() if n
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences that follow each other in the shared one, each with keys of its own."""
+    """Describes packed sequences in the shared sequence; each has its own keys."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -56,7 +56,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The group, in the form that traced code can use."""
+    """Holds the group in the form that traced code can use: its name, this rank, its size."""
 
     name: str
     rank: int

@@ -21,15 +21,18 @@ from torch_streamkl.distributed.vocab_ranges import BY_RANK
 
 @dataclass(frozen=True)
 class UnsummedGroup:
-    """A group whose caller adds up the gradients of hidden states (a DTensor's placement does)."""
+    """Marks a group whose caller adds up gradients of hidden states, as a DTensor's placement
+    does.
+    """
 
     group: ProcessGroup
 
 
 @dataclass(frozen=True)
 class Places:
-    """Holds the operators' last arguments (NOTE [Places] in linear_ops.py), and who adds
-    gradients.
+    """Holds the operators' last arguments (NOTE [Places] in linear_ops.py).
+
+    It also says who adds up the gradients of hidden states.
     """
 
     arguments: dict[str, Any]

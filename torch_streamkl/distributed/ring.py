@@ -30,7 +30,7 @@ from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of this rank and keys of another (or itself) of which some may be seen."""
+    """Holds rows of this rank and keys of one rank, of which some pairs may be seen."""
 
     rows: slice  # of this rank's rows
     keys: slice  # of the rows of the rank whose keys they are
@@ -42,7 +42,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Ring:
-    """A call: this rank's part as a problem (``cu_seqlens`` and lengths are of the sequence)."""
+    """Holds a call: this rank's part as a problem, with ``cu_seqlens`` and lengths of the
+    sequence.
+    """
 
     problem: AttentionProblem
     impl: str
@@ -149,7 +151,7 @@ def _block(row: int, key: int, size: int, left: int | None, right: int | None) -
 
 
 class _Circle:
-    """Tensors of a rank that go to the next, all of them as one."""
+    """Sends the tensors of a rank to the next one, all of them as one tensor."""
 
     def __init__(self, tensors: list[Tensor], group_name: str) -> None:
         group = collectives.resolve(group_name)

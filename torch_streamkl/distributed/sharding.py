@@ -45,7 +45,7 @@ _NAMES = ("batch", "heads", "queries")
 
 @dataclass(frozen=True)
 class Way:
-    """One way to share a call: the placement of every tensor, of values and of keys' gradients."""
+    """Describes one way to share a call: placements of tensors, values and keys' gradients."""
 
     name: str
     inputs: dict[str, Placement]

@@ -15,7 +15,7 @@ BY_RANK = -1  # start not given: the ranks hold consecutive shards, in their ord
 
 @dataclass(frozen=True)
 class VocabRange:
-    """The vocabulary entries from ``start`` to ``stop``."""
+    """Holds the range of vocabulary entries from ``start`` to ``stop``."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class VocabRange:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranges of every rank."""
+    """Holds the ranges of every rank."""
 
     student: list[VocabRange]
     teacher: list[VocabRange]

@@ -25,7 +25,7 @@ from torch_streamkl.kernels.traced import Launch, Untraceable
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a parameter of an entry, as compilers of kernels ask for it."""
+    """Describes a parameter of an entry, with the attributes that kernel compilers read."""
 
     name: str
     num: int
@@ -33,7 +33,7 @@ class Parameter:
 
 
 class Entry:
-    """A kernel by its source: a function, and after it what its names are.
+    """Holds a kernel by its source: a function, followed by what its names stand for.
 
     It has the attributes that Inductor reads of a Triton kernel.
     """

@@ -31,7 +31,7 @@ WRITING = {
 
 
 class Untraceable(NotImplementedError):
-    """Something that a compiler would not know how to do."""
+    """Raised at a step that a compiler could not repeat."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Operation:
-    """A torch operation that has a result, and where that is."""
+    """Represents a torch operation, and the tensor of its result."""
 
     name: str
     args: tuple[Any, ...]
@@ -66,7 +66,7 @@ Step = Allocation | Operation | Launch
 
 
 class Trace(TorchDispatchMode):
-    """The steps of a function of fake tensors."""
+    """Holds the steps of a function of fake tensors."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ _ON_THE_HOST = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
 
 
 class Unrecordable(Exception):
-    """Something happened that cannot be written down."""
+    """Raised at a step that cannot be written down."""
 
 
 class CacheEpoch:

@@ -15,7 +15,7 @@ LEAST_CAPABILITY = (7, 5)
 
 @dataclass(frozen=True)
 class Gpu:
-    """Limits of one device."""
+    """Holds the limits of one device."""
 
     name: str
     is_hip: bool

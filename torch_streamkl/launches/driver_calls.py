@@ -19,14 +19,14 @@ MAX_ADDRESSES = 64  # of the descriptors of a launch, for which it has maps
 
 @dataclass(frozen=True)
 class Text:
-    """Stands for an argument in what is written down."""
+    """Stands for an argument: the text that the captured source has for it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Base(Text):
-    """Stands for the tensor of a descriptor."""
+    """Stands for the tensor of a descriptor in a captured call."""
 
     address: int
 
@@ -38,7 +38,7 @@ class Base(Text):
 class DriverCall:
     """Holds the driver's function and its arguments, some of which stand for others.
 
-    ``maps(*addresses)`` gives the tensor maps among them for descriptors at other addresses.
+    ``maps(*addresses)`` returns the tensor maps among them, for descriptors at other addresses.
     """
 
     function: Callable[..., Any]

@@ -40,7 +40,7 @@ MOST_SPLITS = 128  # of a block of rows or keys: their results are in memory sid
 
 @dataclass(frozen=True)
 class StreamingBlocks:
-    """Block sizes of the plain torch implementation."""
+    """Holds the block sizes of the plain torch implementation."""
 
     batch: int
     heads: int  # student heads, a multiple of every group of heads that shares keys

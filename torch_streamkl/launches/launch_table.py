@@ -57,7 +57,7 @@ class LaunchKey:
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """The fastest launch of a kernel, and what it was faster than."""
+    """Holds the fastest launch of a kernel, and the default that it was compared with."""
 
     key: LaunchKey
     implementation: str  # of "auto", in the forward's: "hopper" where its kernels are faster
@@ -75,7 +75,7 @@ class MeasuredLaunch:
 
 @dataclass(frozen=True)
 class LaunchTable:
-    """The launches measured on one device with one pair of versions."""
+    """Holds the launches that were measured on one device with one pair of versions."""
 
     device: str
     torch: str

@@ -22,7 +22,7 @@ RECORDS = True  # False: every call takes the usual way, for comparisons
 
 
 class Replay:
-    """Replays a function of tensors whose launches are captured where they can be."""
+    """Replays a function of tensors, if its launches can be captured; otherwise calls it."""
 
     def __init__(self, function: Callable[..., Tensors]) -> None:
         self._function = function

@@ -267,7 +267,7 @@ def _clear_padding(buffer: Tensor, head: Head) -> None:
 
 
 class GradientSums:
-    """Gradients of one side, summed over chunks of tokens and blocks of the vocabulary."""
+    """Holds the gradients of one side, summed over token chunks and blocks of the vocabulary."""
 
     def __init__(self, problem: LinearProblem, side: int, needs_grad: NeedsGrad) -> None:
         self.head = problem.heads[side]

@@ -28,7 +28,7 @@ NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap
 
 @dataclass(frozen=True)
 class VocabForm:
-    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
+    """Identifies a compiled row kernel, with its inputs' dtypes and which inputs there are."""
 
     functional: str
     dtype: torch.dtype  # of what is computed
@@ -41,7 +41,7 @@ class VocabForm:
 
 @dataclass
 class VocabTile:
-    """y as the labels see it, the score, and d(y)/d(logit)."""
+    """Holds y as the labels see it, the score, and d(y)/d(logit)."""
 
     y: Tensor
     score: Tensor

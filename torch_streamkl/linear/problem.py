@@ -51,13 +51,13 @@ class Head:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over a
+    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` of two distributions over a
     vocabulary.
 
-    Id j is the same vocabulary entry on both sides; an entry that only one side has is
-    impossible on the other (probability 0). ``labels`` adds a second value per row, the
-    cross-entropy of y and the label. ``vocab_start`` is the index of the heads' first row: a shard
-    of the vocabulary is a problem too.
+    Id j is the same vocabulary entry on both sides. An entry that only one side has has
+    probability 0 on the other. ``labels`` adds a second value per row, the cross-entropy of y and
+    the label. ``vocab_start`` is the index of the heads' first row: a vocabulary shard is a
+    problem, too.
     """
 
     student: Head
@@ -107,18 +107,18 @@ NUM_STATISTICS = 7
 
 @dataclass(frozen=True)
 class RowValues:
-    """Holds the forward's results per token, and what the backward needs; log-sum-exps are in
+    """Holds the forward's results per token, and what the backward needs. Log-sum-exps are in
     nats.
 
-    ``statistics`` [7, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
-    [Row gradient] in divergences/functional.py), lse of the student's y, and what rounding has
-    taken from the two first.
+    ``statistics`` [7, num_tokens] has the lse of the student's and the teacher's scores, their
+    deltas (NOTE [Row gradient] in divergences/functional.py), the lse of the student's y, and the
+    rounding errors of the first two.
 
     NOTE [Rounding of log-sum-exps]
-    A log-sum-exp of 200 in float32 is off by 8e-6, and so are all probabilities of its row. Naive
-    code, which subtracts the maximum first, is not: of a row that is nearly one-hot its gradient
-    is 0 where ours would be that. So a log-probability is ``(score - lse) - rest`` with ``rest =
-    (maximum - lse) + log(sum)``, in which nothing is rounded away.
+    A log-sum-exp of 200 in float32 has an error of 8e-6, and so have all probabilities of its row.
+    Naive code subtracts the maximum first, and has not: in a row that is nearly one-hot its
+    gradient is 0, and ours would be that error. So a log-probability is ``(score - lse) - rest``
+    with ``rest = (maximum - lse) + log(sum)``, in which nothing is rounded away.
     """
 
     value: Tensor  # [num_tokens]
@@ -174,7 +174,7 @@ class RowValues:
 
 @dataclass(frozen=True)
 class RowWeights:
-    """Factor of each row's value and cross-entropy in the differentiated quantity."""
+    """Holds the factor of each row's value and cross-entropy in the differentiated quantity."""
 
     value: Tensor | None  # [num_tokens] in the compute dtype; None is 0
     hard: Tensor | None
@@ -241,7 +241,7 @@ def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Tokens whose logits are alive at once.
+    """Holds the numbers of tokens whose logits are alive at once.
 
     The teacher's logits are needed only until the student's are turned into their gradient, so
     they may cover fewer tokens (``teacher_tokens`` divides the work inside a chunk).

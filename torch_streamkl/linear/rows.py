@@ -37,9 +37,7 @@ BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 
 @dataclass
 class Block:
-    """Scores of a block of the vocabulary: y as the labels see it, the score, and
-    d(y)/d(logit).
-    """
+    """Holds scores of a vocabulary block: y as the labels see it, the score, d(y)/d(logit)."""
 
     vocab: slice
     y: Tensor | None  # None where the side has none of the vocabulary entries

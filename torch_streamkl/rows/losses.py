@@ -23,7 +23,7 @@ from torch_streamkl.rows.tile import RowValue
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Nodes of which the last is the value that each row adds.
+    """Holds nodes of a formula, the last of which is the value that each row adds.
 
     "reduction" is a value of the program, by its number; "capture" a tensor of rows, by its place
     among those that come with the loss. A literal one computes what torch does of the same

@@ -45,7 +45,7 @@ CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
 
 @dataclass(frozen=True)
 class Capture:
-    """A tensor that elements read.
+    """Describes a captured tensor that elements read.
 
     "row" and "key" tensors are [batch, heads or 1, rows] and [batch, heads or 1, keys], "pair"
     tensors [batch, heads or 1, rows, keys], each batch possibly 1 and pairs of any broadcast.
@@ -61,7 +61,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Keys:
-    """Says which keys a row has. Row i stands at key i + num_keys - num_rows.
+    """Says which keys a row has. Row i is at the position of key i + num_keys - num_rows.
 
     Blocks outside are skipped; keys that are not allowed take part in no reduction.
     """
@@ -74,7 +74,10 @@ class Keys:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A value of a row, over the keys that it has. A maximum has no derivative here."""
+    """Describes a per-row value: a reduction over the keys of a row.
+
+    A maximum has no derivative here.
+    """
 
     kind: str
     node: int
@@ -89,9 +92,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Program:
-    """Holds everything but sizes and tensors. Two calls that compute the same have the same
-    text.
-    """
+    """Holds everything but sizes and tensors. Programs that compute the same have equal texts."""
 
     dot_heads: tuple[int, ...]
     captures: tuple[Capture, ...]

@@ -28,7 +28,7 @@ MOST_DEPTH = 8  # of functions in functions
 
 
 class _Unknown(Exception):
-    """Something else may decide what a function does."""
+    """Raised if something else may decide what a function does."""
 
 
 def key_of(function: Callable[..., Any], elements: frozenset[str]) -> Any:

@@ -40,7 +40,7 @@ def is_block_level(x: Placed, axes: Axes) -> bool:
 
 
 class ElementAlgebra:
-    """Combines placed formulas, whose axes ``axes`` knows."""
+    """Combines placed formulas, whose axes are in ``axes``."""
 
     axes: Axes
     chosen: dict[int, Chosen]  # by the axis of the entries

@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 
 class Operands(ElementAlgebra):
-    """Holds the state of a reading, and answers what its rules ask of it.
+    """Holds the state of a reading, and answers the questions of its rules.
 
     Rules are functions that `registry.rule` registers for overloads: ``rule(self, node,
     arguments)`` says what the operation makes of its inputs' elements.

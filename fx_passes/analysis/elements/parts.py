@@ -95,7 +95,7 @@ def _axis_of_part(self: Operands, axis: int, start: Size, length: Size | None) -
 
 @dataclass
 class _Part:
-    """Formulas with a part of an axis in place of it."""
+    """Replaces an axis in formulas by a part of it."""
 
     elements: Operands
     axis: int

@@ -46,9 +46,7 @@ MATMULS = {
 
 
 class RowElements(Operands):
-    """Holds formulas of all nodes of a trace that have one, in ``placed``, and ``reasons`` of
-    others.
-    """
+    """Holds the formulas of a trace's nodes in ``placed``, and for others ``reasons`` why not."""
 
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.trace, self.recognised = trace, recognised

@@ -48,7 +48,7 @@ aten = torch.ops.aten
 
 
 class ArithmeticRules(ValueMaskRules, SoftmaxRules):
-    """The part of the recogniser for + - * / between tensors."""
+    """Adds the rules for + - * / between tensors to the interpreter."""
 
     @rule(aten.add.Tensor, aten.add.Scalar, aten.add_.Tensor, aten.add_.Scalar)
     def add(self, node: fx.Node, a: Arguments) -> object:

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class FunctionRules(MaskRules):
-    """The part of the recogniser for pointwise functions."""
+    """Adds the rules for pointwise functions to the interpreter."""
 
     @rule(aten.exp.default)
     def exp(self, node: fx.Node, a: Arguments) -> object:

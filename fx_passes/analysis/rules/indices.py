@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class IndexRules(Analysis):
-    """The part of the recogniser that follows tensors of indices."""
+    """Adds the rules for index tensors to the interpreter."""
 
     @rule(aten.diff.default)
     def diff(self, node: fx.Node, a: Arguments) -> object:

@@ -37,7 +37,7 @@ _EXPANSIONS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.de
 
 
 class MaskRules(IndexRules):
-    """The part of the recogniser that follows masks."""
+    """Adds the rules for masks to the interpreter."""
 
     def compared(self, op: str, x: Elements, value: float) -> object:
         raise NotImplementedError

@@ -42,7 +42,7 @@ BY_INDEX = "scores or probabilities are gathered by index"
 
 
 class SelectionRules(ViewRules):
-    """The part of the recogniser that follows selected rows."""
+    """Adds the rules for selected rows to the interpreter."""
 
     @rule(aten.index.Tensor)
     def index(self, node: fx.Node, a: Arguments) -> object:

@@ -46,7 +46,7 @@ def _meets_rows(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
 
 
 class SoftmaxRules(Analysis):
-    """The part of the recogniser that turns scores into distributions."""
+    """Adds the rules that turn scores into distributions to the interpreter."""
 
     @rule(aten.softmax.int, aten._softmax.default)
     def softmax(self, node: fx.Node, a: Arguments) -> object:

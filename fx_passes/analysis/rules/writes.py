@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 class WriteRules(Analysis):
-    """The part of the recogniser that follows writes to parts of scores."""
+    """Adds the rules for writes to parts of scores to the interpreter."""
 
     @rule(aten.fill_.Scalar, aten.fill_.Tensor)
     def fill_(self, node: fx.Node, a: Arguments) -> object:

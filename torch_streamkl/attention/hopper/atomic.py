@@ -36,7 +36,7 @@ ROWS_OF_WARP = tl.constexpr(16)  # of a wgmma accumulator
 
 
 class Handover(NamedTuple):
-    """dscore tiles [keys, queries] of every warp group by stage, and their barriers."""
+    """Holds dscore tiles [keys, queries] of every warp group by stage, and their barriers."""
 
     tiles: Any
     full: Any

@@ -79,7 +79,7 @@ NEGATIVE, CLAMPED = gl.constexpr(1), gl.constexpr(2)
 
 
 class Task(NamedTuple):
-    """Compile-time choices of a launch; TASK inside the kernel."""
+    """Holds the compile-time choices of a launch; TASK inside of the kernel."""
 
     ROWS: bool  # dQ, otherwise dK
     STUDENT: bool  # own is the student
@@ -111,7 +111,7 @@ class Task(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Shared memory: outer tiles of each warp group, stages of inner tiles, barriers."""
+    """Holds shared memory: outer tiles of each warp group, stages of inner tiles, barriers."""
 
     own_outer: Any
     other_outer: Any
@@ -126,7 +126,7 @@ class Tiles(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The outer block of a program, and the inner tiles it meets."""
+    """Holds the outer block of a program, and the range of inner tiles that it meets."""
 
     b: Any  # in the tensors: packed ones have one batch element
     first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK
@@ -147,7 +147,7 @@ class Work(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Pointers to the row statistics, and where those of the first head begin."""
+    """Holds pointers to the row statistics, and where those of the first head begin."""
 
     own: Any
     other: Any
@@ -157,7 +157,7 @@ class Statistics(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The gradient, or the program's share of it: pointer, strides and factor."""
+    """Holds the gradient, or the program's share of it: pointer, strides and factor."""
 
     ptr: Any
     stride_b: Any

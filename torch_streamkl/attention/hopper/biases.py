@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 
 class Bias(NamedTuple):
-    """A pointer, or None, and strides in elements; that of keys is 1."""
+    """Holds a pointer, or None, and strides in elements; the stride of keys is 1."""
 
     ptr: Any
     stride_b: Any

@@ -95,7 +95,7 @@ SMALLEST_BIAS = gl.constexpr(-1.0e20)
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
+    """Holds shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -107,7 +107,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The block of rows of a program, and the tiles of keys it meets."""
+    """Holds the block of rows of a program, and the range of key tiles that it meets."""
 
     b: Any  # in the tensors: packed ones have one batch element
     h: Any
@@ -137,10 +137,10 @@ class Outputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores.
+    """Holds sums per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores.
 
-    Of squares the sum of D^2 is in the place of the moment, and those of D e_s and e_s^2
-    are in the place of the lowest scores.
+    For squares, the sum of D^2 takes the place of the moment, and the sums of D e_s and e_s^2 the
+    place of the lowest scores.
     """
 
     other: Any

@@ -44,7 +44,7 @@ CHUNK = gl.constexpr(64)  # columns of a matmul's operands
 
 
 class Tiles(NamedTuple):
-    """Shared memory in chunks of columns: queries, keys, and the barriers of their stages."""
+    """Holds shared memory in chunks of columns: queries, keys, and barriers of their stages."""
 
     q: Any
     k: Any
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of rows of a head, and the tiles of keys it meets, from the last on."""
+    """Holds a block of rows of a head, and the key tiles that it meets, from the last on."""
 
     b: Any
     h: Any

@@ -28,7 +28,7 @@ CHUNK = head_mean.CHUNK.value
 
 
 class Launcher(portable.Launcher):
-    """The kernels of one call."""
+    """Launches the kernels of one call."""
 
     def stage_of_mean(self) -> Stage:
         launch = HOPPER_HEAD_MEAN

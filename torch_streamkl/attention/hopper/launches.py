@@ -60,7 +60,7 @@ LEAST_LOOKED_AT = 8  # where each multiprocessor has so many of them
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of rows of a forward; those from num_whole on are computed in parts."""
+    """Counts the blocks of rows of a forward; those from num_whole on are split along the keys."""
 
     of_head: int
     num_whole: int

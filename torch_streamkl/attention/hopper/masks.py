@@ -38,7 +38,7 @@ MASK_TILES = TritonLaunch(64, 64, 4, 1)
 
 
 class MaskBlocks(NamedTuple):
-    """Holds what a main kernel reads of a mask; entities are the heads whose masks differ."""
+    """Holds what a main kernel reads of a mask. Entities are the heads whose masks differ."""
 
     bits: Any  # [entities, row tiles, column tiles, BITS], rows being those of the accumulator
     lists: Any  # [entities, row blocks, 1 + column blocks]: how many, then 2 * block + is full
@@ -48,7 +48,7 @@ class MaskBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedMask:
-    """Bits and lists of a mask, and the strides of its entities."""
+    """Holds the bits and block lists of a mask, and the strides of its entities."""
 
     by_rows: tuple[Tensor, Tensor, int, int]
     by_keys: tuple[Tensor, Tensor, int, int]

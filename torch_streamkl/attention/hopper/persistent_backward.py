@@ -83,7 +83,7 @@ class Tiles(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """All blocks of a launch, and who computes them."""
+    """Holds the counts of all blocks of a launch, and of the programs that compute them."""
 
     program: Any
     num_programs: Any
@@ -96,7 +96,7 @@ class Sizes(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Holds what the functions of backward.py read of arguments.MaskArgs."""
+    """Holds the part of arguments.MaskArgs that the functions of backward.py read."""
 
     window_left: Any  # these with the sequence's offset in them
     window_right: Any
@@ -104,7 +104,7 @@ class Bounds(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An outer block of a program, and the inner tiles it meets."""
+    """Holds an outer block of a program, and the range of inner tiles that it meets."""
 
     b: Any
     first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK

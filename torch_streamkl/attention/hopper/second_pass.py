@@ -49,8 +49,9 @@ SMALLEST = gl.constexpr(2.0**-126)
 
 
 class Specialized(NamedTuple):
-    """Holds the numbers of a specialised divergence: NOTE [Sums of known functionals]. They are 0
-    where a functional is not of a form.
+    """Holds the numbers of a specialised divergence: NOTE [Sums of known functionals].
+
+    They are 0 for a form that the functional does not have.
     """
 
     B: float  # of JS
@@ -62,7 +63,7 @@ class Specialized(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """Per thread, summed over the keys: f, h and g of a functional, or the sums of a known one."""
+    """Holds sums over keys per thread: f, h and g of a functional, or the sums of a known one."""
 
     value: Any
     h: Any

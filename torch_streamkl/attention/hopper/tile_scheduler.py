@@ -22,14 +22,16 @@ from torch_streamkl.kernels.scores import bind_sequence, keys_of_rows
 
 
 class Window(NamedTuple):
-    """The bounds of a window, with the sequence's offset in them: a register less in the loops."""
+    """Holds the bounds of a window, with the sequence's offset in them: a register less in the
+    loops.
+    """
 
     window_left: Any
     window_right: Any
 
 
 class Work(NamedTuple):
-    """All blocks of a launch, and the program that runs."""
+    """Holds the counts of all blocks of a launch, and the number of the program that runs."""
 
     program: Any
     num_programs: Any
@@ -40,7 +42,7 @@ class Work(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of rows, and the tiles of keys that its rows see."""
+    """Holds a block of rows, and the range of key tiles that its rows see."""
 
     b: Any
     h: Any

@@ -55,7 +55,7 @@ FAR = gl.constexpr(-1.0e30)  # what a key that a row does not see has for a scor
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
+    """Holds shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores."""
+    """Holds sums per thread relative to the frozen row max: sums of 2^x, moment, lowest scores."""
 
     other: Any
     weight: Any
@@ -80,7 +80,7 @@ class Sums(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The state of a warp group: its queries, its block, its rows, and the pairs it has read."""
+    """Holds the state of a warp group: its queries, block and rows, and the pairs it has read."""
 
     oq: Any
     wq: Any

@@ -43,7 +43,7 @@ GROUPS = gl.constexpr(2)  # warp groups: more of their queries do not fit
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, stages of key tiles, barriers."""
+    """Holds shared memory: queries of each warp group, stages of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The block of rows of a program, and the tiles of keys it meets, from the last on."""
+    """Holds the block of rows of a program, and the key tiles that it meets, from the last on."""
 
     b: Any  # in the tensors: packed ones have one batch element
     h: Any

@@ -24,7 +24,7 @@ GRADIENTS = ((True, True), (True, False), (False, True), (False, False))
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks of rows whose mean is in memory, as the kernels that read it number them."""
+    """Holds blocks of rows whose mean is in memory, numbered as the kernels that read it do."""
 
     mean: Mean
     first: int
@@ -32,7 +32,7 @@ class Chunk:
 
 
 class Launcher:
-    """The kernels of one call."""
+    """Launches the kernels of one call."""
 
     def __init__(self, problem: AttentionProblem, stats: RowStatistics) -> None:
         self.problem = problem

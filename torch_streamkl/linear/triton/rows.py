@@ -27,7 +27,7 @@ from torch_streamkl.kernels.scores import tanh
 
 
 class HeadArgs(NamedTuple):
-    """One side's logits [rows, vocab] and how they become scores."""
+    """Holds one side's logits [rows, vocab], and how they become scores."""
 
     logits: Any
     stride: Any
@@ -38,7 +38,9 @@ class HeadArgs(NamedTuple):
 
 
 class RowArgs(NamedTuple):
-    """Per-row inputs and outputs; ``statistics`` is [7, rows] (RowValues in linear/problem.py)."""
+    """Holds inputs and outputs per row; ``statistics`` is [7, rows] (RowValues,
+    linear/problem.py).
+    """
 
     value: Any
     hard: Any
@@ -68,7 +70,7 @@ class RowStats(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Compile-time choices; the last four are what `rows.py` asks of a configuration."""
+    """Holds compile-time choices; the helpers of rows.py read the last four."""
 
     LANES: int
     WIDTH: int  # consecutive vocabulary entries of a lane

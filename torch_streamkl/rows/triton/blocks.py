@@ -343,7 +343,7 @@ def _vocab_blocks(
 
 
 class _Gradients:
-    """What the blocks' gradients are added to."""
+    """Holds the gradients that the blocks add to."""
 
     def __init__(self, problem: RowProblem, needs_grad: Sequence[bool]) -> None:
         self.problem, self.program = problem, problem.program

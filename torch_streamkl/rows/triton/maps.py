@@ -221,9 +221,11 @@ def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
 
 
 class Block:
-    """A block of batch, rows and keys with the maps of it that were needed so far.
+    """Holds a block of batch, rows and keys, with the materialized elements that were needed so
+    far.
 
-    Maps that are kept, of all rows, are written where it is the first to need them, else read.
+    If elements of all rows are kept, the first block that needs them writes them, and others read
+    them.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ INF = "float('inf')"
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's text, the name of its function, and its arguments in order, constants last."""
+    """Holds a kernel's text, its function's name, and its arguments in order, constants last."""
 
     text: str
     name: str
@@ -33,18 +33,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Scaled:
-    """An element that is a factor times a dot product: no mask or bias has changed it."""
+    """Marks an element that is a factor times a dot product: no mask or bias has changed it."""
 
     dot: str
     factor: float
 
 
 class Writer:
-    """The lines of one kernel.
+    """Collects the lines of one kernel.
 
-    With float32 operands elements are subtracted from their row's largest one as they are: a
-    difference of rounded numbers is exact, and naive code has it. What 16 bits round before is
-    more than the factor of the scores folded into exp2's loses.
+    With float32 operands, the largest element of a row is subtracted as it is: a difference of
+    rounded numbers is exact, and naive code has it. 16-bit operands round before that, by more
+    than folding the factor of the scores into exp2 loses.
     """
 
     def __init__(
