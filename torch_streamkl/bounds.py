@@ -26,7 +26,7 @@ checked_ids = torch.ops.torch_streamkl.checked_ids.default
 
 
 def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:
-    """Raises where a label is neither ``ignore_index`` nor a vocabulary entry."""
+    """Raises if a label is neither ``ignore_index`` nor a vocabulary entry."""
     if labels is None or not _has_values(labels):
         return
     is_right = (labels.clamp(0, vocab_size - 1) == labels) | (labels == ignore_index)

@@ -66,10 +66,10 @@ class Softmax:
 
 
 def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Returns the value, both log-sum-exps, H and G of every row, stacked; overwrites needed
-    gradients.
+    """Returns the value, both log-sum-exps and both deltas of every row, stacked.
 
-    The gradient of ``row_weight * value`` to the dot products replaces those, "s" and "t".
+    Overwrites the needed gradients: the gradient of ``row_weight * value`` to the dot products
+    replaces these ("s" and "t").
     """
     allowed = _allowed(inputs)
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
@@ -98,10 +98,10 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Returns gradients to the dot products, from the "statistics" of `rows_forward`, to tiles for
-    them.
+    """Writes gradients to the dot products into tiles for them, from the "statistics" of
+    `rows_forward`.
 
-    In the dot products' own place Inductor cannot compile some forms of biased scores.
+    In place of the dot products, Inductor cannot compile some forms of biased scores.
     """
     allowed = _allowed(inputs)
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
@@ -136,10 +136,10 @@ def sums_of_terms(
     teacher_delta: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns H and G of these terms, where they may not be those of the forward.
+    """Returns both deltas of these terms, which may differ from those of the forward.
 
-    A term that jumps where two probabilities are equal, or one is at its clamp, may lie on the
-    other side here: the forward rounds probabilities in another way.
+    A term that jumps where two probabilities are equal, or at a clamp, may fall on the other side
+    here, because the forward rounds probabilities differently.
     """
     if not Functional.of(functional).has_kinks:
         return student_delta, teacher_delta
@@ -158,7 +158,7 @@ def _number(inputs: Inputs, name: str) -> Tensor:
 
 
 def _allowed(inputs: Inputs) -> Tensor | None:
-    """Keys that take part, [rows or 1, keys], None for all of them; a mask has 1 for those."""
+    """Returns the keys that take part, [rows or 1, keys], or None for all; masks are 1 at those."""
     allowed = inputs["mask"] > 0 if "mask" in inputs else None
     j = torch.arange(inputs["s"].shape[1], dtype=torch.int32, device=inputs["s"].device)[None, :]
     for name, compare in (("first", torch.ge), ("stop", torch.lt)):
@@ -207,12 +207,12 @@ def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
 
 
 def copied(x: Tensor, copies: Tensor | None) -> Tensor:
-    """Returns a column as several that are equal, [rows, COPIES]: see NOTE [Copies]."""
+    """Copies a column to several equal ones, [rows, COPIES]: see NOTE [Copies]."""
     return x if copies is None else x * copies
 
 
 def column(x: Tensor) -> Tensor:
-    """Returns one of equal columns, [rows, 1]."""
+    """Returns one of several equal columns, [rows, 1]."""
     return x.amax(-1, keepdim=True)
 
 
@@ -224,9 +224,9 @@ def softmax(
     copies: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Softmax:
-    """Normalises scores; a sink adds a logit to the denominator, masked keys have one fill value.
+    """Normalises scores. A sink adds a logit to the denominator; masked keys have one fill value.
 
-    Exponentials are kept in the ``workspace``, if there is one.
+    If there is a ``workspace``, exponentials are kept in it.
     """
     peak = x.amax(-1, keepdim=True)
     if level is not None and outside is not None:
@@ -258,7 +258,7 @@ def softmax(
 def _with_keys_outside(
     functional: Functional, inputs: Inputs, student: Softmax, teacher: Softmax, sums: list[Tensor]
 ) -> list[Tensor]:
-    """Sums with the keys that no row of the tile may see: they all look alike."""
+    """Adds the keys that no row of the tile may see to sums: they all have one score."""
     outside = _number(inputs, "outside")
     assert student.log_p_outside is not None and teacher.log_p_outside is not None
     copies = inputs["copies"]
@@ -280,7 +280,7 @@ def _gradient(
     form: RowForm,
     allowed: Tensor | None,
 ) -> Tensor:
-    """The term minus a key's share of the terms' sum, times what leads to the dot product."""
+    """Computes (term - probability * delta), times d(score)/d(dot product)."""
     factor = weight * _number(inputs, ("student_scale", "teacher_scale")[side])
     if form.has_temperature:
         factor = factor / _number(inputs, "temperature")

@@ -25,7 +25,7 @@ def attention_kl(
 ) -> Tensor:
     """Returns the first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
 
-    ``sites`` is what earlier calls with such tensors have left, and the same options. Under
+    ``sites`` holds what earlier calls with such tensors and the same options have kept. Under
     autocast the dtype of the tensors may be another one.
     """
     q = tensors[0]

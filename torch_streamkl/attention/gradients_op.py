@@ -59,7 +59,7 @@ def _fake(
 def _flops(
     _w: Any, needs_grad: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
 ) -> int:
-    """The two score matmuls and one for each gradient."""
+    """Counts the two score matmuls, and one for each gradient."""
     return ops.backward_flops(None, None, None, needs_grad, sq, sk, tq, tk)
 
 

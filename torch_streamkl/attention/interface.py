@@ -580,7 +580,7 @@ def _check_masks(
 
 
 def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: Settings) -> None:
-    """Options of a side; ``given`` is q in the caller's layout."""
+    """Checks a side, and returns its options; ``given`` is q in the caller's layout."""
     softcap = getattr(settings, f"{side}_softcap")
     if softcap is not None:
         checks.positive(f"{side}_softcap", softcap)
@@ -601,9 +601,9 @@ def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: S
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
-    """``q * scale``, rounded to q's dtype once.
+    """Returns ``q * scale``, rounded to q's dtype once.
 
-    A tensor without dimensions does not promote q, and a GPU rounds one of its own to q's dtype
+    A tensor without dimensions does not promote q, and a GPU rounds such a tensor to q's dtype
     before it multiplies.
     """
     if scale.ndim == 0 and scale.device == q.device:
@@ -612,7 +612,7 @@ def _scaled(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(scale: float | Tensor | None, q: Tensor) -> float:
-    """The operator's scale; a tensor has been multiplied into q."""
+    """Returns the operator's scale; a tensor scale has been multiplied into q."""
     if isinstance(scale, Tensor):
         return 1.0
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -638,7 +638,7 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
 
 
 def _window(window: Any) -> tuple[int | None, int | None] | None:
-    """The window as a tuple of integers, which is hashable."""
+    """Returns the window as a hashable tuple of integers."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -655,7 +655,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
 def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
-    """Returns keys before and after a query's position that it sees, None for no bound."""
+    """Returns how many keys a query sees before and after its position, None for no bound."""
     checks.boolean("is_causal", is_causal)
     left, right = _window(window) or (None, None)
     if is_causal:

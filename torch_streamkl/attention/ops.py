@@ -105,7 +105,7 @@ def problem_of(
     impl: str = "auto",
     deterministic: bool = True,
 ) -> tuple[AttentionProblem, str]:
-    """Makes an AttentionProblem of an operator's flat arguments: NOTE [Flat arguments]."""
+    """Builds an AttentionProblem from an operator's flat arguments: NOTE [Flat arguments]."""
     problem = AttentionProblem(
         student=Side(
             student_q,
@@ -152,9 +152,7 @@ def _run_forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, 
 def _module_for(
     is_compiled: bool, problem: AttentionProblem, impl: str, backward: bool = False
 ) -> Any:
-    """Chooses the module that computes a problem; graphs that Inductor compiles get its CPU
-    kernels.
-    """
+    """Chooses the module that computes a problem; Inductor's graphs get its CPU kernels."""
     implementation = select_implementation(problem, impl, backward)
     on_query_tiles = is_compiled and implementation == "torch"
     return query_tiles if on_query_tiles else _module(implementation)
@@ -313,10 +311,10 @@ def gradients(
     options: tuple[Any, ...],
     implementation: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> list[Tensor | None]:
-    """Returns gradients to the `differentiable` of the tensor arguments.
+    """Computes gradients to the `differentiable` of the tensor arguments.
 
-    ``saved`` is the two statistics and all tensor arguments. Where nobody watches operators,
-    ``implementation(wanted, grad, *saved)`` gives those of q and k, with these options.
+    ``saved`` is the two statistics and all tensor arguments. If nothing watches operators,
+    ``implementation(wanted, grad, *saved)`` computes those of q and k, with these options.
     """
     grads: list[Tensor | None] = [None] * len(_DIFFERENTIABLE)
     if grad is None:

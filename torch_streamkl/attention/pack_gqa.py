@@ -17,9 +17,7 @@ FEW_QUERIES = 64  # of a head: a tile's rows
 
 
 def pack_gqa_heads(problem: AttentionProblem) -> AttentionProblem | None:
-    """Returns the problem with grouped heads (GQA) packed as rows of one head, where that saves
-    work.
-    """
+    """Packs grouped heads (GQA) as rows of one head, if that saves work."""
     student, teacher = problem.student, problem.teacher
     if (
         student.num_heads == student.num_kv_heads

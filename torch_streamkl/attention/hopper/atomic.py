@@ -71,7 +71,7 @@ def new_handover(dtype: gl.constexpr, TASK: gl.constexpr):
 
 @gluon.jit
 def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
-    """Gives the dscore tile i of a warp group to `add_queries`."""
+    """Passes dscore tile i of a warp group to `add_queries`."""
     hand = stage_of(i, HANDS)
     mbarrier.wait(handover.empty.index(hand), phase_of(i, HANDS) ^ 1)
     handover.tiles.index(hand * TASK.GROUPS + GROUP).store(d)
@@ -81,9 +81,7 @@ def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
 
 @gluon.jit
 def add_queries(tiles, work, sums, TASK: gl.constexpr):
-    """Runs the warp group of dQ, which adds dscore^T @ own keys to the sums of a tile of
-    queries.
-    """
+    """Runs the warp group of dQ: adds dscore^T @ own keys to the sums of a query tile."""
     handover = tiles.handover
     GROUPS: gl.constexpr = TASK.GROUPS
     SIZE: gl.constexpr = TASK.INNER * TASK.HEAD_DIM

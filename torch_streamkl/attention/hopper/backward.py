@@ -168,10 +168,10 @@ class Output(NamedTuple):
 
 @gluon.jit
 def load_statistics(stats, member, row, work, TASK: gl.constexpr):
-    """Returns own lse, other lse, delta, incoming gradient and clamp of rows of a head.
+    """Loads own lse, other lse, delta, incoming gradient and clamp of rows of a head.
 
-    Where FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left.
-    With a clamp, the delta is that of P where S is not below it.
+    If FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left. With
+    a clamp, the delta is that of P for keys at which S is not below it.
     """
     inside = row < work.seq.num_rows
     row = row + (stats.head_row + member * work.masks.seqlen_q)
@@ -193,7 +193,7 @@ def load_statistics(stats, member, row, work, TASK: gl.constexpr):
 
 @gluon.jit
 def marks_of(kept, TASK: gl.constexpr):
-    """Returns NEGATIVE and CLAMPED of rows with these statistics."""
+    """Tells whether rows with these statistics are NEGATIVE and CLAMPED."""
     marks = gl.to_tensor(0)
     if TASK.FOLDED:
         marks = marks | gl.max((kept[GRAD] < 0.0).to(gl.int32), 0) * NEGATIVE
@@ -206,8 +206,8 @@ def marks_of(kept, TASK: gl.constexpr):
 def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK: gl.constexpr
 ):
-    """Runs the loading warp (producer): the outer tiles once, then every inner tile into an empty
-    stage.
+    """Runs the loading warp (producer): loads outer tiles once, then inner tiles into empty
+    stages.
     """
     GROUPS: gl.constexpr = TASK.GROUPS
     own_head = work.first_head if TASK.ROWS else work.own_key_head
@@ -311,7 +311,7 @@ def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.co
 
 @gluon.jit
 def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr, bias=0.0, bias_scale=0.0):
-    """Computes probabilities from own scores, or their logarithms where those are needed too."""
+    """Computes probabilities from own scores, or also their logarithms if they are needed."""
     layout: gl.constexpr = own.type.layout
     x = own * scale
     if TASK.OWN_BIAS:
@@ -327,8 +327,9 @@ def second_half(
     x, other, kept, tiles, slot, marks, scale, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
     bias=0.0, bias_scale=0.0,
 ):  # fmt: skip
-    """Returns d(value)/d(own score) without COEFFICIENTS.TS if PLAIN, for dK times the incoming
-    gradient (its size where FOLDED).
+    """Computes d(value)/d(own score), without COEFFICIENTS.TS if PLAIN.
+
+    For dK it is multiplied by the incoming gradient, or if FOLDED by its size alone.
     """
     layout: gl.constexpr = other.type.layout
     y = other * scale
@@ -368,9 +369,7 @@ def second_half(
 
 @gluon.jit
 def visible(d, work, outer, i, TASK: gl.constexpr):
-    """Returns d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes
-    twice.
-    """
+    """Keeps d of inner tile i where rows see keys; 0 elsewhere, and in a tile that comes twice."""
     inner = gl.arange(0, TASK.INNER, layout=gl.SliceLayout(0, d.type.layout))
     if TASK.ROWS:
         rows = gl.expand_dims(outer, 1)
@@ -388,7 +387,7 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_met(masks, seq, start, TASK: gl.constexpr):
-    """Returns the first and number of the inner tiles of the block of outer rows at start."""
+    """Finds the first inner tile, and the number of them, that the block at start meets."""
     ROWS_OF_BLOCK: gl.constexpr = TASK.GROUPS * TASK.BLOCK
     if TASK.ROWS:
         first, _, _, stop = keys_of_rows(
@@ -407,9 +406,7 @@ def tiles_met(masks, seq, start, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_without_mask(work, first, TASK: gl.constexpr):
-    """Returns inner tiles from start to stop: the warp group with this first outer row needs no
-    mask.
-    """
+    """Finds the inner tiles, from start to stop, in which this warp group needs no mask."""
     if TASK.ROWS:
         _, left, right, _ = keys_of_rows(
             work.masks, work.seq, first, TASK.BLOCK, TASK.INNER,
@@ -563,12 +560,11 @@ def backward_kernel(
     own_scale, other_scale, own_bias, other_bias, bias_scale,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """Computes dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query
-    heads.
+    """Computes dQ (ROWS) or dK of a block of rows or keys of one head.
 
-    Where TASK.ADDS, what dQ gets from the block's keys is added to `sums`, without its factor.
-    POINTWISE_FN computes the gradient of one key (pointwise.py) where TASK.COEFFICIENTS does not
-    hold.
+    num_heads counts query heads. If TASK.ADDS, the kernel also adds the block's part of dQ to
+    `sums`, without its factor. If TASK.COEFFICIENTS does not hold, POINTWISE_FN computes the
+    gradient of one key (pointwise.py).
     """
     gdc_launch_dependents()  # NOTE [Overlapping kernels]
     # heads may share a bias: those that run at once read the same rows of it

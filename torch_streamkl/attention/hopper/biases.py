@@ -22,10 +22,9 @@ class Bias(NamedTuple):
 
 @gluon.jit
 def bias_of_rows(bias, b, h, first_row, first_key, num_rows, num_keys, like, MASKED: gl.constexpr):
-    """Returns a tile with queries as rows, in the layout of `like`; MASKED: 0 for keys that there
-    are not.
+    """Loads a tile with queries as rows, in the layout of `like`.
 
-    Rows beyond the last have the last one's.
+    MASKED: keys beyond the end get 0. Rows beyond the last get the last one's.
     """
     layout: gl.constexpr = like.type.layout
     row = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
@@ -43,7 +42,7 @@ def bias_of_rows(bias, b, h, first_row, first_key, num_rows, num_keys, like, MAS
 
 @gluon.jit
 def bias_of_keys(bias, b, h, first_row, first_key, num_rows, num_keys, like, MASKED: gl.constexpr):
-    """Returns the same with keys as rows; MASKED: 0 for queries that there are not."""
+    """Loads a tile with keys as rows; MASKED: queries beyond the end get 0."""
     layout: gl.constexpr = like.type.layout
     key = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
     key = gl.minimum(first_key + key, num_keys - 1)

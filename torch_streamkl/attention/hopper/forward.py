@@ -177,9 +177,9 @@ def load_all(
 
 @gluon.jit
 def wait_for(tiles, i, more, SLOTS: gl.constexpr):
-    """Wait until pair i is in its stage; `more` is false past the end.
+    """Waits until pair i is in its stage; `more` is false past the end.
 
-    Past the end matmuls read whatever the stage holds, and nobody reads the result.
+    Past the end, matmuls read whatever the stage holds, and nobody reads the result.
     """
     mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
@@ -192,9 +192,7 @@ def release(tiles, i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """Returns the first and number of the pairs with a key that some of the ROWS from m0 on
-    sees.
-    """
+    """Finds the first pair, and their number, with a key that one of the ROWS from m0 sees."""
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     first_key, _, _, stop_key = keys_of_rows(
         masks, seq, m0, ROWS, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
@@ -204,7 +202,7 @@ def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
-    """Returns the range of keys that some row of the warp group at first_row sees."""
+    """Finds the range of keys that some row of the warp group at first_row sees."""
     first_key = seq.num_valid * 0
     stop_key = seq.num_valid
     if CONFIG.HAS_LEFT:
@@ -222,7 +220,7 @@ def update_pairs(
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
     MASKED: gl.constexpr = True,
 ):  # fmt: skip
-    """Returns the running state after the pairs from start to stop, MASKED element by element."""
+    """Updates the running state by the pairs from start to stop, MASKED element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_BIAS: gl.constexpr = CONFIG.S_BIAS if WEIGHT_IS_TEACHER else CONFIG.T_BIAS
     WEIGHT_BIAS: gl.constexpr = CONFIG.T_BIAS if WEIGHT_IS_TEACHER else CONFIG.S_BIAS
@@ -276,7 +274,7 @@ def pair_step(
     sums, i, oq, wq, tiles, block, zeros,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with pair i."""
+    """Adds pair i to the sums."""
     wait_for(tiles, i, True, SLOTS)
     o = start_pair(oq, tiles.other_k, i, zeros, SLOTS)
     w = start_pair(wq, tiles.weight_k, i, zeros, SLOTS)
@@ -308,9 +306,7 @@ def sum_pairs(
 
 @gluon.jit
 def bias_of_half(block, first_row, i, zero, HALF: gl.constexpr, BIASED: gl.constexpr):
-    """Returns the bias of both sides for a half of pair i, whose keys there all are; past the end
-    any.
-    """
+    """Loads the bias of both sides for a half of pair i, whose keys exist; past the end, any."""
     if BIASED:
         first = (2 * (block.stop_pair - 1 - i) + HALF) * zero.shape[1]
         return bias_of_rows(
@@ -328,8 +324,7 @@ def step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     BIASED: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with a half of pair i, whose products of `other` are o, and those of the
-    next.
+    """Adds a half of pair i, whose products of `other` are o, and returns those of the next half.
 
     Its bias is `bias`; the next one's is read under this one's arithmetic.
     """
@@ -416,14 +411,14 @@ def sum_halves(
 
 @gluon.jit
 def per_thread(x, none):
-    """Returns x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
+    """Broadcasts x of a row to each thread that shares it; `none` (zeros) gives the shape."""
     rows = gl.convert_layout(x, gl.SliceLayout(1, none.type.layout))
     return none + gl.expand_dims(rows, 1)
 
 
 @gluon.jit
 def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexpr):
-    """Returns the state with sums relative to its own maxima added."""
+    """Adds sums relative to its own maxima to a state."""
     row_layout: gl.constexpr = state.l_t.type.layout
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
@@ -459,9 +454,7 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
 
 @gluon.jit
 def without_doubtful(state, SQUARES: gl.constexpr):
-    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be
-    wrong.
-    """
+    """Puts NaN into rows whose sums relative to a frozen row max may be wrong."""
     smallest = SMALLEST_SQUARED if SQUARES else SMALLEST_SUM
     largest = LARGEST_SQUARED if SQUARES else LARGEST
     good = (state.l_t >= smallest) & (state.l_t <= largest)
@@ -483,9 +476,7 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Returns pairs from start to stop, but never the first: the warp group's rows see them
-    whole.
-    """
+    """Finds the pairs, never the first, that all rows of the warp group see whole."""
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, PAIR,

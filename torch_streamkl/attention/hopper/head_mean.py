@@ -74,7 +74,7 @@ def slot_and_phase(i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def multiply(a, keys, x, IS_FIRST: gl.constexpr):
-    """Issue x + a @ keys^T of one chunk."""
+    """Issues x + a @ keys^T of one chunk."""
     b = flat(keys).permute((1, 0))
     return warpgroup_mma(flat(a), b, x, use_acc=not IS_FIRST, is_async=True)
 
@@ -108,9 +108,7 @@ def add_tiles(
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     MASKED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the largest score of each row and sum relative to it, after the tiles from start to
-    stop.
-    """
+    """Updates the largest score of each row, and the sum relative to it, by some tiles."""
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     seq = block.seq
     for i in range(start, stop):
@@ -142,7 +140,7 @@ def log_sum_exps(
     tiles, block, lse_ptr, scale,
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp group: log-sum-exps of its rows."""
+    """Runs one warp group: computes log-sum-exps of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, CONFIG.BLOCK_N, 16]
@@ -261,7 +259,7 @@ def add_heads(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp group: log2 of the mean of its rows, and the smallest sum of each."""
+    """Runs one warp group: computes log2 of the mean of its rows, and each row's smallest sum."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -303,10 +301,10 @@ def heads_mean_kernel(
     num_heads, ratio, group, seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Computes log2 of the mean over the teachers of a student head, one tile; masks are its
-    readers'.
+    """Computes log2 of the mean over the teachers of a student head, for one tile.
 
-    NOTE [Small means]: the smallest sums of the rows of a tile lie together in small_ptr.
+    Readers apply masks. NOTE [Small means]: small_ptr has the smallest sums of the rows of a tile
+    together.
     """
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N

@@ -76,7 +76,7 @@ def with_terms(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with the terms of a tile or pair: log-probabilities and probabilities."""
+    """Adds the terms of a tile or pair to the sums, from log-probabilities and probabilities."""
     log_t = log_w if WEIGHT_IS_TEACHER else log_o
     log_s = log_o if WEIGHT_IS_TEACHER else log_w
     p = ew if WEIGHT_IS_TEACHER else eo
@@ -119,7 +119,7 @@ def pair_of_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with pair i."""
+    """Adds pair i to the sums."""
     wait_for(tiles, i, True, SLOTS)
     o = start_pair(place.oq, tiles.other_k, i, zeros, SLOTS)
     w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
@@ -140,7 +140,7 @@ def masked_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with tile t, masked."""
+    """Adds tile t, masked, to the sums."""
     IS_KNOWN: gl.constexpr = SPECIALIZED.B + SPECIALIZED.VARIATION + SPECIALIZED.OWN_EPS != 0.0
     o, w = products_of(t, tiles, place, zero, SLOTS)
     release_after(t, tiles, place, SLOTS)
@@ -157,8 +157,9 @@ def masked_keys(
 
 @gluon.jit
 def of_rows(sums, row_sum, SPECIALIZED: gl.constexpr):
-    """Returns f, h and g of rows from their threads' sums, in nats; `row_sum` is 1, or 0 without
-    keys.
+    """Computes f, h and g of rows from their threads' sums, in nats.
+
+    `row_sum` is 1, or 0 for a row without keys.
     """
     layout: gl.constexpr = row_sum.type.layout
     value = gl.convert_layout(gl.sum(sums.value, 1), layout)

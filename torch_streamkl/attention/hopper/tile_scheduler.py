@@ -70,9 +70,7 @@ def num_steps_of_program(work):
 
 @gluon.jit
 def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: gl.constexpr):
-    """Like row_state.tile_coordinates, for a number below num_blocks * num_heads: block,
-    head.
-    """
+    """Maps a number below num_blocks * num_heads to block and head, as tile_coordinates does."""
     if INTERLEAVED:
         first = number // (num_blocks * at_once) * at_once
         num_heads = gl.minimum(num_heads - first, at_once)

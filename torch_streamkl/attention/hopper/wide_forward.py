@@ -79,7 +79,7 @@ class Outputs(NamedTuple):
 
 @gluon.jit
 def wait_for(tiles, load, more, SLOTS: gl.constexpr):
-    """Wait until a load is in its stage; `more` is false past the end, where nobody reads it."""
+    """Waits until a load is in its stage; `more` is false past the end, where nobody reads it."""
     mbarrier.wait(tiles.full.index(load % SLOTS), load // SLOTS & 1, pred=more)
 
 
@@ -189,9 +189,7 @@ def sum_tiles(
 
 @gluon.jit
 def tiles_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Returns tiles from start to stop, but never the first: the warp group's rows see them
-    whole.
-    """
+    """Finds the tiles, never the first, that all rows of the warp group see whole."""
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False,

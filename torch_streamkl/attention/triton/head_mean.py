@@ -155,7 +155,7 @@ def lse_kernel(
 # ---------------------------------------------------------------------------------------- the mean
 @triton.jit
 def add_head(top, row_sum, x):
-    """Add probabilities exp2(x) to a sum kept as mass * exp2(top): none of them may underflow."""
+    """Adds probabilities exp2(x) to a sum kept as row_sum * exp2(top), so that none underflows."""
     higher = tl.maximum(top, x)
     return higher, row_sum * tl.math.exp2(top - higher) + tl.math.exp2(x - higher)
 
@@ -224,5 +224,5 @@ def load_mean(mean, block, offs_n, allowed, CONFIG: tl.constexpr):
 
 @triton.jit
 def split_of_mean(log_head, log_mean, ratio):
-    """P_r / (num_heads * mean): what one head's probability adds to the mean's logarithm."""
+    """Computes P_r / (num_heads * mean): the share of one head in the logarithm of the mean."""
     return tl.math.exp2(log_head - tl.maximum(log_mean, LOW)) / ratio
