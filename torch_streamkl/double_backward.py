@@ -31,12 +31,7 @@ double_backward_factor = torch.ops.torch_streamkl.double_backward_factor.default
 
 
 def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
-    """Returns a sum of ``inputs``, the tensors among them, whose second derivative is an error.
-
-    Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
-    the way to each of them. Empty tensors after them keep none of their memory. A compiler would
-    keep those of a tensor that is no input of its graph for nothing: it is given parameters.
-    """
+    """Returns a sum whose second derivative by any tensor of ``inputs`` raises."""
     if not total.requires_grad:
         return total
     given = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
@@ -117,12 +112,12 @@ def _refuse(*_: Any) -> NoReturn:
 def _vmap_factor(
     info: Any, in_dims: tuple[Any, ...], grad: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, int | None]:
-    """For several gradients of one sum."""
+    """Handles several gradients of one sum, under vmap."""
     return double_backward_factor(grad, inputs), in_dims[0]
 
 
 def _batched_factor(grad: Tensor, inputs: list[Tensor]) -> Tensor:
-    """For ``is_grads_batched=True``, an older vmap that has no rule for lists of tensors."""
+    """Handles ``is_grads_batched=True``, an older vmap without a rule for lists of tensors."""
     return torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
 
 

@@ -158,7 +158,7 @@ def _number(inputs: Inputs, name: str) -> Tensor:
 
 
 def _allowed(inputs: Inputs) -> Tensor | None:
-    """Returns the keys that take part, [rows or 1, keys], or None for all; masks are 1 at those."""
+    """Returns keys that take part, [rows or 1, keys], or None for all; masks are 1 at those."""
     allowed = inputs["mask"] > 0 if "mask" in inputs else None
     j = torch.arange(inputs["s"].shape[1], dtype=torch.int32, device=inputs["s"].device)[None, :]
     for name, compare in (("first", torch.ge), ("stop", torch.lt)):

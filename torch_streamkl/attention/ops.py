@@ -377,7 +377,7 @@ _UNBATCHED_NAMES = {
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch."""
+    """Folds the mapped dimension into the batch."""
     tensors = list(args)
     for index, name in _UNBATCHED_NAMES.items():
         if index < len(args) and in_dims[index] is not None:

@@ -169,10 +169,9 @@ def together_on_mesh(
 ) -> Any:
     """Runs ``check()``, which does not communicate, after all ranks of a mesh compared arguments.
 
-    Where they differ ``explain()`` raises what the call would raise on this rank alone.
-
-    Groups of the mesh's dimensions meet one after the other: what a rank has heard in one of them
-    it tells the next.
+    If they differ, ``explain()`` raises what the call would raise on this rank alone. The groups
+    of the mesh's dimensions compare one after the other, and a rank passes on what it has heard in
+    one of them.
     """
     arguments: dict[str, str] = {}
     result, error = None, None
@@ -196,7 +195,7 @@ def _refusal(error: Exception) -> tuple[str, str]:
 
 
 def _digest(x: object) -> int:
-    """Seven bytes, 0 for nothing to compare."""
+    """Returns seven bytes of a digest, or 0 for nothing to compare."""
     return int.from_bytes(hashlib.sha256(repr(x).encode()).digest()[:7], "big") if x else 0
 
 
@@ -207,10 +206,7 @@ def _exchanged(
     error: Exception | None = None,
     explain: Callable[[], Any] = lambda: None,
 ) -> tuple[list[list[int]], Exception | None]:
-    """Headers of all ranks, and the error that all of them have to raise.
-
-    ``error`` is what this rank has to say.
-    """
+    """Returns the headers of all ranks, and the error that all of them have to raise."""
     header = told.header
     rows = _gathered(header + [0] * (_HEADER - len(header)), group, device)
     refused, kinds, options, arguments = ({row[i] for row in rows} for i in range(_NUM_FIRST))
@@ -247,7 +243,7 @@ def _refused(everyone: list[_Told], error: Exception | None) -> Exception:
 
 
 def _different(everyone: list[_Told]) -> Exception:
-    """The first thing in which ranks differ."""
+    """Describes the first argument in which ranks differ."""
     if len({told.kind for told in everyone}) > 1:
         kinds = listed([told.kind for told in everyone])
         return DisagreementError(f"all ranks must make the same call, got {kinds}")
@@ -264,7 +260,7 @@ _HEADER = 24  # integers of a rank: a fixed number, so that unequal calls meet i
 
 
 def _gathered(row: list[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
-    """The integers of every rank."""
+    """Gathers the integers of every rank."""
     if group.size() == 1 or torch.distributed.get_backend(group) == "fake":
         return [row] * group.size()
     with collectives.unseen():

@@ -66,7 +66,7 @@ def described(arguments: Mapping[str, Any], own: Own, device: torch.device) -> d
 
 
 def check_without_numbers(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises what the call would on one rank, of tensors without numbers."""
+    """Raises what the call would raise on one rank, on tensors without values."""
     with FakeTensorMode():
         whole = {
             name: torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -168,9 +168,9 @@ def attention_kl_context_parallel(
 
 
 def _scaled(given: dict[str, Tensor], ranks: Ranks, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Queries times the scales that are tensors, which ``options`` loses.
+    """Multiplies queries by tensor scales, and removes these from ``options``.
 
-    A method may then exchange and cut queries as it does without.
+    A method may then exchange and shard queries as without scales.
     """
     scaled = dict(given)
     for name in SCALES:
@@ -189,7 +189,7 @@ def _scaled(given: dict[str, Tensor], ranks: Ranks, options: dict[str, Any]) -> 
 def _by_rows(
     given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]
 ) -> Tensor:
-    """Every rank has all keys and computes its rows."""
+    """Gathers all keys on every rank, and computes this rank's rows."""
     how = (ranks.name, ranks.size, ranks.load_balance)
     student_k, teacher_k = (
         whole_sequence(given[f"{side}_k"], *how) for side in ("student", "teacher")
@@ -251,7 +251,7 @@ def _packed(
     keys: Keys,
     options: dict[str, Any],
 ) -> Tensor:
-    """Rows of packed sequences: [1, heads, rows, head_dim] of queries and keys of a side."""
+    """Views rows of packed sequences: [1, heads, rows, head_dim] of queries and keys of a side."""
     assert keys.packing is not None
     num_rows, num_keys = student[0].shape[2], student[1].shape[2]
     value = interface.attention_kl_varlen(
@@ -270,7 +270,7 @@ def _packed(
 def _by_heads(
     given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]
 ) -> Tensor:
-    """Every rank has all rows of some heads."""
+    """Exchanges rows for heads, and computes all rows of this rank's heads."""
     how = (ranks.name, ranks.size, ranks.load_balance)
     student_q, student_k, teacher_q, teacher_k = (
         some_heads(given[name], *how) for name in QUERIES_AND_KEYS
@@ -296,7 +296,7 @@ def _by_heads(
 
 
 def _around(given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]) -> Tensor:
-    """Every rank computes its rows, and keys go from rank to rank."""
+    """Computes this rank's rows, while keys go from rank to rank."""
     left, right = keys.bounds
     tensors, checked = interface.operator_call(*call_of(given, keys, None, options))
     functional, *numbers = checked[:6]

@@ -87,7 +87,7 @@ def _shard(
     student_vocab_start: int,
     teacher_vocab_start: int,
 ) -> Shard:
-    """This rank's part of a call that all ranks make; raises on all of them where it is not."""
+    """Returns this rank's part of a call that all ranks make; if one rank's fails, all raise."""
     student, teacher = problem.heads
     rows = row_functions(problem, impl)
     workspace = workspace_bytes(problem, max_workspace_mib)
@@ -131,7 +131,7 @@ def _shard(
 
 
 def _shard_functions(rows: ModuleType) -> ModuleType:
-    """The module for states of rows that goes with a module for rows."""
+    """Returns the module for row states that belongs to a module for rows."""
     if rows is linear_rows:
         return shard_rows
     from torch_streamkl.linear.triton import shards as shard_kernels
@@ -143,7 +143,7 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
 def _options_of(
     problem: LinearProblem, max_workspace_mib: int, rows: str, needs_grad: list[bool]
 ) -> dict[str, str]:
-    """Returns the options that ranks have to give alike and that no number describes."""
+    """Returns the options that ranks have to give alike, and that no number describes."""
     options: dict[str, Any] = {
         "divergence": problem.functional.text,
         "temperature": problem.temperature,
@@ -177,7 +177,7 @@ def _forward(
 
 
 def _local_labels(problem: LinearProblem) -> Tensor:
-    """Labels from this rank's first vocabulary entry on, for the backward of `linear_kl`."""
+    """Returns labels relative to this rank's first entry, for the backward of `linear_kl`."""
     if problem.labels is None:
         return problem.student.hidden.new_empty(0, dtype=torch.int64)
     counted = problem.labels != problem.ignore_index

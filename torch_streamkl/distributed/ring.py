@@ -114,9 +114,7 @@ def form_of(functional: Functional) -> Bilinear:
 
 
 def within(offsets: Tensor, first: int, size: int) -> Tensor:
-    """Returns offsets of packed sequences in a range of their positions; those outside are empty
-    there.
-    """
+    """Clips the offsets of packed sequences to a range of positions; those outside are empty."""
     return offsets.clamp(first, first + size) - first
 
 
@@ -125,7 +123,7 @@ def _shifted(x: slice, by: int) -> slice:
 
 
 def _block(row: int, key: int, size: int, left: int | None, right: int | None) -> Block | None:
-    """Selects ``size`` rows and keys from these positions on, those that may see each other.
+    """Selects ``size`` rows and keys from these positions on, if they may see each other.
 
     Bounds count from equal positions; in a block from its last row and key, and never below 0.
     """
@@ -165,7 +163,7 @@ class _Circle:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def send(self) -> Tensor:
-        """To the next rank; what comes from the one before is on its way."""
+        """Sends the tensors to the next rank, and begins to receive those of the one before."""
         send, receive = [0] * self.size, [0] * self.size
         send[(self.rank + 1) % self.size] = receive[self.rank - 1] = self.flat.numel()
         return collectives.all_to_all(self.flat, receive, send, self.group_name)
@@ -204,7 +202,7 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
 
 
 def _state_of(stats: RowStatistics, unit: float, form: Bilinear) -> RowState:
-    """Statistics of a call as the state of its keys: what `finish` made of it, undone."""
+    """Converts statistics of a call to the state of its keys: the inverse of `finish`."""
     lse_t, lse_s = stats.teacher_lse * unit, stats.student_lse * unit
     row_sum_t, row_sum_s = ((x > -torch.inf).to(x.dtype) for x in (lse_t, lse_s))
     a = stats.teacher_delta - (form.tt + form.t) * row_sum_t - form.st * row_sum_s
@@ -269,6 +267,6 @@ def backward(
 
 
 def _of_rows(stats: Tensor, rows: slice, unit: float) -> Tensor:
-    """Statistics of some rows as an implementation keeps them."""
+    """Returns statistics of some rows in the unit of an implementation."""
     lse, total = stats[..., rows]
     return torch.stack([lse / unit, total])

@@ -80,7 +80,7 @@ class Shard:
             self.rows.state(part, s, t, out)
 
     def gathered(self, parts: Tensor) -> Tensor:
-        """Returns states of all ranks [ranks, fields, tokens], on their way."""
+        """Starts to gather the states of all ranks [ranks, fields, tokens]."""
         return collectives.all_gather(parts, self.num_ranks, self.group_name)
 
     def merge(self, part: LinearProblem, gathered: Tensor, out: RowValues) -> None:
@@ -96,7 +96,7 @@ class Shard:
             self.rows.sums(part, s, t, out, totals)
 
     def add_sums(self, totals: Tensor, out: RowValues) -> None:
-        """Adds up value, H and G of whole rows, from those of all ranks."""
+        """Sums value and deltas of whole rows over ranks."""
         value, student_delta, teacher_delta = collectives.wait(
             collectives.all_reduce(totals, self.group_name)
         )

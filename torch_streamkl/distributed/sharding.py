@@ -55,9 +55,7 @@ class Way:
 
 
 def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
-    """Returns the ways to share a call over so many ranks; ``given`` has tensors or their
-    specs.
-    """
+    """Lists the ways to share a call over so many ranks; ``given`` has tensors or their specs."""
     tensors = {name: given[name] for name in (*QUERIES, *KEYS, *_DIMENSIONS)
                if given.get(name) is not None}  # fmt: skip
     everywhere = Way(
@@ -115,7 +113,7 @@ def _placement(name: str, x: Any, dim: int) -> Placement:
 
 
 def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
-    """Returns for each mesh dimension the way that the placements say; raises if there is none."""
+    """Returns the way that the placements of each mesh dimension ask for; raises without one."""
     found = []
     for mesh_dim in range(mesh.ndim):
         num_ranks = mesh.size(mesh_dim)
@@ -132,7 +130,7 @@ def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
 
 
 def _fits(way: Way, placed: dict[str, Placement]) -> bool:
-    """Whether inputs are as the way needs them, up to local slices of what is on every rank."""
+    """Whether inputs are placed as the way needs them, or need a local slice at most."""
     return all(
         placement == way.inputs[name] or (name in _DIMENSIONS and placement == Replicate())
         for name, placement in placed.items()

@@ -109,7 +109,7 @@ def trace_fully_shard(model: nn.Module) -> nn.Module:
 
 
 def _plans(root: Any, is_outermost: bool) -> Iterator[tuple[nn.Module, Unsharding]]:
-    """The modules whose parameters this one manages."""
+    """Yields the modules whose parameters a module manages, and how these are gathered."""
     state = root._get_fsdp_state()
     root.reshard()
     policy: MixedPrecisionPolicy = state._mp_policy
@@ -137,7 +137,7 @@ def _plans(root: Any, is_outermost: bool) -> Iterator[tuple[nn.Module, Unshardin
 
 
 def _groups(state: Any) -> list[Any]:
-    """A module's groups of parameters; torch 2.11 has at most one."""
+    """Returns a module's groups of parameters; torch 2.11 has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -156,7 +156,7 @@ def _check(name: str, parameter: Tensor, owner: str) -> None:
 
 
 def _replace_hooks(module: Any) -> None:
-    """Casts of inputs and outputs stay, without what Dynamo cannot see."""
+    """Removes the hooks that Dynamo cannot trace, and keeps the casts of inputs and outputs."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -183,7 +183,7 @@ def _cast(dtype: torch.dtype, x: Any) -> Any:
 
 @functools.cache
 def _traced_class(cls: type, names: tuple[str, ...], plan: Unsharding) -> type:
-    """A class whose parameters are whole when read; one for all layers that are alike."""
+    """Returns a class whose parameters are whole when read; equal layers share one."""
     members: dict[str, Any] = {name: property(_reader(name, plan)) for name in names}
     if issubclass(cls, FSDPModule):
         members |= {name: _refusing(name) for name in _REFUSED}
@@ -198,7 +198,7 @@ def _new_of_original(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply_as_without_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """FSDPModule's would look for the sharded tensor where a whole one is read."""
+    """Replaces FSDPModule's `_apply`, which would look for the sharded tensor."""
     return super(FSDPModule, self)._apply(*args, **kwargs)
 
 

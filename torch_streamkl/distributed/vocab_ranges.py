@@ -46,7 +46,7 @@ class Shards:
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
-        """Makes shards from every rank's vocabulary sizes and starts; raises where they clash."""
+        """Builds shards from every rank's vocabulary sizes and starts; raises if they clash."""
         student, teacher = (
             _ranges(
                 side,

@@ -39,7 +39,7 @@ class Entry:
     """
 
     def __init__(self, src: str, parameters: Sequence[str], fn: Callable[..., Any]) -> None:
-        """``fn`` is the function, without what its names are: it is not called."""
+        """``fn`` is the function's source without what its names stand for; it is not called."""
         self.src = src
         self.arg_names = list(parameters)
         self.params = [Parameter(name, i) for i, name in enumerate(parameters)]
@@ -48,7 +48,7 @@ class Entry:
 
 
 def entry_of(launch: Launch) -> tuple[Entry, dict[str, Any]]:
-    """The entry of a launch, and what it passes, by parameter."""
+    """Returns the entry of a launch, and the arguments that it passes, by parameter."""
     writer = _Writer()
     arguments = [writer.spelled(x) for x in launch.arguments]
     arguments += [writer.constant(x) for x in launch.constants]
@@ -86,7 +86,7 @@ class _Writer:
         self.functions: list[str] = []  # and after it
 
     def spelled(self, x: Any) -> str:
-        """A value that a kernel gets when it is launched."""
+        """Spells a value that a kernel gets when it is launched."""
         if isinstance(x, tuple):
             return self._tuple(x, self.spelled)
         if x is None or isinstance(x, bool):
@@ -100,7 +100,7 @@ class _Writer:
         return name
 
     def constant(self, x: Any) -> str:
-        """A value that a kernel is compiled for, as a name."""
+        """Names a value that a kernel is compiled for."""
         name = f"C{len(self.constants) + len(self.functions)}"
         if isinstance(x, (JITCallable, KernelInterface)):
             text = pointwise.text_of(x)
@@ -125,7 +125,7 @@ class _Writer:
         return f"{self.imported(type(x))}({items})" if hasattr(x, "_fields") else f"({items},)"
 
     def imported(self, x: Any) -> str:
-        """The name of a function or class of a module."""
+        """Names a function or class of a module, which the source imports."""
         name: str = x.__name__
         self.imports.add(f"from {x.__module__} import {name}")
         return name

@@ -131,7 +131,7 @@ class Trace(TorchDispatchMode):
 def trace(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
 ) -> tuple[Trace, Sequence[Tensor | None]]:
-    """The steps of ``function(*tensors)``, and what it returned; raises Untraceable."""
+    """Returns the steps of ``function(*tensors)``, and its result; raises Untraceable."""
     found = Trace(tensors)
     with observed_by(found), torch.no_grad(), found:
         outputs = function(*tensors)

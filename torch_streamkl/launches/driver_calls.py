@@ -92,9 +92,7 @@ def is_descriptor(x: Any) -> bool:
 
 
 def with_base(descriptor: Any, base: Any) -> Any:
-    """Returns a descriptor of another tensor, unchecked: making one takes longer than a small
-    kernel.
-    """
+    """Returns a descriptor for another tensor, unchecked, because a check takes long."""
     found = object.__new__(type(descriptor))
     vars(found).update(vars(descriptor), base=base)  # copy.copy takes three times as long
     return found
@@ -117,7 +115,7 @@ def _driver_function(launch: Any) -> Callable[..., Any] | None:
 
 
 def _with(launch: Any, function: Callable[..., Any]) -> Any:
-    """``launch`` with another function in the place of the driver's."""
+    """Returns ``launch`` with another function in place of the driver's."""
     if isinstance(launch, BuiltinFunctionType):
         return function
     names, cells = launch.__code__.co_freevars, launch.__closure__
@@ -139,7 +137,7 @@ def _leaves(x: Any) -> Iterator[Any]:
 
 
 def _rebased(x: Any, addresses: Iterator[int]) -> Any:
-    """Arguments whose descriptors are of other addresses."""
+    """Replaces the addresses of descriptors among the arguments."""
     if isinstance(x, tuple):
         return tuple([_rebased(each, addresses) for each in x])
     return with_base(x, Base("", next(addresses))) if is_descriptor(x) else x

@@ -49,9 +49,7 @@ class StreamingBlocks:
 
 
 def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
-    """Chooses long runs of keys first, then queries, then as many heads and batch elements as
-    fit.
-    """
+    """Chooses long runs of keys first, then queries, then as many heads and batches as fit."""
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
     teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
     group = math.lcm(
@@ -72,17 +70,17 @@ def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Returns a / b, rounded up; triton.cdiv takes 2 to 8 us."""
+    """Divides, rounded up; triton.cdiv takes 2 to 8 us."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """Returns the least that is not below n, of 1 and more; triton's takes as long."""
+    """Returns the least power of 2 that is at least n (1 or more); triton's takes as long."""
     return 1 << (n - 1).bit_length()
 
 
 def padded_dim(dim: int) -> int:
-    """Returns dimensions of a tile that holds so many."""
+    """Returns the dimensions of a tile that holds so many."""
     return max(16, next_power_of_2(dim))
 
 
@@ -158,7 +156,7 @@ def triton_limit(problem: AttentionProblem) -> str | None:
 
 
 def matmul_limit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Explains why kernels that multiply matrices do not run on a CUDA or HIP device, or None."""
+    """Explains why kernels with matmuls do not run on a CUDA or HIP device, or None."""
     limit, gpu = gpu_limit(device), gpu_of(device)
     if limit is not None or gpu.is_hip or gpu.capability >= (8, 0):
         return limit
@@ -282,7 +280,7 @@ def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
 
 
 def _least_splits(student: Side, teacher: Side) -> int:
-    """Shares of dK, on the side that needs more: a program has one key head of each side."""
+    """Counts the splits of dK on the side that needs more: a program has one key head per side."""
     groups = [side.num_heads // side.num_kv_heads for side in (student, teacher)]
     return max(groups) // math.gcd(*groups)
 
@@ -302,7 +300,7 @@ def _has_gluon() -> bool:
 
 
 def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
-    """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
+    """Whether "auto" takes the Hopper kernels if they can run: measured, or decided by size."""
     if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False  # without asking for sizes that only the data decides
     if problem.head_mean:
@@ -336,7 +334,7 @@ def _is_prepared(problem: AttentionProblem) -> bool:
 
 
 def sums_squares(problem: AttentionProblem) -> bool:
-    """Returns whether the Hopper forward sums squares in one pass: where it goes by blocks."""
+    """Returns whether the Hopper forward sums squares in one pass: if it goes by blocks."""
     return (
         problem.functional.squares is not None
         and problem.mask is None
@@ -357,7 +355,7 @@ def _is_measured(problem: AttentionProblem, backward: bool) -> bool:
 
 
 def _clamps_every_row(problem: AttentionProblem) -> bool:
-    """Whether every row has a probability below a clamp: the Hopper kernels compute it twice."""
+    """Whether every row has a probability below a clamp: Hopper kernels compute those twice."""
     guarded = problem.functional.guarded
     if guarded is None:
         return False
@@ -365,7 +363,7 @@ def _clamps_every_row(problem: AttentionProblem) -> bool:
 
 
 def _sequences(problem: AttentionProblem) -> int:
-    """Packed sequences in a batch element."""
+    """Counts the packed sequences in a batch element."""
     return 1 if problem.cu_seqlens_q is None else max(1, problem.cu_seqlens_q.shape[0] - 1)
 
 
@@ -386,7 +384,7 @@ def _fills_device(problem: AttentionProblem) -> bool:
 
 
 def _splits_keys(problem: AttentionProblem) -> bool:
-    """Whether few blocks of rows occupy the GPU with the Hopper kernels: in parts and shares."""
+    """Whether few blocks of rows occupy the GPU with the Hopper kernels, which split keys."""
     bounds = (problem.window_left, problem.window_right)
     if problem.is_packed or bounds != (None, None) or is_wide(problem):
         return False
@@ -474,9 +472,7 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
 
 
 def is_wide(problem: AttentionProblem) -> bool:
-    """Returns whether a side's head_dim is above what the narrow kernels for Hopper have room
-    for.
-    """
+    """Returns whether a side's head_dim is too wide for the narrow Hopper kernels."""
     return max(problem.student.head_dim, problem.teacher.head_dim) > MAX_NARROW_HEAD_DIM
 
 
@@ -486,9 +482,7 @@ def has_bias(problem: AttentionProblem) -> bool:
 
 
 def has_one_bias(problem: AttentionProblem) -> bool:
-    """Returns whether both sides have the same bias, as an additive mask is: it is then read
-    once.
-    """
+    """Returns whether both sides have the same bias, such as an additive mask: it is read once."""
     student, teacher = problem.student.bias, problem.teacher.bias
     if student is None or teacher is None:
         return False
@@ -545,11 +539,9 @@ def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
 
 
 def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Returns blocks to compute whole, and parts of each of the others (NOTE [Split-KV] in
-    hopper/split_kv.py).
+    """Returns the blocks to compute whole, and the num_splits of each other one.
 
-    Every number of parts is a kernel to compile, and lengths may change from step to step: beyond
-    four parts only powers of two.
+    NOTE [Split-KV] in hopper/split_kv.py.
     """
     last = blocks % multiprocessors(device)
     if last == 0:
@@ -561,7 +553,7 @@ def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[
 
 
 def adds_queries(problem: AttentionProblem) -> bool:
-    """Returns whether dQ may be summed in any order, and is faster so."""
+    """Returns whether dQ may be summed in any order, and whether that is faster."""
     return (
         not problem.deterministic
         and not problem.head_mean
@@ -590,7 +582,7 @@ def plain_clamp(problem: AttentionProblem) -> float | None:
 def hopper_backward_launch(
     own_dim: int, other_dim: int, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
-    """Chooses the launch of dQ or dK on Hopper; ``adds``: of a dK kernel that also adds up dQ."""
+    """Chooses the launch of dQ or dK on Hopper; ``adds``: the dK kernel also sums dQ."""
     if max(own_dim, other_dim) > MAX_NARROW_HEAD_DIM:
         return HOPPER_BACKWARD_LAUNCHES[256]
     if adds:
@@ -625,11 +617,8 @@ WHOLE_HEADS_FEW_ROWS = 128  # dQ and dK would have as many programs one after th
 
 
 def whole_heads_launch(problem: AttentionProblem, student: bool) -> TritonLaunch | None:
-    """Returns the configuration of "dq_dk", which computes both gradients of a side; None: two
-    kernels do.
-
-    A program has a head's rows one after the other. Few heads of many rows leave a GPU idle, which
-    dQ by blocks of rows does not.
+    """Returns the configuration of "dq_dk", which computes both gradients, or None for two
+    kernels.
     """
     packed = problem.is_packed
     keys = problem.max_seqlen_k if packed else problem.seqlen_k
@@ -703,13 +692,13 @@ def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
 
 
 def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
-    """Enough programs to fill the device twice, each with several tiles of keys."""
+    """Chooses enough programs to fill the device twice, each with several tiles of keys."""
     programs = ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
     return _shared_by(problem, 2, programs, ceil_div(problem.seqlen_k, launch.block_n) // 4)
 
 
 def head_mean_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
-    """Returns the num_splits of a block's tiles, if a tile is computed for all teacher heads.
+    """Returns the num_splits of a block's tiles, if one tile is computed for all teacher heads.
 
     Sums of a row add up over shares, unless a masked key counts: that takes the whole row.
     """
@@ -724,7 +713,7 @@ def row_splits(problem: AttentionProblem, programs: int, tiles: int) -> int:
 def key_splits(
     problem: AttentionProblem, group: int, programs: int, resident: int, together: int = 0
 ) -> int:
-    """Returns the num_splits of the ``group`` query heads of a block of keys: a divisor of group.
+    """Returns the num_splits of a key block's ``group`` query heads: a divisor of group.
 
     ``resident`` programs run on a multiprocessor at once. Causal ones differ in length: half of
     the work fills the gaps next to the longest. The heads of a share are among ``together``
@@ -738,7 +727,7 @@ def key_splits(
 
 
 def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -> int:
-    """Shares of a block that give every multiprocessor ``each`` programs, ``most`` at most."""
+    """Chooses splits of a block: ``each`` programs per multiprocessor, at most ``most``."""
     if problem.is_packed:
         return 1
     enough = each * multiprocessors(problem.student.q.device)
@@ -746,7 +735,7 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
 
 
 def hint_of(n: int | torch.SymInt) -> int:
-    """Returns the number, or a symbolic one's hint: for choices that are right for every value."""
+    """Returns a number, or a symbolic one's hint, for choices that are right for every value."""
     if not isinstance(n, torch.SymInt):
         return n
     hint = n.node.hint

@@ -46,7 +46,7 @@ class Replay:
         return outputs
 
     def settle(self, program: Any) -> None:
-        """Use a program from now on, or none."""
+        """Decides on a program for all later calls, or on none."""
         self._program = program
 
 

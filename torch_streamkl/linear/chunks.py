@@ -77,9 +77,7 @@ def backward(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> Gradients:
-    """Returns gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from
-    statistics.
-    """
+    """Computes gradients of ``sum(weights.value * value) + sum(weights.hard * hard)``."""
     accumulators = [GradientSums(problem, side, needs_grad) for side in (0, 1)]
     vocab_size = max(head.vocab_size for head in problem.heads)
     if vocab_size == 0:  # a rank that has none of the vocabulary
@@ -158,12 +156,7 @@ def forward_with_gradients(
 
 
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
-    """Returns the row state of a shard of the vocabulary (nats) and the log-sum-exp of its
-    labelled scores.
-
-    States of disjoint shards merge with `row_state.merge` and end in `row_state.finish`; with the
-    merged statistics `backward` gives each shard's gradients.
-    """
+    """Computes a vocabulary shard's row state (nats), and the log-sum-exp of its labels' y."""
     form = problem.functional.bilinear or Bilinear()
     tokens = tokens_that_fit(
         problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem))
@@ -186,7 +179,7 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
 def gradient_chunks(
     problem: LinearProblem, needs_grad: NeedsGrad, max_workspace_mib: int
 ) -> Chunks:
-    """Returns chunks of the forward that computes gradients: those that move the fewest bytes."""
+    """Chooses the chunks of the forward with gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
     workspace = workspace_bytes(problem, max_workspace_mib)
     whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
@@ -206,7 +199,7 @@ def gradient_chunks(
 
 
 def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
-    """Bytes of weights that all chunks move, apart from what any choice moves.
+    """Counts the bytes of weights that all chunks move, without what every choice moves.
 
     A chunk reads the student's weight twice, and reads and writes its gradient, which no other
     work hides: counted twice, and more where the last tile of tokens is not full. A part of the
@@ -223,12 +216,12 @@ def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
 
 
 def token_multiple(problem: LinearProblem) -> int:
-    """Returns the multiple of tokens that matmuls are fast with."""
+    """Returns the multiple of tokens for which matmuls are fast."""
     return TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 128)
 
 
 def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
-    """Returns how many tokens' logits fit the workspace."""
+    """Counts the tokens whose logits fit into the workspace."""
     limit = workspace // bytes_per_token
     if limit < 1:
         raise ValueError(
@@ -246,7 +239,7 @@ def logits_buffer(head: Head, tokens: int) -> Tensor:
 
 
 def logits_of(head: Head, buffer: Tensor) -> Tensor:
-    """Computes ``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
+    """Computes ``hidden @ weight.T``, plus an adapter's product, in the buffer's first rows."""
     if isinstance(buffer, FakeTensor):  # of a trace: a compiler places them, and makes no copy
         size = (head.hidden.shape[0], head.vocab_size)
         out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))
@@ -301,7 +294,7 @@ class GradientSums:
             )
 
     def add(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
-        """Adds what a block of tokens and of the vocabulary contributes; blocks come in order.
+        """Adds a block of tokens and of the vocabulary; blocks come in order.
 
         The block has as many columns as this side has of that part of the vocabulary, maybe none.
         """

@@ -49,11 +49,10 @@ class VocabTile:
 
 
 def vocab_forward(form: VocabForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Returns the value, both log-sum-exps, H, G, the log-sum-exp of the student's y, and what
-    rounding has taken from the two first (NOTE [Rounding of log-sum-exps] in linear/problem.py),
-    stacked.
+    """Returns the value, both log-sum-exps, both deltas, and the log-sum-exp of the student's y.
 
-    With "row_weight" needed gradients replace the logits.
+    It stacks them with the rounding errors of the first two log-sum-exps (NOTE [Rounding of
+    log-sum-exps] in linear/problem.py).
     """
     s, t = (_vocab(form, inputs, side) for side in (0, 1))
     student, teacher = softmax(s.score), softmax(t.score)

@@ -91,8 +91,9 @@ class LinearProblem:
         )
 
     def of_vocab(self, vocab: slice) -> LinearProblem:
-        """Returns the problem of a range of vocabulary entries (views); a side without them gets
-        an empty head.
+        """Returns the problem of a range of vocabulary entries (views).
+
+        A side without entries there gets an empty head.
         """
         return replace(
             self,
@@ -220,7 +221,7 @@ MAX_LOW_PRECISION_SUMS = 34
 
 
 def max_sums(problem: LinearProblem) -> int:
-    """Limits how often a gradient may be added to."""
+    """Limits how many times a gradient may be accumulated."""
     is_low = any(head.hidden.element_size() == 2 for head in problem.heads)
     return MAX_LOW_PRECISION_SUMS if is_low else 2**31
 
@@ -276,10 +277,10 @@ def ranges(size: int, step: int) -> Iterator[slice]:
 
 
 def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
-    """Yields the fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
+    """Yields the fewest nearly equal ranges of at most ``limit`` that start at round numbers.
 
-    Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
-    Of no rows there is no range: a mask may select none.
+    Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk. Of
+    no rows there is no range: a mask may select none.
     """
     if size == 0:
         return

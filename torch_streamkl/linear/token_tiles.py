@@ -70,7 +70,7 @@ def _forward(
     weights: RowWeights | None,
     needs_grad: NeedsGrad,
 ) -> bool:
-    """Whether it was computed; where not, nothing has changed."""
+    """Computes the forward, or returns False and changes nothing."""
     if not is_even(problem):
         return False
     label_y = None
@@ -95,9 +95,7 @@ def _forward(
 
 
 def is_even(problem: LinearProblem) -> bool:
-    """Returns whether compiled rows can compute it: both sides have the same vocabulary
-    entries.
-    """
+    """Whether compiled rows can compute it: both sides have the same vocabulary entries."""
     return problem.student.vocab_size == problem.teacher.vocab_size > 0
 
 
@@ -142,7 +140,7 @@ def _inputs(
 
 
 def _weights(problem: LinearProblem, weights: RowWeights, part: slice) -> Described:
-    """Factors of the rows' gradients, 0 for those that do not count."""
+    """Returns factors of the rows' gradients, 0 for rows that do not count."""
     zero = torch.zeros(problem.num_tokens, dtype=problem.compute_dtype, device="cpu")
     value = zero if weights.value is None else weights.value
     inputs: Described = {"row_weight": (value[part, None], "r1")}

@@ -42,7 +42,7 @@ GROUP_REGISTERS = gl.constexpr(480)  # of a thread, shared evenly by the warp gr
 
 
 def _pinned(n: int) -> str:
-    """Makes an empty instruction read x, so that n numbers are computed before what follows.
+    """Writes asm of a pause that never happens, but needs n numbers before what follows.
 
     It reads two of every eight: the compiler leaves the others with them.
     """
@@ -69,7 +69,7 @@ def exp2(x):
 
 
 def _before_wait(n: int) -> str:
-    """Makes an empty instruction read n numbers, and returns them."""
+    """Writes asm of a pause that never happens, but reads n numbers, and returns them."""
     lines = [".reg .pred p;", f"setp.eq.f32 p, ${n}, 0fFF7FFFFF;"]
     lines += [f"setp.eq.and.f32 p, ${n + i}, 0fFF7FFFFF, p;" for i in range(1, n)]
     lines += ["@p nanosleep.u32 1;"]

@@ -43,7 +43,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Computes both in one launch: a row's second pass finds part of it in the cache."""
+    """Computes both in one launch: a row's second pass finds part of the logits in the cache."""
     _launch(problem, student, teacher, out, weights, needs_grad, compute_values=True)
 
 
@@ -60,7 +60,7 @@ def gradient(
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies a dense tensor in place by a number on the device; 1 costs no traffic."""
+    """Multiplies a dense tensor in place by a number on the device; a 1 moves no bytes."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
     grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8, **COMPILE_OPTIONS}

@@ -95,9 +95,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def load_bits(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
-    """Returns logits [LANES, WIDTH] with their bias, which of them exist, and the vocabulary entry
-    indices.
-    """
+    """Loads logits [LANES, WIDTH] with their bias; says which exist, and their entry indices."""
     lanes = tl.arange(0, CONFIG.LANES)
     vocab = start + lanes[:, None] * CONFIG.WIDTH + tl.arange(0, CONFIG.WIDTH)[None, :]
     inside = vocab < head.vocab_size
@@ -118,9 +116,7 @@ def scores_of(
     head, row, start, unit,
     MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Returns scores of a tile (-inf where no vocabulary entry is), d(y)/d(logit), and which
-    vocabulary entries exist.
-    """
+    """Computes a tile's scores (-inf without an entry), d(y)/d(logit), and existing entries."""
     z, inside, vocab = load_bits(head, row, start, MASKED, BIAS, CONFIG)
     if SOFTCAP:
         capped = tanh(z * (head.scale / head.softcap))
@@ -218,7 +214,7 @@ def row_kernel(
     student, teacher, rows,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes values and statistics of a row where VALUES, then its gradients over its logits."""
+    """Computes values and statistics of a row if VALUES, then its gradients over its logits."""
     row = tl.program_id(0).to(tl.int64)
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
@@ -312,9 +308,7 @@ def row_kernel(
 
 @triton.jit
 def rest_of(high, row_sum, lse):
-    """NOTE [Rounding of log-sum-exps] in linear/problem.py; 0 for a row without vocabulary
-    entries.
-    """
+    """Computes the rounding error of a log-sum-exp (NOTE in linear/problem.py), or 0."""
     empty = row_sum == 0.0
     rest = (high - lse) + tl.math.log2(tl.where(empty, 1.0, row_sum))
     return tl.where(empty, 0.0, rest)
@@ -325,9 +319,7 @@ def pointwise_sums(
     student, teacher, row, vocab_size, unit, lse_s, lse_t, rest_s, rest_t,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Returns f, h and g of a functional that the row state does not give, summed over the
-    vocabulary.
-    """
+    """Sums f, h and g of a functional without a row state over the vocabulary."""
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = LANES * CONFIG.WIDTH
     lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
@@ -358,7 +350,7 @@ def store_gradient(
     MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a tile of the row's logits by the gradient to them."""
+    """Overwrites a tile of the row's logits by the gradient to them."""
     s, s_slope, in_s, vocab = scores_of(
         student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
     )
@@ -408,7 +400,7 @@ def store_vocab(head, row, vocab, d, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
-    """Computes x *= factor, without touching x where the factor is 1."""
+    """Computes x *= factor, and does not touch x if the factor is 1."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
