@@ -34,9 +34,7 @@ _is_part = ContextVar("is_part", default=False)
 
 
 def is_part_of_a_rewritten_graph() -> bool:
-    """Returns whether the graph that is compiled now is a part of one that was rewritten as a
-    whole.
-    """
+    """Returns whether the current graph is a part of one that was rewritten as a whole."""
     return _is_part.get()
 
 
@@ -86,7 +84,7 @@ def notes() -> list[str]:
 def _without_errors(
     options_of: Callable[[Any], RewriteOptions | None], compiler: Any
 ) -> RewriteOptions | None:
-    """Its graphs are other people's too: what cannot be read of their compiler is not ours."""
+    """Returns our options of a compiler, or None with a warning if they cannot be read."""
     try:
         return options_of(compiler)
     except (AttributeError, TypeError):

@@ -28,7 +28,7 @@ MODULE, ENTRY = "torch._inductor.compile_fx", "compile_fx"
 
 
 def install(is_ours: Callable[[], bool]) -> bool:
-    """Wrap Inductor's entry point; False if this torch has none or cannot trace again.
+    """Wraps Inductor's entry point; False if this torch has none, or cannot trace again.
 
     ``is_ours`` says whether this thread captures data-dependent shapes because of `enable()`.
     """
@@ -45,7 +45,7 @@ def install(is_ours: Callable[[], bool]) -> bool:
 
 
 def uninstall() -> None:
-    """Take the wrapper away unless somebody has wrapped it since."""
+    """Removes the wrapper, unless somebody has wrapped it since."""
     module = optional("torch._inductor", ENTRY)
     wrapper = getattr(module, ENTRY, None)
     if isinstance(wrapper, _CompileOrTraceAgain):
@@ -92,7 +92,7 @@ def _has_unknown_shape(node: fx.Node) -> bool:
 
 
 def _without_data_dependent_shapes() -> None:
-    """Switch the setting off until the frame that this thread compiles now is done."""
+    """Switches the setting off until the frame that this thread compiles now is done."""
     handler = optional("torch._dynamo.callback", "callback_handler")
     setattr(torch._dynamo.config, SETTING, False)
     owner = threading.get_ident()  # newer releases keep settings for each thread

@@ -57,7 +57,7 @@ class Weighted:
 
 
 def compute_in_forward(graph: fx.Graph) -> int:
-    """Rewrite the joint graph where that is possible; how many losses it was."""
+    """Rewrites the joint graph if possible; returns the number of losses."""
     sort = topological_sort()
     if sort is None:  # the report says so
         return 0

@@ -29,7 +29,7 @@ NUM_GRADIENT_TENSORS = 3  # before the tensors of the forward: grad and both sta
 
 @functools.cache
 def install() -> bool:
-    """Let Inductor write sites into the graphs that it compiles; False where it has no table."""
+    """Lets Inductor write bound operators into its graphs; False if it has no table for that."""
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import (
             CUSTOM_EXTERN_KERNEL_CODEGEN,

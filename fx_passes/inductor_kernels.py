@@ -33,7 +33,7 @@ NOTE = {
 
 @functools.cache
 def install() -> bool:
-    """Lower our operators by what they do in graphs of C++; False where Inductor is another."""
+    """Lowers our operators to their steps in C++ graphs; False if Inductor's parts differ."""
     try:
         from torch._inductor.lowering import fallback_handler, lowerings
         from torch._inductor.virtualized import V  # noqa: F401
@@ -97,9 +97,7 @@ def _lower(
 
 
 def is_needed() -> bool:
-    """Returns whether the graph that Inductor lowers becomes C++, from which a call of Python is
-    long.
-    """
+    """Returns whether the graph becomes C++, from which a call of Python is slow."""
     from torch._inductor.virtualized import V
 
     return bool(V.graph.cpp_wrapper)

@@ -45,7 +45,7 @@ def attention_implementation(given: dict[str, Any]) -> str:
 
 
 def linear_implementation(given: dict[str, Any]) -> str:
-    """Returns the same for LM heads."""
+    """Chooses the implementation of LM heads for these arguments; raises if none can run."""
     problem, _, impl = linear_ops.problem_of(**{k: given[k] for k in LINEAR})
     if not all(isinstance(n, int) for head in problem.heads for n in head.hidden.shape):
         raise Untraceable("the number of tokens varies, and with it that of chunks")
@@ -65,7 +65,9 @@ class Lowering:
         run: Callable[..., Sequence[Tensor]],
         implementation: Callable[[dict[str, Any]], str],
     ) -> Callable[[], tuple[Any, ...]]:
-        """Returns a function that makes the nodes: nothing may stop it, so all is tried before."""
+        """Traces the implementation, and returns a function that creates the nodes and cannot
+        fail.
+        """
 
         def refuse(guard: Any, _: Any) -> None:
             raise Untraceable("sizes that vary decide what it does")

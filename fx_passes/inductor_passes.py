@@ -29,20 +29,17 @@ Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our 
 
 @functools.cache
 def source_digest() -> str:
-    """Returns the digest of every file of the package: a change of ours must never meet a cached
-    graph.
+    """Returns the digest of every file of the package, for cache keys of compiled graphs.
 
-    A custom operator's backward is part of compiled graphs only by name, so without this a cached
-    graph would silently keep computing yesterday's gradient.
+    A custom operator's backward is part of compiled graphs only by name. Without the digest, a
+    cached graph would silently keep computing yesterday's gradient.
     """
     roots = (Path(torch_streamkl.__file__).parent, Path(__file__).parent)
     return " ".join([__version__, *(digest_of(root) for root in roots)])
 
 
 def digest_of(root: Path) -> str:
-    """Returns the digest of names and contents of all files below a directory, compiled bytecode
-    excepted.
-    """
+    """Returns the digest of names and contents of a directory's files, without bytecode."""
     digest = hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
@@ -121,15 +118,13 @@ class Chained(CustomGraphPass):
 
 
 def chained(ours: CustomGraphPass, configured: Any) -> CustomGraphPass:
-    """Chains what the user configured (nothing, a pass, or a list of passes) and our pass,
-    once.
-    """
+    """Chains the user's configured pass (none, one, or a list) and ours, once."""
     users = without_ours(configured)
     return ours if users is None else Chained(users, ours)
 
 
 def without_ours(configured: Any) -> Any:
-    """Returns what the user configured, without the pass that `chained` may have added."""
+    """Returns the user's configuration, without the pass that `chained` may have added."""
     if isinstance(configured, Chained):
         return configured.users
     if isinstance(configured, (list, tuple)):  # put around ours by the user

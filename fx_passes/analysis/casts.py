@@ -38,9 +38,9 @@ def is_narrower(to: torch.dtype, than: torch.dtype) -> bool:
 
 
 def after_rounding(analysis: Analysis, node: fx.Node, value: object) -> object:
-    """Returns the value of a node; raises Unsupported if the node rounds what it is made of.
+    """Returns the value of a node; raises Unsupported if the node rounds its inputs.
 
-    Rows of a narrower type are the user's: None.
+    A cast of rows to a narrower type is the user's own code: None.
     """
     made = node.meta.get("val")
     if not isinstance(made, Tensor) or not isinstance(value, Cast):

@@ -122,9 +122,9 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
             self._by_storage.setdefault(value.untyped_storage()._cdata, []).append(node)
 
     def _note_writes(self, node: fx.Node) -> None:
-        """After a write, what the analysis knows of the storage is void.
+        """Discards what the analysis knows of a storage after a write to it.
 
-        Who reads the written tensor later reads the result of the write: its node, unless the
+        Later readers of the written tensor read the result of the write: its node, unless the
         operation returns nothing, such as ``torch._foreach_mul_``.
         """
         for target in written_by(node):

@@ -95,9 +95,7 @@ def _is_call(node: fx.Node, name: str) -> bool:
 def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
-    """Explains why a loss is not fused: the nearest node after or before it that blocked, and
-    why.
-    """
+    """Explains why a loss is not fused: the nearest unsupported operation, and why it is."""
     for node in (site, *site.users):
         if any(x.op == "placeholder" for x in compared_by_hand(node)):
             return f"{ONE_SIDE} in this graph", None
@@ -124,7 +122,7 @@ def reason_of(
 
 
 def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] | None:
-    """Yields what blocked something that the node is made of, the nearest first."""
+    """Yields unsupported operations that the node depends on, the nearest first."""
     for earlier in _near(node, "all_input_nodes"):
         reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
         if NOT_MADE not in reason and VARIES not in reason:
@@ -160,13 +158,12 @@ def quadratic_nodes(
     sites: Sequence[fx.Node],
     operands: Iterable[fx.Node] = (),
 ) -> dict[fx.Node, fx.Node]:
-    """Returns the user's nodes with a value per query and key on a site's path, and the trace's
-    nodes.
+    """Returns the user's nodes on a site's path with a value per query and key, and the trace's.
 
-    These are scores, probabilities and what is made of them, as long as it has as many entries.
-    The logits of a language-model loss besides a divergence are not on its path. Nor are features
-    of linear attention, which ``operands`` of the sites' products are: softmaxes of products that
-    are no larger than what they are computed from.
+    They are scores, probabilities and what is computed from them, if it has as many entries. The
+    logits of a cross-entropy next to a divergence are not on its path. Neither are features of
+    linear attention (``operands`` of the sites' products): softmaxes of products that are no
+    larger than their inputs.
     """
     families = _Families(trace, recognised)
     features = {a for x in operands for a in ancestors(x)}
@@ -228,16 +225,14 @@ class _Families:
 
 
 def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
-    """Returns a score matrix, or what is made of logits or probabilities from elsewhere."""
+    """Returns whether a node is a score matrix, or is computed from logits from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
     return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
 
 
 def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
-    """Returns the operands of the product that a score matrix is; the node itself if it is
-    none.
-    """
+    """Returns the operands of the product that a score matrix is, or the node itself."""
     scores = recognised.values.get(node)
     if not isinstance(scores, Scores):
         return node

@@ -80,14 +80,13 @@ class Aliases:
         selecting: Iterable[tuple[Sequence[fx.Node], Sequence[fx.Node]]] = (),
         before: fx.Node | None = None,
     ) -> list[LateWrite]:
-        """Raise when what inserted nodes read is written to after the user's code read it.
+        """Raises if a tensor that inserted nodes read is written to after the user's code read it.
 
-        ``selecting`` are tensors that decide which rows are used, which are read at one place for
-        all their uses, and tensors that those were made of: of these, the analysis has seen the
-        writes that are part of the region.
-
-        The nodes are inserted before ``before``. Writes after it do not harm them, but a
-        backward that reads the tensor again: those to tensors without gradient are returned.
+        ``selecting`` are tensors that decide which rows are used, and the tensors that they are
+        computed from. They are read at one place for all their uses, and the analysis has seen
+        their writes in the region. The nodes are inserted before ``before``. A later write harms
+        only a backward that reads the tensor again; writes to tensors without gradient are
+        returned.
         """
         late: list[LateWrite] = []
         for node in dict.fromkeys(a for x in added for a in x.all_input_nodes):

@@ -47,7 +47,7 @@ class Trace:
 
 
 def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
-    """Returns the user's node that a node of the trace has its value from, or else came from."""
+    """Returns the user's node that a node of the trace has its value or its origin from."""
     return trace.outer.get(node) or trace.origin.get(node)
 
 
@@ -62,9 +62,9 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
 
 
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
-    """Run the region's nodes on their recorded fake inputs under make_fx.
+    """Runs the region's nodes on their recorded fake inputs under make_fx.
 
-    Raises Unsupported where torch would have to know a size that only the data decides.
+    Raises Unsupported if torch needs a size that only data decide.
     """
     slice_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 
 def fitted(value: object, shape: Sequence[Size]) -> object:
-    """Returns the value of a tensor of this shape, or raises Unsupported when it is of another.
+    """Returns the value of a tensor of this shape; raises Unsupported if it has another.
 
     Scores and what is reduced from them have all their axes in the tensor; a tensor that is larger
     is not the scores. Values after the softmax may be broadcast, and know their shape.

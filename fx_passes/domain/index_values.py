@@ -45,7 +45,7 @@ LARGEST_EXTENT = 2**40
 
 
 def stored(value: object, tensor: Tensor) -> object:
-    """Returns the value as this tensor holds it, or None where that is not certain."""
+    """Returns the value as this tensor stores it, or None if that is not certain."""
     match value:
         case Affine():
             return _stored_affine(value, tensor)
@@ -80,7 +80,7 @@ def promoted(left: object, right: object) -> torch.dtype:
 
 
 def promote(value: Number | Choice, dtype: torch.dtype) -> Number | Choice | None:
-    """Returns a number or a choice in the dtype in which it is compared."""
+    """Returns a number or a choice in the dtype of a comparison."""
     if isinstance(value, Number):
         number = in_dtype(value.value, dtype)
         return None if number is None else Number(number)

@@ -78,7 +78,7 @@ def broadcasts_to(layout: Layout, shape: Sequence[Size]) -> bool:
 
 
 def broadcast(a: Sequence[Size], b: Sequence[Size]) -> Shape | None:
-    """Returns the shape of two tensors of one rank together; None where extents may differ."""
+    """Returns the common shape of two tensors of one rank; None if extents may differ."""
     if not all(is_one(x) or is_one(y) or provably_equal(x, y) for x, y in zip(a, b, strict=True)):
         return None
     return tuple(y if is_one(x) else x for x, y in zip(a, b, strict=True))
@@ -143,7 +143,7 @@ def unsqueeze(layout: Layout, dim: int) -> Layout:
 
 
 def squeeze(layout: Layout, dims: Sequence[int]) -> Layout:
-    """Drop the given dimensions where they have size 1."""
+    """Drops the given dimensions if they have size 1."""
     return tuple(d for i, d in enumerate(layout) if not (i in dims and d == ()))
 
 

@@ -92,7 +92,7 @@ class Axes:
             raise Unsupported("scores meet a tensor of another shape")
 
     def digits(self, axis: int, size: Size, stride: Size) -> Dim:
-        """Returns the atoms of a digit of an axis, which is split where that needs it."""
+        """Returns the atoms of a digit of an axis, which is split if necessary."""
         outer, _ = self._cut(self.atoms((axis,)), stride)
         return self._cut(outer, size)[1]
 

@@ -68,9 +68,7 @@ class ScoreForm:
 
 
 def read(key: ScoreKey) -> ScoreForm:
-    """Returns the chain as an operator's arguments, or raises Unsupported with the step that is
-    none of them.
-    """
+    """Returns the chain as an operator's arguments; raises Unsupported at a step without one."""
     form = ScoreForm()
     for step in key.steps:
         form = _after(form, step)

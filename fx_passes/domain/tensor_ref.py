@@ -100,5 +100,5 @@ def cut(value: T) -> T:
 
 
 def same_numbers(a: object, b: object) -> bool:
-    """Returns whether two values are equal but for where their gradients flow."""
+    """Returns whether two values are equal, up to gradient flow."""
     return cut(a) == cut(b)

@@ -111,14 +111,12 @@ def lse(k: int) -> Expr:
 
 
 def within(k: int) -> Expr:
-    """Returns 1 at the keys that distribution k's mask allows: a mask applied after the
-    softmax.
-    """
+    """Creates the mask of distribution k applied after the softmax: 1 at allowed keys."""
     return Expr("within", (), float(k))
 
 
 def partly_within(k: int) -> Expr:
-    """Returns 1 at the keys that some of the conditions of distribution k's mask allow."""
+    """Creates a part of distribution k's mask: 1 at keys that some of its conditions allow."""
     return Expr("partly_within", (), float(k))
 
 
@@ -155,9 +153,7 @@ def variables(e: Expr) -> set[int]:
 
 
 def where_within(e: Expr, holds: bool) -> Expr:
-    """Returns the expression at keys where every mask applied after the softmax holds, or none
-    does.
-    """
+    """Returns the expression at keys at which every mask after the softmax holds, or none does."""
     if e.op == "where" and e.args[0].op in ("within", "partly_within"):
         return where_within(e.args[1 if holds else 2], holds)
     return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e

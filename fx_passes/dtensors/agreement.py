@@ -45,11 +45,10 @@ class Agreement:
         self.prefix = "streamkl/" + "-".join(map(str, self.ranks))
 
     def refusals(self, rewrite: Sequence[str], refused: Mapping[str, str]) -> dict[str, str]:
-        """Returns every site that a rank refuses, and why, the same on all ranks.
+        """Returns every loss that a rank refuses, and why, the same on all ranks.
 
-        ``rewrite`` says what all of them have to do alike: options, sites, operators.
-
-        Raises Unsupported on all of them, if one would do something else or failed.
+        ``rewrite`` describes what all of them have to do alike: options, losses, operators. Raises
+        Unsupported on all ranks if one would do something else, or failed.
         """
         if self.store is None:
             return dict(refused)

@@ -66,7 +66,7 @@ class Restore:
         self.how: dict[str, str] = {}  # by site: how ranks share it
 
     def run(self) -> None:
-        """Raises DoesNotFit where it cannot be done."""
+        """Restores the graph; raises DoesNotFit if that is impossible."""
         for node in list(self.graph.nodes):
             try:
                 if node.name in self.user:

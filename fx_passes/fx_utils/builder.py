@@ -56,7 +56,7 @@ class Builder:
 
     @contextlib.contextmanager
     def undone_if_blocked(self) -> Iterator[None]:
-        """Take back what is inserted meanwhile when it steps out to be unsupported."""
+        """Removes what was inserted inside of the block if it raises Unsupported."""
         kept = len(self.added)
         try:
             yield
@@ -66,13 +66,13 @@ class Builder:
             raise
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Returns a function call."""
+        """Inserts a function call."""
         return self._insert(
             "call_function", function, args, kwargs, lambda a, k: function(*a, **k)
         )
 
     def method(self, name: str, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-        """Returns a tensor method call."""
+        """Inserts a tensor method call."""
         if name == "detach" and self._is_in_inference_mode:
             return x  # nothing is recorded there
         return self._insert(
@@ -84,7 +84,7 @@ class Builder:
         return autograd_modes(self.graph.nodes)[self.before] == INFERENCE
 
     def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Returns the same operation with some of its inputs replaced."""
+        """Inserts the same operation with some of its inputs replaced."""
         given: Any = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
         args, kwargs = given
         if callable(node.target):
@@ -126,11 +126,11 @@ class Builder:
     def positions(
         self, selection: object, mask: fx.Node, rows: Callable[[Builder], fx.Node]
     ) -> fx.Node:
-        """Inserts the positions where a boolean mask is True, as indices into its flattened
+        """Inserts the positions at which a boolean mask is True, as indices into its flattened
         entries.
 
-        They are made after the mask, once for each selection; ``rows`` adds the nodes that make
-        one entry a row of it.
+        They come after the mask, once for each selection; ``rows`` adds the nodes that make one
+        entry a row of it.
         """
         made = self.selections.positions.get(selection)
         if made is None:
@@ -142,7 +142,7 @@ class Builder:
         return made
 
     def count(self, size: Size, tensor: fx.Node, dim: int) -> None:
-        """Remember where a number of selected rows is read."""
+        """Remembers where a number of selected rows is read."""
         self.selections.counts[str(expression(size))] = (tensor, dim)
 
     def _symbolic(self, wanted: Any, tensors: Sequence[fx.Node]) -> int | fx.Node:

@@ -72,13 +72,13 @@ with _explained():
 
 
 def later(module: str, name: str) -> Any:
-    """Returns a name of a part of torch that takes long to import, when it is needed."""
+    """Imports a name from a slow part of torch when it is needed."""
     with _explained():
         return getattr(importlib.import_module(module), name)
 
 
 def optional(module: str, name: str) -> Any:
-    """Returns a name of a module of torch, None where it is missing: for what may be left out."""
+    """Returns an optional name of a torch module, or None if it is missing."""
     try:
         owner = importlib.import_module(module)
         return getattr(owner, name, None) or importlib.import_module(f"{module}.{name}")

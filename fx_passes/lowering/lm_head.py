@@ -34,9 +34,7 @@ DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 def emit(
     build: Builder, geometry: Geometry, functional: Functional, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Returns the value per token, with the geometry's digits as dimensions: batch, heads,
-    rows.
-    """
+    """Inserts the call; returns the value per token, with dimensions batch, heads, rows."""
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {}
     sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}

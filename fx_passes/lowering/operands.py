@@ -83,7 +83,7 @@ def weight(
     outer: Mapping[fx.Node, fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node:
-    """Returns an operand that holds keys only, as [keys, width]."""
+    """Returns an operand that holds keys only, as [keys, hidden_size]."""
     x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry)
     places = [Place(kind, p.slot, p.size) for kind in ("key", "dim") for p in _of(kind, pieces)]
@@ -99,9 +99,7 @@ def weight(
 
 
 def materialise(build: Builder, tensor: TensorRef, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Returns the part of the user's tensor that a reference stands for, detached where it has to
-    be.
-    """
+    """Inserts the part of the user's tensor that a reference names, detached if necessary."""
     x = outer_node(tensor.node, outer)
     for step in tensor.steps:
         x = _with_step(build, x, step, outer)
@@ -338,7 +336,10 @@ def _to_four_dimensions(
 
 
 def _in_groups(build: Builder, x: fx.Node, places: Sequence[Place], rank: int) -> fx.Node:
-    """[batch, heads, rows or keys, width]; what has no place is part of the width."""
+    """Arranges an operand as [batch, heads, rows or keys, hidden_size].
+
+    A dimension without a place becomes part of the hidden size.
+    """
     ends = [sum(GROUPS.index(p.group) <= i for p in places) for i in range(len(GROUPS))]
     ends[-1] = rank
     return _grouped(build, x, list(zip([0, *ends[:-1]], ends, strict=True)))
@@ -364,11 +365,10 @@ def rows_as_user(
     *,
     trailing: bool = False,
 ) -> fx.Node:
-    """Returns the row values [batch, heads, queries] in the user's dimensions, the key dimension
-    of size 1.
+    """Returns row values [batch, heads, queries] in the user's dimensions; the key dimension has
+    size 1.
 
-    ``trailing``: the values have one more dimension, which takes the place of the (last) key
-    dimension.
+    ``trailing``: the values have one more dimension, which replaces the (last) key dimension.
     """
     order = [*geometry.batch, *geometry.heads]
     if geometry.query is not None:

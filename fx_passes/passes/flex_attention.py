@@ -44,16 +44,15 @@ def softcapped_attention(
     alive: Tensor | None = None,
     has_slope: bool = False,
 ) -> Tensor:
-    """Returns attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias`` where
-    allowed.
+    """Computes attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias``.
 
     A query i sees the keys j with ``first <= j - i <= last`` at which all masks are True. A row in
     which ``alive`` is False sees all keys alike: its scores are 0, with the gradient of the capped
-    scores where ``has_slope`` (see NOTE [Rows without keys]).
+    scores if ``has_slope`` (see NOTE [Rows without keys]).
 
     Args:
         q: [batch, heads, queries, head_dim].
-        k, v: [batch, key heads, keys, head_dim]; key head h is that of query heads h * group on.
+        k, v: [batch, key heads, keys, head_dim]; query heads from h * group on use key head h.
         masks, inner_bias, bias, alive: broadcast to [batch, heads, queries, keys]; no gradients.
     """
     captured = _Captured(q.device)

@@ -20,8 +20,8 @@ from torch_streamkl.rows import op as row_op
 
 
 def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:
-    """Finds, by loss, an operator that reads a tensor after a write, which forbids
-    fusing.
+    """Finds, for each loss, an operator that reads a tensor after a write: the loss cannot be
+    fused.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[str, str] = {}

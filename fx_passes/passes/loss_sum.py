@@ -53,7 +53,7 @@ class Chain:
 
 
 def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
-    """Replace what can be replaced; the scalars of the losses that were."""
+    """Replaces sums that can be computed in the forward; returns their nodes."""
     calls = [n for n in graph.nodes if n.target is linear_ops.linear_kl]
     weights = [_storage(n.args[1]) for n in calls]
     replaced = []

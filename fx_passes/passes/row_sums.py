@@ -72,7 +72,7 @@ class KnownTensor:
 
 
 def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
-    """Replace what can be replaced; the numbers that were."""
+    """Replaces sums that can be computed in the forward; returns their nodes."""
     heads = [w for n in graph.nodes for w in _weights(n)]
     replaced = []
     for call in [n for n in graph.nodes if n.target is row_op.row_program]:

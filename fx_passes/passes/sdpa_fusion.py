@@ -245,9 +245,7 @@ class Leftovers:
         options: dict[str, Any],
         dtype: torch.dtype,
     ) -> fx.Node | None:
-        """Marks the rows that have a key; None if all have, or if eager makes NaN of the
-        others.
-        """
+        """Marks the rows that have a key; None if all have, or if eager is NaN in the others."""
         total = options.get("attn_mask")
         form = read(place.student.distribution.scores)
         if total is None or not _may_lack_keys(place, mask):
@@ -387,8 +385,6 @@ def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
 
 
 def shape_scale(q: fx.Node) -> float:
-    """Returns the scale that scaled_dot_product_attention uses by default, 0 when it is not
-    known.
-    """
+    """Returns scaled_dot_product_attention's default scale, or 0 if it is not known."""
     head_dim = shape(q)[-1]
     return head_dim**-0.5 if isinstance(head_dim, int) and head_dim else 0.0

@@ -52,7 +52,7 @@ NEVER_CAST = {
 def share_cross_entropy(
     graph: fx.Graph, trace: Trace, recognised: Recogniser, builder: Callable[[fx.Node], Builder]
 ) -> list[str]:
-    """Replace cross-entropies of the logits of a `linear_kl` call by the call's second output.
+    """Replaces cross-entropies of the logits of a `linear_kl` call by the call's second output.
 
     Returns what the report says of those that keep the logits.
     """

@@ -108,8 +108,9 @@ def geometry(
     key_dim: int,
     others: Sequence[TensorRef] = (),
 ) -> Geometry:
-    """Returns the geometry of the pair, or raises Unsupported; ``others`` are further operands of
-    the student's side.
+    """Returns the geometry of the pair, or raises Unsupported.
+
+    ``others`` are further operands of the student's side.
     """
     num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
     if not provably_equal(*num_keys):

@@ -78,11 +78,7 @@ def check_nan_readers(
     values: Mapping[fx.Node, object],
     outside: Readers = NO_READERS,
 ) -> None:
-    """Raises Unsupported where code after ``node`` would see another number than in eager.
-
-    ``inner`` is the same value in the trace, of which ``values`` knows what its nodes are.
-    ``outside`` are the readers of what the graph returns, where another graph calls it.
-    """
+    """Raises Unsupported if code after ``node`` would see another number than in eager code."""
     found = readers_behind([node], outside)
     if found.special and any(may_be_infinite(part.scores) for part in elements.parts):
         name = min(found.special)
@@ -100,11 +96,7 @@ def check_nan_readers(
 def check_masked_logarithms(
     inner: fx.Node, elements: Elements, values: Mapping[fx.Node, object]
 ) -> None:
-    """Raises Unsupported where the logarithm of probabilities that a finite mask makes 0 counts.
-
-    ``softmax(-1).log()`` is -inf there in eager code, the operators' is what the score gives it.
-    Where both sides are masked alike eager's product with a probability is NaN.
-    """
+    """Raises Unsupported if the logarithm of a probability that a finite mask makes 0 counts."""
     if drops_absent_keys(elements) or all(
         form.mask or form.biases for form in (read(part.scores) for part in elements.parts)
     ):

@@ -94,7 +94,7 @@ def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) 
 
 
 def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
-    """Returns the sums over keys that a value of rows is computed from."""
+    """Lists the sums over keys that a per-row value is computed from."""
     found: dict[Formula, None] = {}
     stack, seen = [root], {root}
     while stack:

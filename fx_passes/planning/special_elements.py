@@ -54,7 +54,7 @@ def check_readers_inside(
     *,
     logarithms_are_exact: bool,
 ) -> None:
-    """Raises Unsupported where an operation on elements would see another number than in eager."""
+    """Raises Unsupported if an operation on elements would see another number than in eager."""
     _check_comparisons(formulas, nodes, graph)
     _check_maxima(formulas, nodes, graph)
     _check_logarithms(formulas, nodes, graph, are_exact=logarithms_are_exact)

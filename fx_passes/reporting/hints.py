@@ -297,7 +297,7 @@ def advice_for(reason: str) -> Advice | None:
 
 
 def hint_for(reason: str) -> str:
-    """Returns advice in the user's terms, empty where there is none."""
+    """Returns advice in the user's terms, or an empty text."""
     found = advice_for(reason)
     hint = found.hint if found is not None else ""
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))

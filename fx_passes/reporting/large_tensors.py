@@ -76,7 +76,9 @@ class ScoreShapes:
         return found
 
     def is_far_smaller(self, shape: Sequence[object]) -> bool:
-        """Returns whether a tensor made of an input, such as a table, is far below score size."""
+        """Returns whether a tensor computed from an input, such as a table, is far below score
+        size.
+        """
         sizes = [n if isinstance(n, int) else UNKNOWN_SIZE for n in shape]
         return math.prod(sizes) * SMALLER <= self.largest
 
@@ -158,7 +160,7 @@ def _written_target(node: fx.Node) -> Tensor | None:
 
 
 def is_origin(node: fx.Node) -> bool:
-    """Returns whether a node makes a score- or logit-sized tensor of smaller ones, or of an
+    """Returns whether a node computes a score- or logit-sized tensor from smaller ones, or an
     input.
     """
     value = example(node)

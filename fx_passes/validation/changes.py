@@ -38,7 +38,7 @@ class Graph:
 
     @functools.cached_property
     def cheap(self) -> frozenset[str]:
-        """Returns the nodes that may be recomputed to keep a relation."""
+        """Returns the nodes that may be recomputed to keep a relation between inputs."""
         nodes = self.nodes.values()
         return frozenset(n.name for n in nodes if not is_leaf(n) and name_of(n) not in HEAVY)
 
@@ -54,9 +54,7 @@ class Comparison:
 
 
 def compare_graphs(before: fx.Graph, after: fx.Graph) -> Comparison:
-    """Compares graphs by names: a copy keeps the original's, and nodes that were added have new
-    ones.
-    """
+    """Compares graphs by names: a copy keeps the original's, and added nodes have new ones."""
     old, new = Graph(before), Graph(after)
     kept: set[str] = set()
     changes: dict[Change, None] = {}

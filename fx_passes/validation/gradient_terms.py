@@ -28,7 +28,7 @@ class GradientTerms:
         self.generator = generator
 
     def use(self, node: fx.Node, x: Any) -> Any:
-        """Returns a tensor as ``node`` gets it: what this use gives back gets signs."""
+        """Returns a tensor for ``node``, whose gradient from this use gets random signs."""
         is_plain = isinstance(x, Tensor) and x.dtype.is_floating_point and x.requires_grad
         if not is_plain or not torch.is_grad_enabled() or written_by(node):
             return x
@@ -37,7 +37,7 @@ class GradientTerms:
         return view
 
     def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
-        """Returns the result of a softmax of ``x``; its terms reach ``x`` besides their sum."""
+        """Returns the softmax of ``x``, whose gradient also passes its terms with random signs."""
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         if name_of(node) not in SOFTMAXES or not isinstance(dim, int):
             return made

@@ -56,7 +56,7 @@ class Meaning:
 def values_of(
     leaves: Iterable[fx.Node], nodes: Iterable[fx.Node], sizes: Sizes, draw: Draw, owner: Any
 ) -> dict[str, Any]:
-    """Returns a value for every leaf; the same for the same draw."""
+    """Draws a value for every leaf; the same draw gives the same values."""
     nodes = list(nodes)
     found: dict[str, Any] = {}
     for index, leaf in enumerate(leaves):

@@ -42,9 +42,7 @@ def _without_compiled_autograd() -> Any:
 
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
-    """Lets real tensors run, whatever is being traced, and restores random state, modes and
-    caches.
-    """
+    """Lets real tensors run while anything is traced; restores random state, modes and caches."""
     cuda = sorted({with_index(d).index for d in devices if d.type == "cuda"})
     grad = torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -147,7 +147,7 @@ def record_pass(fingerprint: Fingerprint, options: CheckOptions) -> None:
 
 
 def forget() -> None:
-    """Check everything again that this process has checked."""
+    """Forgets all passed checks of this process."""
     _passed.clear()
 
 

@@ -38,9 +38,7 @@ class Region:
 
 
 def find_region(change: Change, graphs: Comparison) -> Region:
-    """Returns the least region around a change in which every relation between its inputs is
-    kept.
-    """
+    """Returns the least region around a change that keeps every relation between its inputs."""
     computed: set[str] = set()
     if change.after.name in graphs.kept:
         computed |= _cone(graphs.before.nodes[change.after.name])
@@ -72,9 +70,7 @@ def find_region(change: Change, graphs: Comparison) -> Region:
 
 
 def replacement_of(change: Change, graphs: Comparison) -> set[fx.Node]:
-    """Returns the nodes of the new graph that are not in the user's and that make a changed
-    value.
-    """
+    """Returns the new graph's added nodes that compute a changed value."""
     return _walk(change.after, graphs.kept)[0]
 
 

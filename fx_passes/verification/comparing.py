@@ -59,16 +59,12 @@ class Runs:
         self.add_error(self.eager)
 
     def add(self, other: Results, *, is_rounded: bool) -> None:
-        """Adds another run in eager mode; with operations rounded otherwise, or arguments
-        alone.
-        """
+        """Adds another run in eager mode, with operations or only arguments rounded otherwise."""
         self.others.append(other)
         self.add_error(other, least=0.0 if is_rounded else 1.0)
 
     def add_error(self, run: Results, least: float = 0.0) -> None:
-        """Records an error; ``least`` is what the roundings of a result make its error at
-        least.
-        """
+        """Records an error; ``least`` is a lower bound from the roundings of a result."""
         for name, z in self.exact.values.items():
             x, exact = _numbers(run.values.get(name)), _numbers(z)
             if x is None or exact is None or x.shape != exact.shape:

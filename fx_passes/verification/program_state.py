@@ -57,7 +57,7 @@ class Holder:
 def reached_from(
     program: Callable[..., Any], arguments: list[Any]
 ) -> tuple[dict[str, Tensor], list[Holder], list[str]]:
-    """Returns tensors by name, mutable objects, and iterators, which cannot be put back.
+    """Returns tensors by name, mutable objects, and iterators, which cannot be restored.
 
     ``arguments`` are those that are no tensors and no containers.
     """
@@ -232,7 +232,7 @@ def _contents_of_function(fn: types.FunctionType) -> dict[Any, Any]:
 
 
 def put_back(x: Any, before: dict[Any, Any]) -> None:
-    """Let a mutable object hold what it held before."""
+    """Restores the contents of a mutable object."""
     if isinstance(x, list):
         x[:] = before.values()
     elif isinstance(x, (deque, set)):

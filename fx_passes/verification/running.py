@@ -103,7 +103,7 @@ class Runner:
         _set_random_state(self.random)
 
     def draws_random(self) -> bool:
-        """Returns whether the last run did, so that no two runs give the same."""
+        """Returns whether the last run drew random numbers, so that no two runs are equal."""
         now = _random_state()
         same = (torch.equal(x, y) for x, y in zip(self.random[0], now[0], strict=False))
         return not all(same) or now[1] != self.random[1] or not _same_numpy(now[2], self.random[2])
@@ -118,7 +118,7 @@ class Runner:
         moved: int | None = None,
         compiled: bool = False,
     ) -> Results:
-        """Returns everything that a run gives.
+        """Runs a program, and returns everything that it gives.
 
         With ``seed`` operations are rounded otherwise, with ``moved`` the arguments are.
         """

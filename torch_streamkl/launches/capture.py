@@ -426,7 +426,7 @@ class Recorder(TorchDispatchMode):
         return f"{self._constant(torch._C._cuda_getCurrentRawStream)}({self.device.index})"
 
     def _device_guard(self) -> list[str]:
-        """Writes a guard that runs the program again on its tensors' device if another is current."""
+        """Writes a guard: if another device is current, the program runs again on its tensors'."""
         if self.device.type != "cuda":
             return []
         current, guard = self._constant(_current_device), self._constant(on_device)

@@ -252,6 +252,6 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
 
 
 def symbolic_size(x: object) -> torch.SymInt | None:
-    """Returns the size that a node or an argument stands for."""
+    """Returns the size that a node or an argument holds."""
     value = x.meta.get("val") if isinstance(x, fx.Node) else x
     return value if isinstance(value, torch.SymInt) else None

@@ -25,17 +25,17 @@ aten = torch.ops.aten
 
 
 def is_reduction_of(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
-    """Returns whether every entry of the scores meets its own row's value."""
+    """Returns whether every score meets the value of its own row."""
     return x.key == y.scores and _meets_rows(x, y)
 
 
 def is_shift_of(x: Scores, y: RowMax) -> bool:
-    """Returns the same for a maximum, wherever its gradient flows."""
+    """Returns `is_reduction_of` for a maximum, wherever its gradient flows."""
     return same_numbers(x.key, y.scores) and _meets_rows(x, y)
 
 
 def is_sum_of(x: Shifted, y: ExpSum) -> bool:
-    """Returns whether a sum is that of these exponentials, relative to the same maximum."""
+    """Returns whether a sum adds these exponentials, relative to the same maximum."""
     return x.axis == y.axis and x.maximum == y.maximum and is_reduction_of(x.scores, y)
 
 
