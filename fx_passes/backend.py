@@ -1,4 +1,8 @@
-"""Defines backend="streamkl" and inductor_options(), two thin front ends of one rewrite."""
+"""Defines the backend "streamkl" and inductor_options(), two thin front ends of one rewrite.
+
+The backend rewrites Dynamo's graph and passes it to Inductor. `inductor_options` puts the same
+rewrite into a pass of Inductor. Both end in `rewrite_and_report`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ flop_counts.register(load=True)  # compiled graphs call operators without Python
 
 
 class PassesThroughDynamo(ShortenTraceback):
-    """Dynamo raises it as it is: other errors of a backend get its name and class around them."""
+    """Base of errors that Dynamo raises unchanged, not inside of a BackendCompilerFailed."""
 
     def __init__(self, text: str) -> None:
         # the traceback is the user's, then that of who raises it
@@ -65,22 +69,33 @@ class PassesThroughDynamo(ShortenTraceback):
 
 
 class UnfusedError(PassesThroughDynamo):
-    """Raised with ``streamkl.strict`` when a loss of the graph is not fused."""
+    """Raised with the option ``strict`` if a loss of the graph is not fused.
+
+    It is raised while the graph is compiled, and its message has the report. A loss that is
+    skipped for its size does not raise.
+    """
 
 
 class OptionError(PassesThroughDynamo, ValueError):
-    """An option does not exist, or has a value that it cannot have."""
+    """Raised during a compilation if an option does not exist, or breaks its rule."""
 
 
 @contextmanager
 def reports() -> Iterator[Report]:
-    """Collect the reports of all graphs that are compiled meanwhile in one.
+    """Collects the reports of all graphs that are compiled inside of the ``with`` block into one.
 
-    Whatever compiles them: ``backend="streamkl"``, `inductor_options`, `enable` in a trainer::
+    It does not matter who compiles: ``backend="streamkl"``, `inductor_options`, or a trainer after
+    `enable`:
+
+    .. code-block:: python
 
         with torch_streamkl.reports() as report:
             step(batch)
         print(report)
+
+    Returns:
+        A context manager, which gives a `Report` that grows with each graph. A graph from
+        Inductor's cache is not analysed, and adds nothing.
     """
     report = Report()
     observer = report.extend
@@ -101,12 +116,11 @@ def _streamkl(
     mode: str | None = None,
     options: Given = None,
 ) -> Callable[..., Any]:
-    """torch.compile backend: rewrite Dynamo's graph, then compile it with Inductor.
+    """Rewrites Dynamo's graph, then compiles it: this is ``backend="streamkl"``.
 
     ``options`` are those of `RewriteOptions` with the prefix ``streamkl.``, or such an object;
-    everything else in them goes to Inductor. torch.compile shows them to a backend when it
-    compiles its first graph: what is wrong with them raises there, without the backend's name
-    around it. `RewriteOptions` raises when it is made.
+    everything else in them goes to Inductor. torch.compile passes them to a backend when it
+    compiles its first graph, so a wrong option raises there.
     """
     ours, theirs = _checked(options)
     inner = ours.inner
@@ -139,7 +153,7 @@ def _streamkl(
 
 
 def _options_of(compiler: Any) -> RewriteOptions | None:
-    """Our options of what torch.compile calls, None where that does not rewrite."""
+    """Finds our options in a compiler that torch.compile calls; None if it does not rewrite."""
     arguments: dict[str, Any] = {}
     while compiler is not _streamkl:
         compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
@@ -161,7 +175,7 @@ def _options_of(compiler: Any) -> RewriteOptions | None:
 
 
 def _checked(options: Given) -> tuple[RewriteOptions, dict[str, Any]]:
-    """Ours and Inductor's; an error is raised as it is, also inside of a compilation."""
+    """Splits options into ours and Inductor's. Errors pass through Dynamo unchanged."""
     try:
         return split_options(options)
     except (TypeError, ValueError) as error:
@@ -182,21 +196,30 @@ _streamkl.reset = _forget  # type: ignore[attr-defined]  # functions declare non
 
 
 def inductor_options(options: Given = None, /, **named: Unpack[OptionValues]) -> dict[str, Any]:
-    """Returns options for ``torch.compile(fn, options=...)`` that run the same rewrite inside
-    Inductor.
+    """Returns options for ``torch.compile(options=...)`` that run the rewrite inside of Inductor.
 
-    Passes that are already configured in ``torch._inductor.config`` run before ours. A graph that
-    Inductor finds in its cache is not analysed again: a report is logged when a graph is compiled,
-    not when it is loaded.
+    .. code-block:: python
+
+        options = torch_streamkl.inductor_options({"max_autotune": True}, min_mib=0)
+        step = torch.compile(step, options=options)
+
+    This rewrites as ``torch.compile(step, backend="streamkl")`` does. Passes that are configured
+    in ``torch._inductor.config`` run before ours. A graph from Inductor's cache is not analysed or
+    reported again.
 
     Args:
-        options: `RewriteOptions`, or a dict of options, whose names without the prefix
-            ``streamkl.`` are Inductor's own and are in the result, too.
-        named: options by name, such as ``min_mib=0``.
+        options: `RewriteOptions`, or a dict. Names with the prefix ``streamkl.`` are ours; all
+            others are Inductor's, and are returned, too.
+        named: our options by name, such as ``min_mib=0``.
+
+    Returns:
+        A new dict of Inductor options, with our passes in ``pre_grad_custom_pass`` and
+        ``joint_custom_pre_pass``.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
-        TypeError: an option does not exist.
+        ValueError: an option has a value that breaks its rule, or a name in the dict does not
+            exist.
+        TypeError: a keyword is no option.
     """
     rewrite_before_split()
     ours, theirs = with_keywords(options, named, "inductor_options")
@@ -212,7 +235,7 @@ def inductor_options(options: Given = None, /, **named: Unpack[OptionValues]) ->
 
 
 def without_rewrite(configured: Any) -> None:
-    """Say that a pass of the user stands where the rewrite was: nothing of the graph is fused."""
+    """Warns and reports that a pass of the user replaced the rewrite, so that nothing is fused."""
     name = getattr(configured, "__qualname__", None) or type(configured).__qualname__
     text = (
         f"pre_grad_custom_pass is {name} now, which replaced the rewrite: nothing of this graph "
@@ -226,7 +249,7 @@ def without_rewrite(configured: Any) -> None:
 
 
 def _is_inductor_as_it_is() -> bool:
-    """Whether nothing is configured that a graph would miss which Inductor does not get."""
+    """Whether Inductor has no configuration that a graph would miss if it bypassed Inductor."""
     config = torch._inductor.config
     passes = (
         config.joint_custom_pre_pass, config.joint_custom_post_pass,
@@ -238,7 +261,7 @@ def _is_inductor_as_it_is() -> bool:
 
 
 def _is_to_be_stored() -> bool:
-    """Whether what is compiled is written to a file, as of aot_compile(): Inductor's can be."""
+    """Whether compiled code is written to a file, as by aot_compile(): only Inductor's can be."""
     settings = (
         (torch._functorch.config, "bundled_autograd_cache"),
         (torch._dynamo.config, "caching_precompile"),
@@ -252,8 +275,9 @@ def rewrite_and_report(
     cpp_wrapper: bool | None = None,
     may_run_without_inductor: bool = False,
 ) -> Report:
-    """Rewrites a graph and logs the report; ``may_run_without_inductor``: a graph with nothing to
-    compile runs without Inductor.
+    """Rewrites a graph, and reports to the log, to tlparse and to `reports`.
+
+    ``may_run_without_inductor``: if nothing is left to compile, the graph bypasses Inductor.
     """
     scan = Scan(gm)
     # a checkpoint around the call counts what is saved, and its hooks may read it
@@ -302,12 +326,14 @@ def rewrite_and_report(
 
 
 def rewrite_before_split() -> None:
-    """Rewrite graphs of DistributedDataParallel, as whole graphs, from now on."""
+    """Rewrites DistributedDataParallel's graphs as a whole, before Dynamo splits them."""
     ddp.rewrite_before_split(_options_of, rewrite_and_report)
 
 
 def __getattr__(name: str) -> Any:
-    """``streamkl``: who asks for the backend is about to compile. An import changes nothing."""
+    """Returns the backend as ``streamkl``. Only who asks for it is about to compile: imports
+    change nothing.
+    """
     if name == "streamkl":
         rewrite_before_split()
         return _streamkl

@@ -1,9 +1,10 @@
 """Rewrites a graph before DistributedDataParallel splits it, not part by part.
 
-Under DistributedDataParallel Dynamo splits every graph where buckets of gradients are reduced, and
-a backend gets the parts: attention maps that one makes and another compares, as its inputs. There
-is no hook before the split, so its function is wrapped, for our backend alone, when somebody asks
-for our backend. If this torch splits graphs by another function, the report says so.
+Under DistributedDataParallel, Dynamo splits every graph at the buckets of gradients, and a backend
+gets the parts. Attention probabilities that one part computes and another compares are then inputs
+of a graph. There is no hook before the split. So its function is wrapped, for our backend alone,
+when our backend is first used. If this torch splits graphs by another function, the report says
+so.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ _is_part = ContextVar("is_part", default=False)
 
 
 def is_part_of_a_rewritten_graph() -> bool:
-    """Returns whether the graph that is compiled now is a part of one that was rewritten as a
-    whole.
-    """
+    """Returns whether the current graph is a part of one that was rewritten as a whole."""
     return _is_part.get()
 
 
@@ -85,7 +84,7 @@ def notes() -> list[str]:
 def _without_errors(
     options_of: Callable[[Any], RewriteOptions | None], compiler: Any
 ) -> RewriteOptions | None:
-    """Its graphs are other people's too: what cannot be read of their compiler is not ours."""
+    """Returns our options of a compiler, or None with a warning if they cannot be read."""
     try:
         return options_of(compiler)
     except (AttributeError, TypeError):

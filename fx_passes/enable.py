@@ -1,4 +1,8 @@
-"""Defines enable(): rewrites in every Inductor compilation, as trainers call torch.compile."""
+"""Defines enable(): applies the rewrite to every Inductor compilation, for trainers.
+
+Trainers call torch.compile themselves. So `enable` adds passes to ``torch._inductor.config``, and
+settings to ``torch._dynamo.config``; `disable` restores both.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +38,14 @@ from torch_streamkl.fx_passes.options import (
 
 
 class EnabledPass(PreGradPass):
-    """The rewrite for all graphs."""
+    """Rewrites every graph that Inductor compiles, with the options of `enable`."""
 
     def __init__(self, ours: RewriteOptions) -> None:
         super().__init__(ours, rewrite_and_report)
 
 
 class _OfProcess:
-    """The same for all threads."""
+    """Replaces a ContextVar: one value for all threads, as older torch keeps its settings."""
 
     def __init__(self) -> None:
         self._value: dict[str, object] | None = None
@@ -63,7 +67,10 @@ _before: ContextVar[dict[str, object] | None] | _OfProcess = (
 
 
 class Enabled:
-    """The result of `enable`: ``with enable():`` restores at its end what was before it."""
+    """Restores, as a context manager, the options that were set before `enable`.
+
+    Returned by `enable`. ``with enable(): ...`` restores them at its end; otherwise ignore it.
+    """
 
     def __init__(self, before: RewriteOptions | None) -> None:
         self._before = before
@@ -76,37 +83,42 @@ class Enabled:
 
 
 def enable(options: Given = None, /, **named: Unpack[OptionValues]) -> Enabled:
-    """Rewrite every graph that Inductor compiles from now on, whoever calls torch.compile.
+    """Rewrites every graph that Inductor compiles from now on, whoever calls torch.compile.
 
-    This is for code that calls ``torch.compile`` itself, such as a trainer with
-    ``torch_compile=True``::
+    Use it for code that calls ``torch.compile`` itself, such as a trainer:
+
+    .. code-block:: python
 
         torch_streamkl.enable()
         trainer = transformers.Trainer(model, TrainingArguments(torch_compile=True, ...), ...)
 
-    It adds our passes after those that are configured in ``torch._inductor.config``, and sets in
-    ``torch._dynamo.config`` ``capture_dynamic_output_shape_ops`` (rows that are selected by a
-    boolean mask stay in the graph) and, from torch 2.13 on, ``nested_graph_breaks`` (a graph break
-    in a called function leaves the graph of its caller whole). What was compiled before stays as
-    it is: call `enable` before the first step. Settings of torch.compile belong to the thread that
-    makes them: call it in the thread that trains. A graph that Inductor finds in its cache is not
-    analysed again, and reported only when it was compiled. A pass that replaces ours later, or
-    comes with ``torch.compile(options=)``, steps the rewrite off: a warning says so.
+    A step that you compile yourself then equals ``torch.compile(step, backend="streamkl")``. What
+    changes:
 
-    A second call replaces the options of the first. As a context manager it puts back at its end
-    what was before the call, also inside of another one. Inside, ``backend="streamkl"`` and
-    ``inductor_options()`` work as outside, with their own options.
+    - ``torch._inductor.config``: our passes run after those that are configured. A pass that
+      replaces them later, also by ``torch.compile(options=)``, disables the rewrite with a
+      warning.
+    - ``torch._dynamo.config``: ``capture_dynamic_output_shape_ops`` keeps rows that a boolean mask
+      selects in the graph. From torch 2.13 on, ``nested_graph_breaks`` keeps the caller's graph
+      whole if a called function has a graph break.
+
+    Call it before the first step, in the thread that trains: compiled code does not change, and
+    Dynamo's settings belong to a thread. A graph from Inductor's cache is not analysed or reported
+    again. A second call replaces the options of the first.
 
     Args:
-        options: `RewriteOptions`, or a dict with names such as ``streamkl.min_mib``.
+        options: `RewriteOptions`, or a dict with names such as ``"streamkl.min_mib"``.
         named: options by name, such as ``min_mib=0``.
 
     Returns:
-        A context manager, which may be ignored.
+        A context manager, which you may ignore. Its end restores what was before the call, also if
+        contexts are nested. ``backend="streamkl"`` and `inductor_options` keep their own options
+        inside.
 
     Raises:
-        ValueError: an option has a value that it cannot have. Nothing is changed then.
-        TypeError: an option does not exist.
+        ValueError: an option has a value that breaks its rule, or belongs to Inductor. Nothing is
+            changed.
+        TypeError: a keyword is no option. Nothing is changed.
     """
     ours, theirs = with_keywords(options, named, "enable")
     ours = without_inner(ours, "enable")
@@ -122,9 +134,10 @@ def enable(options: Given = None, /, **named: Unpack[OptionValues]) -> Enabled:
 
 
 def disable() -> None:
-    """Undo `enable`, however often it was called; without it nothing happens.
+    """Undoes `enable`, however often it was called.
 
-    A setting that was changed since then is left as it is, and so is what was compiled.
+    A setting that you have changed since then stays, and so does compiled code. Without `enable`,
+    nothing happens.
     """
     _set(None)
 
@@ -135,9 +148,9 @@ def _active() -> EnabledPass | None:
 
 
 def _set(ours: RewriteOptions | None) -> None:
-    """Rewrite with these options from now on, or no longer.
+    """Applies the rewrite with these options from now on, or with None no longer.
 
-    Each setting is put back by itself: one that the user replaced since then stays.
+    Each setting is restored by itself: one that the user has replaced since then stays.
     """
     inductor, dynamo = torch._inductor.config, torch._dynamo.config
     before = _before.get() or {}
@@ -166,6 +179,6 @@ def _set(ours: RewriteOptions | None) -> None:
 
 
 def _captures_because_of_us() -> bool:
-    """Whether this thread captures data-dependent shapes, and would not without `enable`."""
+    """Whether this thread captures data-dependent shapes only because of `enable`."""
     before, now = _before.get() or {}, getattr(torch._dynamo.config, fallback.SETTING)
     return before.get(fallback.SETTING) is False and bool(now)

@@ -1,4 +1,4 @@
-"""Defines explain(fn, *args): reports what the backend would do with a program."""
+"""Defines explain(): traces a program, and reports every loss, without compiling."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 
 def explain(fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs: Any) -> Report:
-    """Trace ``fn(*args, **kwargs)`` as torch.compile would and report every loss.
+    """Traces and runs ``fn(*args, **kwargs)`` once, and reports what the rewrite does with each
+    loss.
 
-    The function runs once, rewritten but not compiled by Inductor. It is not changed: what it
-    was compiled to before stays, and no cache is read or written.
+    Dynamo traces the function as for torch.compile, and the rewritten graph runs without Inductor.
+    ``fn`` is not changed, and no cache is read or written:
+
+    .. code-block:: python
+
+        print(torch_streamkl.explain(step, batch))
 
     Args:
-        fn: function, bound method, module, or what torch.compile made of one.
+        fn: a function, bound method or module, compiled by torch.compile or not.
         args, kwargs: its arguments.
-        options: as ``torch.compile(backend="streamkl", options=)`` takes them. ``strict`` and
-            ``explain`` change nothing: the report says it. A function with an argument of this
-            name gets it by `functools.partial`.
+        options: as in ``torch.compile(backend="streamkl", options=)``. ``strict`` and ``explain``
+            change nothing here. To pass an argument named ``options`` to fn, use
+            `functools.partial`.
+
+    Returns:
+        A `Report`. Printed, it is short; ``report.details()`` has everything.
 
     Raises:
-        TypeError: ``fn`` cannot be called.
-        ValueError: some tensors are on the meta device, and others are not.
-        And what ``fn`` raises.
+        TypeError: ``fn`` is not callable.
+        ValueError: some tensors are on the meta device, and others are not; or an option breaks
+            its rule.
+        Exception: whatever ``fn`` raises.
     """
     check_program("explain", fn, options)
     ours, _ = split_options(options)
@@ -52,7 +61,7 @@ def explain(fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs:
 
 
 def check_program(caller: str, fn: Any, options: Given) -> None:
-    """Raise if ``fn`` is no program, or if its argument ``options`` was taken for ours."""
+    """Raises if ``fn`` is not callable, or if its own argument ``options`` was taken for ours."""
     if not callable(fn):
         hint = ", a result: pass the function and its arguments, not what it returned"
         raise TypeError(
@@ -77,7 +86,7 @@ def check_program(caller: str, fn: Any, options: Given) -> None:
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function or module that the user gave to torch.compile."""
+    """Returns the function or module that was passed to torch.compile; others as they are."""
     inner = getattr(fn, "_orig_mod", None)  # of a module that was compiled
     if isinstance(inner, nn.Module):
         return inner
@@ -85,7 +94,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with code of its own, so that nothing compiled before is found for it."""
+    """Wraps a function in new code, so that Dynamo finds nothing that it compiled before."""
 
     def program(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -110,7 +119,7 @@ def _check_devices(program: Callable[..., Any], given: Any) -> None:
 
 
 def _new_backend(ours: RewriteOptions) -> Callable[..., Callable[..., Any]]:
-    """Another object each time: Dynamo finds what it compiled before by the identity of these."""
+    """Returns a new backend: Dynamo recognises compiled code by the identity of its backend."""
     inner = "eager" if ours.inner == "inductor" else ours.inner
     options = replace(ours, inner=inner, strict=False, explain=False)
     return functools.partial(backend.streamkl, options=options)

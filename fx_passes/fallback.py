@@ -1,10 +1,10 @@
-"""Traces a frame again without data-dependent shapes where Inductor cannot compile them.
+"""Traces a frame again without data-dependent shapes if Inductor cannot compile them.
 
-`enable()` lets Dynamo capture operators whose result's shape depends on data. Without that
-setting Dynamo breaks the graph there, and code compiles which AOTAutograd or Inductor may refuse
-with such shapes: a sort of selected rows, or, of torch 2.13, one mask written twice. There is no
-hook for a compilation that failed, so `enable()` wraps Inductor's entry point, and `disable()`
-takes the wrapper away. A compilation that succeeds is not touched.
+`enable()` lets Dynamo capture operators with data-dependent shapes. Otherwise Dynamo breaks the
+graph at them. AOTAutograd or Inductor may refuse such shapes: a sort of selected rows, or, in
+torch 2.13, one mask written twice. There is no hook for a compilation that failed. So `enable()`
+wraps Inductor's entry point, and `disable()` removes the wrapper. A compilation that succeeds is
+not touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULE, ENTRY = "torch._inductor.compile_fx", "compile_fx"
 
 
 def install(is_ours: Callable[[], bool]) -> bool:
-    """Wrap Inductor's entry point; False if this torch has none or cannot trace again.
+    """Wraps Inductor's entry point; False if this torch has none, or cannot trace again.
 
     ``is_ours`` says whether this thread captures data-dependent shapes because of `enable()`.
     """
@@ -45,7 +45,7 @@ def install(is_ours: Callable[[], bool]) -> bool:
 
 
 def uninstall() -> None:
-    """Take the wrapper away unless somebody has wrapped it since."""
+    """Removes the wrapper, unless somebody has wrapped it since."""
     module = optional("torch._inductor", ENTRY)
     wrapper = getattr(module, ENTRY, None)
     if isinstance(wrapper, _CompileOrTraceAgain):
@@ -53,7 +53,7 @@ def uninstall() -> None:
 
 
 class _CompileOrTraceAgain:
-    """Inductor's entry point; a failure with data-dependent shapes makes Dynamo trace again."""
+    """Calls Inductor; after a failure with data-dependent shapes, makes Dynamo trace again."""
 
     def __init__(self, compile_fx: Any, restart: Any, is_ours: Callable[[], bool]) -> None:
         self.compile_fx = compile_fx
@@ -92,7 +92,7 @@ def _has_unknown_shape(node: fx.Node) -> bool:
 
 
 def _without_data_dependent_shapes() -> None:
-    """Switch the setting off until the frame that this thread compiles now is done."""
+    """Switches the setting off until the frame that this thread compiles now is done."""
     handler = optional("torch._dynamo.callback", "callback_handler")
     setattr(torch._dynamo.config, SETTING, False)
     owner = threading.get_ident()  # newer releases keep settings for each thread

@@ -1,11 +1,11 @@
-"""Moves gradients of an attention KL into its forward, on a CPU, where the loss allows it.
+"""Moves gradients of an attention KL into its forward, on a CPU, if the loss allows it.
 
-The backward operator computes the scores again: six products for the student where four are enough
-when the weight of every row in the loss is known before. In the joint graph of forward and
-backward it is where the gradient that reaches the rows is a number, the only part that depends on
-the loss's own gradient, times weights that the forward can compute. Then
-`attention_kl_with_gradients` makes the gradients of the weighted sum, and the backward multiplies
-them by the number.
+The backward operator computes the scores again: six products for the student. Four are enough if
+the weight of every row in the loss is known in the forward. In the joint graph of forward and
+backward this is visible: the gradient that reaches the rows is a number (the only part that
+depends on the loss's own gradient) times weights that the forward can compute.
+`attention_kl_with_gradients` then computes the gradients of the weighted sum, and the backward
+multiplies them by the number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DIV = {aten.div.Tensor, aten.div.Scalar}
 
 @dataclass(frozen=True)
 class Weighted:
-    """A gradient as a number times weights, which broadcast to its shape; None is 1.
+    """Represents a gradient as a number times weights that broadcast to its shape; None is 1.
 
     Weights have as many dimensions as the gradient.
     """
@@ -57,7 +57,7 @@ class Weighted:
 
 
 def compute_in_forward(graph: fx.Graph) -> int:
-    """Rewrite the joint graph where that is possible; how many losses it was."""
+    """Rewrites the joint graph if possible; returns the number of losses."""
     sort = topological_sort()
     if sort is None:  # the report says so
         return 0

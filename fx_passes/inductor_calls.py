@@ -1,13 +1,13 @@
 """Makes Inductor call a bound operator instead of the dispatcher.
 
-The wrapper of a compiled graph calls a custom operator through the dispatcher, which passes some
-thirty arguments to Python and back; for short kernels that is most of the time. Here it calls
-an object of `torch_streamkl.attention.bound_op` instead, which knows everything but the tensors,
-and where they vary their sizes. The generated code makes that object from literals, so that it
-means the same in another process, where Inductor finds it in its caches.
+A compiled graph calls a custom operator through the dispatcher, which passes some thirty arguments
+to Python and back. For short kernels that is most of the time. With this module it calls an object
+of `torch_streamkl.attention.bound_op` instead, which knows everything but the tensors and their
+varying sizes. The generated code builds that object from literals, so that it works in another
+process, too, where Inductor finds the code in its caches.
 
-Inductor has a table for such code, CUSTOM_EXTERN_KERNEL_CODEGEN, which is private. Where it is
-missing, with the C++ wrapper, and with options that vary, the operator is called.
+Inductor's table for such code, CUSTOM_EXTERN_KERNEL_CODEGEN, is private. If it is missing, with
+the C++ wrapper, and with options that vary, the operator is called.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_GRADIENT_TENSORS = 3  # before the tensors of the forward: grad and both sta
 
 @functools.cache
 def install() -> bool:
-    """Let Inductor write sites into the graphs that it compiles; False where it has no table."""
+    """Lets Inductor write bound operators into its graphs; False if it has no table for that."""
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import (
             CUSTOM_EXTERN_KERNEL_CODEGEN,

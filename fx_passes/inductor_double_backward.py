@@ -16,7 +16,7 @@ WITHOUT_LOWERINGS = "this torch's Inductor calls an operator that copies one num
 
 @functools.cache
 def install() -> bool:
-    """Add both lowerings; False if Inductor has no table of them, which calls the operators."""
+    """Adds both lowerings; False if Inductor has no table of them, and calls the operators."""
     lowerings: Any = optional("torch._inductor.lowering", "lowerings")
     full = lowerings.get(torch.ops.aten.full.default) if isinstance(lowerings, dict) else None
     if full is None:

@@ -1,15 +1,13 @@
 """Makes Inductor launch our kernels itself in graphs that it compiles to C++.
 
-
-With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded where there
-is no Python of ours. So the lowering of an operator is not a call of it there: what its
-implementation would do is traced (torch_streamkl/runtime/trace.py) and becomes Inductor's
+With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded into a
+process without our Python. So the lowering of an operator is not a call of it. Instead the steps
+of its implementation are traced (torch_streamkl/runtime/trace.py). They become Inductor's
 allocations, Inductor's operations, and launches of our portable kernels by entries
-(torch_streamkl/kernels/entries.py), which Inductor compiles and launches as it does those that a
-user has written.
+(torch_streamkl/kernels/entries.py), which Inductor treats as kernels of a user.
 
-The classes of Inductor that this takes are private. Where one is missing or looks different, and
-where an implementation cannot be traced, the operator is called, and the log says why.
+The classes of Inductor that this needs are private. If one is missing or looks different, or if an
+implementation cannot be traced, the operator is called, and the log says why.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ NOTE = {
 
 @functools.cache
 def install() -> bool:
-    """Lower our operators by what they do in graphs of C++; False where Inductor is another."""
+    """Lowers our operators to their steps in C++ graphs; False if Inductor's parts differ."""
     try:
         from torch._inductor.lowering import fallback_handler, lowerings
         from torch._inductor.virtualized import V  # noqa: F401
@@ -99,9 +97,7 @@ def _lower(
 
 
 def is_needed() -> bool:
-    """Returns whether the graph that Inductor lowers becomes C++, from which a call of Python is
-    long.
-    """
+    """Returns whether the graph becomes C++, from which a call of Python is slow."""
     from torch._inductor.virtualized import V
 
     return bool(V.graph.cpp_wrapper)

@@ -1,10 +1,9 @@
 """Represents a launch of one of our kernels in Inductor's intermediate representation.
 
-Inductor has a node for kernels that users have written. This is that node for an entry
-(torch_streamkl/kernels/entries.py), and differs from it in three things: it is told which tensors
-the kernel writes, and does not read that from the kernel's code; the source has imports, where
-Inductor would copy all functions that the kernel calls, but not their named tuples; and Triton's
-options are ours.
+Inductor has a node for kernels that users have written. This node does the same for an entry
+(torch_streamkl/kernels/entries.py), with three differences. It is told which tensors the kernel
+writes, and does not read that from the kernel's code. The source has imports; Inductor would copy
+all functions that the kernel calls, but not their named tuples. And Triton's options are ours.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CONFIGURED = ("num_warps", "num_stages")  # what a triton.Config takes
 
 
 class KernelLaunch(ir.UserDefinedTritonKernel):
-    """``entry`` on a grid; ``values`` are its arguments, ``written`` those that it writes to."""
+    """Launches ``entry`` on a grid, with arguments ``values``, and writes to ``written``."""
 
     def __init__(
         self,

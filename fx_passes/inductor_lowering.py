@@ -1,7 +1,7 @@
 """Lowers one operator call to the steps of its implementation.
 
-Fake tensors stand for Inductor's while the implementation is traced; then every step becomes a
-node: an allocation, an operation whose result is written to one, a launch.
+The implementation is traced with fake tensors in place of Inductor's. Then every step becomes a
+node: an allocation, an operation whose result is written to one, or a launch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def attention_implementation(given: dict[str, Any]) -> str:
 
 
 def linear_implementation(given: dict[str, Any]) -> str:
-    """Returns the same for LM heads."""
+    """Chooses the implementation of LM heads for these arguments; raises if none can run."""
     problem, _, impl = linear_ops.problem_of(**{k: given[k] for k in LINEAR})
     if not all(isinstance(n, int) for head in problem.heads for n in head.hidden.shape):
         raise Untraceable("the number of tokens varies, and with it that of chunks")
@@ -55,7 +55,7 @@ def linear_implementation(given: dict[str, Any]) -> str:
 
 
 class Lowering:
-    """One call of an operator: fake tensors that stand for Inductor's, and its steps in IR."""
+    """Lowers one call of an operator: holds fake tensors in place of Inductor's, and its steps."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.boxes: dict[int, Any] = {}  # of the inputs and allocations, by fake tensor
@@ -66,7 +66,9 @@ class Lowering:
         run: Callable[..., Sequence[Tensor]],
         implementation: Callable[[dict[str, Any]], str],
     ) -> Callable[[], tuple[Any, ...]]:
-        """Returns a function that makes the nodes: nothing may stop it, so all is tried before."""
+        """Traces the implementation, and returns a function that creates the nodes and cannot
+        fail.
+        """
 
         def refuse(guard: Any, _: Any) -> None:
             raise Untraceable("sizes that vary decide what it does")

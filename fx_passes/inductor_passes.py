@@ -29,20 +29,17 @@ Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our 
 
 @functools.cache
 def source_digest() -> str:
-    """Returns the digest of every file of the package: a change of ours must never meet a cached
-    graph.
+    """Returns the digest of every file of the package, for cache keys of compiled graphs.
 
-    A custom operator's backward is part of compiled graphs only by name, so without this a cached
-    graph would silently keep computing yesterday's gradient.
+    A custom operator's backward is part of compiled graphs only by name. Without the digest, a
+    cached graph would silently keep computing yesterday's gradient.
     """
     roots = (Path(torch_streamkl.__file__).parent, Path(__file__).parent)
     return " ".join([__version__, *(digest_of(root) for root in roots)])
 
 
 def digest_of(root: Path) -> str:
-    """Returns the digest of names and contents of all files below a directory, compiled bytecode
-    excepted.
-    """
+    """Returns the digest of names and contents of a directory's files, without bytecode."""
     digest = hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
@@ -56,11 +53,10 @@ def cache_key(ours: RewriteOptions) -> str:
 
 
 class JointPass(CustomGraphPass):
-    """Calls our operators as compiled graphs do; its uuid is in the FX and AOTAutograd cache keys.
+    """Makes graphs without autograd call our operators directly, and moves gradients on a CPU.
 
-    That is without autograd, and on a CPU with gradients in the forward. ``told`` is called with
-    the configured pre-grad pass where that is not the rewrite any more; None if the graph was
-    rewritten before.
+    Its uuid is in the cache keys of FX and AOTAutograd. ``told`` is called with the configured
+    pre-grad pass if that is not the rewrite any more; None if the graph was rewritten before.
     """
 
     def __init__(self, ours: RewriteOptions, told: Callable[[Any], None] | None) -> None:
@@ -90,7 +86,7 @@ def _has_our_operators(graph: fx.Graph) -> bool:
 
 
 class PreGradPass(CustomGraphPass):
-    """The rewrite as Inductor's pre-grad pass."""
+    """Rewrites graphs as Inductor's pre-grad pass."""
 
     def __init__(self, ours: RewriteOptions, rewrite: Rewrite) -> None:
         self.ours = ours
@@ -106,7 +102,7 @@ class PreGradPass(CustomGraphPass):
 
 
 class Chained(CustomGraphPass):
-    """Runs what the user configured, then ours; not cached when one of the passes has no uuid."""
+    """Runs the user's configured pass, then ours; not cached if one of them has no uuid."""
 
     def __init__(self, users: Any, *ours: CustomGraphPass) -> None:
         self.users = users
@@ -122,15 +118,13 @@ class Chained(CustomGraphPass):
 
 
 def chained(ours: CustomGraphPass, configured: Any) -> CustomGraphPass:
-    """Chains what the user configured (nothing, a pass, or a list of passes) and our pass,
-    once.
-    """
+    """Chains the user's configured pass (none, one, or a list) and ours, once."""
     users = without_ours(configured)
     return ours if users is None else Chained(users, ours)
 
 
 def without_ours(configured: Any) -> Any:
-    """Returns what the user configured, without the pass that `chained` may have added."""
+    """Returns the user's configuration, without the pass that `chained` may have added."""
     if isinstance(configured, Chained):
         return configured.users
     if isinstance(configured, (list, tuple)):  # put around ours by the user

@@ -19,7 +19,7 @@ MODES = ("auto", "always", "never")
 
 
 class _OneOf:
-    """One of these values, and of their type: 1 is not True."""
+    """Allows these values, of their type: 1 is not True."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
@@ -30,7 +30,7 @@ class _OneOf:
 
 
 class _Number:
-    """An int or a float, no bool; or None where it has a meaning."""
+    """Allows an int or a float, but no bool; and None if the option gives it a meaning."""
 
     def __init__(self, text: str, least: float, *, is_open: bool = False, none: bool = True):
         self.text = f"a number {text}" + (" or None" if none else "")
@@ -53,9 +53,32 @@ def _option(default: Any, rule: _OneOf | _Number, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class RewriteOptions:
-    """Says what the rewrite may do. Every value is checked when the options are made.
+    """Holds the options of the rewrite. Values are checked when the object is created.
 
-    True and False are the only values of a flag, and a number is an int or a float and no flag.
+    .. code-block:: python
+
+        options = torch_streamkl.RewriteOptions(min_mib=0, strict=True)
+        torch.compile(step, backend="streamkl", options=options)
+        torch_streamkl.enable(options)
+
+    A flag is True or False, and nothing else. A number is an int or a float, and no flag.
+
+    Attributes:
+        strict: raise `UnfusedError` if a loss of the graph is not fused. A skipped loss raises
+            nothing.
+        explain: log the report of every graph as a warning.
+        inner: the compiler of the rewritten graph: ``"inductor"``, or for debugging
+            ``"aot_eager"`` or ``"eager"``. For ``backend="streamkl"`` only.
+        deterministic: False allows faster gradients that differ in the last bits from run to run
+            (Hopper, head_dim 64).
+        verify: ``"auto"`` runs each fused loss and the code that it replaces on the same random
+            inputs, within the two limits below, and fuses nothing that differs. ``"always"`` has
+            no limits, and fuses nothing that cannot be checked. ``"never"`` checks nothing.
+        verify_max_mib: the memory of one such check in MiB; None is a quarter of what is free.
+        verify_max_seconds: the time of all checks of a graph, in seconds.
+        min_mib: the minimum size for fusing, in MiB of scores or logits. Smaller losses are
+            skipped. 0 fuses everything, and None is the threshold of the device.
+        row_programs: also fuse losses that are not built-in divergences, as row programs.
 
     Raises:
         ValueError: a value breaks the rule of its option.
@@ -117,7 +140,7 @@ NAMES = tuple(option.name for option in fields(RewriteOptions))
 
 
 class OptionValues(TypedDict, total=False):
-    """The options as keyword arguments, for type checkers."""
+    """Types the options as keyword arguments, for type checkers."""
 
     strict: bool
     explain: bool
@@ -134,7 +157,7 @@ Given = RewriteOptions | Mapping[str, Any] | None  # what users may pass as ``op
 
 
 def split_options(given: Given) -> tuple[RewriteOptions, dict[str, Any]]:
-    """Returns our options, checked and completed, and those of Inductor."""
+    """Splits options into ours, checked and completed, and Inductor's."""
     if given is None:
         return RewriteOptions(), {}
     if isinstance(given, RewriteOptions):
@@ -154,7 +177,7 @@ def split_options(given: Given) -> tuple[RewriteOptions, dict[str, Any]]:
 
 
 def with_keywords(given: Given, named: Mapping[str, Any], caller: str) -> tuple[Any, Any]:
-    """Applies `split_options` to what a function was given, changed by its keyword arguments."""
+    """Splits options as `split_options` does, and applies keyword arguments to ours."""
     ours, theirs = split_options(given)
     for name in named:
         if name not in NAMES:
@@ -166,7 +189,9 @@ def with_keywords(given: Given, named: Mapping[str, Any], caller: str) -> tuple[
 
 
 def without_inner(ours: RewriteOptions, caller: str) -> RewriteOptions:
-    """Returns the options of a front end that changes what Inductor compiles."""
+    """Returns the options, or raises if ``inner`` is set in a front end whose graphs Inductor
+    compiles.
+    """
     if ours.inner != "inductor":
         raise ValueError(
             f"{PREFIX}inner must be 'inductor' in {caller}(), whose graphs Inductor compiles, got "

@@ -1,9 +1,9 @@
 """Defines rewrite(gm): replaces every loss found in a Dynamo graph by a streaming operator.
 
-Stages: capture -> analysis -> planning -> lowering -> passes -> validation, each a folder.
-A graph of DTensors goes through them as one of whole tensors (`sharded`).
-The work is done on a copy of the graph, which takes the original's place only when everything
-succeeded: a program that compiles without the rewrite compiles with it.
+Stages: capture -> analysis -> planning -> lowering -> passes -> validation, each a folder. A graph
+of DTensors goes through them as one of whole tensors (dtensors/). The work is done on a copy of
+the graph, which replaces the original only if everything succeeds: a program that compiles without
+the rewrite compiles with it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def rewrite(
     outside: Readers = NO_READERS,
     is_compiled: bool = True,
 ) -> Report:
-    """Rewrite a Dynamo graph module in place and report every loss.
+    """Rewrites a Dynamo graph module in place, and reports every loss.
 
     ``version`` is that of the sources, under which passed checks are recorded; none are without.
     ``outside`` is what reads the module's results where it is the body of a checkpoint.
@@ -144,9 +144,7 @@ def rewrite(
 
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:
-    """Tells bodies in which no loss is searched, as those that gather a parameter of FSDP
-    again.
-    """
+    """Tells bodies that have no losses to find, such as those that gather a parameter of FSDP."""
     subgraphs = [x for x in body.children() if isinstance(x, fx.GraphModule)]
     return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 
@@ -299,7 +297,7 @@ def _fuse(
     outside: Readers,
     late: dict[str, list[LateWrite]],
 ) -> Site:
-    """Insert the operators of one site and move its users over, or leave everything as it was.
+    """Inserts the operators of one loss and moves its users over, or changes nothing.
 
     ``late`` gets what is written after the site, of what its operators read.
     """
@@ -335,7 +333,7 @@ def _fuse_program(
     outside: Readers,
     min_mib: float | None,
 ) -> list[Site]:
-    """Insert one row program, or leave everything as it was; a site for each of its sums.
+    """Inserts one row program, or changes nothing; returns a site for each of its sums.
 
     All of them are known by the first one's name: they are refused together.
     """
@@ -366,7 +364,7 @@ def _fuse_program(
 
 
 def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
-    """The site of a divergence that is too small to be worth an operator."""
+    """Returns the site of a divergence that is skipped for its size."""
     value = example(candidate.node)
     assert isinstance(value, Tensor)
     size = why_left(candidate, value.device.type, min_mib)
@@ -379,6 +377,6 @@ def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
 
 
 def _is_scalar(node: fx.Node) -> bool:
-    """A loss that is derived from scores is as little quadratic as any other number."""
+    """Whether a value is a scalar, which has no score-sized memory even if scores lead to it."""
     value = example(node)
     return isinstance(value, Tensor) and value.dim() == 0

@@ -1,7 +1,7 @@
 """Runs a graph without Inductor if it holds little but fused attention losses.
 
-A loss that is compiled apart from its models is such a graph. A compiled graph's host overhead,
-wrappers around both passes and an autograd node, exceeds the GPU time of a short loss, such as
+A loss that is compiled apart from its models is such a graph. A compiled graph has CPU overhead:
+wrappers around both passes and an autograd node. It exceeds the GPU time of a short loss, such as
 that of a BERT layer, and Inductor has nothing to make faster there (bench/notes/host.md).
 """
 
@@ -41,7 +41,7 @@ ON_ROWS = {
 
 
 def runs_without_inductor(gm: fx.GraphModule) -> fx.GraphModule | None:
-    """Returns a graph on a GPU as it can run at once, None where something in it is Inductor's."""
+    """Returns a GPU graph in the form that runs without Inductor, or None if it needs Inductor."""
     num_rows = sum(_num_rows(site) for site in _sites(gm.graph))
     if not num_rows or not all(_is_plain(node, num_rows) for node in gm.graph.nodes):
         return None
@@ -107,7 +107,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _call_directly(site: fx.Node) -> bool:
-    """Let a call of the operator's first result be one without the dispatcher."""
+    """Replaces a call for the operator's first result by one without the dispatcher."""
     named = named_arguments(site)
     given = [named.get(x.name, x.default_value) for x in ops.attention_kl._schema.arguments]
     tensors, options = given[: ops.NUM_TENSORS], given[ops.NUM_TENSORS :]

@@ -1,4 +1,4 @@
-"""Defines verify(fn, *args): runs a program eagerly, compiled and in float64, and compares."""
+"""Defines verify(): runs a program eagerly, compiled and in float64, and compares everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,19 @@ _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 @dataclass
 class Verification:
-    """Holds what `verify` found; printable."""
+    """Holds what `verify` found: a record of each result, and what could not be compared.
+
+    ``print(result)`` shows a table of the norms and errors, and ``result.ok`` says whether all
+    agree.
+
+    Attributes:
+        results: one record per output, gradient and write, with its values in eager mode, compiled
+            and in float64, and the errors of both.
+        report: the `Report` of the compilation.
+        not_judged: why the program cannot be judged at all, or an empty text.
+        side_effects: what else the program changes. It was compared, and restored.
+        not_compared: outputs and gradients that could not be compared, and why.
+    """
 
     results: list[Compared] = field(default_factory=list)
     report: Report = field(default_factory=Report)
@@ -42,7 +54,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Returns whether something was compared, all of it could be, and nothing differs."""
+        """True if something was compared, nothing was left out, and nothing differs."""
         is_judged = not self.not_judged and not self.not_compared and self.num_compared > 0
         return is_judged and all(x.agrees for x in self.results)
 
@@ -80,37 +92,35 @@ class Verification:
 def verify(
     fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs: Any
 ) -> Verification:
-    """Run ``fn(*args, **kwargs)`` in eager mode, compiled and in float64, and compare.
+    """Runs ``fn(*args, **kwargs)`` eagerly, compiled and in float64, and compares the results.
 
-    Compared is what the program returns (tensors, numbers, texts, and the containers and
-    dataclasses around them), the gradients of its outputs, what it accumulates in ``.grad``, and
-    everything else that it changes: arguments, parameters, buffers, attributes, lists, closures
-    and globals that can be reached from ``fn`` and its arguments, in the user's code. An entry of
-    a compiled result may be off from float64 by as much as roundings of eager code explain::
+    .. code-block:: python
 
         result = torch_streamkl.verify(step, batch)
         assert result.ok, result
 
+    It compares what the function returns (tensors, numbers, texts and containers of them), the
+    gradients of its outputs, what it accumulates in ``.grad``, and what it changes: arguments,
+    parameters, buffers, attributes, lists, closures and globals of your code. An entry of a
+    compiled result may differ from float64 by as much as roundings of eager code explain.
+    Everything is restored at the end. The program is compiled anew: compiled code does not change.
+
     Args:
-        fn: function, bound method, module, or what torch.compile made of one.
-        args, kwargs: its arguments; tensors in lists, tuples and dicts are found, too.
-        options: of the compilation, as ``torch.compile(backend="streamkl", options=)`` takes them.
-            A function with an argument of this name gets it by `functools.partial`.
+        fn: a function, bound method or module, compiled by torch.compile or not.
+        args, kwargs: its arguments; tensors in lists, tuples and dicts are found.
+        options: of the compilation, as in ``torch.compile(backend="streamkl", options=)``. To pass
+            an argument named ``options`` to fn, use `functools.partial`.
 
     Returns:
-        `Verification`: printable, with ``ok``, one record a result, side effects, and the report
-        of the compilation. Programs that draw random numbers, read iterators or do not give the
-        same twice cannot be judged: ``not_judged`` says why, and ``ok`` is False. So it is where
-        eager code gives NaN and the compiled program a number: NaN is no measure for it. NaN in
-        both agrees.
+        A `Verification`, printable, with ``ok``. ``ok`` is False, and ``not_judged`` says why, if
+        the program draws random numbers, reads an iterator, or differs between two eager runs.
+        ``ok`` is also False if eager code is NaN and the compiled program is not. NaN in both
+        agrees.
 
     Raises:
-        TypeError: ``fn`` cannot be called.
-        ValueError: a tensor has no values, or an option has a value that it cannot have.
-        And what ``fn`` raises in eager mode.
-
-    Everything that was found is left as it was. The program is compiled anew, so that what was
-    compiled before stays.
+        TypeError: ``fn`` is not callable.
+        ValueError: a tensor is on the meta device, or an option breaks its rule.
+        Exception: whatever ``fn`` raises in eager mode.
     """
     return _verify(fn, args, kwargs, options)
 
@@ -122,7 +132,7 @@ def _verify(
     options: Given = None,
     compiler: Callable[..., Any] | None = None,
 ) -> Verification:
-    """``compiler`` stands for torch.compile in tests of wrong programs."""
+    """Implements `verify`; ``compiler`` replaces torch.compile in tests of wrong programs."""
     check_program("verify", fn, options)
     split_options(options)
     program = uncompiled(fn)
@@ -168,7 +178,9 @@ def _compiled(options: Given) -> Callable[..., Any]:
 
 
 def _judged(runner: Runner, program: Callable[..., Any], runs: Runs) -> list[Compared]:
-    """A record of every result; what differs is tried with operations rounded otherwise."""
+    """Compares all results; those that differ are compared again with operations rounded
+    otherwise.
+    """
     found = compare(runs)
     if any(x.note or x.difference for x in found) and _has_nan(runs.exact):
         try:
@@ -202,7 +214,7 @@ def _opaque(run: Results) -> list[str]:
 
 
 def _same(a: Results, b: Results) -> bool:
-    """Whether two runs gave the same, but for the order of a device's sums."""
+    """Whether two eager runs gave the same results, up to the order of a device's sums."""
     if a.values.keys() != b.values.keys():
         return False
     return all(_is_near(x, b.values[name]) for name, x in a.values.items())

@@ -519,7 +519,7 @@ def test_errors_state_the_rule(change, error, message):
 
 def test_errors_of_shapes_and_dtypes():
     xs, ws, xt, wt = heads(dtype=torch.float32)
-    with pytest.raises(ValueError, match="must share width, got 8 and 12"):
+    with pytest.raises(ValueError, match="must share hidden_size, got 8 and 12"):
         linear_kl(xs, wt, xt, wt)
     with pytest.raises(ValueError, match="must share leading dimensions"):
         linear_kl(xs[:4], ws, xt, wt)

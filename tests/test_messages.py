@@ -116,7 +116,7 @@ def calls() -> Iterator[Call]:
     linear = dict(zip(LINEAR, heads, strict=True))
     wrong: dict[str, Any] = {
         "a list": [1.0], "integers": torch.zeros(4, 3).int(), "a vector": torch.zeros(3),
-        "another dtype": torch.zeros(4, 3).double(), "another width": torch.zeros(4, 7),
+        "another dtype": torch.zeros(4, 3).double(), "another hidden_size": torch.zeros(4, 7),
         "another device": torch.zeros(4, 3, device="meta"), "other tokens": torch.zeros(6, 3),
         "nothing": torch.zeros(0, 3),
     }  # fmt: skip

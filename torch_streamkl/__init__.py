@@ -1,4 +1,12 @@
-"""Provides streaming distillation losses: operators and the torch.compile backend "streamkl"."""
+"""Computes distillation losses without score- or logit-sized tensors.
+
+- Operators: `attention_kl`, `attention_kl_varlen`, `linear_kl`, `LinearKL` and `row_program`.
+- Compiling: ``torch.compile(step, backend="streamkl")`` puts them in place of naive losses.
+  `inductor_options` and `enable` do the same for compiler options and for trainers.
+- Reports: `explain`, `reports` and `verify` say what is fused, and whether it is right.
+
+Several devices: `torch_streamkl.distributed`. Importing this package loads no compiler.
+"""
 
 import importlib.util
 import sys

@@ -1,9 +1,9 @@
-"""Checks that ids and labels are in range, as torch does for the indices that it is given.
+"""Checks that ids and labels are in range, as torch does for its own indices.
 
-A row program compares the ids of a row with the keys, and `linear_kl` looks for a label among the
-vocabulary entries: one out of range would be nowhere, and its row a plausible number. On a CPU the
-error names the value. On a GPU a kernel asserts, as Inductor's kernels do, and nothing waits for
-it. Fake tensors, of which a kernel is traced, have no values.
+A row program compares the ids of a row with the keys, and `linear_kl` searches the vocabulary for
+a label. An id out of range would be found nowhere, and give a plausible number. On a CPU the error
+names the value. On a GPU a kernel asserts, as Inductor's do, and the CPU does not wait. Fake
+tensors have no values, and are not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ checked_ids = torch.ops.torch_streamkl.checked_ids.default
 
 
 def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:
-    """Raises where a label is neither ``ignore_index`` nor a vocabulary entry."""
+    """Raises if a label is neither ``ignore_index`` nor a vocabulary entry."""
     if labels is None or not _has_values(labels):
         return
     is_right = (labels.clamp(0, vocab_size - 1) == labels) | (labels == ignore_index)

@@ -1,4 +1,4 @@
-"""Checks arguments by metadata alone, on fake tensors too, before any launch.
+"""Checks arguments by their metadata, on fake tensors too, before any launch.
 
 Each error states the rule and the value that broke it.
 """
@@ -69,8 +69,8 @@ def validated(
 ) -> Validation:
     """Runs ``check(tensors, settings)`` for plain tensors once for each metadata.
 
-    The checks of a call cost more than its launch, and depend on metadata only. Types belong to
-    it: True, 1 and 1.0 are equal.
+    The checks of a call cost more than its launch, and depend on metadata only. The types of
+    settings are part of it, because True, 1 and 1.0 are equal.
     """
     try:
         metadata = [
@@ -113,13 +113,13 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def as_matmul_operand(x: Tensor) -> Tensor:
-    """Returns the tensor as a matmul would take it: cast under autocast, unless it is float64."""
+    """Casts a tensor as autocast casts a matmul's operand; float64 stays."""
     dtype = matmul_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _autocast_dtype(tensors: tuple[Tensor | None, ...]) -> torch.dtype | None:
-    """To what autocast casts operands on the first tensor's device, None where it is off."""
+    """Returns the dtype to which autocast casts operands on the first tensor's device, or None."""
     if not torch._C._is_any_autocast_enabled():
         return None
     first = tensors[0]
@@ -156,10 +156,9 @@ _VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
 
 
 def has_batched_gradients() -> bool:
-    """Returns whether a backward runs for several gradients at once, as ``is_grads_batched=True``
-    asks.
+    """Returns whether a backward runs for several gradients at once (``is_grads_batched=True``).
 
-    Those are tensors of an older vmap, which none of functorch's functions know.
+    Such gradients are tensors of an older vmap, which functorch's functions do not know.
     """
     if torch.compiler.is_compiling():  # compiled autograd cannot trace the question
         return False
@@ -177,7 +176,7 @@ def refuse_transforms(operator: str) -> None:
 
 
 def refuse_all_transforms(operator: str) -> None:
-    """Ranks exchange tensors, which no transform of torch.func can follow."""
+    """Refuses every torch.func transform: none can follow the exchange between ranks."""
     if _is_transformed() or torch._C._functorch.get_interpreter_stack():
         raise NotImplementedError(
             f"{operator} takes no part in torch.func (vmap, grad, jvp); use torch.autograd.grad "
@@ -285,9 +284,7 @@ def tensor(name: str, x: object) -> Tensor:
 
 
 def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the tensor with as many dimensions as ``shape``, each of size 1 or that of
-    ``shape``.
-    """
+    """Checks that a tensor broadcasts to ``shape``, and gives it as many dimensions."""
     tensor(name, x)
     on_device(name, x, device)
     if x.ndim > len(shape):
@@ -333,9 +330,7 @@ def one_of(
     allowed: Sequence[object],
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Checks that a value is one of a few; ``aliases`` are other names that people know them
-    by.
-    """
+    """Checks that a value is one of a few; ``aliases`` are other names that users may try."""
     # a tensor or an array has no single truth value when it is compared
     if (value is None or isinstance(value, str)) and value in allowed:
         return
@@ -347,10 +342,9 @@ def one_of(
 def did_you_mean(
     value: object, allowed: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Returns the end of an error's sentence: the allowed name that was probably meant, if there
-    is one.
+    """Suggests the allowed name that was probably meant, as the end of an error's sentence.
 
-    It is the alias's, one that differs in case, ends alike, or is spelled nearly so.
+    It is the name of an alias, or one that differs in case, ends alike, or is spelled nearly so.
     """
     import difflib
 
@@ -367,9 +361,7 @@ def did_you_mean(
 
 
 def named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns the function, with an error for a keyword that it does not have which names a near
-    one.
-    """
+    """Decorates a function: an unknown keyword raises an error that suggests a near one."""
     names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -383,14 +375,14 @@ def named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def refuse_option(function: str, name: str, allowed: Iterable[str]) -> NoReturn:
-    """Raises for an unknown option, and names a near one."""
+    """Raises for an unknown option, and suggests a near one."""
     allowed = sorted(allowed)
     hint = did_you_mean(name, allowed, OPTION_ALIASES) or f"; it has {', '.join(allowed)}"
     raise TypeError(f"{function}() has no argument {name!r}{hint}")
 
 
 def _shown(value: object) -> str:
-    """A value in an error's sentence."""
+    """Formats a value for an error's sentence."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
@@ -398,7 +390,7 @@ def _shown(value: object) -> str:
 
 
 def number(name: str, value: object) -> None:
-    """Refuses a tensor in place of a number: its first value would be kept, without gradient."""
+    """Refuses a tensor in place of a number: its first value would be kept, without a gradient."""
     if isinstance(value, Tensor):
         raise TypeError(
             f"{name} must be a number, got a tensor; .item() reads it, without a gradient: what "

@@ -1,7 +1,8 @@
 """Provides torch.compiler's decorators without importing the compiler.
 
-`torch.compiler.disable` and `assume_constant_result` import Dynamo, which takes longer than all
-of torch_streamkl. These leave the same marks on a function, and Dynamo reads them when it traces.
+`torch.compiler.disable` and `assume_constant_result` import Dynamo, which takes longer than all of
+torch_streamkl. The decorators here leave the same marks on a function. Dynamo reads them when it
+traces.
 """
 
 from __future__ import annotations

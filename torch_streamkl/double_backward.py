@@ -1,10 +1,10 @@
-"""Marks a loss whose gradients were computed in the forward; double backward raises.
+"""Makes double backward raise for a loss whose gradients were computed in the forward.
 
-Such a loss stores its gradients, and no graph from them to what they were computed from: autograd
-would omit a second derivative silently. The operator `once` returns the loss itself; its backward
-reads ``inputs``, the tensors that the loss is computed from. In eager code a second derivative by
-any of them raises our error. AOTAutograd refuses double backward if a graph keeps an input that
-needs a gradient for its backward; `once` keeps such inputs, as the replaced code did.
+Such a loss stores its gradients, without a graph from them to the inputs: autograd would omit a
+second derivative silently. The operator `once` returns the loss itself, and its backward reads
+``inputs``, the tensors that the loss is computed from. In eager code, a second derivative by any
+of them raises our error. AOTAutograd refuses double backward if a graph keeps an input that needs
+a gradient for its backward; `once` keeps such inputs, as the replaced code did.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ double_backward_factor = torch.ops.torch_streamkl.double_backward_factor.default
 
 
 def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
-    """Returns a sum of ``inputs``, the tensors among them, whose second derivative is an error.
-
-    Autograd runs only what leads to the inputs that it is asked for, so the error has to stand on
-    the way to each of them. Empty tensors after them keep none of their memory. A compiler would
-    keep those of a tensor that is no input of its graph for nothing: it is given parameters.
-    """
+    """Returns a sum whose second derivative by any tensor of ``inputs`` raises."""
     if not total.requires_grad:
         return total
     given = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
@@ -80,7 +75,11 @@ def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Once(torch.autograd.Function):
-    """In a list tensors get no gradient, which compiled autograd would add to another as None."""
+    """Returns a loss, and reads its inputs in the backward, so that a second derivative raises.
+
+    The inputs come in a list, which gets no gradient: as arguments they would get None, which
+    compiled autograd would add to another gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inputs: list[Tensor]) -> Tensor:
@@ -113,12 +112,12 @@ def _refuse(*_: Any) -> NoReturn:
 def _vmap_factor(
     info: Any, in_dims: tuple[Any, ...], grad: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, int | None]:
-    """For several gradients of one sum."""
+    """Handles several gradients of one sum, under vmap."""
     return double_backward_factor(grad, inputs), in_dims[0]
 
 
 def _batched_factor(grad: Tensor, inputs: list[Tensor]) -> Tensor:
-    """For ``is_grads_batched=True``, an older vmap that has no rule for lists of tensors."""
+    """Handles ``is_grads_batched=True``, an older vmap without a rule for lists of tensors."""
     return torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
 
 

@@ -1,6 +1,7 @@
 """Registers FLOP formulas of the operators for `torch.utils.flop_counter`.
 
-That module imports Triton, so it is not imported here: the formulas wait until it is loaded.
+That module imports Triton, so it is not imported here: the formulas are registered when it is
+loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Replaces Nitrobrew's two functions by calls of `linear_kl`.
+"""Provides Nitrobrew's two functions, with its names and its order of arguments, by `linear_kl`.
 
-``from torch_streamkl.nitrobrew import forward_kl, reverse_kl``. Everything else that `linear_kl`
-can do (biases, softcaps, labels, row weights, gradients to the teacher) is there, not here.
+.. code-block:: python
+
+    from torch_streamkl.nitrobrew import forward_kl, reverse_kl
+
+Use `linear_kl` for biases, softcaps, labels, row weights, and gradients to the teacher.
 """
 
 from __future__ import annotations
@@ -28,16 +31,35 @@ def forward_kl(
     reduction: Reduction = "mean",
     chunk_V: int = 2048,
 ) -> Tensor:
-    """Computes KL(teacher || student) of LM heads, as Nitrobrew's function of this name.
+    """Computes KL(teacher || student) of two LM heads, as Nitrobrew's function of this name does.
+
+    With P and S the softmaxes of the teacher's and the student's logits, a token's value is sum P
+    (log P - log S). It equals
+
+    .. code-block:: python
+
+        linear_kl(
+            xs, ws, xt.detach(), wt.detach(),
+            divergence="forward_kl", temperature=temperature, reduction=reduction,
+        )
 
     Args:
-        xs, xt: ``[batch, tokens, width]`` hidden states of the student and the teacher.
-        ws, wt: ``[vocab_size, width]`` their LM heads. Gradients go to xs and ws; the teacher is
-            constant.
-        temperature: divides both logits; the T^2 factor is the caller's.
+        xs, xt: ``[batch, tokens, hidden_size]``, hidden states of the student and the teacher. The
+            hidden sizes may differ.
+        ws, wt: ``[vocab_size, hidden_size]``, their LM heads.
+        temperature: divides the logits of both sides. Multiply by T^2 yourself.
         reduction: ``"mean"`` over tokens, ``"sum"``, ``"batchmean"`` or ``"none"``.
-        chunk_V: bounds the memory for logits by ``batch * tokens * chunk_V`` values of each side
-            (at least the logits of one token).
+        chunk_V: bounds the memory for logits to ``batch * tokens * chunk_V`` elements a side. One
+            token's logits are the least.
+
+    Returns:
+        Values in nats, float32: a scalar, or ``[batch, tokens]`` with ``reduction="none"``.
+        Gradients go to xs and ws; the teacher is a constant.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `linear_kl` does, with the names used here.
+
+    Source: Nitrobrew, https://blog.tilderesearch.com/blog/nitrobrew.
     """
     return _kl("forward_kl", xs, xt, ws, wt, temperature, reduction, chunk_V)
 
@@ -52,7 +74,11 @@ def reverse_kl(
     reduction: Reduction = "mean",
     chunk_V: int = 2048,
 ) -> Tensor:
-    """Computes KL(student || teacher) of LM heads, as Nitrobrew's function of this name."""
+    """Computes KL(student || teacher) of two LM heads, as Nitrobrew's function of this name does.
+
+    A token's value is sum S (log S - log P). Arguments, result, errors and source are those of
+    `forward_kl`.
+    """
     return _kl("reverse_kl", xs, xt, ws, wt, temperature, reduction, chunk_V)
 
 
@@ -70,8 +96,8 @@ def _check(xs: Tensor, xt: Tensor, ws: Tensor, wt: Tensor, chunk_V: int) -> None
     for name, x, ndim in (("xs", xs, None), ("xt", xt, None), ("ws", ws, 2), ("wt", wt, 2)):
         checks.tensor(name, x)
         if x.ndim < 2 or x.ndim > (ndim or x.ndim):
-            raise ValueError(f"{name} must be [..., tokens, width] or [vocab_size, width], got "
-                             f"shape {tuple(x.shape)}")  # fmt: skip
+            raise ValueError(f"{name} must be [..., tokens, hidden_size] or [vocab_size, "
+                             f"hidden_size], got shape {tuple(x.shape)}")  # fmt: skip
 
 
 def _kl(

@@ -1,4 +1,4 @@
-"""Registers operators with torch.library: what all of them need alike."""
+"""Registers operators with torch.library: the code that all of them share."""
 
 from __future__ import annotations
 

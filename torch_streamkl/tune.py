@@ -2,10 +2,10 @@
 
     python -m torch_streamkl.tune --heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --causal
 
-Every candidate runs first in a process of its own kind (--jobs of them, which also compile in
-parallel): one that does not compile, fit or come back is skipped. Of the others those count whose
-results agree with the default launch's, and the fastest is timed against the default once more.
-The winners go to a JSON file (runtime/launch_table.py) that later processes load.
+Candidates first run in other processes (``--jobs`` of them, which also compile in parallel). A
+candidate is skipped if it does not compile, does not fit, hangs, or gives other results than the
+default launch. The fastest of the rest is timed against the default once more. The winners go to a
+JSON file (launches/launch_table.py) that later processes load.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Timer = Callable[[Callable[[], Any]], float]  # milliseconds of a call
 
 @dataclass(frozen=True)
 class Shape:
-    """A problem to tune for."""
+    """Describes a problem to tune for."""
 
     batch: int
     num_heads: int
@@ -106,7 +106,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trial:
-    """Holds the outcome of one launch; runtime_ms is infinite where it did not count."""
+    """Holds the outcome of one launch. runtime_ms is infinite if the launch was skipped."""
 
     kernel: str
     launch: TritonLaunch | None  # None is the kernel for Hopper
@@ -115,7 +115,7 @@ class Trial:
 
 
 class Workload:
-    """One shape on the device: its kernels, and what the default launches gave."""
+    """Holds one shape on the device: its kernels, and the results of the default launches."""
 
     def __init__(self, shape: Shape) -> None:
         from torch_streamkl.attention.triton import launches as portable
@@ -367,7 +367,7 @@ def _first_run(shape: Shape, kernel: str, tiles: TritonLaunch) -> str:
 
 # ----------------------------------------------------------------------------------------- output
 class Bar:
-    """A progress bar on standard error."""
+    """Shows a progress bar on standard error."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, 0

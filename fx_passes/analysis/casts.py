@@ -1,10 +1,10 @@
-"""Decides which casts of scores and of values after the softmax keep their meaning.
+"""Decides which casts of scores, and of values after the softmax, keep their meaning.
 
-A cast to a wider type is the identity. One to a narrower type rounds, and blocks: float8 always,
-and any other type but that of the scores' matmul or of its operands. Back to that type the
-program rounds no more than its own scores or inputs were rounded before, as in
-``softmax(scores, dtype=torch.float32).to(q.dtype)``; a fused operator, which keeps float32, is as
-exact. A cast to an integer type is no value after the softmax.
+A cast to a wider type is the identity. A cast to a narrower type rounds, and is unsupported:
+float8 always, and any other type but that of the scores' matmul or of its operands. A cast back to
+that type, as in ``softmax(scores, dtype=torch.float32).to(q.dtype)``, rounds no more than the
+program's own scores or inputs were rounded. A fused operator, which keeps float32, is as exact.
+After a cast to an integer type nothing is followed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def is_narrower(to: torch.dtype, than: torch.dtype) -> bool:
 
 
 def after_rounding(analysis: Analysis, node: fx.Node, value: object) -> object:
-    """Returns the value of a node; raises Unsupported if the node rounds what it is made of.
+    """Returns the value of a node; raises Unsupported if the node rounds its inputs.
 
-    Rows of a narrower type are the user's: None.
+    A cast of rows to a narrower type is the user's own code: None.
     """
     made = node.meta.get("val")
     if not isinstance(made, Tensor) or not isinstance(value, Cast):

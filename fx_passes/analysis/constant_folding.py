@@ -1,8 +1,8 @@
 """Evaluates integer and boolean tensors that depend on sizes only.
 
-Transformers builds the sequence number of every token from `position_ids` in case sequences are
-packed, also where the positions are a plain `arange`. All are zero then, and comparing them is no
-mask; and it looks positions up by `arange`. Not seen through, either would be an opaque mask of
+Transformers computes the sequence number of every token from `position_ids`, for packed sequences.
+If the positions are a plain `arange`, all numbers are zero, and comparing them masks nothing. It
+also looks positions up by `arange`. Without this evaluation, either would be an opaque mask of
 seqlen_q x seqlen_k.
 """
 

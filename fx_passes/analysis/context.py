@@ -1,4 +1,4 @@
-"""Holds what every rule of the recogniser reads: values found so far, gradients, reasons."""
+"""Holds what every rule of the interpreter reads: values found so far, gradients, reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 
 
 class Analysis:
-    """Holds the state of the recogniser, and answers the questions that its rules ask.
+    """Holds the state of the interpreter, and answers the questions of its rules.
 
     Rules are methods that `registry.rule` registers for overloads: ``method(node, arguments)``
     says what the operation makes of its inputs' values. They are grouped by kind of operation in
@@ -57,9 +57,7 @@ class Analysis:
         return value.dtype
 
     def _no_rule(self, node: fx.Node, name: str) -> object:
-        """Gives up on an operation without a rule, and blocks if its inputs were scores or
-        such.
-        """
+        """Gives up on an operation without a rule; raises if one of its inputs had a meaning."""
         known = [self.value(a) for a in node.all_input_nodes]
         if any(isinstance(v, Rows) for v in known):
             return None  # what the user does with rows stays the user's code
@@ -75,7 +73,7 @@ class Analysis:
         return None
 
     def value(self, x: object) -> object:
-        """Returns the abstract value of an argument: a number stands for itself."""
+        """Returns the abstract value of an argument; a number represents itself."""
         if isinstance(x, fx.Node):
             return self.values.get(x)
         if isinstance(x, (bool, int, float)):
@@ -83,9 +81,10 @@ class Analysis:
         return None
 
     def requires_grad(self, node: fx.Node) -> bool:
-        """Returns whether gradient flows through a node: what Dynamo recorded for the user's code.
+        """Returns whether gradient flows through a node, as Dynamo recorded it for the user's
+        code.
 
-        Its record of an attribute such as ``k.mT`` does not know of no_grad.
+        Its record of an attribute such as ``k.mT`` ignores no_grad.
         """
         source = node_of(self.trace, node)
         if source is None or not _requires_grad(source):
@@ -99,11 +98,11 @@ class Analysis:
         return source in self.unrecorded and any(x is None or _requires_grad(x) for x in written)
 
     def reference(self, node: fx.Node, layout: Layout = ()) -> TensorRef:
-        """Returns a tensor that a value is made of, with what it says of its own gradient."""
+        """Returns a reference to a tensor that a value reads, with its own gradient flag."""
         return TensorRef(self.canonical[node], layout, grad=self.requires_grad(node))
 
     def _stays_blocked(self, *nodes: object) -> None:
-        """Raise the reason of an input that is unsupported."""
+        """Raises the reason of an input that is unsupported."""
         for node in nodes:
             if isinstance(node, fx.Node) and node in self.reasons:
                 raise Unsupported(self.reasons[node])

@@ -1,8 +1,8 @@
-"""Interprets a region's ATen graph abstractly: the recogniser.
+"""Interprets a region's ATen graph abstractly: every node gets a meaning, or a reason why not.
 
-Every node gets an abstract value, or none together with a reason why not. Rules are compositional:
-each knows one operation and the meanings of its inputs, never a whole spelling, so that spelling,
-reduction, scale, masks, casts and layout are independent of each other.
+Rules are compositional: each knows one operation and the meanings of its inputs, never the
+spelling of a whole loss. So spelling, reduction, scale, masks, casts and layout are independent of
+each other. The class is called Recogniser.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 
 class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRules):
-    """Computes abstract values of all nodes of a trace, in ``values``, and reasons in
-    ``reasons``.
+    """Computes abstract values of all nodes of a trace, in ``values``, and else ``reasons`` why
+    not.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -122,9 +122,9 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
             self._by_storage.setdefault(value.untyped_storage()._cdata, []).append(node)
 
     def _note_writes(self, node: fx.Node) -> None:
-        """After a write, what the analysis knows of the storage is void.
+        """Discards what the analysis knows of a storage after a write to it.
 
-        Who reads the written tensor later reads the result of the write: its node, unless the
+        Later readers of the written tensor read the result of the write: its node, unless the
         operation returns nothing, such as ``torch._foreach_mul_``.
         """
         for target in written_by(node):

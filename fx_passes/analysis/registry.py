@@ -1,4 +1,4 @@
-"""Registers rules by operator overload: each computes a result's value from its inputs' values."""
+"""Registers rules by operator overload: a rule computes a result's value from its inputs'."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RULES: dict[object, Rule] = {}
 
 
 def registering(table: dict[object, Any]) -> Callable[..., Callable[[R], R]]:
-    """Makes a table's ``rule(*overloads)``, which registers a function as the rule of overloads.
+    """Creates a table's ``rule(*overloads)``, which registers a function as the rule of overloads.
 
-    An overload has one rule. What is not in the table has no meaning, whatever it is named: a
-    foreign ``mine::softmax`` is not torch's.
+    An overload has one rule. An operation that is not in the table has no meaning, whatever its
+    name is: a foreign ``mine::softmax`` is not torch's.
     """
 
     def rule(*overloads: object) -> Callable[[R], R]:

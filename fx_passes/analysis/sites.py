@@ -1,9 +1,8 @@
-"""Finds every place where a program computes a divergence, fused or not, for the report.
+"""Finds every place in which a program computes a divergence, fused or not, for the report.
 
-A site is where two distributions first meet and one of them is a logarithm: the product or the
-difference of a divergence, a mixture, or a call of kl_div. Each distribution is known by the
-tensor that its softmax (or logarithm) is taken of; that mark is followed through everything but
-matmuls.
+A site is the node at which two distributions first meet, one of them as a logarithm: the product
+or the difference of a divergence, a mixture, or a call of kl_div. A distribution is identified by
+the input of its softmax (or logarithm). This mark is followed through everything but matmuls.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 
 @dataclass(frozen=True)
 class Mark:
-    """A distribution, by the node that its scores are in, and whether this is its logarithm."""
+    """Marks a distribution, by the node of its scores, and whether this is its logarithm."""
 
     scores: fx.Node
     is_log: bool
@@ -96,9 +95,7 @@ def _is_call(node: fx.Node, name: str) -> bool:
 def reason_of(
     site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
-    """Explains why a loss is not fused: the nearest node after or before it that blocked, and
-    why.
-    """
+    """Explains why a loss is not fused: the nearest unsupported operation, and why it is."""
     for node in (site, *site.users):
         if any(x.op == "placeholder" for x in compared_by_hand(node)):
             return f"{ONE_SIDE} in this graph", None
@@ -125,7 +122,7 @@ def reason_of(
 
 
 def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] | None:
-    """Yields what blocked something that the node is made of, the nearest first."""
+    """Yields unsupported operations that the node depends on, the nearest first."""
     for earlier in _near(node, "all_input_nodes"):
         reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
         if NOT_MADE not in reason and VARIES not in reason:
@@ -161,13 +158,12 @@ def quadratic_nodes(
     sites: Sequence[fx.Node],
     operands: Iterable[fx.Node] = (),
 ) -> dict[fx.Node, fx.Node]:
-    """Returns the user's nodes with a value per query and key on a site's path, and the trace's
-    nodes.
+    """Returns the user's nodes on a site's path with a value per query and key, and the trace's.
 
-    These are scores, probabilities and what is made of them, as long as it has as many entries.
-    The logits of a language-model loss besides a divergence are not on its path. Nor are features
-    of linear attention, which ``operands`` of the sites' products are: softmaxes of products that
-    are no larger than what they are computed from.
+    They are scores, probabilities and what is computed from them, if it has as many entries. The
+    logits of a cross-entropy next to a divergence are not on its path. Neither are features of
+    linear attention (``operands`` of the sites' products): softmaxes of products that are no
+    larger than their inputs.
     """
     families = _Families(trace, recognised)
     features = {a for x in operands for a in ancestors(x)}
@@ -184,7 +180,7 @@ def quadratic_nodes(
 
 
 class _Families:
-    """Which score matrices are after each node, as bits."""
+    """Says which score matrices precede each node, as bits."""
 
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.behind: dict[fx.Node, int] = {}
@@ -229,16 +225,14 @@ class _Families:
 
 
 def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
-    """Returns a score matrix, or what is made of logits or probabilities from elsewhere."""
+    """Returns whether a node is a score matrix, or is computed from logits from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
     return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
 
 
 def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
-    """Returns the operands of the product that a score matrix is; the node itself if it is
-    none.
-    """
+    """Returns the operands of the product that a score matrix is, or the node itself."""
     scores = recognised.values.get(node)
     if not isinstance(scores, Scores):
         return node

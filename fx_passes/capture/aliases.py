@@ -1,9 +1,9 @@
 """Finds in-place writes to what an operator reads, by storage: they have no data edge.
 
 Eager code may change a tensor after its scores were computed. A fused operator reads the tensor
-later (and again in the backward), so a site whose inputs are written to after the scores were made
-stays. Only an operator that makes its gradients in the forward reads nothing afterwards: a teacher
-that is updated after the loss, in the same graph, does not concern it.
+later, and again in the backward. So a loss is not fused if one of its inputs is written after its
+scores were computed. An operator that computes its gradients in the forward reads nothing
+afterwards, so a teacher may be updated after that loss in the same graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, storag
 
 @dataclass(frozen=True)
 class LateWrite:
-    """A tensor that an inserted operator reads, and the node that writes to it afterwards."""
+    """Holds a tensor that an inserted operator reads, and the node that writes to it later."""
 
     tensor: fx.Node
     write: fx.Node
@@ -35,7 +35,7 @@ class LateWrite:
 
 
 class Aliases:
-    """Writes of a graph by the storage that they change."""
+    """Groups the writes of a graph by the storage that they change."""
 
     def __init__(self, graph: fx.Graph, region: Region) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
@@ -80,14 +80,13 @@ class Aliases:
         selecting: Iterable[tuple[Sequence[fx.Node], Sequence[fx.Node]]] = (),
         before: fx.Node | None = None,
     ) -> list[LateWrite]:
-        """Raise when what inserted nodes read is written to after the user's code read it.
+        """Raises if a tensor that inserted nodes read is written to after the user's code read it.
 
-        ``selecting`` are tensors that decide which rows are used, which are read at one place for
-        all their uses, and tensors that those were made of: of these, the analysis has seen the
-        writes that are part of the region.
-
-        The nodes are inserted before ``before``. Writes after it do not harm them, but a
-        backward that reads the tensor again: those to tensors without gradient are returned.
+        ``selecting`` are tensors that decide which rows are used, and the tensors that they are
+        computed from. They are read at one place for all their uses, and the analysis has seen
+        their writes in the region. The nodes are inserted before ``before``. A later write harms
+        only a backward that reads the tensor again; writes to tensors without gradient are
+        returned.
         """
         late: list[LateWrite] = []
         for node in dict.fromkeys(a for x in added for a in x.all_input_nodes):

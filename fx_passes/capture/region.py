@@ -1,8 +1,8 @@
-"""Selects the nodes that a divergence could be made of: the region around its softmaxes.
+"""Selects the nodes that may belong to a divergence: the region around its softmaxes.
 
-A region starts at the seeds (softmax, kl_div and their hand-written forms, cross_entropy), reaches
-backwards to the matmuls that make the scores and through the code that makes the masks, and
-forwards to the first scalar. Only regions are analysed, never the rest of the program.
+A region starts at softmaxes, kl_div, their hand-written forms, and cross_entropy. It reaches
+backwards to the matmuls of the scores and through the code of the masks, and forwards to the first
+scalar. Only regions are analysed, never the rest of the program.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes to analyse, in graph order, and the outside nodes that they read."""
+    """Holds nodes to analyse, in graph order, and the outside nodes that they read."""
 
     nodes: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
 
 
 def has_seeds(graph: fx.Graph) -> bool:
-    """Returns whether there is anything in a graph that an analysis could begin with."""
+    """Returns whether a graph has an operation with which an analysis could begin."""
     return any(map(_is_seed, graph.nodes))
 
 
@@ -173,9 +173,7 @@ def _is_of_product(node: fx.Node) -> bool:
 
 
 def compared_by_hand(node: fx.Node) -> list[fx.Node]:
-    """Returns p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``, wherever they were
-    made.
-    """
+    """Returns p and q of ``p * (p.log() - q.log())`` or ``p * (p / q).log()``."""
     if name_of(node) not in PRODUCTS or len(node.all_input_nodes) != 2:
         return []
     for weight, ratio in (node.all_input_nodes, reversed(node.all_input_nodes)):
@@ -203,9 +201,7 @@ def _compared(ratio: fx.Node) -> list[fx.Node]:
 
 
 def _behind(node: fx.Node, names: set[str]) -> fx.Node:
-    """Returns the tensors that these operations, each with one tensor as its input, are applied
-    to.
-    """
+    """Returns the tensors to which these operations, each with one tensor input, are applied."""
     while name_of(node) in names and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
@@ -240,10 +236,10 @@ def _is_view_of_operand(node: fx.Node) -> bool:
 
 
 def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:
-    """Add in-place writes to values of the region, which have no data edge to a later reader.
+    """Adds in-place writes to values of the region, which have no data edge to a later reader.
 
-    False when one of them cannot be run again. Writes to what the region reads from outside are
-    no part of it: `aliases` looks for those.
+    Returns False if one of them cannot run again. Writes to outside tensors are no part of the
+    region: `aliases` finds those.
     """
     while True:
         leaves = {a for n in inside for a in n.all_input_nodes if a not in inside}

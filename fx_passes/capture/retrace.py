@@ -1,7 +1,7 @@
-"""Traces a region again to pre-dispatch ATen, where spellings are few; for analysis only.
+"""Traces a region again to pre-dispatch ATen, in which spellings are few; for analysis only.
 
-What is compiled is always the user's own graph with nodes replaced. The re-traced graph loses
-autograd functions, checkpoint regions and autocast, so it is read and thrown away.
+The graph that is compiled is always the user's own, with nodes replaced. The re-traced graph loses
+autograd functions, checkpoint regions and autocast, so it is analysed and discarded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known
 
 @dataclass(frozen=True)
 class Trace:
-    """The ATen graph of a region and how its nodes belong to the user's nodes."""
+    """Holds the ATen graph of a region, and how its nodes belong to the user's nodes."""
 
     graph: fx.Graph
     origin: dict[fx.Node, fx.Node]  # ATen node -> the user's node that it came from
@@ -47,7 +47,7 @@ class Trace:
 
 
 def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
-    """Returns the user's node that a node of the trace has its value from, or else came from."""
+    """Returns the user's node that a node of the trace has its value or its origin from."""
     return trace.outer.get(node) or trace.origin.get(node)
 
 
@@ -62,9 +62,9 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
 
 
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
-    """Run the region's nodes on their recorded fake inputs under make_fx.
+    """Runs the region's nodes on their recorded fake inputs under make_fx.
 
-    Raises Unsupported where torch would have to know a size that only the data decides.
+    Raises Unsupported if torch needs a size that only data decide.
     """
     slice_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

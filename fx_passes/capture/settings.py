@@ -1,4 +1,4 @@
-"""Sets Dynamo's options that keep a distillation step in one graph."""
+"""Lists the options of Dynamo that keep a distillation step in one graph."""
 
 from __future__ import annotations
 

@@ -6,9 +6,7 @@ from torch import fx
 
 
 def is_plain_body(gm: fx.GraphModule, name: str) -> bool:
-    """Returns whether a body runs as it is: checkpoint regions do, autograd functions and mapped
-    code do not.
-    """
+    """Returns whether a body runs as it is: checkpoints do; autograd functions and vmap do not."""
     users = [u for n in gm.graph.nodes if n.op == "get_attr" and n.target == name for u in n.users]
     return (
         bool(users)

@@ -12,18 +12,14 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import unset_fake_temporarily
 
 
 def may_be_infinite(key: ScoreKey) -> bool:
-    """Returns whether some scores may be -inf; a tensor that is added to them may hold
-    anything.
-    """
+    """Returns whether some scores may be -inf; a tensor that is added may hold anything."""
     form = read(key)
     is_removed = bool(form.mask) and form.fill == -math.inf
     return is_removed or form.padded is not None or bool(form.biases or form.inner_biases)
 
 
 def drops_absent_keys(x: Elements) -> bool:
-    """Returns whether keys that all distributions lack contribute 0, as 0 * -inf does to what is
-    fused.
-    """
+    """Returns whether keys that all distributions lack contribute 0: fused, 0 * -inf is 0."""
     first, *others = (read(part.scores) for part in x.parts)
     absent_by = (first.mask, first.biases, first.inner_biases)
     alike = all((k.mask, k.biases, k.inner_biases) == absent_by for k in others)
@@ -34,9 +30,7 @@ def drops_absent_keys(x: Elements) -> bool:
 
 
 def at_absent_key(e: Expr) -> float:
-    """Returns the value where every probability is 0 and its logarithm -inf; 0 * -inf counts
-    as 0.
-    """
+    """Evaluates an expression at probability 0 and logarithm -inf; 0 * -inf counts as 0."""
     absent = {"P": 0.0, "logP": -math.inf}
     tensors = {name: exact(v) for name, v in absent.items()}
     with unset_fake_temporarily():
@@ -44,7 +38,7 @@ def at_absent_key(e: Expr) -> float:
 
 
 def is_of_probabilities(e: Expr) -> bool:
-    """Returns whether an expression is of probabilities and their logarithms alone."""
+    """Returns whether an expression has only probabilities and their logarithms."""
     return e.op not in ("lse", "within", "partly_within") and all(map(is_of_probabilities, e.args))
 
 

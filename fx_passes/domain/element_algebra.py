@@ -1,7 +1,7 @@
 """Combines values with one entry per key: expressions over probabilities, and their sums.
 
-Binary operations line up two tensors by position; two uses of one distribution are the same
-variable only when they put its axes in the same dimensions.
+Binary operations align two tensors by position. Two uses of one distribution are the same variable
+only if they have its axes in the same dimensions.
 """
 
 from __future__ import annotations
@@ -179,9 +179,7 @@ def _power(e: Expr) -> tuple[Expr | None, float]:
 
 
 def takes_part(a: Elements) -> Elements:
-    """Returns whether a key has a probability: always, or ``logP > lowest`` where scores were
-    padded.
-    """
+    """Returns the condition that a key has a probability: ``logP > lowest`` for padded scores."""
     if not any(isinstance(x, Pad) for d in a.parts for x in d.scores.steps):
         return a.map(lambda _: ONE)
     if len(a.parts) != 1 or a.single() is None:
@@ -190,7 +188,7 @@ def takes_part(a: Elements) -> Elements:
 
 
 def needs_probability(a: Elements, condition: Expr | None) -> bool:
-    """Returns whether every addend has the probability as a factor that the condition is about."""
+    """Returns whether every addend has the condition's probability as a factor."""
     e = a.single()
     numbers = set() if condition is None else variables(condition)
     if e is None or len(numbers) != 1:
@@ -260,12 +258,12 @@ def with_constant(op: str, a: Elements, value: float, *, reverse: bool = False) 
 
 
 def with_row_factor(a: Elements, factor: RowFactor) -> Elements:
-    """Returns every entry of a row times the row's factor."""
+    """Multiplies every entry of a row by the row's factor."""
     return replace(a, terms=tuple(replace(t, factors=(*t.factors, factor)) for t in a.terms))
 
 
 def chosen(condition: Expr, a: Elements, b: Elements, c: Elements) -> Elements:
-    """Reads where(condition, a, b); the condition's variables are those of ``c``."""
+    """Reads where(condition, a, b); variables of the condition are those of ``c``."""
     x, y, z = a.single(), b.single(), c.single()
     if x is None or y is None or z is None:
         raise Unsupported("where on values that carry row weights")
@@ -334,7 +332,7 @@ def _num_dims(layout: Layout, axis: int) -> int:
 
 
 def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) -> Elements:
-    """Returns a view operation applied to every layout; the keys stay one dimension."""
+    """Applies a view operation to every layout; the keys stay one dimension."""
     if any(t.factors for t in a.terms):
         raise Unsupported(f"{what} of values that carry row weights")
     layouts = []
@@ -360,7 +358,7 @@ def viewed(a: Elements, change: Callable[[Layout], Layout | None], what: str) ->
 
 
 def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Rows | Elements:
-    """Returns sum or mean over dimensions: rows if the keys are among them, else averaged ones."""
+    """Returns a sum or mean over dimensions: rows if keys are among them, else averaged heads."""
     if a.key_dim not in dims:
         return averaged(a, dims, keepdim, mean)
     divisors = tuple(a.shape[d] for d in dims) if mean else ()

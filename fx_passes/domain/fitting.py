@@ -1,7 +1,7 @@
 """Checks that a value describes its tensor: its axes have the tensor's extents.
 
 Torch broadcasts silently, so what a rule says of an operation's inputs need not hold for its
-result. Every value is held against the shape of its tensor, whatever rule it comes from.
+result. So every value is compared with the shape of its tensor, whichever rule it comes from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 
 def fitted(value: object, shape: Sequence[Size]) -> object:
-    """Returns the value of a tensor of this shape, or raises Unsupported when it is of another.
+    """Returns the value of a tensor of this shape; raises Unsupported if it has another.
 
     Scores and what is reduced from them have all their axes in the tensor; a tensor that is larger
     is not the scores. Values after the softmax may be broadcast, and know their shape.

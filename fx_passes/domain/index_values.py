@@ -1,17 +1,17 @@
 """Models index tensors as the program stores them: extents, dtype, slices, promotion.
 
 NOTE [Index values]
-An `Affine` is exact arithmetic on integers; a tensor is not. Every value that a rule makes is
-therefore held against the tensor that it stands for (`stored`):
+An `Affine` is exact arithmetic on integers; a tensor is not. So every value of a rule is compared
+with the tensor that it represents (`stored`):
 
-- A dimension of extent 1 has index 0 only, so it has no coefficient, and keeps none when the
-  tensor is broadcast later.
+- A dimension of extent 1 has index 0 only. It has no coefficient, and keeps none when the tensor
+  is broadcast later.
 - No value of an integer tensor may leave the range of its dtype, where it would wrap around, and
   every value of a floating one must be exact in it: up to 2**8 in bfloat16, 2**11 in float16,
-  2**24 in float32. Otherwise the tensor is unknown (a condition on it is an opaque mask).
+  2**24 in float32. Otherwise the tensor is unknown, and a condition on it is an opaque mask.
 - A number, and the two values of a `Choice`, are rounded to a floating dtype as torch does.
 
-With symbolic extents this has to hold for every size; of int64 it does for any tensor that fits
+With symbolic extents this has to hold for every size. For int64 it does for any tensor that fits
 in memory.
 """
 
@@ -45,7 +45,7 @@ LARGEST_EXTENT = 2**40
 
 
 def stored(value: object, tensor: Tensor) -> object:
-    """Returns the value as this tensor holds it, or None where that is not certain."""
+    """Returns the value as this tensor stores it, or None if that is not certain."""
     match value:
         case Affine():
             return _stored_affine(value, tensor)
@@ -80,7 +80,7 @@ def promoted(left: object, right: object) -> torch.dtype:
 
 
 def promote(value: Number | Choice, dtype: torch.dtype) -> Number | Choice | None:
-    """Returns a number or a choice in the dtype in which it is compared."""
+    """Returns a number or a choice in the dtype of a comparison."""
     if isinstance(value, Number):
         number = in_dtype(value.value, dtype)
         return None if number is None else Number(number)

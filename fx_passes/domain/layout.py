@@ -1,9 +1,9 @@
 """Tracks the axes of a score matrix through reshapes, transposes and broadcasts.
 
-A tensor dimension is a tuple of pieces: (b, h) is a flattened dimension, () one of size 1. A piece
-is a digit of an axis: with axis index = sum(stride * digit), splitting H into (groups, members)
-gives the pieces (axis, groups, members) and (axis, members, 1). All functions return None when the
-operation cannot be followed.
+A tensor dimension is a tuple of pieces: (b, h) is a flattened dimension, and () one of size 1. A
+piece is a digit of an axis: with axis index = sum(stride * digit), splitting H into (groups,
+members) gives the pieces (axis, groups, members) and (axis, members, 1). All functions return None
+if the operation cannot be followed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 @dataclass(frozen=True)
 class Piece:
-    """A digit of an axis."""
+    """Represents a digit of an axis."""
 
     axis: int
     size: Size
@@ -78,7 +78,7 @@ def broadcasts_to(layout: Layout, shape: Sequence[Size]) -> bool:
 
 
 def broadcast(a: Sequence[Size], b: Sequence[Size]) -> Shape | None:
-    """Returns the shape of two tensors of one rank together; None where extents may differ."""
+    """Returns the common shape of two tensors of one rank; None if extents may differ."""
     if not all(is_one(x) or is_one(y) or provably_equal(x, y) for x, y in zip(a, b, strict=True)):
         return None
     return tuple(y if is_one(x) else x for x, y in zip(a, b, strict=True))
@@ -143,7 +143,7 @@ def unsqueeze(layout: Layout, dim: int) -> Layout:
 
 
 def squeeze(layout: Layout, dims: Sequence[int]) -> Layout:
-    """Drop the given dimensions where they have size 1."""
+    """Drops the given dimensions if they have size 1."""
     return tuple(d for i, d in enumerate(layout) if not (i in dims and d == ()))
 
 

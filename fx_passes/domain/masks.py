@@ -1,8 +1,8 @@
 """Represents masks as conjunctions of exact index conditions and of opaque boolean tensors.
 
-``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices, so
-that a causal mask or a window is known exactly and never has to exist as a tensor. What is not
-known stays an opaque tensor and is passed on as it is, at the size it had before it was expanded.
+``tril``, ``arange`` comparisons, ``ones`` and ``where`` become linear conditions on indices. So a
+causal mask or a window is known exactly, and is never materialized. Any other mask is an opaque
+tensor. It is passed on at the size that it had before it was expanded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, provably_e
 
 @dataclass(frozen=True)
 class Affine:
-    """Represents an integer tensor: sum over its dimensions of coefficient * index, plus a
-    constant.
-    """
+    """Represents an integer tensor: a constant plus coefficient * index, over its dimensions."""
 
     coefficients: tuple[int, ...]
     constant: Size = 0
@@ -45,7 +43,7 @@ def _padded(coefficients: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Linear:
-    """The condition ``sum(coefficient * index) + constant >= 0`` on a tensor's indices."""
+    """Represents ``sum(coefficient * index) + constant >= 0`` on a tensor's indices."""
 
     coefficients: tuple[int, ...]
     constant: Size
@@ -66,7 +64,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A boolean tensor of unknown values; ``dims`` are the dimensions it is broadcast along.
+    """Represents a boolean tensor of unknown values, broadcast along the dimensions ``dims``.
 
     ``node`` holds it before it was expanded or unsqueezed: dimension d of the mask is dimension
     ``dims[d]`` of the node's tensor, None where the mask does not vary.
@@ -85,7 +83,7 @@ Literal = Linear | Opaque
 
 @dataclass(frozen=True)
 class BoolTensor:
-    """A boolean tensor: all literals hold, or (``negative``) not all of them."""
+    """Represents a boolean tensor: all literals hold, or (``negative``) not all of them."""
 
     literals: frozenset[Literal]
     rank: int
@@ -137,7 +135,7 @@ def opaque(node: fx.Node, shape: Sequence[Size]) -> BoolTensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """A numeric tensor with one value where a mask holds and another where it does not."""
+    """Represents a numeric tensor with one value if a mask holds, and another if it does not."""
 
     mask: BoolTensor
     inside: float
@@ -146,7 +144,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class AnyKey:
-    """``mask.any(dim)``: rows that have a key."""
+    """Represents ``mask.any(dim)``: rows that have a key."""
 
     mask: BoolTensor
     dim: int
@@ -170,7 +168,7 @@ def rearranged(mask: BoolTensor, order: Sequence[int | None]) -> BoolTensor:
 
 @dataclass(frozen=True)
 class AxisCondition:
-    """``sum(coefficient * index of axis) + constant >= 0``."""
+    """Represents ``sum(coefficient * index of axis) + constant >= 0``."""
 
     coefficients: tuple[tuple[int, int], ...]  # (axis, coefficient), sorted
     constant: Size
@@ -188,7 +186,7 @@ class AxisCondition:
 
 @dataclass(frozen=True)
 class AxisTensor:
-    """An opaque mask; ``layout`` places the scores' axes in the dimensions of its tensor."""
+    """Represents an opaque mask; ``layout`` places the scores' axes in its dimensions."""
 
     node: fx.Node
     layout: Layout
@@ -197,7 +195,7 @@ class AxisTensor:
 
 @dataclass(frozen=True)
 class AxisExcept:
-    """The index of an axis is not in ``[start, stop)``."""
+    """Requires that the index of an axis is not in ``[start, stop)``."""
 
     axis: int
     start: int

@@ -1,7 +1,7 @@
 """Combines sums over keys with each other, and with log-sum-exps.
 
-Two sums belong together when they were taken over the same axes, with the same extents, and
-divided by the same sizes.
+Two sums can be combined if they are over the same axes, with the same extents, and divided by the
+same sizes.
 """
 
 from __future__ import annotations

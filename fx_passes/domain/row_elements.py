@@ -1,9 +1,9 @@
-"""Represents a tensor's elements as formulas over dot products, from which row programs are made.
+"""Represents a tensor's elements as formulas over dot products, which become row programs.
 
-A `Formula` says how the element at one index of its axes is computed; a `Placed` formula says
+A `Formula` says how the element at one index of its axes is computed. A `Placed` formula says
 which dimension of a tensor each axis is in. Views change places only. Axes have no names: those
 that meet position by position in one operation become one (`Axes.unify`), and an axis that is
-reshaped into two is split, for every formula that has it. What cannot be split is an atom.
+reshaped into two is split in every formula that has it. An axis that cannot be split is an atom.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Dim = tuple[int, ...]  # axes, the leading one first; () is a dimension without 
 
 
 class Axes:
-    """Axes by number, their sizes, and which of them are one."""
+    """Holds axes by number, their sizes, and which of them are one."""
 
     def __init__(self) -> None:
         self._sizes: list[Size] = []
@@ -92,7 +92,7 @@ class Axes:
             raise Unsupported("scores meet a tensor of another shape")
 
     def digits(self, axis: int, size: Size, stride: Size) -> Dim:
-        """Returns the atoms of a digit of an axis, which is split where that needs it."""
+        """Returns the atoms of a digit of an axis, which is split if necessary."""
         outer, _ = self._cut(self.atoms((axis,)), stride)
         return self._cut(outer, size)[1]
 
@@ -146,7 +146,7 @@ class Axes:
 
 @dataclass(frozen=True, eq=False)
 class Dot:
-    """A product of two operands: which of its axes each of their dimensions has.
+    """Represents a product of two operands: which of its axes each of their dimensions has.
 
     Layouts number the dimensions of the product; ``axes`` are those dimensions' axes. ``dtype`` is
     what the program makes the product in, which under autocast is not the operands'.
@@ -199,13 +199,13 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """One operation, by the name of `rows.operations`, or a leaf.
+    """Represents one operation, by its name in `rows.operations`, or a leaf.
 
     Leaves: "dot" (data: `Dot`), "const" (a number), "capture" (a node and the axes of each of its
-    dimensions), "linear" (coefficients by axis and a constant: whether their sum is not
-    negative), "columns" (a node with ids, its axes and the axis that they are of: whether an
-    index is among the ids of its row). "reduce" has a `Sum`. ``grad_flows`` are the tensors that a
-    gradient reaches, ``key`` is the axis that was summed over inside, if one was.
+    dimensions), "linear" (coefficients by axis and a constant: whether their sum is not negative),
+    "columns" (a node with ids, its axes and the axis that they are of: whether an index is among
+    the ids of its row). "reduce" has a `Sum`. ``grad_flows`` are the tensors that a gradient
+    reaches, ``key`` is the axis that was summed over inside, if one was.
     """
 
     op: str
@@ -220,7 +220,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor whose elements a formula gives."""
+    """Represents a tensor whose elements a formula computes."""
 
     formula: Formula
     dims: tuple[Dim, ...]
@@ -231,8 +231,8 @@ class Placed:
 class Chosen:
     """Represents top-k entries: unique key ids per row, as a masked reduction over all keys.
 
-    A tensor of entries at them has an axis of its own, and their formula is that of all keys: the
-    others count nothing once it is reduced.
+    A tensor of these entries has an axis of its own, and its formula is that of all keys: the
+    other keys add nothing when it is reduced.
     """
 
     hits: Placed  # "columns", as a tensor of all keys

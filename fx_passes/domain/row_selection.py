@@ -1,15 +1,15 @@
-"""Describes which rows are used by `x[mask]`, `x[i, j]`, `masked_select` and `gather`.
+"""Describes the rows that `x[mask]`, `x[i, j]`, `masked_select` and `gather` select.
 
 NOTE [Selected rows]
 A selection replaces consecutive dimensions of scores, of ``sizes``, by dimensions of ``shape``. It
-commutes with all that is done to each row alone, so it moves to the operand of the scores that has
-those dimensions: ``(h @ w)[mask]`` is ``h[mask] @ w``. There it is the operation that the user
-wrote, applied to the smaller tensor. So negative and repeated positions, gradients that add up and
-errors for positions out of range stay what they are in the user's code.
+commutes with everything that is done to each row alone, so it moves to the operand of the scores
+that has those dimensions: ``(h @ w)[mask]`` is ``h[mask] @ w``. There it is the operation that the
+user wrote, applied to the smaller tensor. So negative and repeated positions, gradients that add
+up, and errors for positions out of range stay what they are in the user's code.
 
-Two selections are one when they are made of the same tensors by the same operation, of dimensions
-of the same sizes: ``x.view(4, 3)[i, j]`` and ``x.view(2, 6)[i, j]`` are other rows. Their counts
-are no evidence: two masks may happen to select as many rows.
+Two selections are equal if the same operation selects them by the same tensors, from dimensions of
+the same sizes: ``x.view(4, 3)[i, j]`` and ``x.view(2, 6)[i, j]`` are different rows. Equal counts
+prove nothing, because two masks may select as many rows by chance.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ GATHER = "gather"  # positions along dimension ``along``, constant along a last 
 
 @dataclass(frozen=True, eq=False)
 class RowSelection:
-    """The selected rows of dimensions ``sizes``, as dimensions ``shape``.
+    """Represents the selected rows of dimensions ``sizes``, as dimensions ``shape``.
 
-    ``tensors`` are nodes of the trace. ``condition`` is what a mask says, by which two are told
-    to be one; ``tensors`` then has the first of them.
+    ``tensors`` are nodes of the trace. ``condition`` is the meaning of a mask, by which two
+    selections are found to be equal; ``tensors`` is then the mask of the first.
     """
 
     kind: str

@@ -53,7 +53,7 @@ def padded(scores: Scores, size: Size) -> Scores:
 
 
 def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]:
-    """Returns scores summed over a batch dimension: the axis joins the contraction."""
+    """Sums scores over a batch dimension: the axis joins the contraction."""
     key, pieces = scores.key, scores.layout[dim]
     operands = (key.lhs, key.rhs)
     if len(pieces) != 1 or axis_dim(scores.layout, pieces[0].axis) != dim:

@@ -1,9 +1,9 @@
 """Brings a chain of operations on scores into the form that the operators compute.
 
-They compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases, fill)``, with
-biases either before or after the tanh, and a number added to all of it, which a softmax ignores.
-For LM heads ``x.y`` may be a sum of products, before the tanh.
-`read` follows a chain step by step and keeps it in that form, or says which step leaves it.
+The operators compute ``where(mask, softcap * tanh(scale * factors * x.y + biases) + biases,
+fill)``, with biases before or after the tanh, and a number added to all of it, which a softmax
+ignores. For LM heads ``x.y`` may be a sum of products, before the tanh. `read` follows a chain
+step by step, and raises at the step that leaves this form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
 @dataclass(frozen=True)
 class Layer:
-    """A mask as it was applied: where two overlap, what a key has depends on the order."""
+    """Holds a mask as it was applied: if two overlap, the order decides the value of a key."""
 
     mask: Mask
     fill: float
@@ -41,10 +41,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """A chain as the arguments of an operator.
+    """Holds a chain of operations on scores as the arguments of an operator.
 
-    ``exact_fill`` says whether a row without any allowed key is constant: two masks may leave
-    -inf at some of its keys and the lowest number at others.
+    ``exact_fill`` says whether a row without any allowed key is constant: two masks may leave -inf
+    at some of its keys and the lowest number at others.
     """
 
     scale: float = 1.0
@@ -68,9 +68,7 @@ class ScoreForm:
 
 
 def read(key: ScoreKey) -> ScoreForm:
-    """Returns the chain as an operator's arguments, or raises Unsupported with the step that is
-    none of them.
-    """
+    """Returns the chain as an operator's arguments; raises Unsupported at a step without one."""
     form = ScoreForm()
     for step in key.steps:
         form = _after(form, step)

@@ -1,13 +1,12 @@
 """Represents scores: dot products of two operands, and the chain of operations applied to them.
 
-The chain is kept in the order written and normalised once, as each step is appended. What a step
-may move past:
+The chain is in the order in which it was written, and is normalised as each step is appended:
 
-- a number that multiplies (`Scale`) moves to the front, or up to the last tanh: it commutes with
-  other factors and with padding (if it is positive), and distributes over what is added or filled
-  in. So there is one Scale before a tanh and one after it, and a temperature is one number;
-- a number that is added (`Shift`) moves after tensors that are added, and no further;
-- everything else stays where it was written.
+- A `Scale` (a factor that is a number) moves to the front, or up to the last tanh. It commutes
+  with other factors and, if it is positive, with padding, and distributes over what is added or
+  filled in. So there is one Scale before a tanh and one after it, and a temperature is one number.
+- A `Shift` (an added number) moves after tensors that are added, and no further.
+- All other steps stay in their place.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LARGEST_SHIFT = 1e4
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor that multiplies or divides scores: a scalar, or a value per row or key."""
+    """Represents a tensor that multiplies or divides scores: a scalar, or one per row or key."""
 
     tensor: TensorRef
     divides: bool
@@ -41,7 +40,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Bias:
-    """weight * (a dense tensor), added to the scores."""
+    """Represents weight * (a dense tensor), added to the scores."""
 
     tensor: TensorRef
     weight: float = 1.0
@@ -54,7 +53,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Product:
-    """weight * lhs . rhs, another product over the same rows and keys, added to the scores."""
+    """Represents weight * lhs . rhs, another product over the same rows and keys, added."""
 
     lhs: TensorRef
     rhs: TensorRef
@@ -64,14 +63,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Scale:
-    """scores * number."""
+    """Represents scores * number."""
 
     number: float
 
 
 @dataclass(frozen=True)
 class Shift:
-    """scores + number.
+    """Represents scores + number.
 
     The identity for a softmax and for scores minus their own log-sum-exp, and for nothing else.
     """
@@ -81,14 +80,14 @@ class Shift:
 
 @dataclass(frozen=True)
 class Tanh:
-    """tanh(scores)."""
+    """Represents tanh(scores)."""
 
 
 @dataclass(frozen=True)
 class Masking:
-    """``fill`` where the mask does not hold, in place of the scores or (``added``) added to them.
+    """Puts ``fill`` in place of the scores if the mask does not hold, or (``added``) adds it.
 
-    Through masked scores that a mask was added to, gradient flows.
+    If a mask was added, gradient flows through the masked scores.
     """
 
     mask: Mask
@@ -98,7 +97,7 @@ class Masking:
 
 @dataclass(frozen=True)
 class Pad:
-    """Scores of -inf after the last one of an axis, which has ``size`` of them then."""
+    """Appends scores of -inf to an axis, which then has ``size`` of them."""
 
     axis: int
     size: Size
@@ -138,7 +137,7 @@ class ScoreKey:
 
 @dataclass(frozen=True)
 class Scores:
-    """A tensor of scores."""
+    """Represents a tensor of scores."""
 
     key: ScoreKey
     layout: Layout

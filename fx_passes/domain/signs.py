@@ -1,4 +1,4 @@
-"""Finds tensors that are known to be positive, from the operations that made them."""
+"""Finds tensors that are known to be positive, from the operations that computed them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 
 def is_positive(x: object) -> bool:
-    """Returns whether a node of the trace, or a number, is positive for all inputs of the program.
+    """Returns whether a node of the trace, or a number, is positive for all inputs.
 
     Up to underflow: exp may give 0, where eager has 0 * -inf or a uniform row.
     """

@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a tensor that is used: "narrow", "select", or "rows".
+    """Describes the part of a tensor that is used: "narrow", "select", or "rows".
 
-    The latter is a ``selection`` of rows from ``num_dims`` dimensions that begin with ``dim``.
+    "rows" is a ``selection`` of rows from ``num_dims`` dimensions that begin with ``dim``.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor, the steps to the part that is used, where its dimensions lie, and gradient flow.
+    """Refers to a tensor: steps to the used part, places of its dimensions, and gradient flow.
 
     The layout places axes of the scores (and contracted axes, numbered from CONTRACTED down) in
     the dimensions left after the steps. An axis of the scores that it lacks is broadcast.
@@ -44,9 +44,9 @@ class TensorRef:
     the tensor. It is part of identity: two values that differ in it are different values, though
     they hold the same numbers (`same_numbers`). A reference is made with what the user's tensor
     says of itself; the interpreter then holds every node's value against what the node recorded:
-    where the node requires no gradient (no_grad, detach), all references of its value are cut,
-    at whatever edge that happens. `lowering.operands.materialise` is the one place where a
-    reference becomes a node, and detaches it accordingly.
+    where the node requires no gradient (no_grad, detach), all references of its value are cut, at
+    whatever edge that happens. `lowering.operands.materialise` is the one place where a reference
+    becomes a node, and detaches it accordingly.
     """
 
     node: fx.Node
@@ -100,5 +100,5 @@ def cut(value: T) -> T:
 
 
 def same_numbers(a: object, b: object) -> bool:
-    """Returns whether two values are equal but for where their gradients flow."""
+    """Returns whether two values are equal, up to gradient flow."""
     return cut(a) == cut(b)

@@ -1,4 +1,4 @@
-"""Defines the abstract values that the recogniser computes with.
+"""Defines the abstract values that the interpreter computes with.
 
 Scores -> Distribution (softmax over one axis) -> Elements (an expression over the probabilities of
 one or more distributions, one value per key) -> Rows (summed over the keys). Masks are in
@@ -22,7 +22,7 @@ CONTRACTED = -1  # axis number of the first contracted dimension; further ones c
 
 @dataclass(frozen=True)
 class Distribution:
-    """Probabilities along one axis of a score matrix, or their mean over other axes of it."""
+    """Represents probabilities along one axis of a score matrix, or their mean over other axes."""
 
     scores: ScoreKey
     axis: int
@@ -36,7 +36,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RowFactor:
-    """A tensor without a key dimension that multiplies values, or (``selects``) keeps whole rows.
+    """Represents a tensor without keys that multiplies values, or (``selects``) keeps whole rows.
 
     ``tensor`` broadcasts against the elements it was applied to, whose rank is ``rank``.
     """
@@ -50,7 +50,7 @@ class RowFactor:
 
 @dataclass(frozen=True)
 class Term:
-    """expression * row factors."""
+    """Represents expression * row factors."""
 
     expr: Expr
     factors: tuple[RowFactor, ...] = ()
@@ -58,11 +58,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Elements:
-    """One value per key: a sum of terms over the `VARIABLES` of ``parts[k]``.
+    """Represents one value per key: a sum of terms over the `VARIABLES` of ``parts[k]``.
 
     ``layouts[k]`` places the axes of distribution k in the tensor's dimensions; all of them have
-    their key axis in ``key_dim``. ``shape`` is the tensor's: where a layout has nothing and the
-    shape more than 1, the distribution is broadcast, and a sum counts it as often.
+    their key axis in ``key_dim``. ``shape`` is the tensor's. If a layout has nothing in a
+    dimension of a size above 1, the distribution is broadcast, and a sum counts it as often.
     """
 
     terms: tuple[Term, ...]
@@ -111,14 +111,12 @@ def lse(k: int) -> Expr:
 
 
 def within(k: int) -> Expr:
-    """Returns 1 at the keys that distribution k's mask allows: a mask applied after the
-    softmax.
-    """
+    """Creates the mask of distribution k applied after the softmax: 1 at allowed keys."""
     return Expr("within", (), float(k))
 
 
 def partly_within(k: int) -> Expr:
-    """Returns 1 at the keys that some of the conditions of distribution k's mask allow."""
+    """Creates a part of distribution k's mask: 1 at keys that some of its conditions allow."""
     return Expr("partly_within", (), float(k))
 
 
@@ -155,9 +153,7 @@ def variables(e: Expr) -> set[int]:
 
 
 def where_within(e: Expr, holds: bool) -> Expr:
-    """Returns the expression at keys where every mask applied after the softmax holds, or none
-    does.
-    """
+    """Returns the expression at keys at which every mask after the softmax holds, or none does."""
     if e.op == "where" and e.args[0].op in ("within", "partly_within"):
         return where_within(e.args[1 if holds else 2], holds)
     return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e
@@ -179,9 +175,9 @@ def renumbered(e: Expr, number: dict[int, int]) -> Expr:
 
 @dataclass(frozen=True)
 class Rows:
-    """Elements summed over the keys, and perhaps over rows as well, times a constant.
+    """Represents elements summed over the keys, and perhaps over rows as well, times a constant.
 
-    ``reduced`` are the dimensions of the elements that were summed, the key dimension included;
+    ``reduced`` are the dimensions of the elements that were summed, the key dimension included.
     ``divisors`` are sizes that a mean or a batchmean divides by.
     """
 
@@ -205,7 +201,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class LogSumExp:
-    """log-sum-exp of scores along an axis; ``layout`` has the axis removed or of size 1.
+    """Represents the log-sum-exp of scores along an axis, which ``layout`` lacks or has at size 1.
 
     As an offset of rows, ``layout`` is in the dimensions of the rows' elements.
     """
@@ -217,7 +213,7 @@ class LogSumExp:
 
 @dataclass(frozen=True)
 class RowMax:
-    """Maximum of scores along an axis: what a softmax written by hand subtracts."""
+    """Represents the maximum of scores along an axis, which a hand-written softmax subtracts."""
 
     scores: ScoreKey
     axis: int
@@ -226,10 +222,10 @@ class RowMax:
 
 @dataclass(frozen=True)
 class Shifted:
-    """scores - maximum of the row, or (``exponential``) exp of it.
+    """Represents scores - maximum of the row, or (``exponential``) exp of it.
 
-    The gradient of the maximum cancels in a softmax whose sum subtracts the same one: ``maximum``
-    is the scores that it was taken of, with their gradient, as the sum has to have them.
+    The gradient of the maximum cancels in a softmax whose sum subtracts the same maximum.
+    ``maximum`` is the scores of that maximum, with their gradient, which the sum must match.
     """
 
     scores: Scores
@@ -240,7 +236,7 @@ class Shifted:
 
 @dataclass(frozen=True)
 class ExpSum:
-    """Row sum of exp(scores - maximum), or its logarithm."""
+    """Represents the row sum of exp(scores - maximum), or its logarithm."""
 
     scores: ScoreKey
     axis: int
@@ -251,7 +247,9 @@ class ExpSum:
 
 @dataclass(frozen=True)
 class Attention:
-    """probabilities @ values: what attention does with a distribution besides its divergence."""
+    """Represents probabilities @ values: attention, which reads a distribution besides its
+    divergence.
+    """
 
     probabilities: Elements
     values: TensorRef  # laid out in the axes of the probabilities' scores
@@ -261,14 +259,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class Number:
-    """A constant: every element of the tensor has this value."""
+    """Represents a constant: every element of the tensor has this value."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """torch.stack of element values along a new dimension."""
+    """Represents torch.stack of element values along a new dimension."""
 
     items: tuple[Elements, ...]
     dim: int
@@ -276,7 +274,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Parts:
-    """The list that chunk or split returns."""
+    """Represents the list that chunk or split returns."""
 
     source: object
     dim: int
@@ -285,13 +283,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of selected rows, one after the other, as masked_select returns them."""
+    """Represents the entries of selected rows, one after the other, as of masked_select."""
 
     rows: Scores | Elements
 
 
 @dataclass(frozen=True)
 class Infinite:
-    """A boolean tensor that is True where one of these scores is -inf: what a bias may hold."""
+    """Represents a boolean tensor that is True where one of these scores is -inf, as of a bias."""
 
     scores: tuple[Scores, ...]

@@ -1,15 +1,15 @@
 """Makes all ranks that share DTensors rewrite alike, or not at all.
 
-A rewritten graph has other collectives than the user's, so a rank that rewrites while another does
-not (its check failed, or had no memory) would wait forever. Before a rewrite is taken all ranks
-tell each other, through the process group's store, which sites they found and which they refuse.
+A rewritten graph has other collectives than the user's. If one rank rewrites and another does not,
+because its check failed or had no memory, both wait forever. So before a rewrite, all ranks tell
+each other which losses they found and which they refuse, through the store of the process group.
 
 NOTE [Compilations that a rank does alone]
 A rank that compiles what the others do not compile waits for them until the store's timeout (that
-of the process group) and raises. Nothing that was agreed on before is used again: a rank cannot
-know whether the others compile the same again or something else. Ranks that share DTensors have
-the same shapes and options, so they compile together; the store is asked in place of the group,
-so that collectives of the program never meet those of a compilation.
+of the process group) and raises. Earlier agreements are not reused: a rank cannot know whether the
+others compile the same again or something else. Ranks that share DTensors have the same shapes and
+options, so they compile together. The store is used in place of the group, so that collectives of
+the program never meet those of a compilation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example
 
 
 class RanksDisagreeError(Fatal, DisagreementError):
-    """The ranks of a mesh do not compile the same."""
+    """Raised if the ranks of a mesh do not compile the same."""
 
 
 class Agreement:
@@ -45,11 +45,10 @@ class Agreement:
         self.prefix = "streamkl/" + "-".join(map(str, self.ranks))
 
     def refusals(self, rewrite: Sequence[str], refused: Mapping[str, str]) -> dict[str, str]:
-        """Returns every site that a rank refuses, and why, the same on all ranks.
+        """Returns every loss that a rank refuses, and why, the same on all ranks.
 
-        ``rewrite`` says what all of them have to do alike: options, sites, operators.
-
-        Raises Unsupported on all of them, if one would do something else or failed.
+        ``rewrite`` describes what all of them have to do alike: options, losses, operators. Raises
+        Unsupported on all ranks if one would do something else, or failed.
         """
         if self.store is None:
             return dict(refused)

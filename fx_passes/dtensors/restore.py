@@ -1,8 +1,8 @@
 """Restores the user's graph of DTensors from a rewritten graph of whole tensors.
 
-Nodes of the user's get what they were. Operators of ours get DTensors, by way of
-`distributed.graph_calls`, and their rows are plain tensors that every rank has; where the user's
-code goes on with a DTensor, they are placed as it was.
+The user's own nodes get back what they were. Our operators get DTensors, by
+`distributed.graph_calls`. Their rows are plain tensors that every rank has; if the user's code
+goes on with a DTensor, they are placed as it was.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_TOKENS = {"flatten", "reshape", "view", "narrow", "slice", "getitem", "select
 
 
 class DoesNotFit(Exception):
-    """Says why losses of a graph cannot be restored to DTensors, in the user's terms."""
+    """Raised if losses of a graph cannot be restored to DTensors; says why in the user's terms."""
 
     def __init__(self, reason: str, sites: frozenset[str]) -> None:
         super().__init__(reason)
@@ -46,7 +46,7 @@ class DoesNotFit(Exception):
 
 
 class Restore:
-    """One rewritten graph of whole tensors, turned into one of DTensors in place."""
+    """Turns one rewritten graph of whole tensors into one of DTensors, in place."""
 
     def __init__(
         self, user: fx.Graph, whole: fx.Graph, rewritten: fx.Graph, mode: FakeTensorMode
@@ -66,7 +66,7 @@ class Restore:
         self.how: dict[str, str] = {}  # by site: how ranks share it
 
     def run(self) -> None:
-        """Raises DoesNotFit where it cannot be done."""
+        """Restores the graph; raises DoesNotFit if that is impossible."""
         for node in list(self.graph.nodes):
             try:
                 if node.name in self.user:

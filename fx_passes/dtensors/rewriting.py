@@ -25,7 +25,7 @@ def rewrite_sharded(
     attempt: Attempt,
     options: CheckOptions,
 ) -> tuple[fx.Graph, Report]:
-    """Returns the rewritten graph with the sites that passed and that fit, and the report of all.
+    """Returns the rewritten graph with the losses that passed and fit, and the report of all.
 
     Checks run on whole tensors, on every rank by itself.
     """

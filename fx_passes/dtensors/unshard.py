@@ -1,9 +1,9 @@
-"""Converts a graph of DTensors to a graph of the whole tensors that they stand for.
+"""Converts a graph of DTensors to a graph of the whole tensors that they represent.
 
 DTensor has the semantics of one device: an operation on DTensors gives what it gives on whole
-tensors, whatever their placements. So the graph is analysed with plain tensors in their places,
-and what moves data only (`redistribute`, `full_tensor`, `to_local` of what every rank has) is
-a tensor's identity. What the rest of the program does with a rank's own part is not looked into.
+tensors, whatever their placements. So the graph is analysed with plain tensors instead. Operations
+that only move data (`redistribute`, `full_tensor`, `to_local` of a tensor that every rank has) are
+the identity. The rest of the program may use a rank's own part; that is not analysed.
 """
 
 from __future__ import annotations

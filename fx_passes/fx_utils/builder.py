@@ -1,7 +1,6 @@
 """Inserts nodes into a Dynamo graph with complete metadata.
 
-A node without a recorded value makes the AOTAutograd cache bypass the graph, and later passes
-guess.
+If a node has no recorded value, the AOTAutograd cache bypasses the graph, and later passes guess.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 class Selections:
-    """The positions that masks select, each made once, and where numbers of rows are read.
+    """Holds the positions that masks select, each computed once, and where row counts are read.
 
-    ``masked`` are the selections by the symbols that the analysis has for their numbers of rows,
-    one for every use of a mask; ``counts`` has tensors of positions and their dimensions by size.
+    ``masked`` has the selections by the symbols that the analysis has for their row counts, one
+    for every use of a mask. ``counts`` has tensors of positions and their dimensions by size.
     """
 
     def __init__(self, masked: Mapping[str, object] | None = None) -> None:
@@ -42,7 +41,7 @@ class Selections:
 
 
 class Builder:
-    """Inserts before one node; sizes are looked up in the shapes of the given tensors."""
+    """Inserts nodes before one node, and finds sizes in the shapes of the given tensors."""
 
     def __init__(
         self, before: fx.Node, mode: FakeTensorMode, selections: Selections | None = None
@@ -57,7 +56,7 @@ class Builder:
 
     @contextlib.contextmanager
     def undone_if_blocked(self) -> Iterator[None]:
-        """Take back what is inserted meanwhile when it steps out to be unsupported."""
+        """Removes what was inserted inside of the block if it raises Unsupported."""
         kept = len(self.added)
         try:
             yield
@@ -67,13 +66,13 @@ class Builder:
             raise
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Returns a function call."""
+        """Inserts a function call."""
         return self._insert(
             "call_function", function, args, kwargs, lambda a, k: function(*a, **k)
         )
 
     def method(self, name: str, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-        """Returns a tensor method call."""
+        """Inserts a tensor method call."""
         if name == "detach" and self._is_in_inference_mode:
             return x  # nothing is recorded there
         return self._insert(
@@ -85,7 +84,7 @@ class Builder:
         return autograd_modes(self.graph.nodes)[self.before] == INFERENCE
 
     def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Returns the same operation with some of its inputs replaced."""
+        """Inserts the same operation with some of its inputs replaced."""
         given: Any = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
         args, kwargs = given
         if callable(node.target):
@@ -127,11 +126,11 @@ class Builder:
     def positions(
         self, selection: object, mask: fx.Node, rows: Callable[[Builder], fx.Node]
     ) -> fx.Node:
-        """Inserts the positions where a boolean mask is True, as indices into its flattened
+        """Inserts the positions at which a boolean mask is True, as indices into its flattened
         entries.
 
-        They are made after the mask, once for each selection; ``rows`` adds the nodes that make
-        one entry a row of it.
+        They come after the mask, once for each selection; ``rows`` adds the nodes that make one
+        entry a row of it.
         """
         made = self.selections.positions.get(selection)
         if made is None:
@@ -143,7 +142,7 @@ class Builder:
         return made
 
     def count(self, size: Size, tensor: fx.Node, dim: int) -> None:
-        """Remember where a number of selected rows is read."""
+        """Remembers where a number of selected rows is read."""
         self.selections.counts[str(expression(size))] = (tensor, dim)
 
     def _symbolic(self, wanted: Any, tensors: Sequence[fx.Node]) -> int | fx.Node:

@@ -8,7 +8,7 @@ from torch import fx
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Returns a copy whose nodes also have what Dynamo set on them besides their metadata."""
+    """Copies a graph, with the attributes that Dynamo set on nodes besides their metadata."""
     result = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, result.nodes, strict=True):
         for name, value in vars(old).items():

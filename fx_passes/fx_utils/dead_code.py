@@ -13,10 +13,10 @@ from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 def remove_dead(
     graph: fx.Graph, nodes: Sequence[fx.Node], unused: set[fx.Node], views: set[fx.Node]
 ) -> list[fx.Node]:
-    """Erase what only the replaced code used; a write stays while its target is seen.
+    """Erases what only the replaced code used; a write stays while its target is visible.
 
-    What was unused before stays too: it may draw random numbers. ``views`` are the nodes that were
-    views before anything was replaced.
+    Unused nodes of the user stay, because they may draw random numbers. ``views`` are the nodes
+    that were views before anything was replaced.
     """
     removed: list[fx.Node] = []
     alive = {n for n in nodes if not n._erased}

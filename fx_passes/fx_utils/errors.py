@@ -1,9 +1,9 @@
-"""Defines the exceptions that say why something is not fused, or why compiling has to end."""
+"""Defines the exceptions for what is not fused, and for what has to end the compilation."""
 
 
 class Unsupported(Exception):
-    """An operation cannot be represented; the message says why in the user's terms."""
+    """Raised if an operation cannot be represented; the message says why in the user's terms."""
 
 
 class Fatal(Exception):
-    """Must not be taken for a failed analysis: other processes would go on without us."""
+    """Raised if the compilation has to end: after a failed analysis other ranks would go on."""

@@ -1,4 +1,4 @@
-"""Sets the fake tensor mode that code of torch finds when it asks for the current one."""
+"""Sets the fake tensor mode that torch's own code finds when it asks for the current one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, later
 def found_mode(mode: FakeTensorMode | None) -> Iterator[None]:
     """Sets the mode that higher-order operators find, whatever tensors they are given.
 
-    That of a backend is not the one of Dynamo's graph, and with None there is none: real tensors.
+    The mode of a backend is not that of Dynamo's graph. None means no mode: real tensors.
     """
     context = later("torch._guards", "TracingContext")
     if context.try_get() is None:

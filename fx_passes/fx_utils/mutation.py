@@ -207,7 +207,7 @@ def _asks_for_in_place(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class HiddenWrite:
-    """The arguments that are written, if the argument ``asked_by`` is given."""
+    """Names the arguments that are written if the argument ``asked_by`` is given."""
 
     written: tuple[str, ...]
     asked_by: str | None = None

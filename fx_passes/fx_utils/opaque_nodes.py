@@ -6,17 +6,15 @@ from typing import Any
 
 
 def same(x: Any) -> Any:
-    """Returns the same numbers: placements and memory may differ (DTensor.redistribute,
-    full_tensor).
-    """
+    """Returns its argument's numbers: placements and memory may differ (DTensor.redistribute)."""
     return x
 
 
 def same_detached(x: Any) -> Any:
-    """Returns the same numbers without their gradient: what is moved under no_grad."""
+    """Returns its argument's numbers without their gradient, as for a move under no_grad."""
     return x.detach()
 
 
 def opaque(*inputs: Any) -> Any:
-    """Stands for a node whose computation is not analysed; never run."""
+    """Represents a node whose computation is not analysed; it never runs."""
     raise RuntimeError("a node that stands for another one was run")

@@ -13,7 +13,7 @@ LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones}
 
 
 def read_for_metadata(node: fx.Node) -> fx.Node | None:
-    """Returns the argument that a node asks for nothing but its shape or type, if there is one."""
+    """Returns the argument of which a node reads only shape or type, if there is one."""
     name = name_of(node)
     if name in LIKE:
         source = node.args[0] if len(node.args) == 1 else None

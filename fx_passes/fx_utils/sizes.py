@@ -34,9 +34,7 @@ def expression(size: Size) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def simplified(expr: sympy.Expr) -> sympy.Expr:
-    """Returns the expression with divisions done that leave no remainder: ``(b * h) // b`` is
-    h.
-    """
+    """Simplifies divisions without remainder in an expression: ``(b * h) // b`` is h."""
 
     def divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
         exact = sympy.cancel(a / b)
@@ -67,7 +65,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """Returns a / b where it is provably an integer, else None."""
+    """Returns a / b if it is provably an integer, else None."""
     x, y = expression(a), expression(b)
     if isinstance(x, int) and isinstance(y, int):
         return a // b if y and x % y == 0 else None

@@ -1,4 +1,4 @@
-"""Reads how values lie in memory: code after a replaced value may view it, or read its strides."""
+"""Checks how values lie in memory: code after a replaced value may view it or read its strides."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ def strides_are_seen(
     """Returns whether code after ``node`` could tell that it gets ``other`` in another memory
     layout.
 
-    ``written`` is the memory that the graph writes to.
-
-    What reads it runs on fake tensors until its results lie in memory as they did, such as after a
-    ``contiguous()`` or a matmul.
+    ``written`` is the memory that the graph writes to. Readers run on fake tensors until their
+    results have the old memory layout, as after a ``contiguous()`` or a matmul.
     """
     if _lie_alike(_value(other), _value(node)):
         return False

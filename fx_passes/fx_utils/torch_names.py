@@ -1,9 +1,9 @@
-"""Imports in one place every private part of torch that the rewrite cannot do without.
+"""Imports, in one place, every private part of torch that the rewrite cannot do without.
 
-A release of torch may move any of them. The error then says which one, and what to do. Parts that
-the rewrite can do without are imported where they are used, and left out where they are missing
-(docs/reference/compatibility.md). Imported here first of all, so that nothing of ours is half
-there.
+A release of torch may move any of them. The error then names the part, and what to do. Parts that
+the rewrite can do without are imported where they are used, and skipped if they are missing
+(docs/reference/compatibility.md). This module is imported first, so that a failed import leaves
+nothing half-initialised.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ with _explained():
 
 
 def later(module: str, name: str) -> Any:
-    """Returns a name of a part of torch that takes long to import, when it is needed."""
+    """Imports a name from a slow part of torch when it is needed."""
     with _explained():
         return getattr(importlib.import_module(module), name)
 
 
 def optional(module: str, name: str) -> Any:
-    """Returns a name of a module of torch, None where it is missing: for what may be left out."""
+    """Returns an optional name of a torch module, or None if it is missing."""
     try:
         owner = importlib.import_module(module)
         return getattr(owner, name, None) or importlib.import_module(f"{module}.{name}")

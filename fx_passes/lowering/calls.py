@@ -35,7 +35,7 @@ from torch_streamkl.fx_passes.planning.plan import Call, Plan
 
 
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Insert the calls; the returned node has the value and metadata of ``like``."""
+    """Inserts the calls; the returned node has the value and metadata of ``like``."""
     rows = planned.rows
     total: fx.Node | None = None
     for call in planned.calls:
@@ -209,7 +209,7 @@ def add_up_biases(
     outer: Mapping[fx.Node, fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node | None:
-    """Returns the additive tensors of a side's scores as one that broadcasts to the operator's
+    """Adds the additive tensors of a side's scores to one that broadcasts to the operator's
     scores.
 
     ``dtype`` is that of the scores: a narrower tensor is scaled after it was added to them.

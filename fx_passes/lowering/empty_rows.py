@@ -45,8 +45,7 @@ def rows_with_keys(
 def uniform_rows(
     build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, scale: float, *, added: bool
 ) -> fx.Node:
-    """Returns attention with equal weights for all keys, with the gradients of the code it
-    replaces.
+    """Returns attention with equal weights for all keys, with the gradients of the replaced code.
 
     A mask that is added lets the gradient of the softmax through to the scores: its first-order
     term 1/N sum_j (s_j - mean s) v_j, minus its own value. A mask that is filled in does not.

@@ -1,8 +1,7 @@
 """Lowers language-model heads, whose keys are one matrix for all rows, to `linear_kl`.
 
-Nothing of the size of the logits is kept, and the widths of hidden states are far beyond what
-attention kernels take. The operator rounds logits to the type of the product, as the user's linear
-layer does.
+It keeps nothing of the size of the logits, and hidden sizes are far beyond what attention kernels
+take. The operator rounds logits to the dtype of the product, as the user's linear layer does.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 def emit(
     build: Builder, geometry: Geometry, functional: Functional, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Returns the value per token, with the geometry's digits as dimensions: batch, heads,
-    rows.
-    """
+    """Inserts the call; returns the value per token, with dimensions batch, heads, rows."""
     inputs: dict[str, fx.Node] = {}
     options: dict[str, Any] = {}
     sides = {"student": (1, geometry.student), "teacher": (0, geometry.teacher)}

@@ -1,7 +1,7 @@
 """Inserts the views that turn a matmul's operand into the tensor that an operator takes.
 
-Transposes, casts and repeated heads were peeled off by the analysis, so the source tensor is used
-as it is; what is inserted here are views, except where flattened dimensions cannot be a view.
+The analysis removed transposes, casts and repeated heads, so the source tensor is used as it is.
+All inserted nodes are views, unless flattened dimensions cannot be a view.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def weight(
     outer: Mapping[fx.Node, fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node:
-    """Returns an operand that holds keys only, as [keys, width]."""
+    """Returns an operand that holds keys only, as [keys, hidden_size]."""
     x = materialise(build, operand, outer)
     pieces = _split(operand.layout, side, geometry)
     places = [Place(kind, p.slot, p.size) for kind in ("key", "dim") for p in _of(kind, pieces)]
@@ -99,9 +99,7 @@ def weight(
 
 
 def materialise(build: Builder, tensor: TensorRef, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Returns the part of the user's tensor that a reference stands for, detached where it has to
-    be.
-    """
+    """Inserts the part of the user's tensor that a reference names, detached if necessary."""
     x = outer_node(tensor.node, outer)
     for step in tensor.steps:
         x = _with_step(build, x, step, outer)
@@ -110,7 +108,7 @@ def materialise(build: Builder, tensor: TensorRef, outer: Mapping[fx.Node, fx.No
 
 @dataclass(frozen=True)
 class SubDim:
-    """A dimension of an operand after splitting: where it goes, and its size there."""
+    """Describes a dimension of an operand after splitting: where it goes, and its size there."""
 
     slot: Slot
     size: Size
@@ -143,7 +141,7 @@ def _split(layout: Layout, side: int, geometry: Geometry) -> list[SubDim]:
 
 
 class _Pieces:
-    """The pieces of the keys or of the contracted axes, numbered in their order."""
+    """Numbers the pieces of the keys or of the contracted axes in their order."""
 
     def __init__(self, kind: str, pieces: Sequence[Piece]) -> None:
         self.kind = kind
@@ -164,7 +162,7 @@ def _of(kind: str, pieces: Sequence[SubDim]) -> list[SubDim]:
 
 @dataclass(frozen=True)
 class Place:
-    """A dimension of the operator's tensor before each group of them is flattened into one."""
+    """Describes a dimension of the operator's tensor before each group of them is flattened."""
 
     group: str
     slot: Slot
@@ -338,7 +336,10 @@ def _to_four_dimensions(
 
 
 def _in_groups(build: Builder, x: fx.Node, places: Sequence[Place], rank: int) -> fx.Node:
-    """[batch, heads, rows or keys, width]; what has no place is part of the width."""
+    """Arranges an operand as [batch, heads, rows or keys, hidden_size].
+
+    A dimension without a place becomes part of the hidden size.
+    """
     ends = [sum(GROUPS.index(p.group) <= i for p in places) for i in range(len(GROUPS))]
     ends[-1] = rank
     return _grouped(build, x, list(zip([0, *ends[:-1]], ends, strict=True)))
@@ -364,11 +365,10 @@ def rows_as_user(
     *,
     trailing: bool = False,
 ) -> fx.Node:
-    """Returns the row values [batch, heads, queries] in the user's dimensions, the key dimension
-    of size 1.
+    """Returns row values [batch, heads, queries] in the user's dimensions; the key dimension has
+    size 1.
 
-    ``trailing``: the values have one more dimension, which takes the place of the (last) key
-    dimension.
+    ``trailing``: the values have one more dimension, which replaces the (last) key dimension.
     """
     order = [*geometry.batch, *geometry.heads]
     if geometry.query is not None:

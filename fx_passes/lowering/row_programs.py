@@ -1,4 +1,6 @@
-"""Inserts a row program's operator call into the user's graph, and its results in their places."""
+"""Inserts a row program's operator call into the user's graph, and replaces its sums by the
+results.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,11 @@ def emit(
     outer: Mapping[fx.Node, fx.Node],
     written: Container[int | None],
 ) -> dict[fx.Node, fx.Node]:
-    """Returns the call, and by node of the user's graph what takes its place.
+    """Inserts the call, and returns the replacement of each of the user's nodes.
 
     ``written`` is the memory that the graph writes to. The operator keeps its results for the
-    backward, so what is written to, here or by whoever the graph returns it to, is a copy of them.
-    Outputs never alias each other.
+    backward. So if they may be written to, here or by who gets them from the graph, the user's
+    code gets a copy. Outputs never alias each other.
     """
     lowering = _Lowering(build, plan, outer)
     tensors: list[fx.Node] = []
@@ -70,7 +72,7 @@ def emit(
 
 
 class _Lowering:
-    """The tensors of one call."""
+    """Inserts the tensors of one call."""
 
     def __init__(self, build: Builder, plan: RowPlan, outer: Mapping[fx.Node, fx.Node]) -> None:
         self.build, self.plan, self.outer = build, plan, outer

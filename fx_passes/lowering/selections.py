@@ -31,7 +31,7 @@ def selected(
     selection: RowSelection,
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
-    """Returns the rows of ``x`` that are selected of ``num_dims`` dimensions from ``dim`` on."""
+    """Selects rows of ``x`` from ``num_dims`` dimensions from ``dim`` on."""
     tensors = [outer_node(n, outer) for n in selection.tensors]
     made_of = [outer[n] for n in selection.condition_tensors() if n in outer]
     build.selecting.append((tensors, made_of))

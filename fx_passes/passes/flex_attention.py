@@ -1,14 +1,14 @@
 """Rewrites ``softmax(softcap * tanh(scale * QK^T)) @ V``, with masks, to a call of FlexAttention.
 
 scaled_dot_product_attention has no softcap; torch.nn.attention.flex_attention takes any function
-of a score. On a GPU Inductor makes kernels of it and of its backward that never have a tensor of
-queries x keys.
+of a score. On a GPU Inductor compiles it and its backward to kernels that never hold a [queries,
+keys] tensor.
 
 NOTE [A function that runs when the graph is traced]
-What the rewritten graph calls is `softcapped_attention`, a function in Python. AOTAutograd traces
-it, and finds the higher-order operator there with the function of a score as a closure: the graph
-needs no submodules, which copies of it, DDPOptimizer and checks would have to know of. Run as it
-is, as in a check, it computes the same with all scores in memory.
+The rewritten graph calls `softcapped_attention`, a Python function. AOTAutograd traces it, and
+finds the higher-order operator there with the function of a score as a closure. So the graph needs
+no submodules, which copies of it, DDPOptimizer and checks would have to know of. If it runs
+without a compiler, as in a check, it computes the same with materialized scores.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ def softcapped_attention(
     alive: Tensor | None = None,
     has_slope: bool = False,
 ) -> Tensor:
-    """Returns attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias`` where
-    allowed.
+    """Computes attention with scores ``softcap * tanh(scale * q k^T + inner_bias) + bias``.
 
     A query i sees the keys j with ``first <= j - i <= last`` at which all masks are True. A row in
     which ``alive`` is False sees all keys alike: its scores are 0, with the gradient of the capped
-    scores where ``has_slope`` (see NOTE [Rows without keys]).
+    scores if ``has_slope`` (see NOTE [Rows without keys]).
 
     Args:
         q: [batch, heads, queries, head_dim].
-        k, v: [batch, key heads, keys, head_dim]; key head h is that of query heads h * group on.
+        k, v: [batch, key heads, keys, head_dim]; query heads from h * group on use key head h.
         masks, inner_bias, bias, alive: broadcast to [batch, heads, queries, keys]; no gradients.
     """
     captured = _Captured(q.device)
@@ -89,7 +88,7 @@ def softcapped_attention(
 
 
 class _Captured:
-    """Tensors that the function of a score reads, and how it finds them among its arguments."""
+    """Holds tensors that a score function reads, and how it finds them among its arguments."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,11 +1,11 @@
 """Makes double backward raise for sums whose gradients were computed in the forward.
 
-Their backward reads no input of the graph, which is what AOTAutograd looks for before it refuses
-to differentiate twice. What it gets is the nearest input to each operand that the replaced code's
-backward reads: hidden states and heads, where both sides of a product need a gradient. An input
-that is not read may be written to between the two, and its memory may be gone: of such an operand
-the sum gets no entry, which is enough where a graph runs as it is. Farther inputs would move where
-DDP cuts a graph.
+The backward of such a sum reads no input of the graph, and AOTAutograd refuses to differentiate
+twice only if it does. So the sum gets, for each operand that the replaced code's backward reads,
+the nearest input of the graph: hidden states and heads, if both sides of a product need a
+gradient. An input may be written to between forward and backward, and its memory may be gone. The
+sum gets no entry for such an operand; the others are enough if the graph runs unsplit. Farther
+inputs would move where DDP cuts a graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Finds operators that read tensors which are written after them: teachers updated in the step.
 
-`linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does not: it
-makes its gradients in the forward. Which of the two a divergence becomes is known at the end. So
-it is fused first, and the graph is rewritten again without it where it has to stay.
+`linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does not,
+because it computes its gradients in the forward. Which of the two a divergence becomes is known at
+the end. So it is fused first, and if it stays `linear_kl`, the graph is rewritten again without
+it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch_streamkl.rows import op as row_op
 
 
 def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:
-    """Finds, by loss, an operator that reads a tensor after a write, which forbids
-    fusing.
+    """Finds, for each loss, an operator that reads a tensor after a write: the loss cannot be
+    fused.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[str, str] = {}

@@ -1,9 +1,9 @@
 """Rewrites a weighted sum of `linear_kl` rows to `linear_kl_sum`, with gradients in its forward.
 
-The per-token operator computes the logits again in the backward: six matmuls for the student where
-four are enough when the weight of each token in the loss is known before. It is known when the
-tokens' values only pass through views, casts, row weights and row masks into a sum or mean. The
-weights are then what the same operations make of ones.
+The per-token operator computes the logits again in the backward: six matmuls for the student. Four
+are enough if the weight of each token in the loss is known in the forward. It is known if the
+tokens' values pass only through views, casts, row weights and row masks into a sum or mean. The
+same operations on ones give the weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Chain:
 
 
 def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
-    """Replace what can be replaced; the scalars of the losses that were."""
+    """Replaces sums that can be computed in the forward; returns their nodes."""
     calls = [n for n in graph.nodes if n.target is linear_ops.linear_kl]
     weights = [_storage(n.args[1]) for n in calls]
     replaced = []

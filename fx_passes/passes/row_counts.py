@@ -1,7 +1,7 @@
 """Reads the number of rows that a boolean mask selects from the positions, not from large tensors.
 
-Dynamo asserts at run time what it has assumed of such sizes, and reads them where they were made:
-of the selected logits.
+Dynamo asserts at run time what it has assumed of such sizes. It reads them from the selected
+logits, which would keep these alive.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ Counts = dict[str, tuple[fx.Node, Size]]  # by symbol: positions, and entries of
 
 
 def symbols_of_counts(recognised: Recogniser) -> dict[str, RowSelection]:
-    """Returns the selections by mask, by the symbols that the trace has for their numbers of
-    rows.
-    """
+    """Returns the selections by mask, keyed by the symbols of their row counts in the trace."""
     return {
         str(expression(shape_of(node)[dim] // width)): selection
         for node, (selection, dim, width) in recognised.counted.items()
@@ -40,7 +38,7 @@ def reread_counts(
     selections: Selections,
     builder: Callable[[fx.Node], Builder],
 ) -> None:
-    """Checks of how many rows were selected read it from the positions, not from large tensors."""
+    """Makes run-time checks of row counts read the positions, not large tensors."""
     counts = _counts(trace, recognised, selections)
     for node in quadratic:
         value = example(node)

@@ -1,9 +1,9 @@
 """Rewrites a sum of a row program's values to `row_program_sum`, with gradients in its forward.
 
-A program of an LM head makes its logits again in the backward, unless what each row adds to the
-loss is known in the forward. It is where the program's values go through functions of each row,
-with tensors that do not depend on them, into sums and means that end in one number, and nowhere
-else. What stands in between becomes a `RowLoss`, operation by operation.
+A program of an LM head computes its logits again in the backward, unless the forward knows what
+each row adds to the loss. It does if the program's values only go through functions of each row,
+with tensors that do not depend on them, into sums and means that end in one number. These
+operations become a `RowLoss`, one by one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor that is read with the values, in their shape; None is the number of rows."""
+    """Describes a tensor that is read with the values, in their shape; None is the row count."""
 
     node: fx.Node | None
     text: str = ""  # of the shape: comparing symbolic sizes would guard
@@ -72,7 +72,7 @@ class KnownTensor:
 
 
 def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
-    """Replace what can be replaced; the numbers that were."""
+    """Replaces sums that can be computed in the forward; returns their nodes."""
     heads = [w for n in graph.nodes for w in _weights(n)]
     replaced = []
     for call in [n for n in graph.nodes if n.target is row_op.row_program]:

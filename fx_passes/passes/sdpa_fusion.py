@@ -1,8 +1,8 @@
 """Rewrites attention whose probabilities nothing else reads to scaled_dot_product_attention.
 
-Fusing a KL removes one reader of the attention maps. What is left is attention written by hand,
-which still makes them; Inductor's own pattern misses most of its spellings. Only graphs with a
-fused KL are touched. Scores with a softcap go to FlexAttention, where it compiles.
+Fusing a KL removes one reader of the attention probabilities. The attention that remains is
+written by hand and still materializes them. Inductor's own pattern misses most of its spellings.
+Only graphs with a fused KL are changed. Scores with a softcap go to FlexAttention, if it compiles.
 """
 
 from __future__ import annotations
@@ -245,9 +245,7 @@ class Leftovers:
         options: dict[str, Any],
         dtype: torch.dtype,
     ) -> fx.Node | None:
-        """Marks the rows that have a key; None if all have, or if eager makes NaN of the
-        others.
-        """
+        """Marks the rows that have a key; None if all have, or if eager is NaN in the others."""
         total = options.get("attn_mask")
         form = read(place.student.distribution.scores)
         if total is None or not _may_lack_keys(place, mask):
@@ -387,8 +385,6 @@ def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
 
 
 def shape_scale(q: fx.Node) -> float:
-    """Returns the scale that scaled_dot_product_attention uses by default, 0 when it is not
-    known.
-    """
+    """Returns scaled_dot_product_attention's default scale, or 0 if it is not known."""
     head_dim = shape(q)[-1]
     return head_dim**-0.5 if isinstance(head_dim, int) and head_dim else 0.0

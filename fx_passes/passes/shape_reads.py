@@ -1,6 +1,6 @@
 """Redirects reads of a large tensor's shape or type, such as expand_as, to another tensor.
 
-Nothing else may keep scores or probabilities alive that a fused operator replaced.
+Otherwise such a read would keep scores or probabilities alive that a fused operator replaced.
 """
 
 from __future__ import annotations

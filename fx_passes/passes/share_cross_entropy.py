@@ -1,8 +1,7 @@
 """Computes a cross-entropy with labels in the operator call of the distillation loss.
 
-Most trainers add the two. Not fused, the cross-entropy keeps the student's logits alive, which
-are what `linear_kl` avoids; with ``labels`` the operator returns the cross-entropy per token as
-well.
+Most trainers add the two. An unfused cross-entropy keeps the student's logits alive, which
+`linear_kl` avoids. With ``labels`` the operator returns the cross-entropy per token as well.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ NEVER_CAST = {
 def share_cross_entropy(
     graph: fx.Graph, trace: Trace, recognised: Recogniser, builder: Callable[[fx.Node], Builder]
 ) -> list[str]:
-    """Replace cross-entropies of the logits of a `linear_kl` call by the call's second output.
+    """Replaces cross-entropies of the logits of a `linear_kl` call by the call's second output.
 
     Returns what the report says of those that keep the logits.
     """

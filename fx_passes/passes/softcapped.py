@@ -1,4 +1,4 @@
-"""Decides where softcapped attention becomes a call of FlexAttention, and inserts the call."""
+"""Decides when softcapped attention becomes a call of FlexAttention, and inserts the call."""
 
 from __future__ import annotations
 
@@ -40,11 +40,8 @@ def emit(
     nodes: Sequence[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
-    """Returns a call with the value of ``softmax(scores) @ v``, or raises Unsupported where none
-    is compiled.
-
-    ``alive`` are the rows with keys. Masks stay conditions on positions and small tensors: nothing
-    of queries x keys is made of them.
+    """Inserts a call with the value of ``softmax(scores) @ v``; raises Unsupported if none
+    compiles.
     """
     q, k, v = (_value(x) for x in inputs)
     reason = why_not(q, v) or _why_not_grouped(q, k, v)

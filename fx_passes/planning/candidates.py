@@ -1,4 +1,4 @@
-"""Chooses which values of a graph operators compute: the earliest ones that they can."""
+"""Chooses which values of a graph the operators compute: the earliest ones that they can."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Plans = Mapping[fx.Node, Plan | str]  # what computes a sum over keys, or why no
 
 @dataclass(frozen=True)
 class Candidate:
-    """A node whose value is a fused divergence."""
+    """Holds a node whose value is a fused divergence."""
 
     inner: fx.Node  # in the trace
     node: fx.Node  # in the user's graph

@@ -2,23 +2,23 @@
 
 NOTE [Axes]
 An axis is a dimension of a matmul's result: an identity within its scores, with an extent. A
-tensor's dimension is a product of digits of axes (domain/layout.py). Nothing is told by ranks,
-dimension numbers or equal sizes.
+tensor's dimension is a product of digits of axes (domain/layout.py). Ranks, dimension numbers and
+equal sizes prove nothing.
 
-Teacher and student correspond position by position in the user's tensor, after broadcasting: the
+Teacher and student correspond position by position in the user's tensor, after broadcasting. The
 digits of a position have equal extents on both sides (the same number, or the same symbolic size),
 or one side has none and is broadcast along the other's. Then its value is constant there, and a
 sum over the position counts the extent.
 
-The operator pairs, in its batch, head and query dimensions, equal digits only; a tensor that lacks
-a digit is expanded along it, in the operator's order. There are two exceptions, which the operator
-defines:
+The operator pairs, in its batch, head and query dimensions, equal digits only. A tensor that lacks
+a digit is expanded along it, in the operator's order. The operator defines two exceptions:
 - keys with fewer heads: query head h uses key head h // group. So the digits that keys lack are
-  left to grouping where they are the last ones of the query heads;
+  left to grouping if they are the last ones of the query heads;
 - a teacher averaged over heads: student head h has the teacher heads h * n to h * n + n - 1, so
   the averaged digits come after the head digits. Their order is free.
-To that end digits are split until every operand has each of them whole or not at all. What cannot
-be split so, such as 2 key heads for 6 query heads that the program takes as 3 x 2, is refused.
+For this, digits are split until every operand has each of them whole or not at all. If that is
+impossible, as with 2 key heads for 6 query heads that the program takes as 3 x 2, the call is
+refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 
 @dataclass(frozen=True)
 class Digit:
-    """Part of a row dimension; ``pieces[side]`` is None where a side does not vary along it."""
+    """Describes a part of a row dimension; ``pieces[side]`` is None if a side is constant along
+    it.
+    """
 
     dim: int  # of the user's tensor
     size: Size
@@ -48,7 +50,7 @@ class Digit:
 
 @dataclass(frozen=True)
 class SideGeometry:
-    """One side of the call."""
+    """Describes the digits of one side of the call."""
 
     distribution: Distribution
     rows: TensorRef  # the operand with the query rows
@@ -59,10 +61,10 @@ class SideGeometry:
 
 @dataclass(frozen=True)
 class Slot:
-    """A position in the operator's tensor, ``kind`` being one of
+    """Names a position in the operator's tensor by ``kind``.
 
-    "digit", a digit of the geometry; "averaged", one of a side; "key" and "dim", a piece of the
-    keys or of the contracted dimension; "one", a dimension of size 1 without a place.
+    "digit" is a digit of the geometry, and "averaged" one of a side. "key" and "dim" are pieces of
+    the keys or of the contracted dimension. "one" is a dimension of size 1 without a place.
     """
 
     kind: str
@@ -71,7 +73,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Assignment of digits to the operator's dimensions; indices into ``digits``."""
+    """Assigns digits to the operator's dimensions, as indices into ``digits``."""
 
     digits: tuple[Digit, ...]
     batch: tuple[int, ...]
@@ -106,8 +108,9 @@ def geometry(
     key_dim: int,
     others: Sequence[TensorRef] = (),
 ) -> Geometry:
-    """Returns the geometry of the pair, or raises Unsupported; ``others`` are further operands of
-    the student's side.
+    """Returns the geometry of the pair, or raises Unsupported.
+
+    ``others`` are further operands of the student's side.
     """
     num_keys = [d.scores.size(d.axis) for d in (teacher, student)]
     if not provably_equal(*num_keys):

@@ -64,9 +64,7 @@ def adapter(side: SideGeometry) -> tuple[Product, TensorRef, TensorRef] | None:
 
 
 def added_to_logits(form: ScoreForm) -> tuple[Bias, ...]:
-    """Returns what is added to the logits; the operator adds it before a softcap, never after
-    it.
-    """
+    """Returns the tensors added to the logits; the operator adds before a softcap, never after."""
     return form.inner_biases + form.biases
 
 

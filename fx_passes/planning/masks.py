@@ -39,7 +39,7 @@ from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """The masks of both sides, which are the same, in the operator's terms."""
+    """Holds the masks of both sides, which are the same, in the operator's terms."""
 
     window_left: Size | None
     window_right: Size | None
@@ -51,7 +51,7 @@ class MaskPlan:
 
 @dataclass(frozen=True)
 class StricterSide:
-    """Conditions of one side's mask that the other side does not have."""
+    """Holds conditions of one side's mask that the other side does not have."""
 
     side: int  # 0 the teacher, 1 the student
     window_left: Size | None
@@ -110,7 +110,7 @@ def plan_masks(
 
 
 def plan_masks_within(shape: Geometry, side: int) -> MaskPlan:
-    """Returns masks of which ``side`` has all conditions and more, and the sum takes its keys."""
+    """Plans masks if ``side`` has all conditions and more: the sum takes the keys of that side."""
     _check_overwritten(shape, is_head=False)
     sides = _literals(shape)
     stricter, other = sides[side], sides[1 - side]
@@ -140,11 +140,7 @@ def within_of(expr: Expr) -> int | None:
 
 
 def drops_rows_without_keys(expr: Expr, keys: Sequence[ScoreKey]) -> bool:
-    """Returns whether a mask after the softmax, which all distributions have, changes rows without
-    keys.
-
-    Those are uniform. False where they are 0 with the mask and without it.
-    """
+    """Returns whether a mask after the softmax, common to all sides, changes empty rows."""
     forms = [read(key) for key in keys]
     if all(form.fill == -math.inf for form in forms):
         return False  # eager has NaN there

@@ -1,9 +1,9 @@
 """Finds code after a loss that could observe NaN or infinity that only eager produces.
 
-Eager gives NaN where a masked key has the probability 0 and the logarithm -inf, and infinity where
-a probability is 0 by underflow. An operator gives the limit. Whoever replaces NaN by 0, counts it,
-compares with it or ranks by it must see what eager has, and so must who makes a number of
-infinity.
+Eager code gives NaN if a masked key has the probability 0 and the logarithm -inf, and infinity if
+a probability is 0 by underflow. An operator gives the limit. Code that replaces NaN by 0, counts
+it, compares with it or ranks by it must see what eager has, and so must code that computes a
+number from infinity.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default, aten.log1
 
 @dataclass(frozen=True)
 class Readers:
-    """Operations, by name, that make numbers of NaN and infinity, and of infinity alone."""
+    """Lists operations, by name, that make numbers of NaN and infinity, and of infinity alone."""
 
     special: frozenset[str] = frozenset()
     infinite: frozenset[str] = frozenset()
@@ -78,11 +78,7 @@ def check_nan_readers(
     values: Mapping[fx.Node, object],
     outside: Readers = NO_READERS,
 ) -> None:
-    """Raises Unsupported where code after ``node`` would see another number than in eager.
-
-    ``inner`` is the same value in the trace, of which ``values`` knows what its nodes are.
-    ``outside`` are the readers of what the graph returns, where another graph calls it.
-    """
+    """Raises Unsupported if code after ``node`` would see another number than in eager code."""
     found = readers_behind([node], outside)
     if found.special and any(may_be_infinite(part.scores) for part in elements.parts):
         name = min(found.special)
@@ -100,11 +96,7 @@ def check_nan_readers(
 def check_masked_logarithms(
     inner: fx.Node, elements: Elements, values: Mapping[fx.Node, object]
 ) -> None:
-    """Raises Unsupported where the logarithm of probabilities that a finite mask makes 0 counts.
-
-    ``softmax(-1).log()`` is -inf there in eager code, the operators' is what the score gives it.
-    Where both sides are masked alike eager's product with a probability is NaN.
-    """
+    """Raises Unsupported if the logarithm of a probability that a finite mask makes 0 counts."""
     if drops_absent_keys(elements) or all(
         form.mask or form.biases for form in (read(part.scores) for part in elements.parts)
     ):

@@ -88,7 +88,7 @@ def plan(rows: Rows) -> Plan:
 
 @dataclass(frozen=True)
 class Pair:
-    """coefficient * a divergence over P, logP of the teacher and S, logS of the student."""
+    """Represents coefficient * a divergence of P, logP (teacher) and S, logS (student)."""
 
     expr: Expr
     teacher: int

@@ -1,8 +1,8 @@
 """Decides which losses are too small to fuse: Inductor's own code is as fast.
 
-What a site saves is its tensors of queries x keys. Where those take a few MiB, what counts is the
-number of launches and the host's work between them. The same holds of the attention that is left
-over when its map is not compared any more.
+A fused loss saves its [queries, keys] tensors. If they take a few MiB, the number of launches and
+the CPU's work between them count more. The same holds for the attention that remains after its
+probabilities are no longer compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def least_mib(device: str, given: float | None) -> float:
 
 
 def least_attention_mib(device: str, given: float | None) -> float:
-    """Returns the same for attention that is left over."""
+    """Returns the threshold for attention whose probabilities are not compared any more."""
     return LEAST_ATTENTION_MIB.get(device, 0.0) if given is None else given
 
 
@@ -80,7 +80,7 @@ def why_left(candidate: Candidate, device: str, given: float | None) -> str:
 
 
 def why_maps_are_left(elements: Elements, device: str, given: float | None) -> str:
-    """Returns the same of attention that is left over."""
+    """Explains why such attention is skipped; None if it is fused."""
     mib, least = _mib_of(elements), least_attention_mib(device, given)
     if mib is None or mib >= least:
         return ""
@@ -97,7 +97,7 @@ def _mib_of(elements: Elements) -> float | None:
 def too_small(
     mib: float, what: str, least: float, device: str, given: float | None, kind: str
 ) -> str:
-    """Returns a size and the threshold that it is below of, and where that comes from."""
+    """Returns a size, the threshold that it is below, and where the threshold comes from."""
     name = {"cuda": "GPU", "cpu": "CPU"}.get(device, device)
     origin = f"{name} threshold for {kind}" if given is None else "streamkl.min_mib"
     return f"{bytes_text(mib * MIB)} of {what} < {bytes_text(least * MIB)} ({origin})"

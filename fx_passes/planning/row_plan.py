@@ -1,8 +1,8 @@
 """Plans row programs from formulas: which sums one operator computes, and on which axes.
 
-The operator knows batch, heads, rows and keys. The axis that was summed over is the keys; what
-every product has besides is rows where no column operand has it, else batch and heads. Axes that
-only some products have, and that are summed before the products meet, are those products' heads.
+The operator knows batch, heads, rows and keys. The axis that was summed over is the keys. An axis
+that every product has is rows if no column operand has it, else batch and heads. Axes that only
+some products have, and that are summed before the products meet, are those products' heads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch_streamkl.rows.trace import Tracer, dtype_of
 
 @dataclass(frozen=True)
 class Groups:
-    """The axes in each dimension of the operator's tensors; heads are those of each product."""
+    """Holds the axes in each dimension of the operator's tensors; heads are per product."""
 
     batch: Dim
     heads: tuple[Dim, ...]
@@ -51,7 +51,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Captured:
-    """A tensor that a program reads."""
+    """Describes a tensor that a program reads."""
 
     node: fx.Node  # of the trace
     dims: tuple[Dim, ...]
@@ -63,8 +63,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class Output:
-    """A value of the user's graph: a sum over keys, or blocks of them, or what is computed of some
-    sums for each row."""
+    """Describes a value of the user's graph that a program computes.
+
+    It is a sum over keys, or blocks of them, or what is computed from some sums for each row.
+    """
 
     inner: fx.Node
     node: fx.Node
@@ -73,7 +75,7 @@ class Output:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Everything that one operator call needs."""
+    """Holds everything that one operator call needs."""
 
     program: Program
     dots: tuple[Dot, ...]
@@ -92,7 +94,7 @@ def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) 
 
 
 def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
-    """Returns the sums over keys that a value of rows is computed from."""
+    """Lists the sums over keys that a per-row value is computed from."""
     found: dict[Formula, None] = {}
     stack, seen = [root], {root}
     while stack:
@@ -109,7 +111,7 @@ def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
 
 
 class _Planner:
-    """The way from formulas to a program."""
+    """Turns formulas into a program."""
 
     def __init__(self, elements: RowElements, placed: Sequence[Placed]) -> None:
         self.elements, self.axes = elements, elements.axes

@@ -77,11 +77,7 @@ def find_programs(
 
 
 def needs_no_mask(candidate: Candidate, elements: RowElements) -> bool:
-    """Returns whether a divergence that takes a dense mask or bias is a program that reads ids
-    instead.
-
-    Such a tensor, of labels scattered into zeros, is as large as the scores.
-    """
+    """Returns whether a divergence with a dense mask or bias is also a program that reads ids."""
     whole = elements.placed.get(candidate.inner)
     if whole is None or whole.formula.op != "reduce":
         return False
@@ -193,6 +189,6 @@ def _joined(
 
 
 def first_of(plan: RowPlan) -> fx.Node:
-    """Returns the node of the user's graph before which a program has to stand."""
+    """Returns the user's node before which a program must be inserted."""
     nodes = {o.node for o in plan.outputs}
     return next(n for n in plan.outputs[0].node.graph.nodes if n in nodes)

@@ -22,9 +22,7 @@ from torch_streamkl.fx_passes.planning.special_elements import (
 
 
 def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
-    """Returns whether a node needs the products of programs by another way than the programs'
-    results.
-    """
+    """Returns whether a node reads products of programs other than by the programs' results."""
     products = {plan.elements.products[dot] for plan in plans for dot in plan.dots}
     results = {o.inner for plan in plans for o in plan.outputs}
     behind: set[fx.Node] = set()
@@ -39,11 +37,7 @@ def reads_products(node: fx.Node, plans: Sequence[RowPlan]) -> bool:
 
 
 def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
-    """Raises Unsupported where code after the sums makes numbers of NaN and infinity.
-
-    A sum may be infinite where naive code is NaN, by masks, logarithms, powers or quotients:
-    which of them is not told apart.
-    """
+    """Raises Unsupported if code after the sums makes numbers of NaN and infinity."""
     found = readers_behind([o.node for o in plan.outputs], outside)
     names = found.special
     if not names and not is_never_infinite(plan.program, plan.sums):
@@ -58,7 +52,7 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
 def why_kept(
     plan: RowPlan, elements: RowElements, trace: Trace, region: Region, gone: set[fx.Node]
 ) -> str:
-    """Explains why fusing would recompute: who else needs all products of a program.
+    """Explains why fusing would recompute: other code also needs all products of a program.
 
     ``gone`` are nodes of the user's graph that operators take the place of. That attention reads
     its map as well is usual: the map of the loss is another one.

@@ -1,12 +1,13 @@
 """Refuses operations that could observe NaN or infinity that eager produces and programs do not.
 
-As in nan_readers.py, but between scores and sums. Two values of a program differ from eager's:
+It does between scores and sums what nan_readers.py does after a loss. Two values of a program
+differ from eager's:
 
-- The softmax of a row without any key is 0, and its logarithm -inf, where eager has NaN. So is 0
-  times infinity. What keeps NaN leaves the sum NaN: a comparison is all that can tell.
-- The logarithm of a probability that underflows is what its score gives, where eager has -inf,
-  and a small power of it is a number, where eager has 0. What makes a number of infinity can
-  tell, unless it gives the same for the smallest logarithms.
+- The softmax of a row without any key is 0, and its logarithm -inf; eager has NaN. So is 0 times
+  infinity. An operation that keeps NaN makes the sum NaN, so only a comparison can tell.
+- The logarithm of a probability that underflows comes from its score; eager has -inf. A small
+  power of it is a number; eager has 0. An operation that makes a number of infinity can tell,
+  unless it gives the same for the smallest logarithms.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ SMALLEST_OF_OTHERS = -103.0
 
 
 class UnderflowRead(Unsupported):
-    """An exponential is of the logarithm of a probability that may underflow: 0 in eager code."""
+    """Raised for an exponential of the logarithm of a probability, which is 0 by underflow in
+    eager.
+    """
 
 
 def check_readers_inside(
@@ -51,7 +54,7 @@ def check_readers_inside(
     *,
     logarithms_are_exact: bool,
 ) -> None:
-    """Raises Unsupported where an operation on elements would see another number than in eager."""
+    """Raises Unsupported if an operation on elements would see another number than in eager."""
     _check_comparisons(formulas, nodes, graph)
     _check_maxima(formulas, nodes, graph)
     _check_logarithms(formulas, nodes, graph, are_exact=logarithms_are_exact)

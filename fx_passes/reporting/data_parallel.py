@@ -1,6 +1,6 @@
 """Finds graphs whose inputs nn.DataParallel gathered from its replicas.
 
-It calls them in threads, which Dynamo does not trace. So logits that they give are inputs of the
+It calls the replicas in threads, which Dynamo does not trace. So their logits are inputs of the
 graph that has the loss, as after any other graph break, and nothing can be fused.
 """
 

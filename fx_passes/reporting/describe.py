@@ -51,7 +51,7 @@ def describe(planned: Plan) -> tuple[str, str]:
 
 
 def warning_of(planned: Plan) -> str:
-    """Warns of a loss that is fused as it is written but that probably has a mistake."""
+    """Warns of a fused loss that is probably not what was meant."""
     found = [_without_condition(call) for call in planned.calls]
     if any(map(is_swapped, found)):
         return SWAPPED

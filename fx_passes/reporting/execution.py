@@ -44,25 +44,21 @@ IN_BACKWARD = "logits computed again in the backward"
 
 
 def mark_site(added: Iterable[fx.Node], site: str) -> None:
-    """Remember which site the inserted operators compute."""
+    """Remembers which loss the inserted operators compute."""
     for node in added:
         if node.target in (ops.attention_kl, linear_ops.linear_kl, row_op.row_program):
             node.meta[SITE] = site
 
 
 def sum_in_any_order(graph: fx.Graph) -> None:
-    """Let the inserted operators compute gradients that are not the same bits on every run."""
+    """Lets the inserted operators compute gradients that are not the same bits on every run."""
     for node in graph.nodes:
         if SITE in node.meta and node.target == ops.attention_kl:
             node.kwargs = {**node.kwargs, "deterministic": False}
 
 
 def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> dict[str, str]:
-    """Returns, by loss, the implementation that is chosen on this device, and where
-    gradients are made.
-
-    ``is_compiled``: by Inductor, which then compiles the CPU's blocks as well.
-    """
+    """Returns, by loss, the implementation on this device, and when gradients are computed."""
     found: dict[str, dict[str, None]] = {}
     shapes = mode.shape_env
     with shapes.suppress_guards() if shapes is not None else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Records where Dynamo ended graphs: no loss is recognised across such a line."""
+"""Records the lines at which Dynamo ended graphs: no loss is recognised across such a line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _CALLED: dict[tuple[str, str], GraphBreak] = {}
 
 
 def break_after(gm: fx.GraphModule) -> GraphBreak | None:
-    """Returns the graph break that ended a graph of Dynamo's, None where it is the whole
-    function.
-    """
+    """Returns the graph break that ended a graph of Dynamo's, None for a whole function."""
     cause: Any = getattr(gm, "compile_subgraph_reason", None)
     if cause is None or not getattr(cause, "graph_break", False):
         return None
@@ -67,7 +65,7 @@ def reason_in(text: str) -> str | None:
 
 
 def forget() -> None:
-    """Forget all graph breaks: what was compiled is compiled anew."""
+    """Forgets all graph breaks, because code is compiled anew."""
     _KNOWN.clear()
     _CALLED.clear()
 

@@ -18,7 +18,7 @@ VOCABULARY_PER_WIDTH = 6
 
 
 def graph_outputs(graph: fx.Graph) -> list[Outside]:
-    """Returns outputs of the graph that a distillation loss could be taken of."""
+    """Returns outputs of the graph from which a distillation loss could be computed."""
     found = []
     for node in graph.find_nodes(op="output")[0].all_input_nodes if len(graph.nodes) else []:
         value = example(node)

@@ -1,7 +1,7 @@
-"""Maps every kind of reason to one hint that would make the loss fusable and keeps it.
+"""Maps every kind of reason to one hint that would make the loss fusable, and keeps its value.
 
 `docs/reference/reasons.md` is this table. A hint never asks for another loss than the one that is
-written: where only another one would fuse, the hint says what keeps the memory small, or says so.
+written. If only another one would fuse, the hint says so, or says what keeps the memory small.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SEVERAL_PROCESSES = (
 
 @dataclass(frozen=True)
 class Advice:
-    """A kind of reason, as a pattern of its text, and what to do."""
+    """Maps a kind of reason, as a pattern of its text, to what to do."""
 
     reason: str  # as the docs show it
     pattern: str
@@ -297,7 +297,7 @@ def advice_for(reason: str) -> Advice | None:
 
 
 def hint_for(reason: str) -> str:
-    """Returns advice in the user's terms, empty where there is none."""
+    """Returns advice in the user's terms, or an empty text."""
     found = advice_for(reason)
     hint = found.hint if found is not None else ""
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))

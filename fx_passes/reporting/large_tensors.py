@@ -1,9 +1,10 @@
-"""Finds every score- or logit-sized tensor that a graph materializes, whatever made or reads it.
+"""Finds every score- or logit-sized tensor that a graph materializes, whatever computes or reads
+it.
 
-The analysis of losses follows what it recognizes. This looks at sizes alone, so that the report
-never passes over what the analysis does not know: products of two matrices that are much larger
-than both, targets scattered into zeros, masks of that size, and what is computed from them, in
-the bodies of custom autograd.Functions and checkpoints as well.
+The analysis of losses follows what it recognises. This module looks at sizes alone, so that the
+report never misses what the analysis does not know: products of two matrices that are much larger
+than both, targets scattered into zeros, masks of that size, and what is computed from them, in the
+bodies of custom autograd.Functions and checkpoints as well.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 @dataclass
 class ScoreShapes:
-    """Shapes of the score- and logit-sized tensors that the user's program makes."""
+    """Finds shapes of the score- and logit-sized tensors that the user's program computes."""
 
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     largest: int = 0  # entries of the largest of them
@@ -75,7 +76,9 @@ class ScoreShapes:
         return found
 
     def is_far_smaller(self, shape: Sequence[object]) -> bool:
-        """Returns whether a tensor made of an input, such as a table, is far below score size."""
+        """Returns whether a tensor computed from an input, such as a table, is far below score
+        size.
+        """
         sizes = [n if isinstance(n, int) else UNKNOWN_SIZE for n in shape]
         return math.prod(sizes) * SMALLER <= self.largest
 
@@ -157,7 +160,7 @@ def _written_target(node: fx.Node) -> Tensor | None:
 
 
 def is_origin(node: fx.Node) -> bool:
-    """Returns whether a node makes a score- or logit-sized tensor of smaller ones, or of an
+    """Returns whether a node computes a score- or logit-sized tensor from smaller ones, or an
     input.
     """
     value = example(node)

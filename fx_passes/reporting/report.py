@@ -1,4 +1,4 @@
-"""Defines the report on every distillation loss of a program; `text.py` formats it."""
+"""Defines Report, what is known of every distillation loss of a program; `text.py` formats it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_streamkl.fx_passes.reporting import formats, text
 
 @dataclass(frozen=True)
 class Site:
-    """A matched loss, or something that looks like one."""
+    """Describes one matched loss, fused or not."""
 
     fused: bool
     kind: str  # "attention_kl", "linear_kl", "row_program", or "" when nothing was recognised
@@ -34,7 +34,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Remaining:
-    """A score- or logit-sized tensor that the compiled program still materializes."""
+    """Describes a score- or logit-sized tensor that the compiled program still materializes."""
 
     name: str
     shape: tuple[object, ...]
@@ -46,7 +46,9 @@ class Remaining:
 
 @dataclass(frozen=True)
 class Outside:
-    """Logits or attention probabilities that a graph returns to code that is not compiled."""
+    """Describes logits or attention probabilities that a graph returns to code that is not
+    compiled.
+    """
 
     what: str  # "logits" or "attention map"
     shape: tuple[object, ...]
@@ -56,7 +58,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Says where Dynamo ended a graph, so that no loss is seen across that line."""
+    """Says where Dynamo ended a graph: losses are not seen across that line."""
 
     location: str
     code: str
@@ -65,7 +67,25 @@ class GraphBreak:
 
 @dataclass
 class Report:
-    """Every loss of a program, and which score- and logit-sized tensors are left."""
+    """Holds what is known of every loss of a program, and which large tensors remain.
+
+    ``print(report)`` is short, ``report.details()`` complete, and a notebook shows a table. The
+    page docs/reference/report.md explains every text.
+
+    Attributes:
+        sites: one record per matched loss: whether it is fused, as what, where it is in your code,
+            the reason and a hint if it is not, the result of the check, and the bytes saved.
+        remaining: score- and logit-sized tensors that losses read and that are still materialized.
+        elsewhere: others of that size, which no recognised loss reads.
+        unrecognized: why those belong to no loss.
+        outside: logits or probabilities that a graph returns to code that is not compiled.
+        breaks: graph breaks, with their lines.
+        notes: further facts, such as a cross-entropy that keeps the student's logits.
+        failures: exceptions of the analysis. The graph is then not fused.
+        not_analysed: the number of graphs with losses that were not analysed.
+        not_scanned: why it is not known what remains.
+        num_graphs: the number of analysed graphs; those from a cache do not count.
+    """
 
     sites: list[Site] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)  # on the path of the losses
@@ -87,7 +107,7 @@ class Report:
 
     @property
     def num_unfused(self) -> int:
-        """Returns divergences that stay as they are for another reason than their size."""
+        """Counts divergences that are not fused, but for those that are skipped for their size."""
         return sum(not (site.fused or site.left) and site.is_required for site in self.sites)
 
     @property
@@ -100,19 +120,17 @@ class Report:
 
     @property
     def remaining_bytes(self) -> int:
-        """Returns bytes of all score- and logit-sized tensors that the program still
-        materializes.
-        """
+        """Sums the bytes of all score- and logit-sized tensors that are still materialized."""
         return sum(x.num_bytes for x in (*self.remaining, *self.elsewhere))
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether everything was analysed: else what remains is not known."""
+        """True if everything was analysed; otherwise more tensors may remain than are listed."""
         return not (self.not_analysed or self.failures or self.not_scanned)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no graph was analysed, so that nothing is known."""
+        """True if no graph was analysed, so that nothing is known."""
         known = (self.sites, self.remaining, self.elsewhere, self.outside, self.notes)
         return not self.num_graphs and self.is_complete and not any(known)
 
@@ -133,19 +151,17 @@ class Report:
         return text.short(self)
 
     def details(self) -> str:
-        """Returns everything that is known, as text: code, form, implementation, tensors that
-        remain.
-        """
+        """Formats all that is known as text: code, form, implementation, remaining tensors."""
         return text.details(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as lists, dictionaries, strings and numbers."""
+        """Converts the report to lists, dicts, strings and numbers."""
         return formats.to_dict(self)
 
     def to_json(self, **options: Any) -> str:
-        """Returns the report as JSON; ``options`` are those of ``json.dumps``."""
+        """Converts the report to JSON. ``options`` are those of ``json.dumps``."""
         return formats.to_json(self, **options)
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
+        """Formats the report as HTML, for notebooks."""
         return formats.to_html(self)

@@ -1,4 +1,4 @@
-"""Adds to a report what a rewritten graph still materializes, and where a graph break ended it."""
+"""Adds to a report what a rewritten graph still materializes, and the graph breaks around it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("torch_streamkl.report")
 class Scan:
     """Notes the sizes of a graph's scores and logits before the graph is rewritten.
 
-    A program compiles whatever goes wrong here: the report then says that it does not know.
+    An error here never stops a compilation: the report then says that it does not know.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:

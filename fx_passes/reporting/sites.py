@@ -48,7 +48,7 @@ def unfused_sites(
     plans: Plans,
     of_programs: Mapping[fx.Node, str],
 ) -> list[Site]:
-    """Returns losses without an operator, each with the first operation that none of them has.
+    """Returns losses without an operator, each with the first operation that is unsupported.
 
     ``of_programs`` are the nodes that row programs do not take, and why.
     """

@@ -1,4 +1,4 @@
-"""Names a divergence as papers do, by its values and not by how it is written."""
+"""Names a divergence as papers do, by its values and not by its spelling."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ _UNARY: dict[str, Callable[[float], float]] = {
 
 
 def spoken(functional: Functional) -> str:
-    """Returns a divergence by its name where it has one, else as the sum over keys that is
-    computed.
-    """
+    """Returns a divergence's name, or the sum over keys that is computed."""
     known = _by_form(functional)
     if known:
         return known
@@ -48,9 +46,7 @@ def spoken(functional: Functional) -> str:
 
 
 def is_swapped(functional: Functional) -> bool:
-    """Returns whether it is P (log P - S): what kl_div makes of probabilities as its first
-    argument.
-    """
+    """Returns whether it is P (log P - S): kl_div with probabilities as its first argument."""
     try:
         return any(
             all(_is_close(value_of(functional.expr, p, s), f(p, s)) for p, s in _POINTS)
@@ -108,7 +104,7 @@ def _constants(e: Expr) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Guard:
-    """What is added to a probability before its logarithm."""
+    """Describes what is added to a probability before its logarithm."""
 
     teacher: float = 0.0
     student: float = 0.0

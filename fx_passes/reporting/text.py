@@ -76,7 +76,7 @@ def headline(report: Report) -> str:
 
 
 def verdict_of(site: Site) -> str:
-    """Names what became of a loss: fused, skipped or not fused."""
+    """Names the outcome of a loss: fused, skipped or not fused."""
     return "fused" if site.fused else "skipped" if site.left else "not fused"
 
 

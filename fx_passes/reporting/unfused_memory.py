@@ -66,12 +66,7 @@ def large_tensors_left(
     recognised: Recogniser,
     outer: Mapping[fx.Node, fx.Node],
 ) -> list[Remaining]:
-    """Returns those of ``sizes``, large tensors and what they are in the trace, that are still
-    made.
-
-    A mask that took its shape from scores, and gets it from elsewhere now, is none of them. A
-    product of the same operands that other code makes again is.
-    """
+    """Returns those of ``sizes`` (large tensors of the trace) that are still materialized."""
     remaining = []
     unread = unread_nodes(graph)
     of_scores: set[fx.Node] = set()

@@ -15,14 +15,14 @@ from torch_streamkl.fx_passes.validation.writes import Write, writes_of
 
 @dataclass(frozen=True)
 class Change:
-    """A value that the rest of the program read, and what it reads in its place."""
+    """Holds a value that the rest of the program read, and the value that it reads instead."""
 
     before: fx.Node
     after: fx.Node
 
 
 class Graph:
-    """The nodes of a graph by name, in order, and what is asked of all of them."""
+    """Holds the nodes of a graph by name, in order, and facts of all of them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = {n.name: n for n in graph.nodes}
@@ -38,14 +38,14 @@ class Graph:
 
     @functools.cached_property
     def cheap(self) -> frozenset[str]:
-        """Returns the nodes that may be recomputed to keep a relation."""
+        """Returns the nodes that may be recomputed to keep a relation between inputs."""
         nodes = self.nodes.values()
         return frozenset(n.name for n in nodes if not is_leaf(n) and name_of(n) not in HEAVY)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two graphs: the names of the nodes that are in both, and the values that were replaced."""
+    """Compares two graphs: the names of the nodes in both, and the values that were replaced."""
 
     before: Graph
     after: Graph
@@ -54,9 +54,7 @@ class Comparison:
 
 
 def compare_graphs(before: fx.Graph, after: fx.Graph) -> Comparison:
-    """Compares graphs by names: a copy keeps the original's, and nodes that were added have new
-    ones.
-    """
+    """Compares graphs by names: a copy keeps the original's, and added nodes have new ones."""
     old, new = Graph(before), Graph(after)
     kept: set[str] = set()
     changes: dict[Change, None] = {}

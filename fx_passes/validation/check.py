@@ -1,8 +1,7 @@
 """Defines check(before, after): runs replaced code and its replacement on the same inputs.
 
-A rewrite is not believed but checked, each time one is compiled. The check compares graphs and
-runs them. It knows nothing of the rules that made the replacement, so it cannot share their
-mistakes.
+Each rewrite is checked when it is compiled. The check compares graphs and runs them. It knows
+nothing of the rules that made the replacement, so it cannot share their mistakes.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Verdict:
 
 @dataclass
 class Budget:
-    """Seconds that the user's code may still run in checks of a graph."""
+    """Counts the seconds that the user's code may still run in checks of a graph."""
 
     left: float
 
@@ -175,7 +174,7 @@ def _candidates(graph: fx.Graph) -> Iterator[Sizes]:
 
 
 class _Comparison:
-    """A region before and after, on one draw of its inputs."""
+    """Compares a region before and after, on one draw of its inputs."""
 
     def __init__(
         self,
@@ -273,7 +272,7 @@ class _Comparison:
 
 
 class _NotTelling(Exception):
-    """Why a run of the user's code gives nothing to compare with."""
+    """Says why a run of the user's code gives nothing to compare with."""
 
 
 def _first_line(error: Exception) -> str:

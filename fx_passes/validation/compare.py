@@ -3,13 +3,13 @@
 NOTE [Tolerance of a check]
 No tolerance is fixed. The reference is the user's code in float64. A replacement may differ from
 it by four times the error of the user's code in its own dtype, plus one rounding of the result:
-both round the same numbers, in another order. A run can be exact by luck. So before a difference
-is reported the reference runs a few times more, with every intermediate result moved up or down
-by one rounding of the dtype it has in the program, and exponentials by roundings of the exponent.
-The largest error of these runs counts as the error of the user's code. It grows where large
-numbers cancel: in a sum to one number, in a difference of losses. A gradient whose terms cancel
-to 0 is exact in all of these runs. Another order of its sums is off by a rounding of the largest
-term, in the type that sums are accumulated in (gradient_terms.py).
+both round the same numbers, in another order. But a run can be exact by luck. So before a
+difference is reported, the reference runs a few times more, with every intermediate result moved
+up or down by one rounding of the dtype that it has in the program, and exponentials by roundings
+of the exponent. The largest error of these runs counts as the error of the user's code. It grows
+if large numbers cancel: in a sum to one number, in a difference of losses. A gradient whose terms
+cancel to 0 is exact in all of these runs. Another order of its sums has an error of a rounding of
+the largest term, in the type in which sums are accumulated (gradient_terms.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _FLOPS = {"cpu": 4e9, "cuda": 5e11}  # float64, a slow device of its kind
 
 
 def bytes_needed(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node], sizes: Sizes) -> int:
-    """Returns bytes of all that the naive code makes in float64 and keeps for its backward."""
+    """Estimates the bytes that the naive code allocates in float64 and keeps for its backward."""
     made: dict[object, int] = {}
     for node in (*nodes, *leaves):
         value = example(node)
@@ -52,7 +52,7 @@ def seconds_needed(nodes: Iterable[fx.Node], sizes: Sizes) -> float:
 
 
 def bytes_allowed(device: torch.device, options: CheckOptions) -> float:
-    """Returns the bound on memory: what was asked for, or a share of what is free."""
+    """Returns the bound on memory: the option, or a share of what is free."""
     if options.mode == "always":
         return math.inf
     if options.max_mib is not None:

@@ -1,10 +1,10 @@
 """Measures how large the terms of a gradient's sum are.
 
-A gradient is a sum over the uses of a tensor, and inside of a softmax over its keys. Where the
-terms cancel, the user's code may give exactly 0: of one key that a mask leaves, p * (g - p * g)
-is 0 for p = 1 whatever g is. Other code rounds the terms in another order and is off by their
-roundings, of which the sum says nothing. So a run gives every term a random sign: nothing cancels
-then, and the gradients that come out are as large as the terms are.
+A gradient is a sum over the uses of a tensor, and inside of a softmax over its keys. If the terms
+cancel, the user's code may give exactly 0: for one key that a mask leaves, p * (g - p * g) is 0
+for p = 1 whatever g is. Other code rounds the terms in another order, and has an error of their
+roundings, which the sum does not show. So a run gives every term a random sign. Nothing cancels
+then, and the resulting gradients are as large as the terms.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SOFTMAXES = ("softmax", "log_softmax")
 
 
 class GradientTerms:
-    """Signs for the gradients of one run."""
+    """Draws signs for the gradients of one run."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
 
     def use(self, node: fx.Node, x: Any) -> Any:
-        """Returns a tensor as ``node`` gets it: what this use gives back gets signs."""
+        """Returns a tensor for ``node``, whose gradient from this use gets random signs."""
         is_plain = isinstance(x, Tensor) and x.dtype.is_floating_point and x.requires_grad
         if not is_plain or not torch.is_grad_enabled() or written_by(node):
             return x
@@ -37,7 +37,7 @@ class GradientTerms:
         return view
 
     def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
-        """Returns the result of a softmax of ``x``; its terms reach ``x`` besides their sum."""
+        """Returns the softmax of ``x``, whose gradient also passes its terms with random signs."""
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         if name_of(node) not in SOFTMAXES or not isinstance(dim, int):
             return made
@@ -62,7 +62,7 @@ class GradientTerms:
 
 
 class _WithTerms(torch.autograd.Function):
-    """The first tensor; its gradient also gives ``x`` what ``terms`` makes of it."""
+    """Returns the first tensor; its gradient also flows to ``x``, changed by ``terms``."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, x: Tensor, terms: Callable[[Tensor], Tensor]) -> Tensor:

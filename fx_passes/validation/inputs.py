@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.validation.sizes import Sizes
 
 @dataclass(frozen=True)
 class Draw:
-    """One way to draw the inputs; the next is tried where a program cannot run on one."""
+    """Describes one way to draw the inputs. If a program cannot run on one, the next is tried."""
 
     special: bool = True  # integers that the program compares with, such as -100
     positive: bool = False  # no negative numbers: logarithms and roots of inputs
@@ -56,7 +56,7 @@ class Meaning:
 def values_of(
     leaves: Iterable[fx.Node], nodes: Iterable[fx.Node], sizes: Sizes, draw: Draw, owner: Any
 ) -> dict[str, Any]:
-    """Returns a value for every leaf; the same for the same draw."""
+    """Draws a value for every leaf; the same draw gives the same values."""
     nodes = list(nodes)
     found: dict[str, Any] = {}
     for index, leaf in enumerate(leaves):

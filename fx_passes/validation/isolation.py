@@ -1,4 +1,4 @@
-"""Runs real tensors inside a compilation and restores the state of the process."""
+"""Runs real tensors inside of a compilation, and restores the state of the process."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def _without_compiled_autograd() -> Any:
 
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
-    """Lets real tensors run, whatever is being traced, and restores random state, modes and
-    caches.
-    """
+    """Lets real tensors run while anything is traced; restores random state, modes and caches."""
     cuda = sorted({with_index(d).index for d in devices if d.type == "cuda"})
     grad = torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()

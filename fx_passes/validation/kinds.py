@@ -20,7 +20,7 @@ RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", 
 
 
 def is_leaf(node: fx.Node) -> bool:
-    """Returns a node that is never run: an input, a known number, or what is drawn at random."""
+    """Returns whether a node never runs: an input, a known number, or a random draw."""
     if node.op in ("placeholder", "get_attr"):
         return True
     return Sizes().is_known(example(node)) or _is_opaque(node)

@@ -10,12 +10,12 @@ SHARE_OF_FREE_MEMORY = 0.25  # where no limit is given
 
 
 class NotChecked(Exception):
-    """Says why a replacement cannot be checked, in the user's terms."""
+    """Raised if a replacement cannot be checked; says why in the user's terms."""
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The values of ``streamkl.verify*``."""
+    """Holds the values of ``streamkl.verify*``."""
 
     mode: str = "auto"  # "auto" within the bounds, "always" without them, "never"
     max_mib: float | None = None  # memory of one check; None is a share of what is free

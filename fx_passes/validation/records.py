@@ -1,7 +1,7 @@
 """Remembers which checks passed, so that the same region is not run again, here or later.
 
-Two regions are the same when operations, constants and the metadata of inputs are the same, such
-as those of the layers of a network. Only passes are recorded.
+Two regions are the same if their operations, constants and input metadata are the same, as those
+of equal layers of a network are. Only passed checks are recorded.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def record_pass(fingerprint: Fingerprint, options: CheckOptions) -> None:
 
 
 def forget() -> None:
-    """Check everything again that this process has checked."""
+    """Forgets all passed checks of this process."""
     _passed.clear()
 
 

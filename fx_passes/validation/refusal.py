@@ -32,13 +32,7 @@ def rewrite_checked(
     original: fx.Graph | None = None,
     agree: Agree = _alone,
 ) -> tuple[fx.Graph, Report]:
-    """Returns the rewritten graph with the sites that passed, and the report of all.
-
-    ``attempt`` rewrites a copy of the graph (of ``original``, where that stands for it) but for
-    what is refused. What it leaves is analysed anew and checked anew, so that a loss is checked in
-    the graph that it is part of. ``agree`` gives what other processes refuse as well; it is asked
-    wherever there are sites.
-    """
+    """Returns the rewritten graph with the losses that passed, and the report of all."""
     original = original or gm.graph
     refused: dict[str, str] = {}
     while True:

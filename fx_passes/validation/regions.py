@@ -3,12 +3,12 @@
 NOTE [Leaves of a check]
 A check runs the user's code from some leaves to the value that was replaced, and the replacement
 from the same leaves. The leaves are what the replacement reads of the user's graph, cut off from
-the network after them and drawn at random. That must not tear apart what belongs together: where
-one leaf is computed from another, or from what the region also computes, by cheap operations
-(views, casts, masks, a detach), it is no leaf but is computed, in both runs. What is not
-floating point (masks, labels, positions) is always computed as far back as that goes, because a
-rewrite may rely on how a mask was made. So is a table that is computed from nothing, such as a
-bias of positions, which teacher and student may each make for themselves.
+the network before them and drawn at random. That must not separate what belongs together. If one
+leaf is computed from another, or from what the region also computes, by cheap operations (views,
+casts, masks, a detach), it is no leaf but is computed, in both runs. Tensors that are not floating
+point (masks, labels, positions) are always computed from as far back as possible, because a
+rewrite may rely on how a mask was computed. So is a table that is computed from nothing, such as a
+bias of positions, which teacher and student may each compute for themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_NODES = 2000
 
 @dataclass(frozen=True)
 class Region:
-    """The nodes of both graphs to run, in order, and the nodes whose values they start from."""
+    """Holds the nodes of both graphs to run, in order, and the nodes that they start from."""
 
     change: Change
     leaves: tuple[fx.Node, ...]  # nodes of the user's graph
@@ -38,9 +38,7 @@ class Region:
 
 
 def find_region(change: Change, graphs: Comparison) -> Region:
-    """Returns the least region around a change in which every relation between its inputs is
-    kept.
-    """
+    """Returns the least region around a change that keeps every relation between its inputs."""
     computed: set[str] = set()
     if change.after.name in graphs.kept:
         computed |= _cone(graphs.before.nodes[change.after.name])
@@ -72,9 +70,7 @@ def find_region(change: Change, graphs: Comparison) -> Region:
 
 
 def replacement_of(change: Change, graphs: Comparison) -> set[fx.Node]:
-    """Returns the nodes of the new graph that are not in the user's and that make a changed
-    value.
-    """
+    """Returns the new graph's added nodes that compute a changed value."""
     return _walk(change.after, graphs.kept)[0]
 
 

@@ -49,13 +49,13 @@ def run(
     finite: bool = False,
     terms: GradientTerms | None = None,
 ) -> Result:
-    """Returns the value of ``output`` and gradients of ``leaves``; in float64 where ``wide``.
+    """Computes ``output`` and the gradients of ``leaves``; in float64 if ``wide``.
 
     What is computed from no floating leaf (masks, positions, tables) keeps its dtype in float64
     runs too, and so does a cast to a dtype narrower than all leaves: there a rounding is part of
-    the program. With ``finite`` a finite number stands for -inf; with ``noise`` every
-    intermediate result is moved by a rounding of its own dtype. With ``terms`` the gradients are
-    as large as the terms that they are sums of.
+    the program. With ``finite`` a finite number stands for -inf; with ``noise`` every intermediate
+    result is moved by a rounding of its own dtype. With ``terms`` the gradients are as large as
+    the terms that they are sums of.
     """
     env = {name: _fresh(value, wide) for name, value in leaves.items()}
     versions = {n: x._version for n, x in env.items() if isinstance(x, Tensor)}

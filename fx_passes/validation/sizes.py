@@ -23,7 +23,7 @@ class Sizes:
         self.smaller = dict(smaller or {})
 
     def number(self, x: Any) -> Any:
-        """Returns a number as a Python number; NotChecked when only the data decides it."""
+        """Converts a number to a Python number; NotChecked if only the data decide it."""
         if not isinstance(x, SymNumber):
             return x
         node = x.node

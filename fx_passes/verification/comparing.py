@@ -1,12 +1,12 @@
 """Compares a compiled program's results with eager's, entry by entry, against float64.
 
 NOTE [Tolerance of verify()]
-The reference is the user's program in float64. An entry of a compiled result may be off from it
-by a multiple of what the program in its own dtypes is off there, plus one rounding. A run can be
-exact by luck in an entry, and a float64 program is its own reference. So before a difference is
-believed the program runs again in eager mode with every operation rounded otherwise (rounding.py),
-a few times, and the largest error of these runs counts. The largest error of a tensor is held to a
-smaller multiple than the error of one entry, of which there are few samples.
+The reference is the user's program in float64. An entry of a compiled result may differ from it by
+a multiple of the error that the program in its own dtypes has there, plus one rounding. But a run
+can be exact by luck in an entry, and a float64 program is its own reference. So before a
+difference is reported, the program runs a few times more in eager mode with every operation
+rounded otherwise (rounding.py), and the largest error of these runs counts. The largest error of a
+tensor is held to a smaller multiple than the error of one entry, for which there are few samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNKNOWN = "cannot be compared"
 
 @dataclass(frozen=True)
 class Compared:
-    """One result: its size in every run, and how far the runs are from float64."""
+    """Holds one result: its size in every run, and how far the runs are from float64."""
 
     name: str  # "output 0", "gradient of argument 1", "gradient of weight", "argument 2 after"
     eager: float | None  # the number itself, or the norm of a tensor; None where there is none
@@ -46,7 +46,7 @@ class Compared:
 
 @dataclass
 class Runs:
-    """All runs of a program, and what eager code was seen to be off."""
+    """Holds all runs of a program, and the errors of eager code."""
 
     eager: Results
     compiled: Results
@@ -59,16 +59,12 @@ class Runs:
         self.add_error(self.eager)
 
     def add(self, other: Results, *, is_rounded: bool) -> None:
-        """Adds another run in eager mode; with operations rounded otherwise, or arguments
-        alone.
-        """
+        """Adds another run in eager mode, with operations or only arguments rounded otherwise."""
         self.others.append(other)
         self.add_error(other, least=0.0 if is_rounded else 1.0)
 
     def add_error(self, run: Results, least: float = 0.0) -> None:
-        """Records an error; ``least`` is what the roundings of a result make its error at
-        least.
-        """
+        """Records an error; ``least`` is a lower bound from the roundings of a result."""
         for name, z in self.exact.values.items():
             x, exact = _numbers(run.values.get(name)), _numbers(z)
             if x is None or exact is None or x.shape != exact.shape:

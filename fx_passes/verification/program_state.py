@@ -1,9 +1,9 @@
 """Finds everything a program can reach besides its arguments: what it reads and may change.
 
-Found are tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
+It finds tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
 closure cells, named globals, generators of random numbers) of a function, of the objects that it
-is bound to or closes over, and of modules and optimizers among them. Functions and classes of
-installed packages are not looked into, and neither are attributes of imported modules.
+is bound to or closes over, and of modules and optimizers among them. It does not look into
+functions and classes of installed packages, or attributes of imported modules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 
 @dataclass
 class Holder:
-    """A mutable object with the values that it held before the first run."""
+    """Holds a mutable object, and the values that it had before the first run."""
 
     name: str  # as a user knows it
     owner: Any
@@ -57,7 +57,7 @@ class Holder:
 def reached_from(
     program: Callable[..., Any], arguments: list[Any]
 ) -> tuple[dict[str, Tensor], list[Holder], list[str]]:
-    """Returns tensors by name, mutable objects, and iterators, which cannot be put back.
+    """Returns tensors by name, mutable objects, and iterators, which cannot be restored.
 
     ``arguments`` are those that are no tensors and no containers.
     """
@@ -232,7 +232,7 @@ def _contents_of_function(fn: types.FunctionType) -> dict[Any, Any]:
 
 
 def put_back(x: Any, before: dict[Any, Any]) -> None:
-    """Let a mutable object hold what it held before."""
+    """Restores the contents of a mutable object."""
     if isinstance(x, list):
         x[:] = before.values()
     elif isinstance(x, (deque, set)):

@@ -1,4 +1,4 @@
-"""Runs a program with other roundings, to see how far correct code may be off."""
+"""Runs a program with other roundings, to measure how large the errors of correct code may be."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MOST = 1.0  # a negative number that moves by more is the value of a mask
 class RoundedOtherwise(TorchDispatchMode):
     """Moves the result of every operation by a rounding of its dtype, up or down.
 
-    Sums and products of matrices also get inputs that are moved: their own additions may be done
-    in another order. What an exponential gives is moved by as much as roundings of its argument
-    do.
+    Sums and matrix products also get inputs that are moved, because their own additions may be
+    done in another order. The result of an exponential is moved by as much as roundings of its
+    argument change it.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,6 +1,6 @@
 """Runs a program from the same state: eager, compiled, in float64, and with other roundings.
 
-Arguments are copied for every run. Everything else that the program reaches is put back.
+Arguments are copied for every run. Everything else that the program reaches is restored after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FREED = "no gradient of the outputs is compared: the program ran backward() thro
 
 
 class InFloat64(TorchFunctionMode):
-    """Programs that ask for a narrower dtype get float64; ``finite``: a large number for -inf."""
+    """Gives float64 to code that asks for a narrower dtype; ``finite``: a number for -inf."""
 
     def __init__(self, finite: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Runner:
         _set_random_state(self.random)
 
     def draws_random(self) -> bool:
-        """Returns whether the last run did, so that no two runs give the same."""
+        """Returns whether the last run drew random numbers, so that no two runs are equal."""
         now = _random_state()
         same = (torch.equal(x, y) for x, y in zip(self.random[0], now[0], strict=False))
         return not all(same) or now[1] != self.random[1] or not _same_numpy(now[2], self.random[2])
@@ -118,7 +118,7 @@ class Runner:
         moved: int | None = None,
         compiled: bool = False,
     ) -> Results:
-        """Returns everything that a run gives.
+        """Runs a program, and returns everything that it gives.
 
         With ``seed`` operations are rounded otherwise, with ``moved`` the arguments are.
         """

@@ -1,4 +1,4 @@
-"""Flattens a program's results to a table of numbers, by the names that a user knows."""
+"""Flattens a program's results to a table of numbers, under the names that a user knows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DEPTH = 20
 
 @dataclass(frozen=True)
 class Structure:
-    """A container, or what has no numbers to compare, by its type and keys."""
+    """Describes a container, or an object without numbers to compare, by its type and keys."""
 
     text: str
     is_opaque: bool = False  # only its type can be compared

@@ -1,9 +1,8 @@
-"""Binds `attention_kl` to one set of options and tensor metadata, for calls that repeat.
+"""Binds `attention_kl` to one set of options and tensor metadata, for repeated calls.
 
-
-A call site of a compiled graph and eager calls that repeat are alike: only addresses differ from
-call to call. A `BoundOp` computes what the operators do without the dispatcher, and has the
-launches of its kernels recorded (runtime/capture.py) the second time that it is called.
+In the calls of a compiled graph, and in repeated eager calls, only addresses change. A `BoundOp`
+computes what the operators do without the dispatcher. In its second call it captures the launches
+of its kernels (runtime/capture.py), and replays them from then on.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
 
 
 class ReplayByBias:
-    """Replays by whether both sides have one bias: launches then differ."""
+    """Replays launches that differ by whether both sides have the same bias."""
 
     def __init__(self, function: Callable[..., Tensors], num_before: int) -> None:
-        """``num_before`` tensors come before the operator's."""
+        """``num_before`` tensors precede those of the operator."""
         self._calls = (Replay(function), Replay(function))
         self._biases = tuple(num_before + i for i in ops.BIASES)
 
@@ -37,12 +36,10 @@ class ReplayByBias:
 
 
 class BoundOp:
-    """Computes values and gradients of attention_kl; see `Replay` for what is kept between
-    calls.
-    """
+    """Computes values and gradients of attention_kl; `Replay` says what is kept between calls."""
 
     def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
-        """``is_compiled``: of a graph that Inductor compiles."""
+        """``is_compiled``: the call belongs to a graph that Inductor compiles."""
         self.options = options
         self.is_compiled = is_compiled
         self._forward: Callable[..., Tensors] | None = None
@@ -97,10 +94,10 @@ class BoundOp:
 
 
 class _CompiledCall:
-    """An operator call of a compiled graph: what its wrapper calls instead.
+    """Replaces an operator call of a compiled graph: the graph's wrapper calls this object.
 
-    Sizes are the same in every call unless one ``varies``. Who watches operators (a profiler, a
-    dispatch mode) sees the operator.
+    Sizes are the same in every call unless one ``varies``. If something watches operators (a
+    profiler, a dispatch mode), the operator is called.
     """
 
     def __init__(self, options: tuple[Any, ...], num_tensors: int, varies: bool) -> None:
@@ -110,7 +107,7 @@ class _CompiledCall:
         self._sites: dict[Any, BoundOp] = {}
 
     def site(self, tensors: tuple[Tensor | None, ...]) -> BoundOp:
-        """Returns the bound op of tensors of these sizes."""
+        """Returns the bound op for tensors of these sizes."""
         if self._site is not None:
             return self._site
         key = tuple([None if x is None else (x.shape, x.stride()) for x in tensors])
@@ -138,7 +135,7 @@ class CompiledForward(_CompiledCall):
 
 
 class CompiledBackward(_CompiledCall):
-    """Calls `attention_kl_backward` with grad, both statistics, then as `CompiledForward`."""
+    """Calls `attention_kl_backward` with grad, both statistics, then as `CompiledForward` does."""
 
     def __init__(
         self,

@@ -1,18 +1,16 @@
-"""Defines the row kernel that Inductor compiles: plain torch functions of a [rows, keys] tile.
+"""Defines the row kernel of attention for a CPU: plain torch functions of a [rows, keys] tile.
 
-Inductor compiles them (cpu/compiled.py). They read every input from a dictionary of tensors, and
-sizes and numbers are never literals: one compilation serves every block of a problem and every
-length.
-Where rows are whole nothing streams: log-sum-exps are known before the divergence is summed, so
-every functional, clamped or not, is evaluated as it is written.
+Inductor compiles them (cpu/compiled.py). They read every input from a dict of tensors, and sizes
+and numbers are never literals: one compilation serves every block of a problem and every length. A
+tile holds whole rows, so nothing streams: log-sum-exps are known before the divergence is summed,
+and every functional, clamped or not, is evaluated as it is written.
 
 NOTE [Copies]
-What a row's passes need of the row (its maximum without infinities, a reciprocal, a logarithm) is
-computed once a row and kept. Inductor would write a short expression of rows into every pass that
-reads it, where it is computed again for every vector of keys: a compiler cannot know that what
-the pass writes does not change it. As the largest of some equal copies it is a reduction, and
-results of reductions are kept. How many copies there are is the size of an input: a reduction
-over few elements, if their number were known, would be written into the passes, too.
+The passes over a row need its maximum without infinities, a reciprocal and a logarithm. Each
+should be computed once a row. But Inductor writes a short expression of a row into every pass that
+reads it, where it is computed again for every vector of keys. A reduction is kept instead. So such
+a value is computed as the largest of some equal copies. Their number is the size of an input: if
+it were known, Inductor would write a reduction of few elements into the passes, too.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ COPIES = 16  # elements of the input "copies", which are 1: one or two vectors
 
 @dataclass(frozen=True)
 class RowForm:
-    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
+    """Identifies a compiled row kernel, with its inputs' dtypes and which inputs there are."""
 
     functional: str
     softcaps: tuple[bool, bool]  # of the student's and the teacher's scores
@@ -49,7 +47,7 @@ class RowForm:
 
 @dataclass
 class Scores:
-    """Scores of one side, masked, and d(score)/d(dot) without scale and temperature."""
+    """Holds scores of one side, masked, and d(score)/d(dot) without scale and temperature."""
 
     x: Tensor
     slope: Tensor | None
@@ -58,7 +56,7 @@ class Scores:
 
 @dataclass
 class Softmax:
-    """log-probabilities, probabilities and log-sum-exp of one side."""
+    """Holds log-probabilities, probabilities and log-sum-exp of one side."""
 
     log_p: Tensor
     p: Tensor
@@ -68,10 +66,10 @@ class Softmax:
 
 
 def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Returns the value, both log-sum-exps, H and G of every row, stacked; overwrites needed
-    gradients.
+    """Returns the value, both log-sum-exps and both deltas of every row, stacked.
 
-    The gradient of ``row_weight * value`` to the dot products replaces those, "s" and "t".
+    Overwrites the needed gradients: the gradient of ``row_weight * value`` to the dot products
+    replaces these ("s" and "t").
     """
     allowed = _allowed(inputs)
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
@@ -100,10 +98,10 @@ def rows_forward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def rows_backward(form: RowForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Returns gradients to the dot products, from the "statistics" of `rows_forward`, to tiles for
-    them.
+    """Writes gradients to the dot products into tiles for them, from the "statistics" of
+    `rows_forward`.
 
-    In the dot products' own place Inductor cannot compile some forms of biased scores.
+    In place of the dot products, Inductor cannot compile some forms of biased scores.
     """
     allowed = _allowed(inputs)
     s, t = (_scores(form, inputs, side, allowed) for side in (0, 1))
@@ -138,10 +136,10 @@ def sums_of_terms(
     teacher_delta: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns H and G of these terms, where they may not be those of the forward.
+    """Returns both deltas of these terms, which may differ from those of the forward.
 
-    A term that jumps where two probabilities are equal, or one is at its clamp, may lie on the
-    other side here: the forward rounds probabilities in another way.
+    A term that jumps where two probabilities are equal, or at a clamp, may fall on the other side
+    here, because the forward rounds probabilities differently.
     """
     if not Functional.of(functional).has_kinks:
         return student_delta, teacher_delta
@@ -160,7 +158,7 @@ def _number(inputs: Inputs, name: str) -> Tensor:
 
 
 def _allowed(inputs: Inputs) -> Tensor | None:
-    """Keys that take part, [rows or 1, keys], None for all of them; a mask has 1 for those."""
+    """Returns keys that take part, [rows or 1, keys], or None for all; masks are 1 at those."""
     allowed = inputs["mask"] > 0 if "mask" in inputs else None
     j = torch.arange(inputs["s"].shape[1], dtype=torch.int32, device=inputs["s"].device)[None, :]
     for name, compare in (("first", torch.ge), ("stop", torch.lt)):
@@ -209,12 +207,12 @@ def _has_key(allowed: Tensor | None, x: Tensor) -> Tensor:
 
 
 def copied(x: Tensor, copies: Tensor | None) -> Tensor:
-    """Returns a column as several that are equal, [rows, COPIES]: see NOTE [Copies]."""
+    """Copies a column to several equal ones, [rows, COPIES]: see NOTE [Copies]."""
     return x if copies is None else x * copies
 
 
 def column(x: Tensor) -> Tensor:
-    """Returns one of equal columns, [rows, 1]."""
+    """Returns one of several equal columns, [rows, 1]."""
     return x.amax(-1, keepdim=True)
 
 
@@ -226,9 +224,9 @@ def softmax(
     copies: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Softmax:
-    """Normalises scores; a sink adds a logit to the denominator, masked keys have one fill value.
+    """Normalises scores. A sink adds a logit to the denominator; masked keys have one fill value.
 
-    Exponentials are kept in the ``workspace``, if there is one.
+    If there is a ``workspace``, exponentials are kept in it.
     """
     peak = x.amax(-1, keepdim=True)
     if level is not None and outside is not None:
@@ -260,7 +258,7 @@ def softmax(
 def _with_keys_outside(
     functional: Functional, inputs: Inputs, student: Softmax, teacher: Softmax, sums: list[Tensor]
 ) -> list[Tensor]:
-    """Sums with the keys that no row of the tile may see: they all look alike."""
+    """Adds the keys that no row of the tile may see to sums: they all have one score."""
     outside = _number(inputs, "outside")
     assert student.log_p_outside is not None and teacher.log_p_outside is not None
     copies = inputs["copies"]
@@ -282,7 +280,7 @@ def _gradient(
     form: RowForm,
     allowed: Tensor | None,
 ) -> Tensor:
-    """The term minus a key's share of the terms' sum, times what leads to the dot product."""
+    """Computes (term - probability * delta), times d(score)/d(dot product)."""
     factor = weight * _number(inputs, ("student_scale", "teacher_scale")[side])
     if form.has_temperature:
         factor = factor / _number(inputs, "temperature")

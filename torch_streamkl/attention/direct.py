@@ -1,9 +1,9 @@
-"""Runs eager calls in one step, without the dispatcher.
+"""Runs eager calls of `attention_kl` without the dispatcher.
 
-Two trips through the dispatcher with 28 arguments cost several times what a small kernel does. A
-call on plain tensors (`checks.is_plain`) that nothing watches (no compiler, no mode, no functorch
-transform, no tensor subclass) goes straight to the implementation; whatever wants to see the
-operator still does.
+Two trips through the dispatcher with 28 arguments take several times as long as a small kernel. So
+a call on plain tensors (`checks.is_plain`) that nothing watches goes straight to the
+implementation. A compiler, a dispatch mode, a functorch transform and a tensor subclass still see
+the operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def attention_kl(
 ) -> Tensor:
     """Returns the first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
 
-    ``sites`` is what earlier calls with such tensors have left, and the same options. Under
+    ``sites`` holds what earlier calls with such tensors and the same options have kept. Under
     autocast the dtype of the tensors may be another one.
     """
     q = tensors[0]
@@ -44,9 +44,9 @@ def attention_kl(
 
 
 class Call:
-    """Gives rows of one call in a graph that runs without a compiler.
+    """Computes the rows of one call in a graph that runs without a compiler.
 
-    Tensors have the same metadata in every call; those that are absent are None.
+    Tensors have the same metadata in every call; absent tensors are None.
     """
 
     def __init__(self, options: tuple[Any, ...]) -> None:

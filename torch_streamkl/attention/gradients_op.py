@@ -1,9 +1,8 @@
-"""Defines the operator that computes `attention_kl` together with gradients of a weighted sum.
+"""Registers the operator that computes `attention_kl` together with gradients of a weighted sum.
 
-It returns what `attention_kl` does and the gradients of the weighted sum of its values: each
-product is then computed once, while separate forward and backward passes compute those of the
-scores twice. The rewrite puts it into a graph whose backward it knows
-(fx_passes/gradients_in_forward.py); it has no autograd of its own.
+It returns the values and the gradients of their weighted sum. Each product is then computed once,
+while separate forward and backward passes compute the scores twice. The rewrite puts it into a
+graph whose backward it knows (fx_passes/gradients_in_forward.py). It has no autograd of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _fake(
 def _flops(
     _w: Any, needs_grad: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
 ) -> int:
-    """The two score matmuls and one for each gradient."""
+    """Counts the two score matmuls, and one for each gradient."""
     return ops.backward_flops(None, None, None, needs_grad, sq, sk, tq, tk)
 
 

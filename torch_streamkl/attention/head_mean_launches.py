@@ -1,4 +1,4 @@
-"""Launches the kernels for a head-averaged teacher (head_mean.py)."""
+"""Launches the portable kernels of a head-averaged teacher (head_mean.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRADIENTS = ((True, True), (True, False), (False, True), (False, False))
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks of rows whose mean is in memory, as the kernels that read it number them."""
+    """Holds blocks of rows whose mean is in memory, numbered as the kernels that read it do."""
 
     mean: Mean
     first: int
@@ -33,7 +33,7 @@ class Chunk:
 
 
 class Launcher:
-    """The kernels of one call."""
+    """Launches the kernels of one call."""
 
     def __init__(self, problem: AttentionProblem, stats: RowStatistics) -> None:
         self.problem = problem
@@ -85,9 +85,7 @@ class Launcher:
         )  # fmt: skip
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yields some blocks of rows after the others; the mean of one chunk replaces the last
-        one's.
-        """
+        """Yields chunks of row blocks, whose means replace each other in memory."""
         stage, total = self.mean_stage, self.mean_stage.programs
         rows = self.mean_blocks * stage.launch.block_m
         mean = Mean(self.stats.student.new_empty((rows, self.keys)), self.keys)
@@ -120,7 +118,7 @@ class Launcher:
         )  # fmt: skip
 
     def sums(self, chunk: Chunk, value: Tensor, student_delta: Tensor, splits: int) -> None:
-        """Write values and H of a chunk, those of each share of the keys after the others."""
+        """Writes values and the student's delta of a chunk, for each split of the keys."""
         self.plan.run(
             "sums",
             head_mean_sums.mean_sums_kernel,
@@ -137,7 +135,7 @@ class Launcher:
         )  # fmt: skip
 
     def group_sums(self, chunk: Chunk, sums: Tensor) -> None:
-        """Write G of a chunk, of all teacher heads."""
+        """Writes the teacher's delta of a chunk, for all teacher heads."""
         self.plan.run(
             "group_sums",
             head_mean_sums.group_sums_kernel,
@@ -155,7 +153,7 @@ class Launcher:
     def dq(
         self, chunk: Chunk, sums: Tensor, grad: Tensor, partials: Tensor, student: bool
     ) -> None:
-        """Write a chunk's rows of dQ."""
+        """Writes a chunk's rows of dQ."""
         side, own_ratio = self.own(student)
         splits = num_splits(partials)
         self.plan.run(
@@ -176,7 +174,7 @@ class Launcher:
     def dk(
         self, chunk: Chunk, sums: Tensor, grad: Tensor, partials: Tensor, student: bool
     ) -> None:
-        """Add what a chunk's rows give to dK."""
+        """Adds a chunk's rows to dK."""
         side, _ = self.own(student)
         splits = num_splits(partials)
         rows_of_split = ceil_div(self.num_blocks, splits) * self.stage.launch.block_m
@@ -207,7 +205,7 @@ class Launcher:
         return new_splits(side.k, splits, adds=self.num_chunks > 1)
 
     def own(self, student: bool) -> tuple[Side, int]:
-        """Returns a side, and its heads for each head of the student."""
+        """Returns a side, and its number of heads for each head of the student."""
         return (self.problem.student, 1) if student else (self.problem.teacher, self.ratio)
 
     def key_programs(self, side: Side) -> int:

@@ -1,4 +1,8 @@
-"""Defines attention_kl(): the divergence between attention probabilities, a value per query."""
+"""Defines attention_kl() and attention_kl_varlen(): divergences of attention probabilities.
+
+Both functions check their arguments, bring them into the operator's layout, and call the operator
+(`ops.py`), or for repeated calls with plain tensors its launches (`direct.py`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ _P = ParamSpec("_P")
 
 
 def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """Calls with DTensors go through `torch_streamkl.distributed`."""
+    """Sends calls with DTensors to `torch_streamkl.distributed`, others to ``function``."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -77,90 +81,100 @@ def attention_kl(
     impl: AttentionImpl = "auto",
     deterministic: bool = True,
 ) -> Tensor:
-    r"""Computes the divergence between the attention probabilities of teacher and student, without
-    materializing them.
+    r"""Computes the divergence of teacher and student attention probabilities, one value per
+    query.
 
-    With P = softmax over keys of the teacher's scores and S of the student's, per query row
+    Neither the scores nor the probabilities are materialized. With P the softmax of the teacher's
+    scores over the keys and S the student's, the default is, for each query row,
 
     .. math:: KL(P \| S) = \sum_j P_j (\log P_j - \log S_j)
 
-    which equals the naive code
+    It equals this naive code:
 
     .. code-block:: python
 
-        s = (student_q @ student_k.transpose(-1, -2) * student_scale).masked_fill(~mask, -inf)
-        t = (teacher_q @ teacher_k.transpose(-1, -2) * teacher_scale).masked_fill(~mask, -inf)
+        lowest = torch.finfo(student_q.dtype).min
+        s = (student_q @ student_k.mT * student_scale).masked_fill(~mask, lowest)
+        t = (teacher_q @ teacher_k.mT * teacher_scale).masked_fill(~mask, lowest)
         F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
     Args:
-        student_q, teacher_q: ``[batch, num_heads, seqlen_q, head_dim]``; head_dim may differ per
-            side.
-        student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_kv_heads divides
-            num_heads and may differ per side (grouped heads). float16, bfloat16, float32 or (on
-            the CPU) float64, one dtype for all four; any strides with a contiguous last
-            dimension, nothing is copied. Under autocast all but float64 are cast to its dtype,
-            as a matmul's operands are, and may differ before.
-        divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"``
-            -sum P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
-            KL(S||M) with M = beta P + (1 - beta) S (generalised Jensen-Shannon as in GKD; beta 0
-            and 1 are forward and reverse KL); ``"tv"`` 0.5 sum |P - S|.
-        student_scale, teacher_scale: factor of the dot products, default ``head_dim ** -0.5``. A
-            floating-point tensor (a learned scale, one per head or row) broadcasts to q as it is
-            given, in ``layout``: q * scale takes the place of q, rounded to q's dtype. The tensor
-            gets a gradient.
-        temperature: divides the final scores of both sides. The T^2 of Hinton's loss is the
-            caller's.
-        student_softcap, teacher_softcap: c in ``c * tanh(score / c)``, after the scale. None is
-            no softcap.
-        is_causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned at the last query and
-            key).
-        window: (left, right) keys around that position, None for no bound.
-        attn_mask: boolean (True takes part) or additive (added to both sides' scores), broadcasts
-            to ``[batch, num_heads, seqlen_q, seqlen_k]`` in either layout and is never expanded.
+        student_q, teacher_q: ``[batch, num_heads, seqlen_q, head_dim]``. The head_dim of the two
+            sides may differ. float16, bfloat16, float32, or float64 on the CPU; one dtype for
+            queries and keys of both sides. Any strides with a contiguous last dimension: nothing
+            is copied. Under autocast, operands are cast as those of a matmul are, and their dtypes
+            may differ.
+        student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``. num_kv_heads divides
+            num_heads (GQA, MQA), and may differ between the sides.
+        divergence: ``"forward_kl"`` is KL(P||S), ``"reverse_kl"`` KL(S||P), ``"cross_entropy"``
+            -sum P log S, ``"jeffreys"`` KL(P||S) + KL(S||P), and ``"tv"`` 0.5 sum \|P - S\|.
+            ``"js"`` is beta KL(P||M) + (1 - beta) KL(S||M) with M = beta P + (1 - beta) S.
+        beta: the teacher's weight in ``"js"``, from 0 to 1. As in GKD, 0 gives the forward KL and
+            1 the reverse KL.
+        student_scale, teacher_scale: the factor of the dot products; None is ``head_dim ** -0.5``.
+            A floating-point tensor broadcasts to q in ``layout`` and gets a gradient. The product
+            q * scale is rounded to q's dtype.
+        temperature: divides the scores of both sides. Multiply by T^2 yourself, as in Hinton's
+            loss.
+        student_softcap, teacher_softcap: c in ``c * tanh(score / c)``, applied after the scale.
+            None applies no softcap.
+        is_causal: True lets query i see the keys up to i + seqlen_k - seqlen_q: the last query
+            sees all keys.
+        window: ``(left, right)``, how many keys a query sees before and after that position. None
+            is no bound.
+        attn_mask: a boolean mask, True for keys that take part, or a float mask that is added to
+            the scores of both sides. It broadcasts to ``[batch, num_heads, seqlen_q, seqlen_k]``
+            in either layout, and is never expanded in memory.
         key_lengths: int32 or int64 ``[batch]``, the number of valid keys.
-        row_mask: boolean, broadcasts to ``[batch, num_heads, seqlen_q]``; False rows are 0 without
-            gradient.
-        student_bias, teacher_bias: additive, broadcast as attn_mask, for one side. No gradient.
-        student_alibi_slopes, teacher_alibi_slopes: ``[num_heads]``, subtract
-            slope * |distance|.
-        student_sink, teacher_sink: ``[num_heads]``, an extra logit in the denominator (not divided
-            by the temperature); gets gradient.
-        student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes
-            log(max(P + eps, clamp)), exactly; the weight before the log stays P. ``"js"``
-            takes the logarithm of M from the guarded probabilities, too: log M = log(beta max(P +
-            eps, clamp) + (1 - beta) max(S + eps, clamp)), each with its own side's guards.
-        head_reduction: ``"mean"`` averages the teacher's probabilities over the heads that belong
-            to one student head; the teacher then has a multiple of the student's heads. Triton
-            kernels keep up to 64 MiB of the mean at a time.
-        teacher_lse: ``[batch, num_teacher_heads, seqlen_q]`` known log-sum-exps in nats, with
-            head_reduction only.
-        layout: ``"bhnd"``, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]`` inputs; rows
-            are ``[batch, num_heads, seqlen_q]`` either way.
-        reduction: ``"none"``, ``"mean"`` or ``"sum"`` over rows, ``"batchmean"`` sum / batch. Rows
-            that row_mask leaves out count in both means, as 0.
-        impl: ``"auto"``, ``"hopper"`` (H100, H200), ``"triton"``, ``"torch"`` (plain torch,
-            bounded memory) or ``"reference"`` (naive). A choice that cannot run raises.
-        deterministic: False allows gradients whose last bits differ from run to run, where they
-            are faster: on Hopper with head_dim 64, if student_q and student_k both need one. This
+        row_mask: boolean, broadcasts to ``[batch, num_heads, seqlen_q]``. A False row has value 0
+            and no gradient.
+        student_bias, teacher_bias: added to the scores of one side. They broadcast as attn_mask
+            does, and get no gradient.
+        student_alibi_slopes, teacher_alibi_slopes: ``[num_heads]``. The scores get ``-slope *
+            distance``, with the distance between query and key.
+        student_sink, teacher_sink: ``[num_heads]``, one more logit in the softmax's denominator.
+            The temperature does not divide it. It gets a gradient.
+        student_eps, teacher_eps, student_clamp, teacher_clamp: replace log P by log(max(P + eps,
+            clamp)), exactly; the factor before the logarithm stays P. ``"js"`` also computes log M
+            from the guarded probabilities of each side.
+        head_reduction: ``"mean"`` averages the teacher's probabilities over the teacher heads that
+            belong to one student head. num_heads of the teacher is then a multiple of the
+            student's.
+        teacher_lse: ``[batch, num_teacher_heads, seqlen_q]``, the teacher's log-sum-exps in nats
+            if they are known. Needs head_reduction.
+        layout: ``"bhnd"`` as above, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]``
+            queries and keys. The result is ``[batch, num_heads, seqlen_q]`` in both.
+        reduction: ``"none"``, ``"mean"``, ``"sum"``, or ``"batchmean"``, the sum divided by batch.
+            Rows that row_mask excludes count in both means, as 0.
+        impl: ``"auto"``; ``"hopper"`` (H100, H200); ``"triton"``; ``"torch"``, plain torch with
+            bounded memory; or ``"reference"``, the naive code. If a choice other than ``"auto"``
+            cannot run, the call raises.
+        deterministic: False allows faster gradients whose last bits differ between runs. It
+            matters on Hopper with head_dim 64 if student_q and student_k both need a gradient, and
             takes a float32 tensor as large as student_q.
-            ``torch.use_deterministic_algorithms(True)`` forbids them again.
+            ``torch.use_deterministic_algorithms(True)`` overrides it.
 
     Returns:
-        float32 (float64 for float64 inputs) in nats; a scalar unless reduction is ``"none"``.
+        Values in nats, float32 (float64 for float64 inputs): ``[batch, num_heads, seqlen_q]``, or
+        a scalar with a reduction.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: before any launch, with the argument, the rule
-            and the value.
+        ValueError, TypeError, NotImplementedError: before any launch. The message has the
+            argument, the rule and the value that breaks it.
 
-    Numerics: scores and sums are accumulated in float32. A row without allowed keys is 0 with
-    gradient 0; a key that the student excludes and the teacher does not makes the row +inf, as the
-    definition says, and one whose probability underflows to 0 adds nothing. No batch, query or
-    key at all (a size of 0) gives an empty result or rows of 0, the sum 0 with gradients 0, and
-    NaN for a mean over nothing, as torch's. Gradients go to q and k of both sides, to sinks and
-    to scales where they require it, and are the same bits on every run unless ``deterministic``
-    is False.
-    Source: the one-pass coupled softmax state of StreamKL (arXiv 2606.20005); see
-    divergences/row_state.py.
+    Numerics:
+        - Scores and sums are accumulated in float32.
+        - A row without allowed keys has value 0 and gradient 0.
+        - A key that the student excludes and the teacher allows makes the row +inf, as the formula
+          says, unless the teacher's probability underflows to 0.
+        - Logarithms come from scores: a student probability that underflows has a finite one.
+        - If a size is 0, rows are 0, a sum is 0 with gradients 0, and a mean over no row is NaN.
+        - Gradients go to queries and keys of both sides, sinks and tensor scales that require one.
+          They have the same bits in every run, unless ``deterministic`` is False. A second
+          derivative raises.
+
+    Source: the one-pass state of two coupled softmaxes of StreamKL (arXiv 2606.20005);
+    `torch_streamkl/divergences/row_state.py` derives it.
     """
     checks.one_of("layout", layout, LAYOUTS)
     inputs = Inputs(
@@ -239,30 +253,49 @@ def attention_kl_varlen(
     reduction: Reduction = "none",
     impl: AttentionImpl = "auto",
 ) -> Tensor:
-    """Computes `attention_kl` over packed sequences, each attending to its own keys only.
+    """Computes `attention_kl` of packed sequences, each of which attends to its own keys only.
 
-    Equals a loop over b with rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]`` and keys
-    ``cu_seqlens_k[b]:cu_seqlens_k[b + 1]``, results concatenated.
+    It equals this loop:
+
+    .. code-block:: python
+
+        q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        rows = [
+            attention_kl(
+                *(x[None, first:last].transpose(1, 2) for x, first, last in (
+                    (student_q, q[b], q[b + 1]), (student_k, k[b], k[b + 1]),
+                    (teacher_q, q[b], q[b + 1]), (teacher_k, k[b], k[b + 1]),
+                ))
+            )[0]
+            for b in range(len(q) - 1)
+        ]
+        torch.cat(rows, -1)  # [num_heads, total_q]
 
     Args:
-        student_q, teacher_q: ``[total_q, num_heads, head_dim]``.
+        student_q, teacher_q: ``[total_q, num_heads, head_dim]``, the sequences one after the
+            other.
         student_k, teacher_k: ``[total_k, num_kv_heads, head_dim]``.
-        cu_seqlens_q, cu_seqlens_k: int32 ``[num_sequences + 1]``, from 0 to the totals, not
-            decreasing. Their values are not checked: a GPU would have to be waited for.
-        max_seqlen_q, max_seqlen_k: bounds on the sequence lengths; a sequence longer than that is
-            wrong.
-
+        cu_seqlens_q, cu_seqlens_k: int32 ``[num_sequences + 1]``, where each sequence begins, then
+            the total; from 0 and not decreasing. The values are not checked, because that would
+            wait for the GPU.
+        max_seqlen_q, max_seqlen_k: upper bounds of the sequence lengths. A longer sequence gives
+            wrong values.
         row_mask: boolean, broadcasts to ``[num_heads, total_q]``.
         teacher_lse: ``[num_teacher_heads, total_q]``.
-        student_scale, teacher_scale: a tensor broadcasts to ``[total_q, num_heads, head_dim]``.
+        student_scale, teacher_scale: as in `attention_kl`; a tensor broadcasts to ``[total_q,
+            num_heads, head_dim]``.
 
-    The other arguments are those of `attention_kl`. There are no dense masks, biases, key_lengths
-    and layout, which do not apply to packed sequences, and no ``deterministic``: gradients are
-    always the same bits on every run.
+    The other arguments are those of `attention_kl`. Dense masks, biases, key_lengths and layout do
+    not apply to packed sequences. Gradients are always deterministic.
 
     Returns:
-        ``[num_heads, total_q]`` per-row values in nats, float32 (float64 for float64 inputs), or a
-        scalar; ``"batchmean"`` divides by the number of sequences.
+        Values in nats, float32 (float64 for float64 inputs): ``[num_heads, total_q]``, or a scalar
+        with a reduction. ``"batchmean"`` divides the sum by the number of sequences.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before any launch, as `attention_kl` does.
+
+    Numerics and source are those of `attention_kl`.
     """
     inputs = Inputs(
         student_q,
@@ -310,7 +343,7 @@ def attention_kl_varlen(
 # A call is two tuples: the tensors, and everything else. Together with the tensors' metadata the
 # second decides whether a call is legal, so the result of the checks is cached (checks.py).
 class Inputs(NamedTuple):
-    """The tensors of a call, as the caller gave them."""
+    """Holds the tensors of a call, as the caller passed them."""
 
     student_q: Tensor
     student_k: Tensor
@@ -331,7 +364,7 @@ class Inputs(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The other arguments of a call."""
+    """Holds all other arguments of a call."""
 
     divergence: str
     beta: float
@@ -356,7 +389,7 @@ class Settings(NamedTuple):
 
 
 def operator_call(inputs: Inputs, settings: Settings) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the operator's tensors and options for a call, checked."""
+    """Checks a call, and returns the tensors and the options that the operator takes."""
     return _operands(inputs, settings), _checked_options(inputs, settings)
 
 
@@ -396,7 +429,7 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _of_nothing(tensors: tuple[Any, ...]) -> Tensor:
-    """Rows of a call without a batch, query or key: each is 0, with gradient 0 to every input."""
+    """Returns rows of 0, with gradients of 0, for a call without a batch, a query or a key."""
     q = tensors[0]
     # slices without elements, whose sum is 0 whatever the tensors hold
     nothing = [x.narrow(-1, 0, 0).sum() for x in ops.differentiable(tensors) if x is not None]
@@ -406,7 +439,9 @@ def _of_nothing(tensors: tuple[Any, ...]) -> Tensor:
 
 
 def _operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
-    """The operator's tensors: views of the inputs unless a scale is a tensor or autocast is on."""
+    """Returns the operator's tensors: views of the inputs, copied only for tensor scales and
+    autocast.
+    """
     q_s, k_s, q_t, k_t = inputs[:4]
     if isinstance(settings.student_scale, Tensor):
         q_s = _scaled(q_s, settings.student_scale)
@@ -448,7 +483,7 @@ def _with_dims(x: Tensor, ndim: int) -> Tensor:
 
 # ------------------------------------------------------------------------------------------ checks
 def _checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
-    """The operator's options after its tensors, in the schema's order; raises on illegal ones."""
+    """Checks a call; returns the operator's options in the order of its schema."""
     packed = settings.layout == PACKED
     for name, x in zip(Inputs._fields[:4], inputs[:4], strict=True):
         checks.check_tensor(name, x, ndim=3 if packed else 4)
@@ -543,7 +578,7 @@ def _check_masks(
 
 
 def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: Settings) -> None:
-    """Options of a side; ``given`` is q in the caller's layout."""
+    """Checks a side, and returns its options; ``given`` is q in the caller's layout."""
     softcap = getattr(settings, f"{side}_softcap")
     if softcap is not None:
         checks.positive(f"{side}_softcap", softcap)
@@ -564,9 +599,9 @@ def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: S
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
-    """``q * scale``, rounded to q's dtype once.
+    """Returns ``q * scale``, rounded to q's dtype once.
 
-    A tensor without dimensions does not promote q, and a GPU rounds one of its own to q's dtype
+    A tensor without dimensions does not promote q, and a GPU rounds such a tensor to q's dtype
     before it multiplies.
     """
     if scale.ndim == 0 and scale.device == q.device:
@@ -575,7 +610,7 @@ def _scaled(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(scale: float | Tensor | None, q: Tensor) -> float:
-    """The operator's scale; a tensor has been multiplied into q."""
+    """Returns the operator's scale; a tensor scale has been multiplied into q."""
     if isinstance(scale, Tensor):
         return 1.0
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -601,7 +636,7 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
 
 
 def _window(window: Any) -> tuple[int | None, int | None] | None:
-    """The window as a tuple of integers, which is hashable."""
+    """Returns the window as a hashable tuple of integers."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -618,7 +653,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
 def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
-    """Returns keys before and after a query's position that it sees, None for no bound."""
+    """Returns how many keys a query sees before and after its position, None for no bound."""
     checks.boolean("is_causal", is_causal)
     left, right = _window(window) or (None, None)
     if is_causal:

@@ -1,9 +1,8 @@
 """Registers the attention operators: schemas, fakes, autograd, autocast, vmap and FLOP formulas.
 
-An operator is functional and per-row: the primitive is one value per query row, and every
-reduction, row weight or row mask is ordinary torch code around it. The backward is an operator of
-its own and reads only what the forward took and returned. Kernels are imported inside the
-dispatch.
+An operator is functional, and its primitive is one value per query row. Every reduction, row
+weight and row mask is ordinary torch code around it. The backward is an operator of its own, and
+reads only what the forward took and returned. Kernels are imported inside of the dispatch.
 """
 
 from __future__ import annotations
@@ -247,10 +246,10 @@ def gradients(
     options: tuple[Any, ...],
     implementation: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> list[Tensor | None]:
-    """Returns gradients to the `differentiable` of the tensor arguments.
+    """Computes gradients to the `differentiable` of the tensor arguments.
 
-    ``saved`` is the two statistics and all tensor arguments. Where nobody watches operators,
-    ``implementation(wanted, grad, *saved)`` gives those of q and k, with these options.
+    ``saved`` is the two statistics and all tensor arguments. If nothing watches operators,
+    ``implementation(wanted, grad, *saved)`` computes those of q and k, with these options.
     """
     grads: list[Tensor | None] = [None] * len(_DIFFERENTIABLE)
     if grad is None:
@@ -309,7 +308,7 @@ _BATCHED = SPEC.positions(*(x for x in SPEC.tensor_names if x not in _UNBATCHED)
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch."""
+    """Folds the mapped dimension into the batch."""
     tensors = list(args)
     for index, name in zip(SPEC.positions(*_UNBATCHED), _UNBATCHED, strict=True):
         if index < len(args) and in_dims[index] is not None:

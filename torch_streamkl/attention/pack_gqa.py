@@ -1,8 +1,8 @@
 """Packs the query heads of a GQA group into rows of one head, for short queries.
 
 A tile has as many rows whether a head has one query or many, and each head would read the keys
-again. Where nothing depends on the head or the position of a query, the problem with the heads of
-a group as rows has the same values, in the same order in memory.
+again. If nothing depends on the head or the position of a query, the problem with the heads of a
+group as rows has the same values, in the same order in memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ FEW_QUERIES = 64  # of a head: a tile's rows
 
 
 def pack_gqa_heads(problem: AttentionProblem) -> AttentionProblem | None:
-    """Returns the problem with grouped heads (GQA) packed as rows of one head, where that saves
-    work.
-    """
+    """Packs grouped heads (GQA) as rows of one head, if that saves work."""
     student, teacher = problem.student, problem.teacher
     if (
         student.num_heads == student.num_kv_heads

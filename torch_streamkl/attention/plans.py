@@ -1,7 +1,7 @@
-"""Caches what the launches of a problem share with those of every problem with the same metadata.
+"""Caches the launch arguments that all problems with the same metadata share.
 
-Choosing tiles, grouping arguments and Triton's own look-up of a compiled kernel take several times
-as long as a small kernel runs. A `Plan` keeps all of it: a later call passes pointers only.
+Choosing tiles, grouping arguments, and Triton's look-up of a compiled kernel take several times as
+long as a small kernel runs. A `Plan` keeps all of it, and a later call passes pointers only.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class Plan:
         )
 
     def whole_heads(self, problem: AttentionProblem, student: bool) -> Stage | None:
-        """Returns the stage of the kernel that computes dQ and dK of a side together, where it
-        does.
-        """
+        """Returns the stage of the kernel that computes dQ and dK of a side together, or None."""
 
         def make() -> tuple[Stage | None]:
             tiles = whole_heads_launch(problem, student)
@@ -95,7 +93,7 @@ class Plan:
         return self.kept(("whole heads", student), make)[0]
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
-        """Returns what make() returned the first time: it may depend on metadata only."""
+        """Returns what make() returned the first time. It may depend on metadata only."""
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()
@@ -117,10 +115,10 @@ class Plan:
         options: dict[str, int],
         tensors: tuple[Tensor | None, ...],
     ) -> None:
-        """Launch a kernel; ``constants`` are its compile-time arguments, last in its signature.
+        """Launches a kernel; ``constants`` are its compile-time arguments, last in its signature.
 
-        ``tensors`` are those whose pointers may not be aligned to 16 bytes, which Triton compiles
-        another kernel for.
+        ``tensors`` are those whose pointers may not be aligned to 16 bytes: Triton compiles
+        another kernel for them.
         """
         is_aligned = _aligned(tensors)
         if not is_aligned:
@@ -151,7 +149,7 @@ def plan_of(problem: AttentionProblem) -> Plan:
 
 
 def clear_plans() -> None:
-    """Forget every plan: for whoever changes how launches are chosen."""
+    """Forgets every plan. Call it when the choice of launches changes."""
     _plans.clear()
     capture.CacheEpoch.number += 1
 
@@ -191,17 +189,18 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _of_any_address(constant: Any) -> Any:
-    """A kernel's constant where tensors may begin anywhere."""
+    """Sets a kernel's constant for tensors that may begin at any address."""
     if isinstance(constant, Config):
         return constant._replace(S_TOGETHER=1, T_TOGETHER=1)
     return constant
 
 
 def _together(side: Side) -> int:
-    """Elements of q and k that lie together at a multiple of their size, in aligned tensors.
+    """Counts elements of q and k that are contiguous at a multiple of their size.
 
-    Triton knows of strides only whether they are multiples of 16. Where some are not, as with a
-    head_dim of 26, it would load elements one by one. 1 where it knows enough, or it is not known.
+    Triton knows of strides only whether they are multiples of 16. If some are not, as with a
+    head_dim of 26, it would load elements one by one. 1 if Triton knows enough, or the alignment
+    is unknown.
     """
     *outer_q, inner_q = side.q.stride()
     *outer_k, inner_k = side.k.stride()
@@ -327,9 +326,9 @@ def _is_of_keys(problem: AttentionProblem) -> bool:
 def _looks_at_every_tile(problem: AttentionProblem) -> bool:
     """Whether all tiles are masked element by element.
 
-    Beside products in full float32 that costs nothing, while a loop over the tiles without a mask
-    next to the others makes compilers keep what they share in registers, which spills: 149 instead
-    of 45 ms for dQ and dK of 8 heads of 64 at 8192 on an H200.
+    Next to products in full float32 that costs nothing. A second loop for tiles without a mask
+    makes compilers keep what both share in registers, which spills: 149 instead of 45 ms for dQ
+    and dK of 8 heads of 64 at 8192 on an H200.
     """
     student, teacher, q = problem.student, problem.teacher, problem.student.q
     if problem.mask is not None and not _is_of_keys(problem):

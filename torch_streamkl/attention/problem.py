@@ -1,10 +1,10 @@
 """Defines AttentionProblem: the tensors and the options that every implementation reads.
 
-Its fields are the operators' arguments (`SPEC`, torch_streamkl/spec.py), so an option is added
-here and where it is computed: schema, autograd, vmap, direct calls, sharding and the ring follow.
+`ops.py` builds one from an operator's flat arguments. The reference, plain torch and the kernel
+launchers take it and nothing else. So an option is added here, and where it is computed.
 
-These are values, which nobody changes. They are not frozen, because making frozen ones takes 5 us,
-a twelfth of a small call.
+Nobody changes these objects. They are not frozen dataclasses, because constructing a frozen one
+takes 5 us, a twelfth of a small call.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Computes compiled graphs on a CPU by query tiles: whole rows, with a row kernel from Inductor.
 
-A query tile is a few heads' block of query rows with every key that they may see: two products
-into a small workspace, one compiled pass over its rows (attention/compiled_rows.py), and, where
-gradients are computed, a product for each of them. Beyond inputs and gradients the memory is a
-query tile. Where gradients follow from weights that are known beforehand, `forward_with_gradients`
-computes each product once; `forward` and `backward` compute those of the scores twice.
+A query tile is a block of query rows of a few heads, with every key that they may see. It takes
+two products into a small workspace, one compiled pass over its rows (attention/compiled_rows.py),
+and a product for each gradient. Beyond inputs and gradients, the memory is one query tile. If the
+row weights are known beforehand, `forward_with_gradients` computes each product once; otherwise
+`forward` and `backward` compute the scores twice.
 
-What a query tile cannot hold, and everything where Inductor cannot compile, is left to
-attention/torch_impl.py.
+attention/torch_impl.py computes what a query tile cannot hold, and everything if Inductor cannot
+compile.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ NOTHING = NeedsGrad(False, False, False, False)
 
 
 class NotCompiledError(Exception):
-    """Inductor could not compile a body: it has said so."""
+    """Raised if Inductor cannot compile a row kernel. A warning has said so."""
 
 
 @dataclass(frozen=True)
 class QueryTile:
-    """Ranges of one batch element's heads, queries and keys."""
+    """Holds the ranges of one batch element's heads, queries and keys."""
 
     batch: int
     heads: slice
@@ -127,7 +127,7 @@ def backward(
 def _sequences(
     problem: AttentionProblem,
 ) -> Iterator[tuple[slice, slice, AttentionProblem]]:
-    """Ranges of rows and keys and their problems, one where nothing is packed."""
+    """Yields the ranges of rows and keys of each packed sequence, with its problem."""
     if problem.is_packed:
         yield from problem.sequences()
     else:
@@ -194,7 +194,7 @@ def _weight_of(problem: AttentionProblem, weight: Tensor | None, rows: slice) ->
 
 
 def _of_rows(x: Tensor, query_tile: QueryTile) -> tuple[Tensor, str]:
-    """[batch, heads, queries] or [1, 1, 1] as a column of a query tile's rows."""
+    """Views [batch, heads, queries] or [1, 1, 1] as a column of a query tile's rows."""
     if x.shape == (1, 1, 1):
         return x.view(1, 1), "11"
     return x[query_tile.batch, query_tile.heads, query_tile.queries].reshape(-1, 1), "r1"
@@ -212,16 +212,14 @@ def _form(problem: AttentionProblem, needs_grad: NeedsGrad) -> RowForm:
 
 
 def head_group(problem: AttentionProblem) -> int:
-    """Returns query heads that a query tile holds together: those that share keys on either
-    side.
-    """
+    """Counts the query heads that a query tile holds together: those with common keys."""
     sides = (problem.student, problem.teacher)
     group = math.lcm(*(side.num_heads // side.num_kv_heads for side in sides))
     return group if problem.num_heads % group == 0 else problem.num_heads
 
 
 class _Work:
-    """One problem's query tiles: their workspace, their inputs, and the gradients they add to."""
+    """Holds one problem's query tiles: workspace, inputs, and the gradients they add to."""
 
     def __init__(
         self, problem: AttentionProblem, needs_grad: NeedsGrad, sums: list[Tensor | None]
@@ -247,7 +245,7 @@ class _Work:
         self.copies = torch.ones((1, COPIES), dtype=self.dtype, device=DEVICE)
 
     def query_tiles(self) -> Iterator[QueryTile]:
-        """All query tiles, those that share keys one after the other."""
+        """Yields all query tiles; those with common keys follow each other."""
         problem = self.problem
         for batch in range(problem.batch):
             for h in range(0, problem.num_heads, self.heads):
@@ -274,7 +272,7 @@ class _Work:
         return side.k[batch, _kv_heads(side, heads)].to(self.dtype)
 
     def inputs(self, query_tile: QueryTile) -> Described:
-        """The dot products of both sides, and what steps them into scores."""
+        """Computes the dot products of both sides, and collects what turns them into scores."""
         problem, inputs = self.problem, Described()
         self.folded, self.blocks = [], []
         for name, side, keys, tile in zip("st", self._sides, self.keys, self.tiles, strict=True):
@@ -313,7 +311,7 @@ class _Work:
         return inputs
 
     def workspace(self, query_tile: QueryTile) -> Described:
-        """A tile more for each side: ones that every call allocates are page faults."""
+        """Keeps one more tile for each side: tiles that every call allocates cause page faults."""
         shape = (query_tile.num_rows, query_tile.num_keys)
         self.more_tiles = self.more_tiles or [torch.empty_like(x) for x in self.tiles]
         parts = (tile[: math.prod(shape)].view(shape) for tile in self.more_tiles)
@@ -338,7 +336,7 @@ class _Work:
         return tuple(run([x.contiguous() for x, _ in inputs.values()]))
 
     def add_gradients(self, query_tile: QueryTile, tiles: list[Tensor]) -> None:
-        """Products of the gradients to the dot products, which the body has left in ``tiles``."""
+        """Multiplies the gradients to the dot products, which the row kernel left in ``tiles``."""
         for i, (block, tile) in enumerate(zip(self.blocks, tiles, strict=True)):
             d_dots = tile[: block.numel()].view(block.shape)
             dq, d_keys = self.sums[2 * i], self.d_keys[i]
@@ -360,7 +358,7 @@ def _kv_heads(side: Side, heads: slice) -> slice:
 
 
 def _bounds(problem: AttentionProblem) -> dict[str, Tensor]:
-    """The first key of every query, and one after the last, int32 [batch or 1, seqlen_q]."""
+    """Returns the first key of every query, and the end, int32 [batch or 1, seqlen_q]."""
     offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
     i = torch.arange(problem.seqlen_q, dtype=torch.int32, device=DEVICE)[None] + offset
     bounds = {}
@@ -391,9 +389,7 @@ def _visible_keys(problem: AttentionProblem, queries: slice) -> slice:
 def _tile_of(
     x: Tensor, query_tile: QueryTile, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, str]:
-    """The query tile's part of what broadcasts to [batch, heads, queries, keys], in two
-    dimensions.
-    """
+    """Returns a query tile's part of a tensor that broadcasts to scores, in two dimensions."""
     parts = (query_tile.heads, query_tile.queries, query_tile.keys)
     h, r, k = (
         part if size > 1 else slice(None) for part, size in zip(parts, x.shape[1:], strict=True)

@@ -1,7 +1,7 @@
-"""Specifies every operator in a few naive lines, for any floating dtype.
+"""Specifies the attention operators in a few naive lines, for any floating dtype.
 
-Everything else is tested against this in float64, values and gradients. It materialises the
-scores.
+All other implementations are tested against it in float64, values and gradients. It materializes
+the scores.
 """
 
 from __future__ import annotations

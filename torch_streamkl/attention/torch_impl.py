@@ -1,8 +1,8 @@
-"""Implements attention in plain torch, block by block: the CPU's path, in bounded memory anywhere.
+"""Implements `attention_kl` in plain torch, block by block: bounded memory on every device.
 
-Forward streams blocks of keys through the row state; where the functional is not linear in the
-log-probabilities a second pass sums it (NOTE [One pass or two] in divergences/functional.py).
-Backward recomputes the probabilities block by block. Beyond inputs and gradients the memory is a
+The forward streams blocks of keys through the row state. If the functional is not linear in the
+log-probabilities, a second pass sums it (NOTE [One pass or two] in divergences/functional.py). The
+backward recomputes the probabilities block by block. Beyond inputs and gradients, the memory is a
 few blocks.
 """
 
@@ -38,7 +38,7 @@ from torch_streamkl.divergences.row_state import (
 
 @dataclass(frozen=True)
 class Rows:
-    """One block of query rows: ranges over batch, student heads and queries."""
+    """Holds one block of query rows: ranges over batch, student heads and queries."""
 
     batch: slice
     heads: slice
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass
 class RowGradient:
-    """The gradients to the values of a block of rows [batch, heads, queries, 1]."""
+    """Holds the gradients to the values of a block of rows [batch, heads, queries, 1]."""
 
     grad: Tensor
     has_zeros: bool  # may have them
@@ -58,7 +58,7 @@ class RowGradient:
 
 @dataclass
 class ScoreBlock:
-    """Scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
+    """Holds scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
 
     scores: Tensor  # [batch, heads, queries, keys]
     slope: Tensor | float
@@ -109,7 +109,7 @@ def _first_pass(
     value: Tensor,
     stats: RowStatistics,
 ) -> list[Rows]:
-    """Log-sum-exps, and values and sums where they have a closed form; the blocks without one."""
+    """Computes log-sum-exps, values and deltas with a closed form; lists blocks without one."""
     functional = problem.functional
     guard, form = functional.guarded, functional.closed_form or Bilinear()
     state = RowState.allocate(value)
@@ -147,10 +147,10 @@ def _row_state(
     lowest: tuple[Tensor, Tensor] | None,
     num_allowed: Tensor,
 ) -> RowState:
-    """Row state over the allowed keys.
+    """Computes the row state over the allowed keys.
 
-    Updates the rows' lowest teacher and student scores where asked, and, where the others have a
-    finite score, the number of allowed keys.
+    If asked, it updates the rows' lowest teacher and student scores, and the number of allowed
+    keys for rows whose other keys have a finite score.
     """
     state: RowState | None = None
     for keys in _key_blocks(problem, blocks, rows):
@@ -173,7 +173,7 @@ def _row_state(
 def _with_masked_keys(
     problem: AttentionProblem, state: RowState, num_allowed: Tensor, form: Bilinear
 ) -> tuple[RowState, Tensor]:
-    """State with the keys that are not allowed counted in, and the rows where they were."""
+    """Adds the keys that are not allowed to a state, and marks the rows that had any."""
     absent = problem.seqlen_k - num_allowed
     fill_t = _masked_fill_value(problem, problem.teacher, num_allowed)
     fill_s = _masked_fill_value(problem, problem.student, num_allowed)
@@ -191,9 +191,9 @@ def _count(mask: Mask | None, keys: slice, rows: Rows) -> Tensor | int:
 
 
 def _masked_fill_value(problem: AttentionProblem, side: Side, num_allowed: Tensor) -> Tensor:
-    """Score of the keys that are not allowed.
+    """Returns the score of the keys that are not allowed.
 
-    Without a sink a row of only those may as well have 0 (see reference.py).
+    In a row of only those, without a sink, it may as well be 0 (see reference.py).
     """
     if side.sink is not None:
         return torch.full_like(num_allowed, problem.mask_value)
@@ -380,7 +380,7 @@ def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor |
 
 
 def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) -> Gradients:
-    """Returns gradients of their sums."""
+    """Casts sums of gradients to the dtypes of the inputs."""
     a, b, c, d = (
         None if x is None else x.to(like.dtype)
         for x, like in zip(sums, problem.queries_and_keys, strict=True)
@@ -469,7 +469,7 @@ def _backward_sequence(
 def _plain_gradient(
     problem: AttentionProblem, log_t: Tensor, log_s: Tensor, student_delta: Tensor
 ) -> Tensor:
-    """h - S H where h = c P, or 0 below the student's floor; overwrites both."""
+    """Computes h - S * delta with h = c P, or 0 below the student's floor; overwrites both."""
     floor, form = problem.functional.plain_student_floor, problem.functional.closed_form
     assert floor is not None and form is not None
     ds = elementwise.exp_(log_t).mul_(form.ts)

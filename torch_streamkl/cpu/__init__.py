@@ -1,1 +1,1 @@
-"""Holds what a CPU computes in a faster way, and what Inductor compiles for it."""
+"""Holds faster paths for a CPU: row kernels that Inductor compiles, and elementwise operations."""

@@ -1,7 +1,7 @@
 """Compiles row kernels (attention/compiled_rows.py) with Inductor: once per form, for all sizes.
 
-The graph of a body goes straight to Inductor, without Dynamo and AOTAutograd: calling what comes
-out takes microseconds. Inductor keeps it in its cache on disk, under the graph.
+The graph of a row kernel goes straight to Inductor, without Dynamo and AOTAutograd, so a call
+takes microseconds. Inductor keeps the code in its cache on disk.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _example_shape(x: Tensor, spec: str) -> tuple[int, ...]:
 
 
 def find(body: Body, form: Hashable, inputs: Described) -> Run | None:
-    """Returns the compiled body for such inputs, compiled now if it was not yet; None if that
-    failed.
+    """Returns the compiled row kernel for such inputs, and compiles it if needed; None if that
+    fails.
 
     ``inputs`` are the tensors of one block by name, each with what its dimensions are: "r" rows,
-    "k" keys, "p" keys in rows that are padded, anything else a fixed size. It takes them in this
-    order, without gaps but those.
+    "k" keys, "p" keys in padded rows, anything else a fixed size. The kernel takes them in this
+    order, contiguous but for padded rows.
     """
     layouts = tuple(
         (x.dtype, _example_shape(x, spec), spec[-1] == "p") for x, spec in inputs.values()
@@ -87,7 +87,7 @@ def _warn_once(message: str) -> None:
 
 
 def compile_body(key: Key) -> Run:
-    """Trace with symbolic sizes, and compile."""
+    """Traces with symbolic sizes, and compiles."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table

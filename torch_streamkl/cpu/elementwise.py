@@ -1,6 +1,6 @@
 """Computes elementwise operations several times faster on a CPU than the obvious code does.
 
-On other devices they are the obvious way: these ask for numbers, and a GPU should not wait.
+On other devices the obvious code runs: the fast paths read values, which would wait for a GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _LEAST = {torch.float32: -87.0, torch.float64: -708.0}
 
 
 def exp(x: Tensor) -> Tensor:
-    """Computes e^x; on a CPU numbers that would be denormal are 0, as GPUs have them.
+    """Computes e^x; on a CPU, results that would be denormal are 0, as on GPUs.
 
-    One block with arguments below -87 takes 7 to 20 times as long there, with -inf three times.
+    A block with arguments below -87 takes 7 to 20 times as long there, and with -inf three times.
     """
     least = _least_where_needed(x)
     return x.exp() if least is None else _flushed(x.clamp_min(least), least)
@@ -49,14 +49,14 @@ def _exp_of(x: float, dtype: torch.dtype) -> float:
 
 
 def limits(allowed: Tensor) -> Tensor:
-    """Returns what `mask_` takes: inf where a key is allowed, -inf elsewhere."""
+    """Returns the limits that `mask_` takes: inf where a key is allowed, -inf elsewhere."""
     limit = torch.full(allowed.shape, -math.inf, device=allowed.device)
     return limit.masked_fill_(allowed, math.inf)
 
 
 def mask_(x: Tensor, limit: Tensor) -> bool:
-    """Puts -inf where a key is not allowed; returns whether all other elements are known to be
-    finite.
+    """Puts -inf where a key is not allowed; returns whether all other elements are finite for
+    sure.
     """
     if x.device.type == "cpu" and bool(x.sum().isfinite()):
         torch.minimum(x, limit, out=x)  # would keep NaN, which is not there

@@ -1,4 +1,9 @@
-"""Computes distillation losses on several devices, with PyTorch's process groups and DTensors."""
+"""Computes distillation losses on several devices, with PyTorch's process groups and DTensors.
+
+`linear_kl` and `attention_kl` take DTensors themselves. This package adds sharded sequences
+(`attention_kl_context_parallel`, `shard_sequence`), moves vocabulary shards (`reshard_vocab`), and
+traces FSDP2 into one graph (`trace_fully_shard`).
+"""
 
 from torch_streamkl.distributed.agreement import DisagreementError
 from torch_streamkl.distributed.context_parallel import attention_kl_context_parallel

@@ -1,21 +1,21 @@
 """Compares the arguments of all ranks before they exchange tensors.
 
-A collective of tensors that differ in size hangs or corrupts memory, and ranks that differ in
-anything else (a reduction, a gradient) compute something that nobody asked for. So every call
-first gathers a few integers of each rank: digests of its arguments (`arguments.py` describes them)
-and the sizes in which ranks may differ. If the digests differ, or if a rank has refused its
-arguments, the ranks gather the texts after them too, and all of them raise the same error, which
-names the argument and what each rank has.
+A collective hangs or corrupts memory if its tensors differ in size between ranks. If ranks differ
+in anything else, such as a reduction, the result is something that nobody asked for. So every call
+first gathers a few integers of each rank: digests of its arguments (`arguments.py` describes
+them), and the sizes in which ranks may differ. If digests differ, or a rank has refused its
+arguments, the ranks also gather the texts, and all of them raise the same error. It names the
+argument, and what each rank has.
 
 NOTE [What agreement costs]
-One all-gather of 192 bytes a rank for each group of a call. A group that has a backend for the CPU
-(one of ``init_process_group()`` or ``"cpu:gloo,cuda:nccl"``) exchanges them there: some 0.1 ms of
-the CPU, which runs ahead of the GPU, and no synchronisation. A group with NCCL alone exchanges
-them on the GPU, and the CPU waits for what was launched before. While a CUDA graph is captured
-nothing may wait: the last answer to the same question is taken.
+One all-gather of 192 bytes a rank for each group of a call. A group with a backend for the CPU
+(``init_process_group()`` or ``"cpu:gloo,cuda:nccl"``) exchanges them there: about 0.1 ms of the
+CPU, which runs ahead of the GPU, and no synchronisation. A group with NCCL alone exchanges them on
+the GPU, and the CPU waits for what was launched before. While a CUDA graph is captured nothing may
+wait: the last answer to the same question is used.
 
 NOTE [Why no call goes without it]
-A rank cannot know that the others repeat the call that it repeats. If it left the exchange out
+A rank cannot know that the others repeat the call that it repeats. If it skipped the exchange
 because these arguments were compared before, it would meet the exchange of a rank with new
 arguments in a collective of another size, which is the hang that all this prevents.
 """
@@ -41,12 +41,16 @@ from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
-    """Says that ranks called a function with arguments that do not fit; raised on all of them."""
+    """Raised on every rank if ranks call a function with arguments that do not fit together.
+
+    The message names the argument, and what each rank has. If one rank refuses its own arguments,
+    the others raise that error instead. Nothing was computed or exchanged.
+    """
 
 
 @dataclass
 class _Call:
-    """A call that the ranks of a group make, and whether it has met the others' yet."""
+    """Holds a call that the ranks of a group make, and whether they have compared it yet."""
 
     group_name: str
     arguments: dict[str, str]
@@ -55,7 +59,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others of its call."""
+    """Holds what a rank tells the others of its call."""
 
     kind: str
     options: Mapping[str, str]  # of the operator
@@ -93,10 +97,10 @@ def agree(
     same: Mapping[str, Any],
     own: Mapping[str, int],
 ) -> list[dict[str, int]]:
-    """Returns what every rank has of ``own``; checks that ``same`` is equal on all.
+    """Returns every rank's ``own`` after a check that ``same`` is equal on all ranks.
 
-    Raises the same DisagreementError on every rank if it is not, if the arguments of the calls
-    that led here are not (`together`), or if a rank refused its arguments.
+    Raises the same DisagreementError on every rank if it is not, if the arguments of the public
+    calls differ (`together`), or if a rank refused its arguments.
     """
     call = _current.get()
     if call is not None and call.group_name != group_name:
@@ -165,10 +169,9 @@ def together_on_mesh(
 ) -> Any:
     """Runs ``check()``, which does not communicate, after all ranks of a mesh compared arguments.
 
-    Where they differ ``explain()`` raises what the call would raise on this rank alone.
-
-    Groups of the mesh's dimensions meet one after the other: what a rank has heard in one of them
-    it tells the next.
+    If they differ, ``explain()`` raises what the call would raise on this rank alone. The groups
+    of the mesh's dimensions compare one after the other, and a rank passes on what it has heard in
+    one of them.
     """
     arguments: dict[str, str] = {}
     result, error = None, None
@@ -192,7 +195,7 @@ def _refusal(error: Exception) -> tuple[str, str]:
 
 
 def _digest(x: object) -> int:
-    """Seven bytes, 0 for nothing to compare."""
+    """Returns seven bytes of a digest, or 0 for nothing to compare."""
     return int.from_bytes(hashlib.sha256(repr(x).encode()).digest()[:7], "big") if x else 0
 
 
@@ -203,10 +206,7 @@ def _exchanged(
     error: Exception | None = None,
     explain: Callable[[], Any] = lambda: None,
 ) -> tuple[list[list[int]], Exception | None]:
-    """Headers of all ranks, and the error that all of them have to raise.
-
-    ``error`` is what this rank has to say.
-    """
+    """Returns the headers of all ranks, and the error that all of them have to raise."""
     header = told.header
     rows = _gathered(header + [0] * (_HEADER - len(header)), group, device)
     refused, kinds, options, arguments = ({row[i] for row in rows} for i in range(_NUM_FIRST))
@@ -243,7 +243,7 @@ def _refused(everyone: list[_Told], error: Exception | None) -> Exception:
 
 
 def _different(everyone: list[_Told]) -> Exception:
-    """The first thing in which ranks differ."""
+    """Describes the first argument in which ranks differ."""
     if len({told.kind for told in everyone}) > 1:
         kinds = listed([told.kind for told in everyone])
         return DisagreementError(f"all ranks must make the same call, got {kinds}")
@@ -260,7 +260,7 @@ _HEADER = 24  # integers of a rank: a fixed number, so that unequal calls meet i
 
 
 def _gathered(row: list[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
-    """The integers of every rank."""
+    """Gathers the integers of every rank."""
     if group.size() == 1 or torch.distributed.get_backend(group) == "fake":
         return [row] * group.size()
     with collectives.unseen():

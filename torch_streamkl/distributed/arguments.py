@@ -1,8 +1,9 @@
 """Describes a call's arguments as texts that ranks compare, in one way for all functions.
 
-What is described is the function's own signature, so an argument that is added is compared too.
-Two ranks whose texts are equal come to the same verdict on a call: every check of arguments reads
-what the texts hold. Values of tensors are not read, which would wait for the GPU.
+The texts follow the function's own signature, so an argument that is added later is compared too.
+If two ranks have equal texts, their argument checks give the same result: the checks read nothing
+that is not in the texts. The values of tensors are not in them, because reading them would wait
+for the GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def described(arguments: Mapping[str, Any], own: Own, device: torch.device) -> d
 
 
 def check_without_numbers(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises what the call would on one rank, of tensors without numbers."""
+    """Raises what the call would raise on one rank, on tensors without values."""
     with FakeTensorMode():
         whole = {
             name: torch.empty(x.shape, dtype=x.dtype, device=x.device)

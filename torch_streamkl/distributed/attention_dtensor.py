@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Calls ``function(...)`` with DTensors, after ranks compared the arguments.
 
-    What they then compute, exchange or refuse is the same on all of them.
+    All ranks then compute, exchange or refuse the same.
     """
     placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
     if not torch.compiler.is_compiling():  # every rank traces the same program
@@ -37,9 +37,9 @@ def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: 
 
 
 def prepared(inputs: Inputs, settings: Settings) -> tuple[list[Any], Settings]:
-    """Returns a call whose tensors are DTensors, with keys on every rank that shares queries.
+    """Returns a call whose tensors are DTensors, with whole keys on ranks that shard queries.
 
-    Raises where `sharding.py` has no way to run the call.
+    Raises if `sharding.py` has no way to run the call.
     """
     if settings.impl == "reference":
         raise NotImplementedError(
@@ -60,7 +60,7 @@ def prepared(inputs: Inputs, settings: Settings) -> tuple[list[Any], Settings]:
 
 
 def _on_mesh(name: str, x: Any, mesh: DeviceMesh) -> Any:
-    """A tensor as a DTensor; a plain one is the same on every rank."""
+    """Returns a tensor as a DTensor; a plain one is the same on every rank."""
     if isinstance(x, DTensor):
         if x.device_mesh != mesh:
             raise ValueError(
@@ -81,7 +81,7 @@ def _on_mesh(name: str, x: Any, mesh: DeviceMesh) -> Any:
 
 
 def keys_everywhere(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns keys that ranks share, as they share the queries, on every one of those ranks."""
+    """Gathers keys that are sharded as the queries are."""
     queries = [p == Shard(2) for p in given["student_q"].placements]
     gathered = {}
     for name in sharding.KEYS:

@@ -1,7 +1,7 @@
-"""Calls functional collectives by the name of a process group: the only place that communicates.
+"""Calls functional collectives by the name of a process group. Nothing else communicates.
 
-They are PyTorch's own operators, so a compiler sees and schedules them where a graph holds them.
-Each returns before the data is there; `wait` makes the current stream wait for it.
+They are PyTorch's own operators, so a compiler sees and schedules them in its graphs. Each returns
+before the data has arrived; `wait` makes the current stream wait for it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ def group_of(group: ProcessGroup | DeviceMesh, argument: str = "group") -> Proce
 
 
 def resolve(group_name: str) -> ProcessGroup:
-    """Returns the process group of a name."""
+    """Finds the process group of a name."""
     group: ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     return group
 
 
 def default_store() -> Any:
-    """Returns the store through which ranks found each other; None where there are no other
-    processes.
-    """
+    """Returns the store by which ranks found each other, or None without other processes."""
     if torch.distributed.get_backend() == "fake":
         return None
     return _get_default_store()

@@ -34,7 +34,7 @@ DEFAULTS = {name: x for name, x in defaults(interface.attention_kl).items() if n
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences that follow each other in the shared one, each with keys of its own."""
+    """Describes packed sequences in the shared sequence; each has its own keys."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -56,7 +56,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The group, in the form that traced code can use."""
+    """Holds the group in the form that traced code can use: its name, this rank, its size."""
 
     name: str
     rank: int
@@ -93,7 +93,7 @@ def call_of(
 
 
 def compare(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check and compare a call's arguments; what one rank refuses is raised on all of them."""
+    """Checks and compares a call's arguments; what one rank refuses is raised on all of them."""
     mesh: Any = kwargs.get("mesh")
     group = group_of(mesh, "mesh")
     tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -117,7 +117,7 @@ def compare(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raise on what is not legal here, and agree with the other ranks on the rest."""
+    """Raises on what is not legal here, and agrees with the other ranks on the rest."""
     checks.refuse_all_transforms("attention_kl_context_parallel")
     given = {name: arguments[name] for name in QUERIES_AND_KEYS}
     method, reduction = arguments["method"], arguments["reduction"]
@@ -227,7 +227,7 @@ def _check_packing(
 
 
 def _check_ring(options: dict[str, Any]) -> None:
-    """Refuses what merging values of blocks of keys does not allow."""
+    """Refuses what a ring cannot compute, because it merges results of key blocks."""
     for name in (*SINKS, "head_reduction"):
         if options.get(name) is not None:
             raise NotImplementedError(

@@ -1,4 +1,8 @@
-"""Defines attention_kl_context_parallel(): `attention_kl` on a sequence that ranks share."""
+"""Defines attention_kl_context_parallel(): `attention_kl` of a sequence that ranks share.
+
+Three methods exchange what a rank's rows need: gathered keys, an all-to-all of heads (Ulysses), or
+keys that travel around a ring (`ring.py`).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ _P = ParamSpec("_P")
 
 
 def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """Ranks check and compare their arguments before any of them exchanges tensors."""
+    """Makes ranks check and compare their arguments before any of them exchanges tensors."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -68,44 +72,70 @@ def attention_kl_context_parallel(
     reduction: str = "none",
     **options: Any,
 ) -> Tensor:
-    """Computes `attention_kl` of a sequence whose rows ranks share; returns this rank's rows.
+    """Computes `attention_kl` of a sequence that ranks share, and returns the values of this
+    rank's rows.
+
+    With the whole sequence on one rank, it equals
+
+    .. code-block:: python
+
+        rows = attention_kl(student_q, student_k, teacher_q, teacher_k, is_causal=True)
+        shard_sequence(rows, mesh)  # this rank's rows
+
+    Every rank calls it with its own rows:
+
+    .. code-block:: python
+
+        rows = attention_kl_context_parallel(
+            student_q=shard_sequence(student_q, mesh), student_k=shard_sequence(student_k, mesh),
+            teacher_q=shard_sequence(teacher_q, mesh), teacher_k=shard_sequence(teacher_k, mesh),
+            mesh=mesh, is_causal=True,
+        )
 
     Args:
         student_q, teacher_q: ``[batch, num_heads, rows, head_dim]``, this rank's rows of the
-            sequence (`shard_sequence` cuts them).
-        student_k, teacher_k: ``[batch, num_kv_heads, rows, head_dim]``, the same rows.
+            sequence. dtypes are those of `attention_kl`.
+        student_k, teacher_k: ``[batch, num_kv_heads, rows, head_dim]``, the keys of the same
+            positions.
         mesh: the ranks, as a device mesh of one dimension or a process group.
-        method: ``"gather"``: every rank gathers the keys and computes its rows; gradients of keys
-            are reduce-scattered. ``"heads"``: an all-to-all gives every rank all rows of some
-            heads (Ulysses); the numbers of heads and of key heads must divide by the ranks.
-            ``"ring"``: keys, and in the backward their gradients, go from rank to rank, so that
-            no rank holds more than two ranks' keys; for divergences that are linear in
-            log-probabilities (forward and reverse KL, cross-entropy, jeffreys), without sinks and
-            head_reduction.
-        load_balance: ``"head_tail"``: a rank has chunks r and 2 n - 1 - r of 2 n, which shares a
-            causal mask's work evenly; None: rank r has the r-th of n parts.
+        method: how ranks exchange tensors. ``"gather"`` gathers all keys on every rank, and
+            reduce-scatters their gradients. ``"heads"`` gives every rank all rows of some heads by
+            an all-to-all (Ulysses); heads and key heads must divide by the number of ranks.
+            ``"ring"`` passes keys from rank to rank, so that a rank never holds the keys of more
+            than two; it takes divergences that are linear in log-probabilities (forward and
+            reverse KL, cross-entropy, jeffreys), no sinks, and no head_reduction.
+        load_balance: ``"head_tail"`` gives rank r of n the chunks r and 2 n - 1 - r of 2 n, so
+            that all ranks have the same work under a causal mask. None gives it the r-th of n
+            parts.
         is_causal, window: as in `attention_kl`, in positions of the whole sequence.
-        key_lengths: ``[batch]``, the number of valid keys of the whole sequence, the same on every
-            rank.
-        cu_seqlens: int32 ``[num_sequences + 1]``, from 0 to the length of the whole sequence:
-            packed sequences with keys of their own, the same on every rank; batch size 1.
-            ``is_causal`` applies to each of them; a window needs it, and no ``"ring"``.
-        max_seqlen: a bound on the length of a packed sequence.
-        row_mask: boolean, broadcasts to this rank's rows.
-        reduction: ``"none"``; ``"mean"``, ``"sum"`` and ``"batchmean"`` over the rows of all
-            ranks; ``"batchmean"`` of packed sequences divides by their number.
-        options: divergence, scales, temperature, softcaps, eps, clamps, sinks, head_reduction,
-            impl and deterministic of `attention_kl`. A scale that is a tensor broadcasts to this
-            rank's queries. With a size above 1 at the dimension of the rows it is of this rank's
-            rows; without, it is the same on every rank, as sinks are, and its gradient is the sum
-            over ranks.
+        key_lengths: ``[batch]``, the number of valid keys of the whole sequence. It is the same on
+            every rank.
+        cu_seqlens: int32 ``[num_sequences + 1]``, the offsets of packed sequences in the whole
+            sequence, from 0 to its length. It is the same on every rank. batch must be 1. Each
+            sequence attends to its own keys. ``window`` then needs ``is_causal``, and does not run
+            as a ring.
+        max_seqlen: an upper bound of the lengths of packed sequences.
+        row_mask: boolean, broadcasts to this rank's rows. A False row has value 0 and no gradient.
+        reduction: ``"none"``, or ``"mean"``, ``"sum"`` or ``"batchmean"`` over the rows of all
+            ranks. With packed sequences, ``"batchmean"`` divides by their number.
+        options: divergence, beta, scales, temperature, softcaps, eps, clamps, sinks,
+            head_reduction, impl and deterministic of `attention_kl`. Sinks and scales are the same
+            on every rank, and get the sum of all ranks' gradients. A tensor scale with a size
+            above 1 at the dimension of the rows belongs to this rank's rows instead.
 
     Returns:
-        float32 ``[batch, num_heads, rows]``, or a scalar, the same on every rank.
+        Values in nats, float32: ``[batch, num_heads, rows]``, or a scalar that is the same on
+        every rank.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: with the rule and the value, on every rank.
+        ValueError, TypeError, NotImplementedError: on every rank, with the rule and the value.
             Masks, biases and ALiBi are not supported.
+        DisagreementError: ranks passed different arguments.
+
+    Numerics: as `attention_kl`. Blocks of a ring are merged as row states, in float32.
+
+    Source: the chunks are those of PyTorch's context parallelism; Ulysses is arXiv 2309.14509, and
+    ring attention arXiv 2310.01889.
     """
     group = group_of(mesh, "mesh")
     given = {
@@ -139,9 +169,9 @@ def attention_kl_context_parallel(
 
 
 def _scaled(given: dict[str, Tensor], ranks: Ranks, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Queries times the scales that are tensors, which ``options`` loses.
+    """Multiplies queries by tensor scales, and removes these from ``options``.
 
-    A method may then exchange and cut queries as it does without.
+    A method may then exchange and shard queries as without scales.
     """
     scaled = dict(given)
     for name in SCALES:
@@ -160,7 +190,7 @@ def _scaled(given: dict[str, Tensor], ranks: Ranks, options: dict[str, Any]) -> 
 def _by_rows(
     given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]
 ) -> Tensor:
-    """Every rank has all keys and computes its rows."""
+    """Gathers all keys on every rank, and computes this rank's rows."""
     how = (ranks.name, ranks.size, ranks.load_balance)
     student_k, teacher_k = (
         whole_sequence(given[f"{side}_k"], *how) for side in ("student", "teacher")
@@ -222,7 +252,7 @@ def _packed(
     keys: Keys,
     options: dict[str, Any],
 ) -> Tensor:
-    """Rows of packed sequences: [1, heads, rows, head_dim] of queries and keys of a side."""
+    """Views rows of packed sequences: [1, heads, rows, head_dim] of queries and keys of a side."""
     assert keys.packing is not None
     num_rows, num_keys = student[0].shape[2], student[1].shape[2]
     value = interface.attention_kl_varlen(
@@ -241,7 +271,7 @@ def _packed(
 def _by_heads(
     given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]
 ) -> Tensor:
-    """Every rank has all rows of some heads."""
+    """Exchanges rows for heads, and computes all rows of this rank's heads."""
     how = (ranks.name, ranks.size, ranks.load_balance)
     student_q, student_k, teacher_q, teacher_k = (
         some_heads(given[name], *how) for name in QUERIES_AND_KEYS
@@ -267,7 +297,7 @@ def _by_heads(
 
 
 def _around(given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]) -> Tensor:
-    """Every rank computes its rows, and keys go from rank to rank."""
+    """Computes this rank's rows, while keys go from rank to rank."""
     left, right = keys.bounds
     tensors, checked = interface.operator_call(*call_of(given, keys, None, options))
     given_options = dict(zip(SPEC.option_names, checked, strict=True))

@@ -1,10 +1,11 @@
-"""Defines what rewritten graphs call on DTensors instead of the operators on whole tensors.
+"""Defines the functions that rewritten graphs call on DTensors, in place of the operators.
 
-Attention is shared as its queries are, and its rows are DTensors. Of LM heads, hidden states and
-weights are DTensors; rows come back whole, as plain tensors that every rank has. The gradient of a
-row is taken as each rank has it: what a rank does with whole logits, it does with whole rows.
-Hidden states of ``own_rows`` are plain: what a rank multiplies its vocabulary entries by, whatever
-the others have.
+- Attention: placed as its queries are, with rows that are DTensors.
+- LM heads: hidden states and weights are DTensors. Rows are plain tensors, whole on every rank,
+  and their gradient is taken as each rank has it: a rank treats whole rows as it would whole
+  logits.
+- ``own_rows`` marks hidden states that are plain tensors: this rank multiplies its vocabulary
+  shard by them, whatever the other ranks have.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PER_VOCAB_ENTRY = ("student_weight", "teacher_weight", "student_bias", "teacher
 
 
 def linear_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Returns the value and cross-entropy per token, of hidden states [tokens, width]."""
+    """Returns the value and cross-entropy per token, of hidden states [tokens, hidden_size]."""
     tensors, options, layout = _local(args, kwargs)
     if layout.vocab_dim is None:
         rows = linear_ops.linear_kl(*tensors, **options)[:2]
@@ -59,9 +60,7 @@ def linear_kl_sum(
     needs_grad: list[bool],
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """Returns the sum of the rows, each times its weight; gradients in the forward where that is
-    exact.
-    """
+    """Returns the sum of weighted rows; gradients come from the forward if that is exact."""
     weight: Any = _everywhere(row_weight)
     hard_weight: Any = _everywhere(hard_row_weight)
     tensors, options, layout = _local(args, kwargs)
@@ -79,9 +78,7 @@ def linear_kl_sum(
 
 
 def attention_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Returns the value and statistics per row, as DTensors; raises where placements do not
-    fit.
-    """
+    """Returns value and statistics per row, as DTensors; raises if placements do not fit."""
     given = {**dict(zip(sharding.ARGUMENTS, args, strict=False)), **kwargs}
     for name in (*sharding.QUERIES, *sharding.KEYS):
         if not isinstance(given[name], DTensor):
@@ -103,9 +100,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DTensor:
-    """Returns PyTorch's attention of this rank's batch and heads; raises where ranks share
-    others.
-    """
+    """Computes attention of this rank's batch and heads; raises if anything else is sharded."""
     mesh, placements = q.device_mesh, q.placements
     for name, x in (("keys", k), ("values", v)):
         if not isinstance(x, DTensor) or x.device_mesh != mesh or x.placements != placements:
@@ -143,25 +138,24 @@ def _local_mask(mask: DTensor, placements: tuple[Placement, ...]) -> Tensor:
 
 
 def replicated_like(x: Tensor, like: DTensor) -> DTensor:
-    """Returns a constant, which is the same on every rank."""
+    """Returns a constant, the same on every rank, on the mesh of another DTensor."""
     mesh = like.device_mesh
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def placed(x: DTensor, placements: list[int | str]) -> DTensor:
-    """Returns a DTensor placed (`encoded`) otherwise; a sum is done."""
+    """Returns a DTensor with other (`encoded`) placements; a Partial sum is reduced."""
     needs_grad = [Shard(p) if isinstance(p, int) else Replicate() for p in placements]
     return x.redistribute(placements=needs_grad)
 
 
 def placed_like(x: Tensor, like: DTensor, placements: list[int | str]) -> DTensor:
-    """Places what every rank has (`encoded`) on the mesh of another DTensor; finishes a sum."""
+    """Places a value (`encoded`) on the mesh of another DTensor; a Partial sum is reduced."""
     return placed(replicated_like(x, like), placements)
 
 
 def encoded(placements: tuple[Placement, ...]) -> list[int | str]:
-    """Returns placements as constants of a graph: the dimension of a shard, or the operation of a
-    sum.
+    """Encodes placements as constants of a graph: a shard's dimension, or a sum's operation.
 
     Raises NotImplementedError for others.
     """
@@ -177,7 +171,7 @@ def encoded(placements: tuple[Placement, ...]) -> list[int | str]:
 
 
 def num_ranks(weights: list[DTensor]) -> int:
-    """Returns the ranks that shard the vocabulary of two heads."""
+    """Counts the ranks that shard the vocabulary of two heads."""
     dims = {dim for x in weights if (dim := vocab_dim_of("weight", x)) is not None}
     mesh = weights[0].device_mesh
     return max((mesh.size(dim) for dim in dims), default=1)
@@ -186,7 +180,7 @@ def num_ranks(weights: list[DTensor]) -> int:
 def _local(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor | None], dict[str, Any], Layout]:
-    """This rank's tensors of a call and its options; raises where placements do not fit."""
+    """Returns this rank's tensors of a call and its options; raises if placements do not fit."""
     options = {**dict(zip(_TENSORS, args, strict=False)), **kwargs}
     given = {name: options.pop(name, None) for name in _TENSORS}
     own = {f"{side}_hidden": given[f"{side}_hidden"] for side in options.pop("own_rows", ())}
@@ -240,7 +234,7 @@ def _local_labels(labels: DTensor | None, layout: Layout) -> Tensor | None:
 
 
 def _with_vocab_sharded(x: DTensor | None, vocab_dim: int) -> DTensor | None:
-    """Vocabulary entries that every rank has are cut as the others are; nothing is sent."""
+    """Slices a replicated head as the other one is sharded; nothing is sent."""
     if x is None or not x.placements[vocab_dim].is_replicate():
         return x
     placements = list(x.placements)
@@ -253,7 +247,7 @@ def _everywhere(x: Tensor | None) -> Tensor | None:
 
 
 def _whole(rows: Tensor, tokens: int, layout: Layout) -> Tensor:
-    """The rows of all ranks, a few bytes each; some may have fewer tokens, or none."""
+    """Gathers the rows of all ranks, a few bytes each; some may have fewer tokens, or none."""
     if not layout.shared_rows:
         return rows
     shared: DTensor = DTensor.from_local(

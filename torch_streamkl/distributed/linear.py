@@ -21,15 +21,18 @@ from torch_streamkl.distributed.vocab_ranges import BY_RANK
 
 @dataclass(frozen=True)
 class UnsummedGroup:
-    """A group whose caller adds up the gradients of hidden states (a DTensor's placement does)."""
+    """Marks a group whose caller adds up gradients of hidden states, as a DTensor's placement
+    does.
+    """
 
     group: ProcessGroup
 
 
 @dataclass(frozen=True)
 class Places:
-    """Holds the operators' last arguments (NOTE [Places] in linear_ops.py), and who adds
-    gradients.
+    """Holds the operators' last arguments (NOTE [Places] in linear_ops.py).
+
+    It also says who adds up the gradients of hidden states.
     """
 
     arguments: dict[str, Any]
@@ -44,9 +47,7 @@ OWN: Own = {
 
 
 def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Calls ``function(...)`` after ranks compared their arguments; what one refuses none
-    computes.
-    """
+    """Calls ``function(...)`` after ranks compared their arguments; all compute, or none does."""
     if torch.compiler.is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = kwargs["group"]
@@ -64,7 +65,7 @@ def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: An
 
 
 def _of_any_tokens(function: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-    """``function(**given)``, which may have no token."""
+    """Calls ``function(**given)``, also without a token."""
     if isinstance(given["group"], UnsummedGroup) or not no_tokens.has_no_token(given):
         return function(**given)
     tokens, reduction = given["student_hidden"].shape[:-1], given["reduction"]
@@ -83,7 +84,7 @@ def places_of(
     teacher_vocab_start: int | None,
     impl: str,
 ) -> Places:
-    """Checks and returns which vocabulary shard each rank has."""
+    """Checks the shards of all ranks, and returns which vocabulary entries each has."""
     if impl == "reference":
         raise NotImplementedError(
             "impl='reference' needs all logits on one rank, and a group shares them; "
@@ -122,7 +123,7 @@ def total(arguments: tuple[Any, ...], options: dict[str, Any], places: Places) -
 
 
 def _shared(arguments: Any, places: Places) -> list[Any]:
-    """The arguments, with hidden states whose gradients are added up over ranks."""
+    """Returns the arguments, with hidden states whose gradients are summed over ranks."""
     shared = list(arguments)
     for index in (0, 2):
         needs_sum = places.sums_gradients and shared[index].requires_grad

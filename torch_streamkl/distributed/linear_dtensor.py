@@ -1,13 +1,13 @@
-"""Runs `linear_kl` on DTensors: placements say what each rank has, and gradients get them back.
+"""Runs `linear_kl` on DTensors: reads each rank's part from the placements, and places gradients.
 
-- A weight shards the vocabulary over one mesh dimension, Shard(0), or is Replicate().
-- Hidden states share tokens over any mesh dimension. Along the one that shares vocabulary entries
-  they are gathered (sequence parallel), and their gradient is reduce-scattered; along others ranks
-  keep their tokens (data parallel), and the weights' gradients are summed.
-- The result has one value per token where the student's hidden states have theirs, or is a scalar
-  on every rank.
+- A weight is Shard(0) over one mesh dimension (its vocabulary), or Replicate().
+- Hidden states may shard tokens over any mesh dimension. Along the dimension of the vocabulary
+  they are gathered, and their gradient is reduce-scattered (sequence parallel). Along others,
+  ranks keep their tokens, and the weights' gradients are summed (data parallel).
+- The result has one value per token, placed as the student's hidden states, or is a scalar on
+  every rank.
 
-Every other placement is an error: nothing is gathered but hidden states along that dimension.
+Every other placement is an error. Nothing is gathered but hidden states along that dimension.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any
 def _together(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Layout]:
-    """All arguments and their layout, checked before anything is exchanged, on every rank."""
+    """Checks all arguments on every rank before any exchange; returns them with their layout."""
 
     def check() -> tuple[dict[str, Any], Layout]:
         if (refusal := getattr(function, "refusal", None)) is not None:
@@ -91,7 +91,7 @@ def _together(
 
 
 def _checked(given: dict[str, Any]) -> Layout:
-    """The layout; raises on what is not legal here, or on what only this rank can see."""
+    """Returns the layout; raises on what is not legal here, or on what only this rank can see."""
     if given["group"] is not None:
         raise ValueError(
             "group is for plain tensors; DTensors say which ranks shard the vocabulary"
@@ -132,9 +132,7 @@ def _whole(layout: Layout) -> list[Replicate]:
 
 
 def local_hidden(x: DTensor, layout: Layout) -> Tensor:
-    """Returns this rank's tokens; every rank that shares vocabulary entries has a part of the
-    gradient.
-    """
+    """Returns this rank's tokens; ranks of one vocabulary each have a part of the gradient."""
     gradients = [
         Partial() if dim == layout.vocab_dim else placement
         for dim, placement in enumerate(layout.rows)
@@ -143,9 +141,7 @@ def local_hidden(x: DTensor, layout: Layout) -> Tensor:
 
 
 def local_vocab(x: Tensor | None, layout: Layout) -> Tensor | None:
-    """Returns this rank's vocab shard, whose gradient is summed over the ranks that have
-    other tokens.
-    """
+    """Returns this rank's vocabulary shard; its gradient is summed over the ranks' tokens."""
     local = vocab_as_local(x)
     if local is None or not (local.requires_grad and torch.is_grad_enabled()):
         return local
@@ -155,10 +151,10 @@ def local_vocab(x: Tensor | None, layout: Layout) -> Tensor | None:
 
 
 def _local_per_token(x: Tensor | None, own: torch.Size, layout: Layout) -> Tensor | None:
-    """This rank's ``own`` tokens of a label, mask or weight.
+    """Returns this rank's ``own`` tokens of a label, mask or weight.
 
-    A plain tensor is the same on every rank. What has no size of its own along the tokens that
-    ranks share is whole on every rank, and its gradient is the sum of what ranks find.
+    A plain tensor is the same on every rank. A tensor of size 1 along the sharded tokens is whole
+    on every rank, and its gradient is the sum over ranks.
     """
     if x is None:
         return None
@@ -177,7 +173,7 @@ def _local_per_token(x: Tensor | None, own: torch.Size, layout: Layout) -> Tenso
 
 
 def _rows(value: Tensor, hidden: DTensor, layout: Layout) -> Tensor:
-    """Values as a DTensor with the hidden states' placements."""
+    """Returns values as a DTensor with the hidden states' placements."""
     shape = hidden.shape[:-1]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     rows = DTensor.from_local(
@@ -189,7 +185,7 @@ def _rows(value: Tensor, hidden: DTensor, layout: Layout) -> Tensor:
 
 
 def _share(local: dict[str, Any], reduction: str, tokens: torch.Size, layout: Layout) -> Any:
-    """The factor of each of this rank's tokens in the reduction over all ranks' tokens."""
+    """Computes each of this rank's tokens' factor in the reduction over all ranks' tokens."""
     hidden, weight = local["student_hidden"], local["row_weight"]
     match reduction:
         case "mean":

@@ -1,12 +1,13 @@
 """Registers the operators that `linear_kl` calls for a vocabulary that ranks share.
 
-- ``linear_kl_sharded``: value and cross-entropy per token, whole, on every rank; the backward is
-  that of ``linear_kl`` on this rank's vocabulary shard with the statistics of whole rows.
-- ``linear_kl_sharded_sum``: weighted sums, and their gradients computed in the forward.
+- ``linear_kl_sharded`` returns value and cross-entropy per token, whole, on every rank. Its
+  backward is that of ``linear_kl`` on this rank's vocabulary shard, with the statistics of whole
+  rows.
+- ``linear_kl_sharded_sum`` returns weighted sums, and their gradients computed in the forward.
 
-The collectives of the forward are inside, because a chunk's gather overlaps matmuls of the chunk
-before. Gradients of hidden states are this rank's share; whoever calls adds them up (a
-collective that a compiler sees and schedules).
+The collectives of the forward are inside, because a chunk's gather overlaps the matmuls of the
+chunk before. Gradients of hidden states are this rank's share. The caller adds them up, by a
+collective that a compiler sees and schedules.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _shard(
     student_vocab_start: int,
     teacher_vocab_start: int,
 ) -> Shard:
-    """This rank's part of a call that all ranks make; raises on all of them where it is not."""
+    """Returns this rank's part of a call that all ranks make; if one rank's fails, all raise."""
     student, teacher = problem.heads
     rows = row_functions(problem, impl)
     workspace = workspace_bytes(problem, max_workspace_mib)
@@ -96,8 +97,8 @@ def _shard(
         "linear_kl",
         {
             "number of tokens": problem.num_tokens,
-            "width of student_hidden": student.hidden.shape[1],
-            "width of teacher_hidden": teacher.hidden.shape[1],
+            "hidden_size of student_hidden": student.hidden.shape[1],
+            "hidden_size of teacher_hidden": teacher.hidden.shape[1],
             "element size of student_hidden": student.hidden.element_size(),
             "element size of teacher_hidden": teacher.hidden.element_size(),
             "presence of labels (0 or 1)": int(problem.labels is not None),
@@ -130,7 +131,7 @@ def _shard(
 
 
 def _shard_functions(rows: ModuleType) -> ModuleType:
-    """The module for states of rows that goes with a module for rows."""
+    """Returns the module for row states that belongs to a module for rows."""
     if rows is linear_rows:
         return shard_rows
     from torch_streamkl.linear.triton import shards as shard_kernels
@@ -142,7 +143,7 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
 def _options_of(
     problem: LinearProblem, max_workspace_mib: int, rows: str, needs_grad: list[bool]
 ) -> dict[str, str]:
-    """Returns the options that ranks have to give alike and that no number describes."""
+    """Returns the options that ranks have to give alike, and that no number describes."""
     options: dict[str, Any] = {
         "divergence": problem.functional.text,
         "temperature": problem.temperature,
@@ -176,7 +177,7 @@ def _forward(
 
 
 def _local_labels(problem: LinearProblem) -> Tensor:
-    """Labels from this rank's first vocabulary entry on, for the backward of `linear_kl`."""
+    """Returns labels relative to this rank's first entry, for the backward of `linear_kl`."""
     if problem.labels is None:
         return problem.student.hidden.new_empty(0, dtype=torch.int64)
     counted = problem.labels != problem.ignore_index

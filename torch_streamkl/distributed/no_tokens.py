@@ -1,4 +1,4 @@
-"""Runs calls of `linear_kl` without a token, which still take part in every exchange of ranks."""
+"""Runs calls of `linear_kl` without a token, which still take part in all exchanges of ranks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def rows_of(value: Tensor, tokens: torch.Size) -> Tensor:
 
 
 def mean_of_none(total: Tensor, reduction: str, tokens: torch.Size) -> Tensor:
-    """Returns the reduction of a sum over no token: as torch has it, NaN for a mean over none."""
+    """Returns a reduction over no token: 0, and NaN for a mean, as in torch."""
     is_undefined = reduction == "mean" or (reduction == "batchmean" and tokens[0] == 0)
     return total + math.nan if is_undefined else total

@@ -21,7 +21,7 @@ class Layout:
 
     @property
     def shared_rows(self) -> list[int]:
-        """Returns mesh dimensions whose ranks have tokens of their own."""
+        """Returns the mesh dimensions that shard tokens."""
         return [dim for dim, placement in enumerate(self.rows) if isinstance(placement, Shard)]
 
     def group(self, dim: int) -> ProcessGroup:
@@ -29,9 +29,7 @@ class Layout:
 
 
 def layout_of(tensors: dict[str, Any]) -> Layout:
-    """Returns the layout of a call; raises where the placements do not fit, or would need a
-    gather.
-    """
+    """Returns the layout of a call; raises if placements do not fit, or would need a gather."""
     weight = tensors["student_weight"]
     for name in ("student_hidden", "student_weight", "teacher_hidden"):
         if not isinstance(tensors[name], DTensor):
@@ -92,7 +90,7 @@ def vocab_dim_of(name: str, x: DTensor) -> int | None:
 
 
 def _rows_of(name: str, x: DTensor, vocab_dim: int | None) -> tuple[Placement, ...]:
-    """Placements of one value per token; whole where the vocabulary entries are shared."""
+    """Returns placements of one value per token; whole along a dimension of the vocabulary."""
     rows: list[Placement] = []
     for dim, placement in enumerate(x.placements):
         last = x.ndim - 1
@@ -118,5 +116,5 @@ def _kind(x: object) -> str:
 
 
 def vocab_as_local(x: Tensor | None) -> Tensor | None:
-    """Returns this rank's vocab shard; a plain tensor is that already."""
+    """Returns this rank's vocabulary shard; a plain tensor already is one."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -1,4 +1,7 @@
-"""Moves vocab shards of a weight between ranks, if student and teacher are cut differently."""
+"""Moves vocabulary shards of a weight between ranks.
+
+If student and teacher are sharded at different entries, `linear_kl` needs one of them moved.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _P = ParamSpec("_P")
 
 
 def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """Ranks check and compare their arguments before any of them exchanges vocabulary entries."""
+    """Makes ranks check and compare their arguments before any of them exchanges tensors."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -64,31 +67,35 @@ def reshard_vocab(
     like: DTensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """Returns this rank's vocab shard of a weight or bias, after the ranks exchanged them.
+    """Moves a weight's vocabulary shards between ranks, and returns this rank's new shard.
 
-    `linear_kl` needs the same vocabulary entries of student and teacher on a rank. For a frozen
-    teacher call this once, before training:
+    On each rank, `linear_kl` needs the same vocabulary entries of student and teacher. If the two
+    are sharded differently, move a frozen teacher once, before training:
 
     .. code-block:: python
 
         teacher_weight = reshard_vocab(teacher.lm_head.weight, like=student.lm_head.weight)
         linear_kl(student_hidden, student.lm_head.weight, teacher_hidden, teacher_weight)
 
+    With the whole weight on one rank, it equals ``weight[slice(*ranges[rank])]``.
+
     Args:
-        weight: ``[vocab_size, ...]``: a DTensor that shards the vocabulary over one mesh
-            dimension, or this rank's vocabulary shard, with ``group``. Ranks hold consecutive
-            vocabulary entries, in their order.
-        ranges: first and last-plus-one vocabulary entry of every rank, consecutive, from 0 to the
-            size of the vocabulary.
-        like: instead of ``ranges``, the student's weight: each rank gets the vocabulary entries
-            that it has of it. Entries beyond its vocabulary go to the rank with its last one.
-        group: the ranks, for a weight that is no DTensor.
+        weight: ``[vocab_size, ...]``, any dtype: a DTensor that shards the vocabulary over one
+            mesh dimension, or a plain tensor with this rank's shard and ``group``. Ranks hold
+            consecutive shards in their order.
+        ranges: the first and the last-plus-one vocabulary entry of every rank; consecutive, and
+            from 0 to vocab_size.
+        like: the student's weight, instead of ``ranges``: each rank gets the entries that it has
+            of the student. Entries beyond the student's vocabulary go to the rank with its last
+            one.
+        group: the ranks, for a plain tensor.
 
     Returns:
-        A plain tensor with the rank's vocabulary shard, detached from ``weight``. One all-to-all.
+        A plain tensor with this rank's entries, detached from ``weight``. It takes one all-to-all.
 
     Raises:
-        ValueError, TypeError: with the rule and the value, on every rank.
+        ValueError, TypeError: on every rank, with the rule and the value.
+        DisagreementError: ranks passed different arguments.
     """
     return _exchanged(weight, ranges, like, _group_of(weight, ranges, like, group))
 

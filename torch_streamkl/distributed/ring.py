@@ -1,12 +1,12 @@
-"""Runs attention with keys that go around a ring of ranks: no rank ever holds all of them.
+"""Runs attention with keys that travel around a ring of ranks: no rank ever holds all of them.
 
 A rank computes its rows against the keys that it has, while these already travel to the next rank.
-After as many steps as there are ranks every row has met every key. What a step finds of a row is
-merged as the states of blocks of keys are (divergences/row_state.py): a call's statistics are such
-a state whose maxima are its log-sum-exps. In the backward the keys go around once more, and with
-them their gradients, in float32, which come home with the last step.
+After as many steps as there are ranks, every row has met every key. The results of steps are
+merged as the states of key blocks are (divergences/row_state.py): a call's statistics are such a
+state, with its log-sum-exps as maxima. In the backward the keys go around once more, together with
+their gradients in float32, which arrive at their rank with the last step.
 
-Values of parts merge where the divergence is linear in log-probabilities. Any other needs the
+Values of steps merge only if the divergence is linear in log-probabilities. Any other needs the
 log-sum-exps of whole rows before its first term, and is refused.
 """
 
@@ -30,7 +30,7 @@ from torch_streamkl.divergences.row_state import RowState, finish, merge
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of this rank and keys of another (or itself) of which some may be seen."""
+    """Holds rows of this rank and keys of one rank, of which some pairs may be seen."""
 
     rows: slice  # of this rank's rows
     keys: slice  # of the rows of the rank whose keys they are
@@ -42,7 +42,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Ring:
-    """A call: this rank's part as a problem (``cu_seqlens`` and lengths are of the sequence)."""
+    """Holds a call: this rank's part as a problem, with ``cu_seqlens`` and lengths of the
+    sequence.
+    """
 
     problem: AttentionProblem
     cu_seqlens: Tensor | None
@@ -103,9 +105,7 @@ def form_of(functional: Functional) -> Bilinear:
 
 
 def within(offsets: Tensor, first: int, size: int) -> Tensor:
-    """Returns offsets of packed sequences in a range of their positions; those outside are empty
-    there.
-    """
+    """Clips the offsets of packed sequences to a range of positions; those outside are empty."""
     return offsets.clamp(first, first + size) - first
 
 
@@ -114,7 +114,7 @@ def _shifted(x: slice, by: int) -> slice:
 
 
 def _block(row: int, key: int, size: int, left: int | None, right: int | None) -> Block | None:
-    """Selects ``size`` rows and keys from these positions on, those that may see each other.
+    """Selects ``size`` rows and keys from these positions on, if they may see each other.
 
     Bounds count from equal positions; in a block from its last row and key, and never below 0.
     """
@@ -140,7 +140,7 @@ def _block(row: int, key: int, size: int, left: int | None, right: int | None) -
 
 
 class _Circle:
-    """Tensors of a rank that go to the next, all of them as one."""
+    """Sends the tensors of a rank to the next one, all of them as one tensor."""
 
     def __init__(self, tensors: list[Tensor], group_name: str) -> None:
         group = collectives.resolve(group_name)
@@ -154,7 +154,7 @@ class _Circle:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def send(self) -> Tensor:
-        """To the next rank; what comes from the one before is on its way."""
+        """Sends the tensors to the next rank, and begins to receive those of the one before."""
         send, receive = [0] * self.size, [0] * self.size
         send[(self.rank + 1) % self.size] = receive[self.rank - 1] = self.flat.numel()
         return collectives.all_to_all(self.flat, receive, send, self.group_name)
@@ -193,7 +193,7 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
 
 
 def _state_of(stats: RowStatistics, unit: float, form: Bilinear) -> RowState:
-    """Statistics of a call as the state of its keys: what `finish` made of it, undone."""
+    """Converts statistics of a call to the state of its keys: the inverse of `finish`."""
     lse_t, lse_s = stats.teacher_lse * unit, stats.student_lse * unit
     row_sum_t, row_sum_s = ((x > -torch.inf).to(x.dtype) for x in (lse_t, lse_s))
     a = stats.teacher_delta - (form.tt + form.t) * row_sum_t - form.st * row_sum_s
@@ -258,6 +258,6 @@ def backward(
 
 
 def _of_rows(stats: Tensor, rows: slice, unit: float) -> Tensor:
-    """Statistics of some rows as an implementation keeps them."""
+    """Returns statistics of some rows in the unit of an implementation."""
     lse, total = stats[..., rows]
     return torch.stack([lse / unit, total])

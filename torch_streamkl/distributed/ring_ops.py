@@ -1,7 +1,7 @@
 """Registers the operators that ``attention_kl_context_parallel(..., method="ring")`` calls.
 
-The collectives are inside: keys travel while those that are here are used. Forward and backward
-are operators of their own, as those of `attention_kl` are.
+The collectives are inside, because keys travel while the present ones are used. Forward and
+backward are separate operators, as those of `attention_kl` are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Describes how ranks share a sequence, and exchanges its rows between them.
 
-With ``"head_tail"`` a sequence of 2 n chunks is shared so that rank r has the chunks r and
-2 n - 1 - r: under a causal mask every rank then has the same number of pairs to compute. Without
-it rank r has the r-th of n equal parts.
+With ``"head_tail"``, a sequence has 2 n chunks, and rank r has the chunks r and 2 n - 1 - r. Under
+a causal mask every rank then computes the same number of pairs. With None, rank r has the r-th of
+n equal parts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,26 @@ def shard_sequence(
 ) -> Tensor:
     """Returns this rank's rows of a tensor that every rank has whole.
 
+    It equals, with n ranks and ``load_balance="head_tail"``,
+
+    .. code-block:: python
+
+        chunks = x.chunk(2 * n, dim)
+        torch.cat([chunks[rank], chunks[2 * n - 1 - rank]], dim)
+
     Args:
-        x: any tensor with the sequence at ``dim``.
+        x: any tensor, with the sequence at ``dim``. It is the same on every rank.
         mesh: the ranks, as a device mesh of one dimension or a process group.
-        dim: of the sequence.
-        load_balance: ``"head_tail"`` or None, as `attention_kl_context_parallel` has it.
+        dim: the dimension of the sequence; 2 for ``[batch, heads, seqlen, head_dim]``.
+        load_balance: ``"head_tail"``, or None for the rank-th of n equal parts. Pass the same
+            value to `attention_kl_context_parallel`.
+
+    Returns:
+        A tensor like x with 1 / n of the sequence. Gradients flow to x.
 
     Raises:
-        ValueError, TypeError: the sequence does not divide, or an argument does not fit.
+        ValueError, TypeError: the number of chunks does not divide the sequence, or an argument
+            does not fit.
     """
     group = group_of(mesh, "mesh")
     checks.tensor("x", x)
@@ -63,9 +75,7 @@ def chunks_of(rank: int, num_ranks: int, load_balance: str | None) -> list[int]:
 
 
 def in_order(parts: Tensor, load_balance: str | None) -> Tensor:
-    """Reorders [ranks, batch, heads, rows, ...] of all ranks to [batch, heads, sequence,
-    ...].
-    """
+    """Reorders all ranks' [ranks, batch, heads, rows, ...] to [batch, heads, sequence, ...]."""
     num_ranks, batch, heads, num_rows = parts.shape[:4]
     parts = parts.movedim(0, 2)  # [batch, heads, ranks, rows, ...]
     if load_balance:
@@ -75,7 +85,7 @@ def in_order(parts: Tensor, load_balance: str | None) -> Tensor:
 
 
 def by_rank(x: Tensor, num_ranks: int, load_balance: str | None) -> Tensor:
-    """Returns the inverse of `in_order`, contiguous."""
+    """Reorders [batch, heads, sequence, ...] to each rank's rows: the inverse of `in_order`."""
     if load_balance:
         chunks = x.unflatten(2, (2 * num_ranks, -1))
         head, tail = chunks[:, :, :num_ranks], chunks[:, :, num_ranks:].flip(2)
@@ -101,12 +111,12 @@ class _WholeSequence(torch.autograd.Function):
 
 
 def whole_sequence(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """Returns all ranks' rows in the order of the sequence; its gradient is reduce-scattered."""
+    """Gathers all ranks' rows in the order of the sequence; the backward reduce-scatters."""
     return _WholeSequence.apply(x, group_name, size, load_balance)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all between rows of all heads and all rows of some heads."""
+    """Exchanges rows of all heads for all rows of some heads, by an all-to-all, or the reverse."""
 
     @staticmethod
     def forward(
@@ -136,7 +146,7 @@ def _exchanged(
 
 
 def some_heads(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """Returns rows of all heads [batch, heads, rows, ...] as all rows of this rank's heads."""
+    """Turns this rank's rows of all heads into all rows of this rank's heads."""
     return _Exchange.apply(x, group_name, size, load_balance, True)
 
 

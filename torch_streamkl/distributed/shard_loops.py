@@ -1,14 +1,14 @@
-"""Runs the chunk loops of `linear/chunks.py` over a vocab shard; ranks exchange row states.
+"""Runs the chunk loops of `linear/chunks.py` over a vocabulary shard; ranks exchange row states.
 
-- `forward` of a functional that is linear in log-probabilities: states of all rows, one
-  all-gather. Any other needs the merged log-sum-exps while the logits are there: an all-gather for
-  each chunk, and one all-reduce of three numbers a row at the end.
-- `forward_with_gradients`: an all-gather for each chunk (and an all-reduce of three numbers a
-  row). While it travels the GPU computes what the chunk before adds to the weight's gradient,
+- `forward`: if the functional is linear in log-probabilities, it exchanges the states of all rows
+  in one all-gather. Any other functional needs the merged log-sum-exps while the logits are there:
+  an all-gather for each chunk, and one all-reduce of three numbers a row at the end.
+- `forward_with_gradients`: an all-gather for each chunk, and if needed an all-reduce of three
+  numbers a row. Meanwhile the GPU computes what the chunk before adds to the weight's gradient,
   which takes a second buffer of the student's logits.
 
-Every rank cuts the same chunks, from the largest shard. Gradients of hidden states are this rank's
-share: the sum over ranks is the caller's.
+All ranks use the same chunks, chosen for the largest shard. Gradients of hidden states are this
+rank's share: the caller sums over ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Shard:
             self.rows.state(part, s, t, out)
 
     def gathered(self, parts: Tensor) -> Tensor:
-        """Returns states of all ranks [ranks, fields, tokens], on their way."""
+        """Starts to gather the states of all ranks [ranks, fields, tokens]."""
         return collectives.all_gather(parts, self.num_ranks, self.group_name)
 
     def merge(self, part: LinearProblem, gathered: Tensor, out: RowValues) -> None:
@@ -87,7 +87,7 @@ class Shard:
             self.rows.sums(part, s, t, out, totals)
 
     def add_sums(self, totals: Tensor, out: RowValues) -> None:
-        """Adds up value, H and G of whole rows, from those of all ranks."""
+        """Sums value and deltas of whole rows over ranks."""
         value, student_delta, teacher_delta = collectives.wait(
             collectives.all_reduce(totals, self.group_name)
         )

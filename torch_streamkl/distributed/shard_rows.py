@@ -1,10 +1,10 @@
-"""Computes rows of a vocab shard in plain torch: state, merged state, and second pass.
+"""Computes rows of a vocabulary shard in plain torch: state, merged state, and second pass.
 
 The state of a row on one rank is a column of ``parts`` [fields, num_tokens]: the six fields of
-`row_state.RowState`, and with labels the log-sum-exp of the student's y over the rank's vocabulary
-shard and the label's y (-inf where another rank has the vocabulary entry). States of all ranks
-[ranks, fields, num_tokens] merge into the statistics of whole rows, which `gradient` reads as
-ever. `linear/triton/shards.py` is the same for a GPU.
+`row_state.RowState`. With labels it also has the log-sum-exp of the student's y over the rank's
+shard, and the label's y (-inf if another rank has that entry). States of all ranks [ranks, fields,
+num_tokens] merge into the statistics of whole rows, which `gradient` reads as without shards.
+`linear/triton/shards.py` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def num_fields(problem: LinearProblem) -> int:
 
 
 def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
-    """Write the state of rows from both sides' logits of the rank's vocabulary shard."""
+    """Writes the state of rows from both sides' logits of the rank's vocabulary shard."""
     form = problem.functional.bilinear or Bilinear()
     row_state, hard_lse = linear_rows.partial_state(problem, student, teacher, form)
     for row, field in zip(parts, row_state.tensors(), strict=False):
@@ -48,14 +48,13 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
 
 
 def empty_state(parts: Tensor) -> None:
-    """Write the state of rows of a rank without vocabulary entries."""
+    """Writes the state of rows of a rank without vocabulary entries."""
     low = parts.new_tensor([-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf, -math.inf])
     parts.copy_(low[: parts.shape[0], None])
 
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
-    """Merges states to statistics of whole rows, cross-entropies, and the values that the state
-    gives.
+    """Merges states to statistics of whole rows, cross-entropies, and values of the state.
 
     ``vocab_size`` is the size of the student's whole vocabulary.
     """
@@ -86,9 +85,7 @@ def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValue
 def sums(
     problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
 ) -> None:
-    """Write value, H and G over the rank's vocabulary shard [3, num_tokens], from merged
-    log-sum-exps.
-    """
+    """Writes value and deltas over the rank's shard [3, num_tokens], from merged log-sum-exps."""
     value, student_delta, teacher_delta = totals
     local = RowValues(value, out.hard, out.statistics.clone())
     linear_rows.second_pass(problem, student, teacher, local)

@@ -1,14 +1,14 @@
 """Registers the DTensor sharding strategies of the attention operators, forward and backward.
 
-Along one dimension of a mesh a call may be shared by
+Along one mesh dimension, a call may shard
 
-- batch, ``Shard(0)`` of queries and keys, or heads, ``Shard(1)``: no tensor is exchanged;
-- queries, ``Shard(2)``, with keys on every rank (`attention_kl` gathers keys that are ``Shard(2)``
-  too): every rank has a part of the keys' gradient, a Partial that DTensor reduces. Not where a
-  key's distance to the query counts (causal, windows, ALiBi), because the operator counts from
-  the last query that it sees.
+- the batch, ``Shard(0)`` of queries and keys, or the heads, ``Shard(1)``: no tensor is exchanged;
+- the queries, ``Shard(2)``, with whole keys on every rank (`attention_kl` gathers keys that are
+  ``Shard(2)`` too): every rank has a part of the keys' gradient, a Partial that DTensor reduces.
+  This excludes causal masks, windows and ALiBi, because the operator counts from the last query
+  that it sees.
 
-Everything else is refused here, where DTensor would gather its arguments in silence.
+Any other placement is refused. DTensor would gather the arguments silently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAMES = ("batch", "heads", "queries")
 
 @dataclass(frozen=True)
 class Way:
-    """One way to share a call: the placement of every tensor, of values and of keys' gradients."""
+    """Describes one way to share a call: placements of tensors, values and keys' gradients."""
 
     name: str
     inputs: dict[str, Placement]
@@ -55,9 +55,7 @@ class Way:
 
 
 def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
-    """Returns the ways to share a call over so many ranks; ``given`` has tensors or their
-    specs.
-    """
+    """Lists the ways to share a call over so many ranks; ``given`` has tensors or their specs."""
     tensors = {name: given[name] for name in (*QUERIES, *KEYS, *_DIMENSIONS)
                if given.get(name) is not None}  # fmt: skip
     everywhere = Way(
@@ -115,7 +113,7 @@ def _placement(name: str, x: Any, dim: int) -> Placement:
 
 
 def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
-    """Returns for each mesh dimension the way that the placements say; raises if there is none."""
+    """Returns the way that the placements of each mesh dimension ask for; raises without one."""
     found = []
     for mesh_dim in range(mesh.ndim):
         num_ranks = mesh.size(mesh_dim)
@@ -132,7 +130,7 @@ def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
 
 
 def _fits(way: Way, placed: dict[str, Placement]) -> bool:
-    """Whether inputs are as the way needs them, up to local slices of what is on every rank."""
+    """Whether inputs are placed as the way needs them, or need a local slice at most."""
     return all(
         placement == way.inputs[name] or (name in _DIMENSIONS and placement == Replicate())
         for name, placement in placed.items()

@@ -23,9 +23,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def with_summed_gradient(x: Tensor, group_name: str) -> Tensor:
-    """Returns ``x``, whose gradient is the sum of what all ranks find (an all-reduce in the
-    backward).
-    """
+    """Returns ``x``, whose gradient is the sum over ranks (an all-reduce in the backward)."""
     return _SummedGradient.apply(x, group_name)
 
 
@@ -40,5 +38,5 @@ class _Summed(torch.autograd.Function):
 
 
 def summed(x: Tensor, group_name: str) -> Tensor:
-    """Returns the sum of ``x`` over ranks, which each of them differentiates for its own share."""
+    """Sums ``x`` over ranks; each rank differentiates the result for its own share."""
     return _Summed.apply(x, group_name)

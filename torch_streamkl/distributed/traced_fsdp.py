@@ -1,9 +1,9 @@
 """Defines trace_fully_shard(): FSDP2 on every layer as one graph.
 
-The hooks of ``fully_shard`` are hidden from Dynamo and break the graph at every layer, so that
-maps and logits of different layers never meet in one. The same exchange written as redistributions
-of DTensors is ordinary traced code (SimpleFSDP, arXiv 2411.00284): a parameter becomes a property
-that gathers it, and the backward reduce-scatters its gradient.
+Dynamo does not trace the hooks of ``fully_shard``: the graph breaks at every layer. So attention
+probabilities and logits of different layers never meet in one graph. Redistributions of DTensors
+are ordinary traced code (SimpleFSDP, arXiv 2411.00284): here a parameter becomes a property that
+gathers it, and the backward reduce-scatters its gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Unsharding:
-    """Unshards a module's parameters."""
+    """Holds how a module's parameters are gathered: their dtypes, and whether they are kept."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -55,7 +55,7 @@ class Unsharding:
 
 
 def trace_fully_shard(model: nn.Module) -> nn.Module:
-    """Replace the hooks of ``fully_shard`` by redistributions that ``torch.compile`` can trace.
+    """Replaces the hooks of ``fully_shard`` by redistributions that ``torch.compile`` can trace.
 
     .. code-block:: python
 
@@ -65,23 +65,27 @@ def trace_fully_shard(model: nn.Module) -> nn.Module:
         optimizer = torch.optim.AdamW(model.parameters())
         step = torch.compile(trace_fully_shard(model), backend="streamkl", fullgraph=True)
 
-    Parameters, their gradients, the optimizer's state and checkpoints are the sharded DTensors of
-    ``fully_shard``. Its mixed precision policy, ``reshard_after_forward``, HSDP (a mesh of two
-    dimensions) and tied parameters are kept. Gradients are reduced in every backward: they may be
-    accumulated, but not without being reduced (``set_requires_gradient_sync`` raises).
+    A step computes what ``model`` with ``fully_shard`` computes, in one graph instead of one per
+    layer. Parameters, gradients, optimizer state and checkpoints stay the sharded DTensors of
+    ``fully_shard``. Mixed precision, ``reshard_after_forward``, HSDP (a mesh of two dimensions)
+    and tied parameters are kept. Every backward reduces its gradients, and they may be
+    accumulated.
 
     Args:
         model: a module that ``fully_shard`` was applied to, or that contains such modules. It is
-            changed in place.
+            changed in place: an attribute such as ``model.lm_head.weight`` is then the gathered
+            parameter. Take sharded parameters from ``model.parameters()``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError, TypeError: no module of the model is fully sharded, or it is no module.
-        NotImplementedError: a parameter that is sharded in another way too (tensor parallel),
-            parameters offloaded to the CPU, or gradients that are no means over all ranks
-            (``set_gradient_divide_factor`` and the like).
+        ValueError, TypeError: ``model`` is no module, or none of its modules is fully sharded.
+        NotImplementedError: parameters that are also sharded otherwise (tensor parallelism) or
+            offloaded to the CPU, and gradients that are not means over all ranks
+            (``set_gradient_divide_factor``, ``set_requires_gradient_sync(False)`` and the like).
+
+    Source: SimpleFSDP (arXiv 2411.00284).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
@@ -105,7 +109,7 @@ def trace_fully_shard(model: nn.Module) -> nn.Module:
 
 
 def _plans(root: Any, is_outermost: bool) -> Iterator[tuple[nn.Module, Unsharding]]:
-    """The modules whose parameters this one manages."""
+    """Yields the modules whose parameters a module manages, and how these are gathered."""
     state = root._get_fsdp_state()
     root.reshard()
     policy: MixedPrecisionPolicy = state._mp_policy
@@ -133,7 +137,7 @@ def _plans(root: Any, is_outermost: bool) -> Iterator[tuple[nn.Module, Unshardin
 
 
 def _groups(state: Any) -> list[Any]:
-    """A module's groups of parameters; torch 2.11 has at most one."""
+    """Returns a module's groups of parameters; torch 2.11 has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -152,7 +156,7 @@ def _check(name: str, parameter: Tensor, owner: str) -> None:
 
 
 def _replace_hooks(module: Any) -> None:
-    """Casts of inputs and outputs stay, without what Dynamo cannot see."""
+    """Removes the hooks that Dynamo cannot trace, and keeps the casts of inputs and outputs."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -179,7 +183,7 @@ def _cast(dtype: torch.dtype, x: Any) -> Any:
 
 @functools.cache
 def _traced_class(cls: type, names: tuple[str, ...], plan: Unsharding) -> type:
-    """A class whose parameters are whole when read; one for all layers that are alike."""
+    """Returns a class whose parameters are whole when read; equal layers share one."""
     members: dict[str, Any] = {name: property(_reader(name, plan)) for name in names}
     if issubclass(cls, FSDPModule):
         members |= {name: _refusing(name) for name in _REFUSED}
@@ -194,7 +198,7 @@ def _new_of_original(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply_as_without_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """FSDPModule's would look for the sharded tensor where a whole one is read."""
+    """Replaces FSDPModule's `_apply`, which would look for the sharded tensor."""
     return super(FSDPModule, self)._apply(*args, **kwargs)
 
 

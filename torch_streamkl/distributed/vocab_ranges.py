@@ -1,7 +1,7 @@
 """Finds each rank's range of the vocabulary, and checks that student and teacher fit.
 
-A rank compares the vocabulary entries that it has of both sides, so both must begin with the same
-vocabulary entry there, and one may end before the other only where its vocabulary ends.
+A rank compares the entries that it has of both sides. So the shards of both sides begin at the
+same entry, and one may end before the other only at the end of its vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BY_RANK = -1  # start not given: the ranks hold consecutive shards, in their ord
 
 @dataclass(frozen=True)
 class VocabRange:
-    """The vocabulary entries from ``start`` to ``stop``."""
+    """Holds the range of vocabulary entries from ``start`` to ``stop``."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class VocabRange:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranges of every rank."""
+    """Holds the ranges of every rank."""
 
     student: list[VocabRange]
     teacher: list[VocabRange]
@@ -46,7 +46,7 @@ class Shards:
 
     @staticmethod
     def of(facts: list[dict[str, int]]) -> Shards:
-        """Makes shards from every rank's vocabulary sizes and starts; raises where they clash."""
+        """Builds shards from every rank's vocabulary sizes and starts; raises if they clash."""
         student, teacher = (
             _ranges(
                 side,

@@ -1,1 +1,1 @@
-"""Holds what the Triton kernels share: arguments, score tiles, row states, generated helpers."""
+"""Holds what all Triton kernels share: arguments, score tiles, row states, generated helpers."""

@@ -1,9 +1,9 @@
 """Groups a kernel's arguments: runtime arguments of sides and masks, compile-time CONFIG.
 
-NamedTuples keep a launch readable: a kernel gets `student`, `teacher`, `masks`, and passes them
-whole to its helpers. A launch passes None for a tensor that is not there, and CONFIG says so; a
-tuple that a jit function returns holds no None (Triton 3.6 could not return it), but a pointer
-that is never read.
+NamedTuples keep a launch readable: a kernel gets `student`, `teacher` and `masks`, and passes them
+whole to its helpers. A launch passes None for an absent tensor, and CONFIG says so. A tuple that a
+jit function returns holds no None, because Triton 3.6 could not return it, but a pointer that is
+never read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class SideArgs(NamedTuple):
-    """Pointers, strides (in elements) and factors of the student or the teacher."""
+    """Holds pointers, strides (in elements) and factors of the student or the teacher."""
 
     q: Any
     q_b: Any
@@ -37,7 +37,7 @@ class SideArgs(NamedTuple):
 
 
 class MaskArgs(NamedTuple):
-    """Everything that decides which keys a row may see."""
+    """Holds everything that decides which keys a row may see."""
 
     mask: Any
     mask_b: Any
@@ -54,21 +54,23 @@ class MaskArgs(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Keys before and after a row's position, of those that the kernel's flags say are bounded."""
+    """Counts the keys before and after a row's position that it sees, if the kernel's flags bound
+    them.
+    """
 
     window_left: Any
     window_right: Any
 
 
 class Mean(NamedTuple):
-    """log2 of the mean over teacher heads, of some blocks of query rows (triton/head_mean.py)."""
+    """Holds log2 of the mean over teacher heads, for some query blocks (triton/head_mean.py)."""
 
     ptr: Any  # [rows, keys], float32
     stride: Any  # of a row
 
 
 class Config(NamedTuple):
-    """Compile-time choices of one kernel; CONFIG inside the kernels."""
+    """Holds the compile-time choices of one kernel; CONFIG inside of the kernels."""
 
     BLOCK_M: int  # query rows of a tile
     BLOCK_N: int  # keys of a tile
@@ -101,9 +103,7 @@ class Config(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Holds the coefficients of a functional.Bilinear at compile time: COEFFICIENTS inside the
-    kernels.
-    """
+    """Holds the coefficients of a functional.Bilinear at compile time; COEFFICIENTS in kernels."""
 
     TT: float
     TS: float
@@ -115,7 +115,7 @@ class Form(NamedTuple):
 
 
 class State(NamedTuple):
-    """Holds the running state of a block of rows: row_state.RowState in base 2, and for guards and
+    """Holds the running state of a block of rows (RowState in base 2), and data of guards and
     fills.
     """
 
@@ -131,7 +131,7 @@ class State(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """One side as one program sees it: pointers moved to its batch element, head and sequence."""
+    """Holds one side as one program sees it: pointers at its batch element, head and sequence."""
 
     q: Any
     k: Any
@@ -141,7 +141,7 @@ class Bound(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Sizes of the program's sequence, and where its mask starts."""
+    """Holds sizes of the program's sequence, and where its mask starts."""
 
     start_q: Any  # first row of q, and of the keys, in packed tensors
     start_k: Any
@@ -153,7 +153,7 @@ class Sequence(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A block of query rows: what stays while the keys stream past."""
+    """Holds a block of query rows: what stays while the keys stream past."""
 
     qs: Any
     qt: Any
@@ -163,7 +163,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Second-pass sums over keys of f, h and g, and the number of allowed keys."""
+    """Holds the second pass's sums over keys of f, h and g, and the number of allowed keys."""
 
     value: Any
     h: Any

@@ -1,8 +1,8 @@
-"""Writes flat kernels: a launch's computation as a Triton kernel that takes no tuples.
+"""Writes entries: Triton kernels without tuples that call ours, for compilers that launch kernels.
 
 Our kernels take named tuples and jit functions. A compiler that launches kernels itself
-(fx_passes/inductor_kernels.py) passes tensors and numbers, one by one. `entry_of` writes a kernel
-of such parameters that puts the tuples together again and calls ours, by imports of their modules.
+(fx_passes/inductor_kernels.py) passes tensors and numbers one by one. `entry_of` writes a kernel
+with such parameters. It builds the tuples again and calls ours, by imports of their modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_streamkl.runtime.trace import Launch, Untraceable
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a parameter of an entry, as compilers of kernels ask for it."""
+    """Describes a parameter of an entry, with the attributes that kernel compilers read."""
 
     name: str
     num: int
@@ -33,13 +33,13 @@ class Parameter:
 
 
 class Entry:
-    """A kernel by its source: a function, and after it what its names are.
+    """Holds a kernel by its source: a function, followed by what its names stand for.
 
     It has the attributes that Inductor reads of a Triton kernel.
     """
 
     def __init__(self, src: str, parameters: Sequence[str], fn: Callable[..., Any]) -> None:
-        """``fn`` is the function, without what its names are: it is not called."""
+        """``fn`` is the function's source without what its names stand for; it is not called."""
         self.src = src
         self.arg_names = list(parameters)
         self.params = [Parameter(name, i) for i, name in enumerate(parameters)]
@@ -48,7 +48,7 @@ class Entry:
 
 
 def entry_of(launch: Launch) -> tuple[Entry, dict[str, Any]]:
-    """The entry of a launch, and what it passes, by parameter."""
+    """Returns the entry of a launch, and the arguments that it passes, by parameter."""
     writer = _Writer()
     arguments = [writer.spelled(x) for x in launch.arguments]
     arguments += [writer.constant(x) for x in launch.constants]
@@ -86,7 +86,7 @@ class _Writer:
         self.functions: list[str] = []  # and after it
 
     def spelled(self, x: Any) -> str:
-        """A value that a kernel gets when it is launched."""
+        """Spells a value that a kernel gets when it is launched."""
         if isinstance(x, tuple):
             return self._tuple(x, self.spelled)
         if x is None or isinstance(x, bool):
@@ -100,7 +100,7 @@ class _Writer:
         return name
 
     def constant(self, x: Any) -> str:
-        """A value that a kernel is compiled for, as a name."""
+        """Names a value that a kernel is compiled for."""
         name = f"C{len(self.constants) + len(self.functions)}"
         if isinstance(x, (JITCallable, KernelInterface)):
             text = pointwise.text_of(x)
@@ -125,7 +125,7 @@ class _Writer:
         return f"{self.imported(type(x))}({items})" if hasattr(x, "_fields") else f"({items},)"
 
     def imported(self, x: Any) -> str:
-        """The name of a function or class of a module."""
+        """Names a function or class of a module, which the source imports."""
         name: str = x.__name__
         self.imports.add(f"from {x.__module__} import {name}")
         return name

@@ -1,8 +1,8 @@
 """Generates jit helpers: a functional's f, h and g of one key, as Triton source.
 
-``helper(functional)`` is a ``@triton.jit`` function (P, S, logP, logS) -> (f, h, g), passed to a
-kernel as a compile-time argument. Its source enters Triton's cache key like that of any other
-function.
+``helper(functional)`` is a ``@triton.jit`` function (P, S, logP, logS) -> (f, h, g), which a
+kernel takes as a compile-time argument. Its source enters Triton's cache key as that of any other
+function does.
 """
 
 from __future__ import annotations

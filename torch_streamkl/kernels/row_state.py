@@ -1,7 +1,7 @@
 """Implements row states and their closed form in Triton: divergences/row_state.py, in base 2.
 
-Scores arrive multiplied by log2(e), so that exponentials are exp2; moments are in the same unit
-and `finish` returns values in nats. ``LOW`` stands for -inf in maxima: differences to it stay
+Scores arrive multiplied by log2(e), so that exponentials are exp2. Moments are in the same unit,
+and `finish` returns values in nats. ``LOW`` replaces -inf in maxima: differences to it stay
 finite, so a row that has met no key yet needs no special case.
 """
 
@@ -56,7 +56,7 @@ def moment(dt, ds, CT: tl.constexpr, CS: tl.constexpr):
 
 @triton.jit
 def weighted_sum(weight, x, MASKED: tl.constexpr):
-    """Returns sum(weight * x) over keys, where a weight of 0 next to an infinite x counts 0."""
+    """Sums weight * x over keys; a weight of 0 times an infinite x counts 0."""
     product = weight * x
     if MASKED:
         product = tl.where(weight > 0.0, product, 0.0)
@@ -65,11 +65,8 @@ def weighted_sum(weight, x, MASKED: tl.constexpr):
 
 @triton.jit
 def rebased(mom, row_sum, alpha, shift_t, shift_s, CT: tl.constexpr, CS: tl.constexpr):
-    """Returns a moment after its maxima moved by -shift; alpha = exp2(shift) of the weighting
+    """Returns a moment after its maxima moved by -shift; alpha = exp2(shift) of its weighting
     side.
-
-    An alpha that underflows makes every probability so far 0, also of keys that the other side
-    excludes, whose moment is infinite.
     """
     moved = (mom + row_sum * moment(shift_t, shift_s, CT, CS)) * alpha
     return tl.where(alpha == 0.0, 0.0, moved)
@@ -83,9 +80,7 @@ def row_sum_ratio(l_t, l_s):
 
 @triton.jit
 def rebased_squares(a, b, c, alpha_t, alpha_s, ratio, to_ratio):
-    """Returns the sums of squares after the maxima moved by factors alpha, and the ratio to
-    another.
-    """
+    """Returns the sums of squares for maxima that moved by factors alpha, and another ratio."""
     delta = alpha_t * ratio - to_ratio * alpha_s
     return (
         alpha_t * (alpha_t * a + 2.0 * delta * b) + delta * delta * c,
@@ -209,9 +204,7 @@ def masked_fill_value(count, fill, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
-    """Returns the state with the keys that are not allowed counted in at the score they were
-    filled with.
-    """
+    """Adds the keys that are not allowed to a state, at the score they were filled with."""
     absent = num_keys - state.count
     fill_t = masked_fill_value(state.count, fill, CONFIG.T_SINK)
     fill_s = masked_fill_value(state.count, fill, CONFIG.S_SINK)
@@ -228,12 +221,7 @@ def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: 
 
 @triton.jit
 def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
-    """Returns the denominator relative to the maximum, its log2, and the log-sum-exp in log2
-    units.
-
-    The log-sum-exp stays in the unit of the scores: t - lse of a one-hot row must be exactly 0 in
-    the backward, however large the scores are.
-    """
+    """Returns the denominator relative to the maximum, its log2, and the lse in log2 units."""
     total = row_sum
     if HAS_SINK:
         total = row_sum + tl.math.exp2(sink - m)
@@ -244,7 +232,7 @@ def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
-    """Returns lse_t and lse_s in log2 units; value, H and G in nats (see finish in the twin)."""
+    """Returns lse_t and lse_s in log2 units, and value and deltas in nats, as the torch twin."""
     if CONFIG.T_SINK or CONFIG.S_SINK:
         # a sink above every key becomes the maximum: exp2(sink - m) must not overflow
         zero = state.l_t * 0.0
@@ -310,7 +298,7 @@ def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constex
 
 @triton.jit
 def total_row_sum(row_sum, scale, HAS_SINK: tl.constexpr):
-    """Returns the sum of a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
+    """Sums a row's probabilities: without a sink 1 to the bit, or 0 without keys."""
     if HAS_SINK:
         return row_sum * scale
     else:

@@ -1,4 +1,4 @@
-"""Allocates and adds up gradients that several programs share: each writes its split."""
+"""Allocates and sums gradients that several programs share: each program writes its own split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_splits(x: Tensor, splits: int, adds: bool = False) -> Tensor:
 
 
 def split_strides(splits: Tensor) -> tuple[int, ...]:
-    """Returns strides of shares, batch, heads and sequence."""
+    """Returns the strides of splits, batch, heads and sequence."""
     strides = splits.stride()
     return (0, *strides[:3]) if splits.dim() == 4 else (strides[2], *strides[:2], strides[3])
 
@@ -30,12 +30,10 @@ def num_splits(splits: Tensor) -> int:
 
 
 def as_heads(splits: Tensor) -> Tensor:
-    """Views splits as heads of their own, [batch, num_heads * splits, seqlen,
-    head_dim].
-    """
+    """Views splits as separate heads, [batch, num_heads * splits, seqlen, head_dim]."""
     return splits if splits.dim() == 4 else splits.flatten(1, 2)
 
 
 def combine_splits(splits: Tensor, x: Tensor) -> Tensor:
-    """Returns the gradient to x, summed in a fixed order."""
+    """Sums the splits to the gradient to x, in a fixed order."""
     return splits if splits.dim() == 4 else splits.sum(2).to(x.dtype)

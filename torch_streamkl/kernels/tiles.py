@@ -1,8 +1,9 @@
 """Chooses default tiles of the portable kernels by a GPU's shared memory and registers.
 
-What was measured on an H200 (bf16, seqlen 8192) goes first, and serves every GPU that it fits:
-more programs on a multiprocessor beat larger tiles. Elsewhere the first choice of a list is taken
-that fits; compiling for each GPU says that it does and how much it spills (docs/evidence/gpus.md).
+The first choice was measured on an H200 (bf16, seqlen 8192), and serves every GPU that it fits:
+more programs on a multiprocessor beat larger tiles. On other GPUs the first entry of a list that
+fits is used; offline compilation shows that it fits, and how much it spills
+(docs/evidence/gpus.md).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Operands:
         return max(self.head_dims)
 
     def of_rows(self, rows: int) -> int:
-        """Returns bytes of so many rows of both sides."""
+        """Counts the bytes of so many rows of both sides."""
         return rows * sum(self.head_dims) * self.element_bytes
 
 
@@ -60,12 +61,7 @@ def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
 def whole_heads_launch(
     own_dim: int, keys: int, has_padding: bool, operands: Operands, gpu: Gpu
 ) -> TritonLaunch | None:
-    """Returns the launch of "dq_dk", whose programs have all keys of a head of this width; None:
-    two kernels do.
-
-    Measured on an H100 (bench/notes/portable_kernels.md). Where matrix units read operands from
-    registers keys, dK and scores together spill (sm_80: 0.9 to 1.5 KB).
-    """
+    """Returns the launch of "dq_dk", whose programs have all keys of a head, or None."""
     is_half = operands.element_bytes == 2 and not gpu.operands_in_registers
     if not is_half or operands.widest > 64 or keys > WHOLE_HEADS_MOST_KEYS.get(own_dim, 0):
         return None
@@ -74,12 +70,7 @@ def whole_heads_launch(
 
 
 def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """Returns the launch of a head-averaged teacher's "lse", "mean" or "forward" (reads the mean).
-
-    Every head's tiles pass through a program of the mean: the next head's are loaded meanwhile
-    where there is room, and larger tiles read operands less often. They spill where the
-    accumulators of matmuls are not registers (sm_100).
-    """
+    """Returns the launch of a head-averaged teacher's "lse", "mean", or "forward" (reads it)."""
     if gpu.is_hopper and operands.element_bytes == 4 and operands.widest > 128:
         # readers of the mean keep operands of three products in registers: 2 to 5 KB would spill
         # with 32 x 32, which takes more instructions for a pair
@@ -95,7 +86,7 @@ def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
 
 
 def one_dot_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """ "forward", "dq" or "dk" of a single dot product, next to maps in memory.
+    """Returns the launch of a single dot product next to materialized elements.
 
     An indexer with 64 heads of 128 on an H200: 8.8 ms with these tiles for dQ, 10.1 with 64 x 64.
     """
@@ -107,7 +98,7 @@ def one_dot_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
 
 
 def row_program_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
-    """ "forward", "dq" or "dk" of a row program, which keeps more of a tile than a divergence.
+    """Returns the launch of a row program, which keeps more of a tile than a divergence.
 
     What replaces a default spills less and takes fewer instructions for a pair (compiled and
     counted, not measured).
@@ -129,7 +120,7 @@ def row_program_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunc
 
 
 def _of_float32_rows(kernel: str, launch: TritonLaunch, operands: Operands) -> TritonLaunch:
-    """A launch on Hopper, with fewer rows where 2.8 to 6 KB of dQ of a row program would spill."""
+    """Returns a Hopper launch with fewer rows if 2.8 to 6 KB of a row program's dQ would spill."""
     if kernel == "dq" and operands.is_full_float32 and operands.widest > 128:
         return replace(launch, block_m=16)
     return launch
@@ -144,7 +135,7 @@ def sum_of_heads_launch(operands: Operands, gpu: Gpu) -> TritonLaunch:
 
 
 def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
-    """Launches in the order in which they are wanted."""
+    """Lists launches in the order of preference."""
     head_dim = operands.widest
     if operands.element_bytes == 4 or not gpu.multiplies_half:
         # beyond 64 eight warps, or gradients spill (compiled, not measured)

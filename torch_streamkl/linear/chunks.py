@@ -1,16 +1,16 @@
 """Computes `linear_kl` in bounded memory: matmuls into a small workspace, and row functions on it.
 
-Three loops, the same on every device:
+Three loops serve every device:
 
-- `forward`: values, by chunks of tokens with the whole vocabulary (two matmuls);
-- `backward`: gradients from saved statistics, by blocks of the vocabulary with all tokens
-  where they fit: each block of a weight's gradient is then one matmul and the hidden states'
+- `forward` computes values, by chunks of tokens with the whole vocabulary (two matmuls).
+- `backward` computes gradients from saved statistics, by blocks of the vocabulary, with all tokens
+  if they fit. Each block of a weight's gradient is then one matmul, and the hidden states'
   gradient is summed over blocks (two matmuls to recompute the logits, two for the gradients of a
-  side);
-- `forward_with_gradients`: both at once by chunks of tokens, for a weighted sum whose weights are
-  known (two matmuls and two for the gradients of a side).
+  side).
+- `forward_with_gradients` computes both by chunks of tokens, for a weighted sum whose weights are
+  known (two matmuls, and two for the gradients of a side).
 
-The order of every sum is fixed, so results are the same bits on every run.
+The order of every sum is fixed, so results have the same bits on every run.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def backward(
     max_workspace_mib: int,
     rows: ModuleType = linear_rows,
 ) -> Gradients:
-    """Returns gradients of ``sum(weights.value * value) + sum(weights.hard * hard)`` from
-    statistics.
-    """
+    """Computes gradients of ``sum(weights.value * value) + sum(weights.hard * hard)``."""
     accumulators = [GradientSums(problem, side, needs_grad) for side in (0, 1)]
     vocab_size = max(head.vocab_size for head in problem.heads)
     if vocab_size == 0:  # a rank that has none of the vocabulary
@@ -153,12 +151,7 @@ def forward_with_gradients(
 
 
 def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
-    """Returns the row state of a shard of the vocabulary (nats) and the log-sum-exp of its
-    labelled scores.
-
-    States of disjoint shards merge with `row_state.merge` and end in `row_state.finish`; with the
-    merged statistics `backward` gives each shard's gradients.
-    """
+    """Computes a vocabulary shard's row state (nats), and the log-sum-exp of its labels' y."""
     form = problem.functional.bilinear or Bilinear()
     tokens = tokens_that_fit(
         problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem))
@@ -181,7 +174,7 @@ def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[R
 def gradient_chunks(
     problem: LinearProblem, needs_grad: NeedsGrad, max_workspace_mib: int
 ) -> Chunks:
-    """Returns chunks of the forward that computes gradients: those that move the fewest bytes."""
+    """Chooses the chunks of the forward with gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
     workspace = workspace_bytes(problem, max_workspace_mib)
     whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
@@ -201,7 +194,7 @@ def gradient_chunks(
 
 
 def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
-    """Bytes of weights that all chunks move, apart from what any choice moves.
+    """Counts the bytes of weights that all chunks move, without what every choice moves.
 
     A chunk reads the student's weight twice, and reads and writes its gradient, which no other
     work hides: counted twice, and more where the last tile of tokens is not full. A part of the
@@ -218,12 +211,12 @@ def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
 
 
 def token_multiple(problem: LinearProblem) -> int:
-    """Returns the multiple of tokens that matmuls are fast with."""
+    """Returns the multiple of tokens for which matmuls are fast."""
     return TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 128)
 
 
 def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
-    """Returns how many tokens' logits fit the workspace."""
+    """Counts the tokens whose logits fit into the workspace."""
     limit = workspace // bytes_per_token
     if limit < 1:
         raise ValueError(
@@ -241,7 +234,7 @@ def logits_buffer(head: Head, tokens: int) -> Tensor:
 
 
 def logits_of(head: Head, buffer: Tensor) -> Tensor:
-    """Computes ``hidden @ weight.T``, and what an adapter adds, in the buffer's first rows."""
+    """Computes ``hidden @ weight.T``, plus an adapter's product, in the buffer's first rows."""
     if isinstance(buffer, FakeTensor):  # of a trace: a compiler places them, and makes no copy
         size = (head.hidden.shape[0], head.vocab_size)
         out = head.hidden.new_empty_strided(size, (buffer.shape[1], 1))
@@ -262,7 +255,7 @@ def _clear_padding(buffer: Tensor, head: Head) -> None:
 
 
 class GradientSums:
-    """Gradients of one side, summed over chunks of tokens and blocks of the vocabulary."""
+    """Holds the gradients of one side, summed over token chunks and blocks of the vocabulary."""
 
     def __init__(self, problem: LinearProblem, side: int, needs_grad: NeedsGrad) -> None:
         self.head = problem.heads[side]
@@ -296,7 +289,7 @@ class GradientSums:
             )
 
     def add(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
-        """Adds what a block of tokens and of the vocabulary contributes; blocks come in order.
+        """Adds a block of tokens and of the vocabulary; blocks come in order.
 
         The block has as many columns as this side has of that part of the vocabulary, maybe none.
         """

@@ -1,7 +1,7 @@
 """Defines the row kernel of two LM heads' logits, as plain torch functions that Inductor compiles.
 
-As attention/compiled_rows.py for attention: Inductor compiles them, sizes and numbers are inputs.
-Rows are tokens, [tokens, vocab] tiles of logits are overwritten by their gradients.
+It is to LM heads what attention/compiled_rows.py is to attention: sizes and numbers are inputs.
+Rows are tokens, and gradients overwrite the [tokens, vocab] tiles of logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap
 
 @dataclass(frozen=True)
 class VocabForm:
-    """Identifies a compiled body, together with its inputs' dtypes and which inputs there are."""
+    """Identifies a compiled row kernel, with its inputs' dtypes and which inputs there are."""
 
     functional: str
     dtype: torch.dtype  # of what is computed
@@ -41,7 +41,7 @@ class VocabForm:
 
 @dataclass
 class VocabTile:
-    """y as the labels see it, the score, and d(y)/d(logit)."""
+    """Holds y as the labels see it, the score, and d(y)/d(logit)."""
 
     y: Tensor
     score: Tensor
@@ -49,11 +49,10 @@ class VocabTile:
 
 
 def vocab_forward(form: VocabForm, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Returns the value, both log-sum-exps, H, G, the log-sum-exp of the student's y, and what
-    rounding has taken from the two first (NOTE [Rounding of log-sum-exps] in linear/problem.py),
-    stacked.
+    """Returns the value, both log-sum-exps, both deltas, and the log-sum-exp of the student's y.
 
-    With "row_weight" needed gradients replace the logits.
+    It stacks them with the rounding errors of the first two log-sum-exps (NOTE [Rounding of
+    log-sum-exps] in linear/problem.py).
     """
     s, t = (_vocab(form, inputs, side) for side in (0, 1))
     student, teacher = softmax(s.score), softmax(t.score)

@@ -1,4 +1,8 @@
-"""Defines linear_kl(): the divergence between two LM heads, without materialized logits."""
+"""Defines linear_kl() and LinearKL: the divergence of two LM heads, without materialized logits.
+
+The function checks its arguments and chooses one of two operators of `ops.py`: values per token,
+whose backward recomputes the logits, or a weighted sum, whose gradients come from the forward.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ _P = ParamSpec("_P")
 
 
 def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """Calls with a group or with DTensors go through `torch_streamkl.distributed`."""
+    """Sends calls with a group or DTensors to `torch_streamkl.distributed`."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -83,93 +87,102 @@ def linear_kl(
     student_vocab_start: int | None = None,
     teacher_vocab_start: int | None = None,
 ) -> Tensor:
-    r"""Computes the divergence between teacher and student LM heads, without materializing the
-    logits.
+    r"""Computes the divergence of teacher and student LM heads, one value per token.
 
-    Per token, with P the teacher's probabilities and S the student's,
+    The ``[tokens, vocab_size]`` logits are computed chunk by chunk, and never as a whole. With P
+    the teacher's probabilities of a token and S the student's, the default is
 
     .. math:: KL(P \| S) = \sum_j P_j (\log P_j - \log S_j)
 
-    which equals the naive code
+    It equals this naive code:
 
     .. code-block:: python
 
         s = F.linear(student_hidden, student_weight, student_bias)
         t = F.linear(teacher_hidden, teacher_weight, teacher_bias)
-        log_s, p_t = (s / temperature).log_softmax(-1), (t / temperature).softmax(-1)
-        F.kl_div(log_s, p_t, reduction="none").sum(-1)
+        log_s, p = (s / temperature).log_softmax(-1), (t / temperature).softmax(-1)
+        F.kl_div(log_s, p, reduction="none").sum(-1)
 
     Args:
-        student_hidden, teacher_hidden: ``[..., width]`` with the same leading dimensions, the
-            tokens, which may be none; the widths may differ. float16, bfloat16, float32 or (on the
-            CPU) float64. Under autocast all but float64 are cast to its dtype, as a matmul's
-            operands are.
-        student_weight, teacher_weight: ``[vocab_size, width]`` in the dtype of the side's hidden
-            states (under autocast it may be another that is cast), with contiguous rows or
-            columns. The vocabularies may differ in size: vocabulary entry j
-            is the same vocabulary entry on both sides, and a vocabulary entry that one side lacks
-            has probability 0 there (its logit is -inf, not 0). Slice the larger weight to compare
-            over the common vocabulary entries instead.
-        student_bias, teacher_bias: ``[vocab_size]``.
-        divergence: ``"forward_kl"`` KL(P||S); ``"reverse_kl"`` KL(S||P); ``"cross_entropy"`` -sum
-            P log S; ``"jeffreys"`` KL(P||S) + KL(S||P); ``"js"`` beta KL(P||M) + (1 - beta)
-            KL(S||M) with M = beta P + (1 - beta) S (beta 0 and 1 are forward and reverse KL);
-            ``"tv"`` 0.5 sum |P - S|.
-        temperature: divides the scores of both sides. The T^2 of Hinton's loss is the caller's
-            factor.
-        student_logit_scale, teacher_logit_scale: factor of the logits (bias included), before the
-            softcap.
-        student_softcap, teacher_softcap: c in ``c * tanh(logit / c)``, before the temperature.
-        student_eps, teacher_eps, student_clamp, teacher_clamp: log P becomes log(max(P + eps,
-            clamp)); the weight before the log stays P. ``"js"`` makes M of the guarded
-            probabilities, too, as in `attention_kl`.
-        labels: integer ``[...]``. Adds ``hard_weight`` times the cross-entropy of the student's
-            logits (scaled and capped, at temperature 1) and the label, from the same logits. A
-            token whose label is ``ignore_index`` does not count at all.
-        row_mask: boolean, broadcasts to the tokens; False tokens do not count: value 0, no
-            gradient.
-        row_weight: broadcasts to the tokens; factor of each token's value. A token of weight 0 is
-            0 even where its divergence is infinite. The weight's gradient is the token's
-            divergence (with labels, cross-entropy included), also at 0.
-        reduction: ``"none"``; ``"sum"``; ``"mean"``, the sum over the number of tokens that count
-            (not over the sum of their weights), 0 where there are tokens and none counts;
-            ``"batchmean"``, the sum over the size of the first dimension. Without any token the
-            sum is 0 with gradients 0, and a mean NaN, as torch's mean of nothing.
-        strategy: ``"forward"`` computes the gradients in the forward, by chunks of tokens (four
-            matmuls for the student's), for a reduced result whose gradients have the inputs'
-            dtype; ``"recompute"`` computes the logits again in the backward (six). ``"auto"``
-            takes the first where the result is reduced, a gradient is needed and no input is
-            float16 (whose gradients may need a loss scale that only the backward knows).
-        max_workspace_mib: limit of the memory for logits beyond inputs and gradients; default 512
-            MiB on a GPU, on the CPU 40 MiB or an eighth of the weights. At least the logits of one
-            token.
-        impl: ``"auto"``, ``"triton"``, ``"torch"`` (plain torch) or ``"reference"`` (naive,
-            unbounded memory).
-        group: ranks that share the vocabulary, as a process group or a device mesh of one
-            dimension. Hidden states (and labels, masks, row weights) are the same on every rank;
-            weights and biases are this rank's vocabulary shard, any number of them, also none.
-            Every rank gets the whole result. Ranks exchange 24 bytes a token in the forward (32
-            with labels, 36 more for what is not linear in log-probabilities) and the gradient of
-            the hidden states in the backward; the weights' gradients stay where the weights are.
-            DTensors need no group: `torch_streamkl.distributed` says which placements.
-        student_vocab_start, teacher_vocab_start: index of the first of this rank's vocabulary
-            shard; by default the ranks hold consecutive vocabulary entries, in their order. A rank
-            needs the same vocabulary entries of both sides:
-            `torch_streamkl.distributed.reshard_vocab` moves a weight.
+        student_hidden, teacher_hidden: ``[..., hidden_size]``. The leading dimensions are the
+            tokens: they are the same for both sides, and may be empty. The hidden sizes may
+            differ. float16, bfloat16, float32, or float64 on the CPU. Under autocast, operands are
+            cast as those of a matmul are.
+        student_weight, teacher_weight: ``[vocab_size, hidden_size]``, with contiguous rows or
+            columns, in the dtype of the side's hidden states (under autocast, any). Entry j of
+            both vocabularies is the same token. If one vocabulary is larger, its further entries
+            have probability 0 on the other side. To compare common entries only, slice the larger
+            weight.
+        student_bias, teacher_bias: ``[vocab_size]``, added to the logits.
+        divergence: ``"forward_kl"`` is KL(P||S), ``"reverse_kl"`` KL(S||P), ``"cross_entropy"``
+            -sum P log S, ``"jeffreys"`` KL(P||S) + KL(S||P), and ``"tv"`` 0.5 sum \|P - S\|.
+            ``"js"`` is beta KL(P||M) + (1 - beta) KL(S||M) with M = beta P + (1 - beta) S.
+        beta: the teacher's weight in ``"js"``, from 0 to 1. As in GKD, 0 gives the forward KL and
+            1 the reverse KL.
+        temperature: divides the logits of both sides. Multiply by T^2 yourself, as in Hinton's
+            loss.
+        student_logit_scale, teacher_logit_scale: the factor of the logits, bias included, before
+            the softcap.
+        student_softcap, teacher_softcap: c in ``c * tanh(logit / c)``, applied before the
+            temperature. None applies no softcap.
+        student_eps, teacher_eps, student_clamp, teacher_clamp: replace log P by log(max(P + eps,
+            clamp)); the factor before the logarithm stays P. ``"js"`` also computes log M from the
+            guarded probabilities.
+        labels: int32 or int64 ``[...]``, one per token. Adds ``hard_weight`` times the
+            cross-entropy of the student's logits (scaled and capped, at temperature 1), from the
+            same logits.
+        hard_weight: the factor of that cross-entropy.
+        ignore_index: a token with this label does not count at all, in the divergence neither.
+        row_mask: boolean, broadcasts to the tokens. A False token does not count: it has value 0
+            and no gradient.
+        row_weight: broadcasts to the tokens: the factor of each token's value. A token of weight 0
+            is 0 even if its divergence is infinite. Its gradient is the token's divergence, with
+            the cross-entropy of a label.
+        reduction: ``"none"``; ``"sum"``; ``"mean"``, the sum divided by the number of tokens that
+            count, and not by their weights (0 if none counts); or ``"batchmean"``, the sum divided
+            by the first dimension. If there is no token at all, a sum is 0 with gradients 0, and a
+            mean is NaN.
+        strategy: ``"forward"`` computes gradients in the forward, in the inputs' dtype: four
+            matmuls for the student. It needs a reduction. ``"recompute"`` computes the logits
+            again in the backward: six. ``"auto"`` is ``"forward"`` if there is a reduction, a
+            gradient is needed, and no input is float16, whose gradients may need a loss scale.
+        max_workspace_mib: bounds the memory for logits, in MiB beyond inputs and gradients. None
+            is 512 on a GPU; on a CPU it is 40, or a third of the weights if that is more. One
+            token's logits are the least.
+        impl: ``"auto"``, ``"triton"``, ``"torch"`` (plain torch), or ``"reference"`` (the naive
+            code, with unbounded memory). If a choice other than ``"auto"`` cannot run, the call
+            raises.
+        group: a process group, or a device mesh of one dimension, whose ranks share the
+            vocabulary. Weights and biases are then this rank's vocabulary shard, which may be
+            empty. Hidden states, labels, masks and row weights are the same on every rank, and so
+            is the result. Ranks exchange row states of 24 bytes a token in the forward (32 with
+            labels; 36 more if the divergence is not linear in log-probabilities), and the gradient
+            of the hidden states in the backward. DTensors need no group: see the guide on several
+            GPUs.
+        student_vocab_start, teacher_vocab_start: the index of the first entry of this rank's
+            shard. By default, the ranks hold consecutive shards in their order. A rank needs the
+            same entries of both sides: `torch_streamkl.distributed.reshard_vocab` moves a weight.
 
     Returns:
-        float32 (float64 for float64 inputs) in nats: one value per token, or a scalar.
+        Values in nats, float32 (float64 for float64 inputs): one per token ``[...]``, or a scalar
+        with a reduction.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: before any launch, with the argument, the rule
-            and the value.
-        IndexError: a label is no vocabulary entry (on a GPU an assertion of the device).
+        ValueError, TypeError, NotImplementedError: before any launch. The message has the
+            argument, the rule and the value that breaks it.
+        IndexError: a label is outside of the vocabulary (on a GPU, a device-side assertion).
 
-    Numerics: logits are rounded to the inputs' dtype, as matmuls of that dtype do, everything
-    after is float32. A vocabulary entry that the student excludes and the teacher does not makes a
-    token +inf; one whose probability underflows to 0 adds nothing. Weight gradients are summed
-    over a bounded number of chunks (NOTE [Sums over chunks] in runtime/workspace.py), in a fixed
-    order: the same bits on every run.
+    Numerics:
+        - Logits are rounded to the inputs' dtype, as those of a matmul are. All else is float32.
+        - A vocabulary entry that the student excludes and the teacher allows makes the token +inf,
+          unless the teacher's probability underflows to 0.
+        - Logarithms come from logits: a student probability that underflows has a finite one.
+        - Weight gradients are summed over a bounded number of chunks, in a fixed order: they have
+          the same bits in every run (NOTE [Sums over chunks] in linear/problem.py). A second
+          derivative raises.
+
+    Source: the row state is that of StreamKL (arXiv 2606.20005); gradients are computed in
+    the forward as Liger's fused linear losses do.
     """
     options = Options(
         divergence, beta, temperature, student_logit_scale, teacher_logit_scale, student_softcap,
@@ -216,7 +229,7 @@ def linear_kl(
 
 
 def refusing(error: Exception) -> Callable[..., Tensor]:
-    """A `linear_kl` that raises an error, on every rank: the others would wait for this one."""
+    """Returns a `linear_kl` that raises ``error`` on every rank, so that no rank waits."""
 
     @functools.wraps(linear_kl)
     def refuse(*_args: Any, **_kwargs: Any) -> Tensor:
@@ -227,7 +240,7 @@ def refusing(error: Exception) -> Callable[..., Tensor]:
 
 
 class Options(NamedTuple):
-    """The arguments of `linear_kl` that are no tensors, with their defaults."""
+    """Holds the arguments of `linear_kl` that are no tensors, with their defaults."""
 
     divergence: Divergence = "forward_kl"
     beta: float = 0.5
@@ -252,7 +265,7 @@ class Options(NamedTuple):
 
 
 def _checked(options: Options) -> dict[str, Any]:
-    """The operators' options; raises on illegal ones."""
+    """Checks options, and returns those that the operators take."""
     checks.one_of("reduction", options.reduction, REDUCTIONS)
     checks.one_of("strategy", options.strategy, STRATEGIES)
     checks.one_of("impl", options.impl, linear_ops.IMPLEMENTATIONS)
@@ -311,12 +324,21 @@ def _places(options: Options) -> Any:
 
 
 class LinearKL(nn.Module):
-    """Computes `linear_kl` as a module: options are given once, tensors with every call.
+    """Computes `linear_kl` as a module: its options are given once, and its tensors with each
+    call.
 
-    ``LinearKL(**options)(student_hidden, student_weight, teacher_hidden, teacher_weight,
-    **tensors)`` is ``linear_kl(student_hidden, ..., **tensors, **options)``, with
-    ``reduction="mean"`` by default. The tensors are those of `linear_kl`: biases, labels,
-    row_mask, row_weight. Options are checked when the module is made.
+    .. code-block:: python
+
+        loss = LinearKL(divergence="js", temperature=2.0)  # reduction="mean" by default
+        value = loss(student_hidden, student_weight, teacher_hidden, teacher_weight, labels=labels)
+
+    This equals `linear_kl` with the same arguments.
+
+    Args:
+        options: every argument of `linear_kl` that is no tensor. They are checked at once.
+
+    Raises:
+        ValueError, TypeError: an option does not exist, is a tensor, or breaks its rule.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -444,7 +466,7 @@ def _per_token(
 
 
 def _weighted(value: Tensor, weight: Tensor) -> Tensor:
-    """``value * weight``, where a row that is not finite and has the weight 0 counts 0."""
+    """Returns ``value * weight``, and 0 for a row of weight 0 whose value is not finite."""
     lost = (weight == 0) & ~value.isfinite()
     product = value.masked_fill(lost, 0.0) * weight
     if weight.requires_grad:
@@ -473,7 +495,7 @@ def _value_dtype(tensors: list[Any]) -> torch.dtype:
 
 
 def _check_heads(named: dict[str, tuple[Tensor, Tensor, Tensor | None]], is_shard: bool) -> None:
-    """Hidden states, weight and bias of each side fit, and the sides fit each other."""
+    """Checks hidden states, weight and bias of each side, and the sides against each other."""
     for side, (hidden, weight, _) in named.items():
         for name, x in (("hidden", hidden), ("weight", weight)):
             checks.tensor(f"{side}_{name}", x)
@@ -498,12 +520,12 @@ def _check_head(
 ) -> None:
     if hidden.ndim < 2:
         raise ValueError(
-            f"{side}_hidden must have dimensions [..., tokens, width], got shape "
+            f"{side}_hidden must have dimensions [..., tokens, hidden_size], got shape "
             f"{tuple(hidden.shape)}"
         )
     if weight.ndim != 2:
         raise ValueError(
-            f"{side}_weight must have dimensions [vocab_size, width], got shape "
+            f"{side}_weight must have dimensions [vocab_size, hidden_size], got shape "
             f"{tuple(weight.shape)}"
         )
     for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):
@@ -516,8 +538,9 @@ def _check_head(
             f"{side}_weight": checks.matmul_dtype(weight),
         },
     )
-    checks.same("width", {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]})
-    for size, what in ((weight.shape[1], "width"), (weight.shape[0], "vocabulary")):
+    sizes = {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]}
+    checks.same("hidden_size", sizes)
+    for size, what in ((weight.shape[1], "hidden_size"), (weight.shape[0], "vocabulary")):
         if size == 0 and not (is_shard and what == "vocabulary"):
             raise ValueError(
                 f"{side}_weight must have no empty {what}, got shape {tuple(weight.shape)}"
@@ -544,5 +567,5 @@ def _check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device)
 
 
 def _broadcast(name: str, x: Tensor, tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """One element per token."""
+    """Expands a tensor to one element per token."""
     return checks.check_broadcast(name, x, tokens, device).expand(tokens).reshape(-1)

@@ -93,9 +93,7 @@ def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
 
 
 def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
-    """Returns `row_functions`, or those of compiled CPU kernels in a graph that Inductor
-    compiles.
-    """
+    """Returns `row_functions`, or in a graph of Inductor those of compiled CPU kernels."""
     rows = row_functions(problem, impl)
     on_cpu = problem.student.hidden.device.type == "cpu"
     return token_tiles if is_compiled and on_cpu and rows is linear_rows else rows
@@ -248,7 +246,7 @@ def _matmul_flops(hidden: Any, weight: Any) -> int:
 
 
 def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], Any]:
-    """FLOPs of each matmul whose sum the logits are, and ``needs_grad``, of a call with shapes."""
+    """Counts the FLOPs of each matmul of the logits, and reads the output mask of a call."""
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     flops = []
@@ -260,17 +258,17 @@ def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
 
 
 def forward_flops(*args: Any, **kwargs: Any) -> int:
-    """Returns the logits matmuls."""
+    """Counts the logits matmuls."""
     return sum(_matmuls(linear_kl, args, kwargs)[0])
 
 
 def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    """The recomputed logits and one matmul for each gradient."""
+    """Counts the recomputed logits, and one matmul for each gradient."""
     return _with_gradients(*_matmuls(linear_kl_backward, args, kwargs))
 
 
 def sum_flops(*args: Any, **kwargs: Any) -> int:
-    """Returns the logits and one matmul for each gradient."""
+    """Counts the logits, and one matmul for each gradient."""
     return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
 
 
@@ -335,7 +333,7 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
 
 
 def needs_grad_of(needs: list[bool], grad: Tensor | None) -> list[bool]:
-    """Returns the output mask: of the cross-entropies alone the teacher gets none, not zeros."""
+    """Returns the output mask. Cross-entropies alone give the teacher None, not zeros."""
     if grad is not None:
         return needs
     names = [field.name for field in fields(NeedsGrad)]
@@ -403,7 +401,7 @@ torch.library.register_autograd(
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the tokens."""
+    """Folds the mapped dimension into the tokens."""
     tensors, first = list(args), NUM_TENSORS + NUM_OPTIONS
     for index, name in (
         (1, "student_weight"),

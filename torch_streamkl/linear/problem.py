@@ -1,7 +1,7 @@
-"""Defines LinearProblem: one KL problem between two LM heads, its outputs and its chunks.
+"""Defines LinearProblem: one divergence of two LM heads, its outputs and its chunks.
 
-`linear/ops.py` builds a `LinearProblem` once from an operator's flat arguments; reference, row
-functions and the chunk loops take that and nothing else.
+`linear/ops.py` builds one from an operator's flat arguments. The reference, the row functions and
+the chunk loops take it and nothing else.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Head:
     ``s * hidden @ A.T``, and ``weight`` stays as it is.
     """
 
-    hidden: Tensor  # [num_tokens, width]
-    weight: Tensor  # [vocab_size, width]
+    hidden: Tensor  # [num_tokens, hidden_size]
+    weight: Tensor  # [vocab_size, hidden_size]
     bias: Tensor | None = None  # [vocab_size]
     scale: float = 1.0
     softcap: float = 0.0  # 0 is none
@@ -55,13 +55,13 @@ class Head:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` between two distributions over a
+    """Describes rows of ``sum_j f(P_j, S_j, logP_j, logS_j)`` of two distributions over a
     vocabulary.
 
-    Id j is the same vocabulary entry on both sides; an entry that only one side has is
-    impossible on the other (probability 0). ``labels`` adds a second value per row, the
-    cross-entropy of y and the label. ``vocab_start`` is the index of the heads' first row: a shard
-    of the vocabulary is a problem too.
+    Id j is the same vocabulary entry on both sides. An entry that only one side has has
+    probability 0 on the other. ``labels`` adds a second value per row, the cross-entropy of y and
+    the label. ``vocab_start`` is the index of the heads' first row: a vocabulary shard is a
+    problem, too.
     """
 
     student: Head
@@ -97,8 +97,9 @@ class LinearProblem:
         )
 
     def of_vocab(self, vocab: slice) -> LinearProblem:
-        """Returns the problem of a range of vocabulary entries (views); a side without them gets
-        an empty head.
+        """Returns the problem of a range of vocabulary entries (views).
+
+        A side without entries there gets an empty head.
         """
         return replace(
             self,
@@ -116,18 +117,18 @@ NUM_STATISTICS = 7
 
 @dataclass(frozen=True)
 class RowValues:
-    """Holds the forward's results per token, and what the backward needs; log-sum-exps are in
+    """Holds the forward's results per token, and what the backward needs. Log-sum-exps are in
     nats.
 
-    ``statistics`` [7, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
-    [Row gradient] in divergences/functional.py), lse of the student's y, and what rounding has
-    taken from the two first.
+    ``statistics`` [7, num_tokens] has the lse of the student's and the teacher's scores, their
+    deltas (NOTE [Row gradient] in divergences/functional.py), the lse of the student's y, and the
+    rounding errors of the first two.
 
     NOTE [Rounding of log-sum-exps]
-    A log-sum-exp of 200 in float32 is off by 8e-6, and so are all probabilities of its row. Naive
-    code, which subtracts the maximum first, is not: of a row that is nearly one-hot its gradient
-    is 0 where ours would be that. So a log-probability is ``(score - lse) - rest`` with ``rest =
-    (maximum - lse) + log(sum)``, in which nothing is rounded away.
+    A log-sum-exp of 200 in float32 has an error of 8e-6, and so have all probabilities of its row.
+    Naive code subtracts the maximum first, and has not: in a row that is nearly one-hot its
+    gradient is 0, and ours would be that error. So a log-probability is ``(score - lse) - rest``
+    with ``rest = (maximum - lse) + log(sum)``, in which nothing is rounded away.
     """
 
     value: Tensor  # [num_tokens]
@@ -183,7 +184,7 @@ class RowValues:
 
 @dataclass(frozen=True)
 class RowWeights:
-    """Factor of each row's value and cross-entropy in the differentiated quantity."""
+    """Holds the factor of each row's value and cross-entropy in the differentiated quantity."""
 
     value: Tensor | None  # [num_tokens] in the compute dtype; None is 0
     hard: Tensor | None
@@ -219,7 +220,7 @@ class NeedsGrad:
 
 
 def max_sums(problem: LinearProblem) -> int:
-    """Limits how often a gradient may be added to."""
+    """Limits how many times a gradient may be accumulated."""
     is_low = any(head.hidden.element_size() == 2 for head in problem.heads)
     return MAX_LOW_PRECISION_SUMS if is_low else 2**31
 

@@ -45,7 +45,7 @@ def _scores(head: Head, dtype: torch.dtype) -> Tensor:
 
 
 def _log_probabilities(scores: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """And the log-sum-exp of each row, 0 without vocabulary entries."""
+    """Returns log-probabilities, and each row's log-sum-exp, 0 without vocabulary entries."""
     # a vocabulary entry that this side lacks has the score -inf; where all are, none has a
     # probability
     scores = F.pad(scores, (0, vocab_size - scores.shape[1]), value=-math.inf)

@@ -1,8 +1,8 @@
 """Computes rows of logits in plain torch: values, statistics, and gradients in place of logits.
 
-The functions take the logits of a few tokens, `hidden @ weight.T` of each side, and go through
-them in blocks of the vocabulary, so that temporaries stay small. `linear/triton/launches.py`
-is the same for a GPU.
+The functions take the logits of a few tokens, `hidden @ weight.T` of each side. They go through
+them in blocks of the vocabulary, so that temporaries stay small. `linear/triton/launches.py` does
+the same on a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 
 @dataclass
 class Block:
-    """Scores of a block of the vocabulary: y as the labels see it, the score, and
-    d(y)/d(logit).
-    """
+    """Holds scores of a vocabulary block: y as the labels see it, the score, d(y)/d(logit)."""
 
     vocab: slice
     y: Tensor | None  # None where the side has none of the vocabulary entries
@@ -68,9 +66,7 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
 
 
 def copy_rests(state: RowState, out: RowValues) -> None:
-    """Copies what rounding the log-sum-exps lost: NOTE [Rounding of log-sum-exps] in
-    linear/problem.py.
-    """
+    """Copies rounding errors of log-sum-exps: NOTE [Rounding of log-sum-exps] in problem.py."""
     for rest, high, total, lse in (
         (out.student_rest, state.m_s, state.l_s, out.student_lse),
         (out.teacher_rest, state.m_t, state.l_t, out.teacher_lse),
@@ -84,9 +80,7 @@ def copy_rests(state: RowState, out: RowValues) -> None:
 def partial_state(
     problem: LinearProblem, student: Tensor, teacher: Tensor, form: Bilinear
 ) -> tuple[RowState, Tensor]:
-    """Returns the row state over the given vocabulary entries and the log-sum-exp of the
-    student's y over them.
-    """
+    """Computes the row state over the given entries, and the log-sum-exp of the student's y."""
     shape = (problem.num_tokens,)
     like = student.new_empty((), dtype=problem.compute_dtype)
     state = RowState.empty(shape, like)
@@ -137,7 +131,7 @@ def gradient(
 
 
 def _bilinear_gradient(form: Bilinear, s: Tensor, t: Tensor, rows: RowValues) -> Tensor:
-    """h - S H of a functional that is linear in the log-probabilities.
+    """Computes h - S * delta of a functional that is linear in the log-probabilities.
 
     h = ts P + S (st log P + ss log S + ss + s).
     """
@@ -160,7 +154,7 @@ def _log_probabilities(s: Tensor, t: Tensor, rows: RowValues) -> tuple[Tensor, T
 
 
 def _minus_lse(scores: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
-    """``scores - lse``, with what rounding has taken from it."""
+    """Computes ``scores - lse``, corrected by the rounding error of lse."""
     return (scores - lse[:, None]).sub_(rest[:, None])
 
 
@@ -184,7 +178,7 @@ def values_and_gradient(
 
 
 def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> Tensor:
-    """The gradient times its row's weight; overwrites it."""
+    """Multiplies the gradient by its row's weight, in place."""
     if weight is None:
         return grad.zero_()
     grad.mul_((weight / temperature)[:, None])
@@ -193,7 +187,7 @@ def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> 
 
 
 def second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Computes value, H and G of a functional that needs a second pass, from the log-sum-exps."""
+    """Computes value and deltas of a functional with a second pass, from the log-sum-exps."""
     for total in (out.value, out.student_delta, out.teacher_delta):
         total.zero_()
     for s, t in _blocks(problem, student, teacher):
@@ -217,8 +211,9 @@ def _counted(problem: LinearProblem) -> Tensor:
 def hard_values(
     problem: LinearProblem, label_y: tuple[Tensor, Tensor], hard_lse: Tensor
 ) -> Tensor:
-    """Returns the cross-entropy of the labels, from their `label_scores`; NaN for one that is no
-    vocabulary entry.
+    """Computes the cross-entropy of the labels from their `label_scores`.
+
+    It is NaN for a label that is no vocabulary entry.
     """
     y, is_in_vocab = label_y
     value = torch.where(is_in_vocab, hard_lse - y, math.nan)
@@ -260,7 +255,7 @@ def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Ten
 def _blocks(
     problem: LinearProblem, student: Tensor, teacher: Tensor
 ) -> Iterator[tuple[Block, Block]]:
-    """Blocks of the vocabulary, none of which crosses the end of the smaller vocabulary."""
+    """Yields blocks of the vocabulary; none crosses the end of the smaller vocabulary."""
     sizes = (problem.student.vocab_size, problem.teacher.vocab_size)
     step = max(64, BLOCK_ELEMENTS // max(1, problem.num_tokens))
     for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):
@@ -289,7 +284,7 @@ def _block(problem: LinearProblem, head: Head, logits: Tensor, vocab: slice) -> 
 def _transformed(
     head: Head, logits: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
-    """y and d(y)/d(logit)."""
+    """Computes y and d(y)/d(logit)."""
     y = logits.to(dtype)
     if bias is not None:
         y = y + bias.to(dtype)

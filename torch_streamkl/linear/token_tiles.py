@@ -1,7 +1,7 @@
 """Computes the rows of linear/rows.py in compiled graphs on a CPU: a few rows at a time.
 
-Both sides must have the same vocabulary entries. Where they have not, and where Inductor
-cannot compile, linear/rows.py computes the rows.
+Both sides must have the same vocabulary entries. Otherwise, and if Inductor cannot compile,
+linear/rows.py computes the rows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _forward(
     weights: RowWeights | None,
     needs_grad: NeedsGrad,
 ) -> bool:
-    """Whether it was computed; where not, nothing has changed."""
+    """Computes the forward, or returns False and changes nothing."""
     if not is_even(problem):
         return False
     label_y = None
@@ -96,9 +96,7 @@ def _forward(
 
 
 def is_even(problem: LinearProblem) -> bool:
-    """Returns whether compiled rows can compute it: both sides have the same vocabulary
-    entries.
-    """
+    """Whether compiled rows can compute it: both sides have the same vocabulary entries."""
     return problem.student.vocab_size == problem.teacher.vocab_size > 0
 
 
@@ -143,7 +141,7 @@ def _inputs(
 
 
 def _weights(problem: LinearProblem, weights: RowWeights, part: slice) -> Described:
-    """Factors of the rows' gradients, 0 for those that do not count."""
+    """Returns factors of the rows' gradients, 0 for rows that do not count."""
     zero = torch.zeros(problem.num_tokens, dtype=problem.compute_dtype, device="cpu")
     value = zero if weights.value is None else weights.value
     inputs: Described = {"row_weight": (value[part, None], "r1")}

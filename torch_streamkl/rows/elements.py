@@ -1,7 +1,7 @@
 """Defines the proxies that a row program's function computes with; they record operations.
 
-An operator, a reversed operator, a method and a function of torch lead to one function each, which
-functions.py has.
+Operators, reversed operators, methods and torch functions all lead to the functions of
+functions.py.
 """
 
 from __future__ import annotations

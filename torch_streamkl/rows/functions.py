@@ -1,7 +1,7 @@
 """Defines the functions of a row program's elements, each with the arguments that torch's has.
 
-Types are torch's: conditions, integers and floats are promoted as tensors of them would be, and a
-number of Python counts as its own type.
+Types follow torch: conditions, integers and floats are promoted as tensors of these types are, and
+a Python number counts as its own type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Defines row_program(): custom streamed reductions over keys or the vocabulary."""
+"""Defines row_program(): custom streamed reductions over keys or the vocabulary.
+
+A user's function is traced with symbolic elements (`trace.py`), differentiated (`derive.py`) and
+run by the operator (`op.py`). What it computes from per-row values stays ordinary torch.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +44,17 @@ def row_program(
     reduction: str = "none",
     impl: str = "auto",
 ) -> Any:
-    r"""Computes sums over keys, or the vocabulary, of a pointwise function of dot products.
+    r"""Computes sums over keys, or the vocabulary, of your own pointwise function of dot products.
 
-    With x the dot products of each pair of operands, and per-row values that are themselves such
-    sums or log-sum-exps,
+    You write the function as if the ``[seqlen_q, seqlen_k]`` scores or ``[tokens, vocab]`` logits
+    were there. They are never materialized: the function is called once with symbolic elements,
+    and its operations are recorded, differentiated and run block by block. With x_ij the dot
+    products of each pair of operands, it may compute
 
     .. math:: F_i = \sum_j f(x_{ij}, R_i), \quad R_i = \sum_j e(x_{ij})
         \ \text{or} \ \log \sum_j \exp e(x_{ij})
 
-    where f and e are whatever ``function`` computes. It is called once, with elements in place of
-    tensors, and what it does is recorded, differentiated and run by blocks. So
+    where f and e are pointwise, and the per-row values R may be used by later sums. For example,
 
     .. code-block:: python
 
@@ -59,70 +64,83 @@ def row_program(
 
         row_program(kl, dots={"t": (teacher_q, teacher_k), "s": (student_q, student_k)})
 
-    computes what the same code computes on ``teacher_q @ teacher_k.mT`` and ``student_q @
-    student_k.mT`` with -1 for ``"key"``, 1 for ``"head"`` and ``keepdim=True``, but for the three
-    rules under Numerics: rows without keys, products with 0, and logarithms of probabilities.
+    equals this naive code, with ``"key"`` for the last dimension and ``"head"`` for dimension 1:
+
+    .. code-block:: python
+
+        p = (teacher_q @ teacher_k.mT * scale).log_softmax(-1)
+        s = (student_q @ student_k.mT * scale).log_softmax(-1)
+        (p.exp() * (p - s)).sum(-1)
+
+    Numerics lists three intended differences.
 
     Args:
-        function: takes elements by name (``e.t``) and returns one value of rows, or a dict of
-            them: what ``.sum("key")`` and ``.logsumexp("key")`` give, and what is computed from
-            that. ``.sum("key", block=size)`` gives the sum over each ``size`` consecutive keys
-            (fewer in the last), and is returned as it is. Elements have arithmetic,
-            comparisons, ``& | ^ ~``, ``torch.where``, ``softmax`` and ``log_softmax("key")``,
-            ``sum`` and ``mean("head")``, and the usual pointwise functions as methods or of
-            torch, with torch's arguments and type promotion; captured integers count as int64 and
-            captured floats as the sums' dtype. ``e.key_index`` is the position of a key,
-            ``e.row_index`` that of a query in its sequence, from 0: of LM heads along the last
-            dimension of ``[...]``.
-        dots: operands by name. Attention: ``[batch, heads, seqlen_q, head_dim]`` and ``[batch,
-            kv_heads, seqlen_k, head_dim]`` where kv_heads divides heads; two dots may differ in
-            heads if one is summed over them before they meet. LM heads: ``[..., hidden]`` and
-            ``[vocab, hidden]``. One dtype, any strides.
-        rows: tensors with one element per row, broadcastable to ``[batch, heads, seqlen_q]``, of
-            LM heads ``[...]``: weights, labels, temperatures.
-        keys: tensors with one element per key, ``[batch, heads, seqlen_k]`` with broadcasting, of
-            LM heads ``[vocab]``: weights, an LM head's bias.
-        pairs: dense tensors, ``[batch, heads, seqlen_q, seqlen_k]`` with broadcasting and not
-            expanded, of LM heads ``[..., vocab]``: masks, biases, cached probabilities.
-        columns: ids of keys in each row, ``[batch, heads, seqlen_q, k]`` or ``[..., k]``, as the
-            condition whether a key is among them; or ``(ids, values)``, as the value of a key, 0
-            at keys that are not among them and summed where an id is repeated. Ids outside the
-            keys (-1, -100) belong to none.
-        is_causal: query i sees keys up to i + seqlen_k - seqlen_q. This, ``window``,
-            ``key_lengths`` and ``mask`` are of attention: LM heads refuse them.
-        window: (left, right) keys around that position, None for no bound.
+        function: takes one argument e, whose attributes are the elements by name (``e.t``), and
+            returns a per-row value or a dict of them. Per-row values come from ``.sum("key")`` and
+            ``.logsumexp("key")``, and may be combined. ``.sum("key", block=size)`` sums each
+            ``size`` consecutive keys, and must be returned as it is. Elements have arithmetic,
+            comparisons, ``& | ^ ~``, ``torch.where``, ``softmax("key")``, ``log_softmax("key")``,
+            ``sum("head")``, ``mean("head")``, and the usual pointwise functions, as methods or
+            from torch, with torch's type promotion. ``e.key_index`` and ``e.row_index`` are the
+            positions of key and query, from 0 (for LM heads, ``e.row_index`` counts along the last
+            of the leading dimensions).
+        dots: the two operands of each dot product, by name. For attention: ``[batch, heads,
+            seqlen_q, head_dim]`` and ``[batch, kv_heads, seqlen_k, head_dim]``, where kv_heads
+            divides heads. Two products may have different heads if one is summed over its heads
+            before they meet. For LM heads: ``[..., hidden_size]`` and ``[vocab_size,
+            hidden_size]``. All operands have one dtype (float16, bfloat16, float32 or float64),
+            and any strides.
+        rows: tensors with one element per row, such as labels and temperatures. They broadcast to
+            ``[batch, heads, seqlen_q]``, or for LM heads to ``[...]``.
+        keys: tensors with one element per key, such as weights or an LM head's bias. They
+            broadcast to ``[batch, heads, seqlen_k]``, or have the shape ``[vocab_size]``.
+        pairs: dense tensors, such as biases or cached probabilities. They broadcast to ``[batch,
+            heads, seqlen_q, seqlen_k]``, or ``[..., vocab_size]``, and are not expanded.
+        columns: ids of keys in each row, such as a cached top-k: ``[batch, heads, seqlen_q, k]``,
+            or ``[..., k]``. The element is True at the keys among the ids. With ``(ids, values)``
+            it is the value of a key, 0 at other keys, and the sum of the values of a repeated id.
+            Ids outside of the keys, such as -1, belong to no key.
+        is_causal: True lets query i see the keys up to i + seqlen_k - seqlen_q. LM heads refuse
+            this, ``window``, ``key_lengths`` and ``mask``.
+        window: ``(left, right)``, how many keys a query sees before and after that position. None
+            is no bound.
         key_lengths: ``[batch]``, the number of valid keys.
-        mask: boolean, broadcastable to ``[batch, 1, seqlen_q, seqlen_k]``; True takes part. A
-            mask for each head goes into ``pairs`` and ``torch.where``.
-        reduction: ``"none"``; ``"sum"`` or ``"mean"`` over all rows of the one value that
-            ``function`` returns. Of LM heads the gradients are then computed in the forward, from
-            logits that are made once, and multiplied in the backward, where what ``function``
-            computes from per-row values and needs a gradient are those values alone (and operands
-            are not float16). Rows that do not count: multiply by a mask of ``rows``, and divide
-            the sum by their number.
-        impl: ``"auto"`` and ``"torch"`` (plain torch, bounded memory), ``"triton"`` (a GPU's
-            kernels, written for the program) or ``"reference"`` (naive). A choice that cannot run
-            raises.
+        mask: boolean, broadcasts to ``[batch, 1, seqlen_q, seqlen_k]``, True for keys that take
+            part. A mask that differs between heads goes into ``pairs`` and ``torch.where``.
+        reduction: ``"none"``, or ``"sum"`` or ``"mean"`` over all rows of the one value that
+            ``function`` returns. For LM heads, a reduction computes the gradients in the forward,
+            and the logits once. Exceptions are float16 operands, and a per-row tensor that needs a
+            gradient and is used after the last sum. To exclude rows, multiply by a mask from
+            ``rows`` and divide the sum by their number.
+        impl: ``"auto"``; ``"triton"``, kernels written for the program; ``"torch"``, plain torch
+            with bounded memory; or ``"reference"``, the naive code. If a choice other than
+            ``"auto"`` cannot run, the call raises.
 
     Returns:
-        float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, or of the shape of an
-        LM head's rows; sums over blocks have ``ceil(keys / size)`` of them as a last dimension; a
-        dict where ``function`` returns one. heads are those of what the value is computed from,
-        whatever numbers it is multiplied by: 1 where that is sums over heads, and tensors with
-        one head. A number with a reduction. A batch or sequence of length 0 gives no rows: a sum
-        of 0 with gradients of 0, and a mean of NaN, as torch's.
+        float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, or ``[...]`` for LM
+        heads; a dict of them if ``function`` returns a dict; a scalar with a reduction. Sums over
+        blocks have a last dimension of ``ceil(keys / size)``. heads is 1 if all elements that the
+        value comes from are summed over heads or have one head.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: before anything runs: an operation that cannot
-        be expressed, by name; tensors that do not fit; a gradient that is not defined.
+        ValueError, TypeError, NotImplementedError: before anything runs. An operation that has no
+            entry is named; so are tensors that do not fit, and gradients that are not defined.
 
-    Numerics: elements and sums are float32. Keys that are not allowed take part in no sum; in a
-    row without any, sums are 0, log-sum-exps -inf and gradients 0. A product is 0 where a factor
-    is, also next to an infinity or NaN of a captured tensor, a quotient, a logarithm or a number:
-    0 log 0 is 0, with its gradient. ``log(softmax(x))`` is ``log_softmax(x)``. Elsewhere
-    infinities, NaN, ties and bounds are torch's; where torch's gradient is NaN next to inputs that
-    are numbers, this one may be a number. Gradients go to the operands and to every captured
-    tensor of numbers that requires one. Under autocast operands are cast as a matmul's are.
+    Numerics:
+        - Elements and sums are float32. Under autocast, operands are cast as those of a matmul
+          are.
+        - Excluded keys are in no sum. In a row without keys, sums are 0, log-sum-exps -inf, and
+          gradients 0; torch's softmax is NaN there.
+        - A product is 0 if one factor is 0, even if the other is infinite or NaN. So 0 log 0 is 0,
+          with a gradient of 0.
+        - ``log(softmax(x))`` is ``log_softmax(x)``, and does not underflow.
+        - All else follows torch: infinities, NaN, ties and bounds. If torch's gradient is NaN for
+          finite inputs, this one may be a number.
+        - Gradients go to operands and captured float tensors that require one. If there is no row,
+          a sum is 0 with gradients 0, and a mean is NaN. A second derivative raises.
+
+    Source: the forward and backward rules are derived in `torch_streamkl/rows/derive.py`; the
+    online log-sum-exp is FlashAttention's.
     """
     checks.one_of("impl", impl, op.IMPLEMENTATIONS)
     checks.one_of("reduction", reduction, REDUCTIONS)
@@ -197,7 +215,7 @@ def row_program(
 
 
 def _by_name(argument: str, given: object) -> dict[Any, Any]:
-    """The tensors of one argument."""
+    """Returns an argument as a dict of tensors by name; raises if it is none."""
     if given is None and argument != "dots":
         return {}
     if not isinstance(given, Mapping):
@@ -217,7 +235,7 @@ def _traced(
     tracer: Tracer,
     constants: Container[str],
 ) -> Traced:
-    """The program of a function, which is traced once where that is known to be enough."""
+    """Traces a function into a program, or finds it in the cache if its trace cannot differ."""
     names = inputs.dot_names, inputs.capture_names
     rows = inputs.row_shape or ()
     seqlen = rows[-1] if len(rows) > 1 else None
@@ -236,7 +254,9 @@ def _traced(
 
 
 def _loss(traced: Traced, problem: RowProblem, reduction: str) -> RowLoss | None:
-    """Returns what each row adds, if gradients to the program's values are all that it needs."""
+    """Returns what each row adds to a reduction, if it needs gradients of the program's values
+    alone.
+    """
     if not op.has_sum(problem):
         return None
     learned = tuple([x.requires_grad for x in problem.captures])
@@ -247,7 +267,7 @@ def _loss(traced: Traced, problem: RowProblem, reduction: str) -> RowLoss | None
 def _loss_of(
     traced: Traced, reduction: str, num_rows: int, learned: tuple[bool, ...]
 ) -> RowLoss | None:
-    """Makes the loss of a traced program; None if a captured tensor in it needs a gradient."""
+    """Builds that loss from a traced program; None if it uses a tensor that needs a gradient."""
     graph = Graph(list(traced.nodes))
     (root,) = traced.roots
     if reduction == "mean":
@@ -263,7 +283,7 @@ def _loss_of(
 
 
 def _constants(inputs: tensors.Normalised) -> set[str]:
-    """Dots and captured tensors that need no gradient: no derivative is gathered for them."""
+    """Names dots and captured tensors that need no gradient, so that none is derived for them."""
     count = 2 * len(inputs.dot_names)
     pairs = zip(inputs.tensors[:count:2], inputs.tensors[1:count:2], strict=True)
     needs = [q.requires_grad or k.requires_grad for q, k in pairs]

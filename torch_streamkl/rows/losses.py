@@ -1,7 +1,7 @@
 """Represents what each row adds to a loss as data: a function of a program's per-row values.
 
-An operator that is told what becomes of its values knows the gradient to each of them in the
-forward, row by row, and needs no second look at the logits. The function is what stands between
+If an operator knows this function, it computes the gradient to each of its values in the forward,
+row by row, and does not read the logits again. The function is what the user's code has between
 the values and their sum: pointwise in rows, with tensors that are known before.
 """
 
@@ -23,7 +23,7 @@ from torch_streamkl.rows.tile import RowValue
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Nodes of which the last is the value that each row adds.
+    """Holds nodes of a formula, the last of which is the value that each row adds.
 
     "reduction" is a value of the program, by its number; "capture" a tensor of rows, by its place
     among those that come with the loss. A literal one computes what torch does of the same

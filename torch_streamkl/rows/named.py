@@ -1,7 +1,7 @@
-"""Computes row programs that are divergences with `attention_kl`'s and `linear_kl`'s operators.
+"""Computes row programs that are divergences by the operators of `attention_kl` and `linear_kl`.
 
-The program's results are its three reductions, by number. In the place of the log-sum-exps stand
-the statistics that the operators keep for their backward, in their own shapes and units.
+Results are the program's three reductions, by number. The operators' own statistics, in their
+shapes and units, replace the log-sum-exps.
 """
 
 from __future__ import annotations

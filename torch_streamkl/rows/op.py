@@ -1,8 +1,8 @@
 """Registers the operators of row programs: schemas, fakes, autograd, FLOP formulas.
 
-- ``row_program``: reductions; the backward computes the dot products again.
-- ``row_program_sum``: of LM heads, the sum of a loss of the reductions over all rows, and its
-  gradients computed in the forward; the backward multiplies them by the gradient of the sum.
+- ``row_program`` returns the reductions; its backward computes the dot products again.
+- ``row_program_sum``, for LM heads, returns the sum of a loss of the reductions over all rows, and
+  its gradients computed in the forward; its backward multiplies them by the gradient of the sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Defines a program with its tensors: sizes, and what each implementation asks of them."""
+"""Defines RowProblem: a program with its tensors, their sizes, and what implementations ask of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Slices = tuple[slice, slice, slice]  # of batch, rows and keys
 
 @dataclass(frozen=True, eq=False)
 class RowProblem:
-    """Row operands [batch, heads, rows, dim] and column operands [batch, kv heads, keys, dim]."""
+    """Holds row operands [batch, heads, rows, dim] and key operands [batch, kv heads, keys, dim],
+    and captured tensors.
+    """
 
     program: Program
     operands: tuple[tuple[Tensor, Tensor], ...]

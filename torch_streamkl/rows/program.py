@@ -1,28 +1,28 @@
 """Represents a row program as data: reductions over keys, pass by pass, and outputs.
 
 NOTE [The algebra]
-Elements e_ij are functions of dot products, captured tensors and per-row values. A reduction is a
-value of a row: R_c = sum_j e_c,ij, or the log-sum-exp over j. Elements of later reductions may use
-earlier ones, so a reduction has a level: 1, or one more than the highest that it uses. The forward
-pass reads the keys once for each level. Beside the sums it gathers the Jacobians
+Elements e_ij are functions of dot products, captured tensors and per-row values. A reduction gives
+a per-row value: R_c = sum_j e_c,ij, or the log-sum-exp over j. Elements of later reductions may
+use earlier ones, so a reduction has a level: 1, or one more than the highest level that it uses.
+The forward pass reads the keys once for each level. Next to the sums it accumulates the Jacobians
 
     K_cb = sum_j de_c/dR_b,    for a log-sum-exp  sum_j exp(e_c - R_c) de_c/dR_b
 
-With g the gradients to the outputs, per-row values give r_c = g_c + sum_{c' > c} r_c' K_c'c, and
-one pass over the keys, however many levels there are, the gradient of everything else:
+With g the gradients to the outputs, the per-row values have r_c = g_c + sum_{c' > c} r_c' K_c'c.
+One pass over the keys, however many levels there are, then gives the gradient of everything else:
 
     sum_c r_c (de_c/dx for a sum, exp(e_c - R_c) de_c/dx for a log-sum-exp)
 
 NOTE [Two parts of a log-sum-exp]
-In a row of which a mask has replaced every score by the lowest number, R_c is that number: the
-logarithm of the count of keys is lost in it, and exp(e - R_c) is 1 where a softmax is 1 / count.
-A log-sum-exp is therefore kept as its largest element and the logarithm of the sum of the others
-relative to it, and e - R_c is (e - peak) - mass.
+If a mask has replaced every score of a row by the lowest number, R_c is that number: the logarithm
+of the count of keys is lost in it, and exp(e - R_c) is 1 instead of the softmax's 1 / count. A
+log-sum-exp is therefore kept as its largest element and the logarithm of the sum of the others
+relative to it, and e - R_c is (e - peak) - log_sum.
 
 NOTE [Sums over blocks of keys]
 A "block_sum" is R_c,in = sum_{j // size = n} e_c,ij: a value of a row and of a block of ``size``
-keys, the last of which may be shorter. It is an output and no element uses it. Its derivative is
-that of a sum, with a gradient of rows and blocks in place of one of rows: the seed of element j is
+keys, the last of which may be shorter. It is an output, and no element uses it. Its derivative is
+that of a sum, with a gradient of rows and blocks instead of one of rows: the seed of element j is
 g_c,i(j // size), and r_b gets sum_n g_c,in K_cb,in, where K_cb is summed over blocks, too.
 """
 
@@ -45,7 +45,7 @@ CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
 
 @dataclass(frozen=True)
 class Capture:
-    """A tensor that elements read.
+    """Describes a captured tensor that elements read.
 
     "row" and "key" tensors are [batch, heads or 1, rows] and [batch, heads or 1, keys], "pair"
     tensors [batch, heads or 1, rows, keys], each batch possibly 1 and pairs of any broadcast.
@@ -61,7 +61,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Keys:
-    """Says which keys a row has. Row i stands at key i + num_keys - num_rows.
+    """Says which keys a row has. Row i is at the position of key i + num_keys - num_rows.
 
     Blocks outside are skipped; keys that are not allowed take part in no reduction.
     """
@@ -74,7 +74,10 @@ class Keys:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A value of a row, over the keys that it has. A maximum has no derivative here."""
+    """Describes a per-row value: a reduction over the keys of a row.
+
+    A maximum has no derivative here.
+    """
 
     kind: str
     node: int
@@ -89,9 +92,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Program:
-    """Holds everything but sizes and tensors. Two calls that compute the same have the same
-    text.
-    """
+    """Holds everything but sizes and tensors. Programs that compute the same have equal texts."""
 
     dot_heads: tuple[int, ...]
     captures: tuple[Capture, ...]

@@ -23,7 +23,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
-    """exp, log, sqrt by name, or a power."""
+    """Computes exp, log, sqrt by name, or a power, with the gradients of row programs."""
 
     generate_vmap_rule = True
 
@@ -63,7 +63,7 @@ def _slope(ctx: Any) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Of two tensors, or their quotient."""
+    """Computes a product or quotient of two tensors, with 0 times anything 0."""
 
     generate_vmap_rule = True
 

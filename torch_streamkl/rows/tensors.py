@@ -1,4 +1,4 @@
-"""Checks the tensors of a call, and brings them to the shapes that programs know."""
+"""Checks the tensors of a call, and brings them to the shapes that programs use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Columns = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors as the caller gave them, by name."""
+    """Holds the tensors as the caller passed them, by name."""
 
     dots: dict[str, tuple[Tensor, Tensor]]
     rows: dict[str, Tensor]
@@ -38,7 +38,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Normalised:
-    """Tensors in the order of `Program.tensor_names`, and what the tracer needs to know."""
+    """Holds tensors in the order of `Program.tensor_names`, and what the tracer needs to know."""
 
     tensors: list[Tensor]
     dot_names: list[str]

@@ -23,7 +23,7 @@ Values = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class RowValue:
-    """A reduction as elements use it, a log-sum-exp in its two parts (program.py)."""
+    """Holds a reduction as elements use it, a log-sum-exp in its two parts (program.py)."""
 
     value: Tensor
     peak: Tensor | None = None

@@ -1,4 +1,7 @@
-"""Runs row programs in plain torch by blocks of rows and keys, in bounded memory (program.py)."""
+"""Runs row programs in plain torch, by blocks of rows and keys, in bounded memory.
+
+program.py has the algebra of the forward and backward passes.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ ON_GPU, KEYS_ON_GPU = 32, 16
 
 @dataclass
 class Result:
-    """Every reduction, the two parts of log-sum-exps, and the Jacobians that are not 0.
+    """Holds every reduction, the two parts of log-sum-exps, and the Jacobians that are not 0.
 
-    And, of kernels that read maps, sums over heads that the backward would compute again.
+    If kernels materialize sums over heads, it also holds those that the backward would recompute.
     """
 
     reductions: list[Tensor]
@@ -351,7 +354,7 @@ def backward(
 
 
 class _Gradients:
-    """Sums of gradients to operands, two for each dot, and captured tensors."""
+    """Sums gradients to operands, two for each dot, and to captured tensors."""
 
     def __init__(self, problem: RowProblem, needs_grad: Sequence[bool]) -> None:
         self.problem, self.plan = problem, derive.backward_plan(problem.program)

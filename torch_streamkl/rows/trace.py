@@ -1,4 +1,4 @@
-"""Traces the user's callable to a program: records what it does to elements (elements.py)."""
+"""Traces the user's function to a program: calls it with proxies that record (elements.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_streamkl.rows.program import (
 
 
 class Tracer:
-    """Builds the program. The rewrite may use it as it is, without proxies."""
+    """Builds the program. The rewrite may use it directly, without proxies."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ def _canonical(*parts: Any) -> Program:
 
 
 class Elements:
-    """Gives the user's callable its dots and captured tensors by name, and positions."""
+    """Gives the user's function its dots, captured tensors and positions, by name."""
 
     def __init__(self, values: Mapping[str, Element]) -> None:
         self._values = values
@@ -113,7 +113,7 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A program, and what is computed from its outputs for each row."""
+    """Holds a program, and what is computed from its outputs for each row."""
 
     program: Program
     nodes: tuple[Node, ...]

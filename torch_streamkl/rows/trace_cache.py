@@ -1,10 +1,9 @@
 """Computes cache keys for traced row-program functions.
 
-Recording what a function does to elements takes a millisecond, in every call of what may take six.
-It depends on the function's code, on numbers and functions that it finds outside, and on nothing
-else as long as all that the code names is known to be so: elements and their operations, torch and
-math, numbers, and functions of which the same is true. A function with any other name is traced in
-every call.
+Tracing takes a millisecond, in a call that may take six. The result depends on the function's code
+and on the values that the code reads from outside. The key covers these values if they are
+elements and their operations, torch, math, numbers, and functions of which the same is true. A
+function that reads anything else is traced in every call.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MOST_DEPTH = 8  # of functions in functions
 
 
 class _Unknown(Exception):
-    """Something else may decide what a function does."""
+    """Raised if something else may decide what a function does."""
 
 
 def key_of(function: Callable[..., Any], elements: frozenset[str]) -> Any:

@@ -1,13 +1,13 @@
-"""Captures what a call does on the host as a function that replays it.
+"""Captures what a call does on the CPU as a Python function that replays it.
 
 Grouping arguments, finding plans, torch's dispatcher and Triton's own checks take several times as
-long as a short kernel. All of it depends on metadata only. So `record` runs an implementation once
-under a recorder that sees its allocations, its few torch operations and its launches (all go
-through `runtime.launch`), and writes them down as the source of a Python function of the tensors:
-addresses are variables in it, everything else is a constant.
+long as a short kernel, and depend on metadata only. So `record` runs an implementation once under
+a recorder that sees its allocations, its few torch operations and its launches (all go through
+`runtime.launch`). It writes them as the source of a Python function of the tensors, in which
+addresses are variables and all else is constant.
 
-What cannot be written down (an operation that is not in the lists below, a tensor from elsewhere)
-makes a problem unrecordable: it runs as it did.
+If an operation is not in the lists below, or a tensor comes from elsewhere, the problem is
+unrecordable: every call runs the implementation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ON_THE_HOST = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
 
 
 class Unrecordable(Exception):
-    """Something happened that cannot be written down."""
+    """Raised at a step that cannot be written down."""
 
 
 class CacheEpoch:
@@ -78,7 +78,7 @@ def record(
 
 
 def _told_apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Arguments of one call, each an object of its own: in another call they may be others.
+    """Makes each argument of a call a distinct object: in another call they may differ.
 
     A loss may compare a model with itself, or get one gradient for two results.
     """
@@ -115,12 +115,14 @@ class Recorder(TorchDispatchMode):
         self.device = self._inputs[0][1].device
 
     def forget(self) -> None:
-        """Let go of all tensors."""
+        """Releases all tensors."""
         for held in (self._views, self._seen, self._inputs):
             held.clear()
 
     def _see(self, x: Tensor) -> None:
-        """An id is a name as long as its object lives, and may then be another's."""
+        """Keeps an object alive while its id is a name, because a later object may get the same
+        id.
+        """
         if id(x) in self._seen:
             return
 
@@ -192,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self.lines.append(self._indent + text)
 
     def told(self, what: str, stream: torch.cuda.Stream) -> None:
-        """Write down what a side stream was told; memory that it reads is kept until the join."""
+        """Writes a side stream's step down, and keeps the memory that it reads until the join."""
         self._read = set()
         side, device = self._constant(stream), self.device.index
         here = f"{self._constant(torch.cuda.current_stream)}({device})"
@@ -220,7 +222,7 @@ class Recorder(TorchDispatchMode):
         constants: tuple[Any, ...],
         options: dict[str, int],
     ) -> Any:
-        """Launch a kernel and write that down."""
+        """Launches a kernel, and writes the launch down."""
         with _disable_current_modes():  # the interpreter's torch operations are none of these
             compiled = start()
         self._launch(kernel, compiled, grid, (*arguments, *constants), options)
@@ -270,7 +272,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _tensor(self, x: Tensor) -> str:
-        """The variable that holds a tensor; a view is made when it is first needed."""
+        """Returns the variable of a tensor; a view is made when it is first needed."""
         name = self._names.get(id(x))
         if name is not None:
             self._read.add(name)
@@ -287,7 +289,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _pointer(self, x: Tensor) -> str:
-        """The variable that holds a tensor's address."""
+        """Returns the variable of a tensor's address."""
         found = self._pointers.get(id(x))
         if found is not None:
             self._read.add(found[1])
@@ -313,7 +315,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _value(self, x: Any) -> str:
-        """An argument of an operation."""
+        """Writes an argument of an operation."""
         if isinstance(x, Tensor):
             return self._tensor(x)
         if isinstance(x, (tuple, list)) and _has_tensor(x):
@@ -342,7 +344,7 @@ class Recorder(TorchDispatchMode):
 
     # -------------------------------------------------------------------------- the program
     def program(self, outputs: Sequence[Tensor | None]) -> Program:
-        """Returns the function of what was recorded."""
+        """Compiles the recorded lines to a function."""
         if self.why_unsupported is not None:
             raise Unrecordable(self.why_unsupported)
         if self._by_pointer is None:
@@ -378,15 +380,13 @@ class Recorder(TorchDispatchMode):
         return program
 
     def _stream(self) -> str:
-        """The current stream of the tensors' device, as the driver has it."""
+        """Writes the current stream of the tensors' device, as the driver takes it."""
         if self.device.type != "cuda":
             return "0"
         return f"{self._constant(torch._C._cuda_getCurrentRawStream)}({self.device.index})"
 
     def _device_guard(self) -> list[str]:
-        """Writes a guard that runs the program again on its tensors' device if another is
-        current.
-        """
+        """Writes a guard: if another device is current, the program runs again on its tensors'."""
         if self.device.type != "cuda":
             return []
         current, guard = self._constant(_current_device), self._constant(on_device)
@@ -398,7 +398,7 @@ class Recorder(TorchDispatchMode):
         ]
 
     def _with_releases(self, returned: set[str]) -> list[str]:
-        """The lines, and after the last that reads a tensor's memory that it is let go.
+        """Adds lines that release each tensor after the last line that reads its memory.
 
         Without those whose results nothing reads.
         """
@@ -425,7 +425,7 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda
 
 
 def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
-    """torch.empty_strided without the parsing of its arguments, as compiled graphs call it."""
+    """Calls torch.empty_strided without argument parsing, as compiled graphs do."""
     guards: Any = torch._C._dynamo.guards
     found: Callable[..., Tensor]
     found = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
@@ -433,7 +433,7 @@ def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
 
 
 def _is_view(out: Any, base: Tensor) -> bool:
-    """Whether tensors lie in another's memory: `to`, `contiguous` and `reshape` may also copy."""
+    """Whether tensors share another's memory: `to`, `contiguous` and `reshape` may also copy."""
     parts = out if isinstance(out, (list, tuple)) else (out,)
     memory = base.untyped_storage()._cdata
     return all(part.untyped_storage()._cdata == memory for part in parts)
@@ -456,7 +456,7 @@ def _is_constant(x: Any) -> bool:
 
 
 def is_watched() -> bool:
-    """Returns whether someone wants to hear of launches, as Triton's profiler does."""
+    """Returns whether something observes launches, such as Triton's profiler."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
@@ -466,7 +466,7 @@ def is_watched() -> bool:
 
 @functools.cache
 def runs_directly() -> bool:
-    """Returns whether this Triton launches a compiled kernel by the call that programs make."""
+    """Returns whether this Triton launches compiled kernels by the call that captures make."""
     from triton.compiler.compiler import CompiledKernel
 
     source = " ".join(inspect.getsource(CompiledKernel.__getitem__).split())

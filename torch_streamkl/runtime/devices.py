@@ -1,4 +1,4 @@
-"""Describes what a GPU offers to a kernel, as torch tells it: limits, not chip names."""
+"""Describes what a GPU offers to a kernel: limits that torch reports, not chip names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_CAPABILITY = (7, 5)
 
 @dataclass(frozen=True)
 class Gpu:
-    """Limits of one device."""
+    """Holds the limits of one device."""
 
     name: str
     is_hip: bool
@@ -31,15 +31,13 @@ class Gpu:
 
     @property
     def multiplies_half(self) -> bool:
-        """Returns whether Triton has matrix units for 16-bit types there: it has none for
-        sm_75.
-        """
+        """Returns whether Triton has matrix units for 16-bit types on it: not on sm_75."""
         return self.is_hip or self.capability >= (8, 0)
 
     @property
     def multiplies_tf32(self) -> bool:
-        """Returns whether matrix units take float32 rounded to TF32: of AMD's, Triton says,
-        gfx942's.
+        """Returns whether matrix units take float32 rounded to TF32; of AMD GPUs, only gfx942
+        does.
         """
         return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)
 
@@ -80,11 +78,9 @@ def gpu_limit(device: torch.device) -> str | None:
 
 
 def matmul_precision() -> str:
-    """Returns the precision of float32 matmuls, as torch.backends names it: "tf32" where float32
-    products of a GPU may be rounded to that.
+    """Returns the precision of float32 matmuls, as torch.backends names it.
 
-    torch.get_float32_matmul_precision() says the same, but raises where a program has used the
-    settings of torch.backends that replace it, as ``torch.backends.fp32_precision = "tf32"``.
+    "tf32" means that float32 products of a GPU may be rounded to it.
     """
     # torch.backends.cuda.matmul.fp32_precision, without the 2 us that its modules take
     precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
@@ -93,7 +89,7 @@ def matmul_precision() -> str:
 
 @functools.cache
 def require_driver() -> None:
-    """Raises where Triton cannot launch on GPUs that are here, before anything is computed.
+    """Raises, before anything is computed, if there are GPUs on which Triton cannot launch.
 
     Triton's first launch of a process builds a module that speaks to the driver, by a C compiler.
     """
@@ -122,7 +118,7 @@ def device_name(device: torch.device) -> str:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Counts the programs that run side by side; 4 stand for those of the interpreter."""
+    """Counts the programs that run side by side; for the interpreter 4."""
     return gpu_of(device).multiprocessors if device.type == "cuda" else 4
 
 

@@ -1,8 +1,8 @@
 """Launches kernels: the only function of the package that does.
 
-Triton launches on the current device and in the current stream of it, wherever the tensors are.
-So `launch` makes the device of the kernel's tensors the current one, and tells the thread's
-observer: a recorder, which writes launches down to replay them, or a trace, which only notes them.
+Triton launches on the current device and its current stream, wherever the tensors are. So `launch`
+makes the device of the kernel's tensors the current one. It also tells the thread's observer, if
+there is one: a recorder that captures launches, or a trace that only notes them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads launch configurations that were measured on a user's GPU, from a checked JSON file.
 
-`python -m torch_streamkl.tune` writes it; `attention/heuristics.py` asks it before its own
-defaults.
-The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of the device.
+`python -m torch_streamkl.tune` writes the file, and `launches/launch.py` reads it before it uses
+its own defaults. The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of the
+device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LaunchKey:
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """The fastest launch of a kernel, and what it was faster than."""
+    """Holds the fastest launch of a kernel, and the default that it was compared with."""
 
     key: LaunchKey
     implementation: str  # of "auto", in the forward's: "hopper" where its kernels are faster
@@ -75,7 +75,7 @@ class MeasuredLaunch:
 
 @dataclass(frozen=True)
 class LaunchTable:
-    """The launches measured on one device with one pair of versions."""
+    """Holds the launches that were measured on one device with one pair of versions."""
 
     device: str
     torch: str
@@ -98,9 +98,7 @@ class LaunchTable:
         return LaunchTable(self.device, self.torch, self.triton, kept + new)
 
     def save(self, path: Path) -> None:
-        """Writes the table next to the old file and moves it over: a reader sees one or the
-        other.
-        """
+        """Writes a new file and moves it over the old one: a reader sees one or the other."""
         entries = [entry.as_json() for entry in self.entries]
         header = {"device": self.device, "torch": self.torch, "triton": self.triton}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +130,7 @@ def table_path(device: str) -> Path:
 
 
 def current(device: str) -> LaunchTable | None:
-    """Returns the table that serves a device; None where the defaults do."""
+    """Returns the table that serves a device; None if the defaults do."""
     return _replacement[-1] if _replacement else _loaded(device)
 
 
@@ -147,7 +145,7 @@ def _changed() -> None:
 
 @contextlib.contextmanager
 def replaced(table: LaunchTable) -> Iterator[None]:
-    """Uses this table for every look-up inside: how the tuner asks for a candidate."""
+    """Uses this table for every look-up inside; the tuner asks for a candidate so."""
     _changed()
     _replacement.append(table)
     try:
@@ -158,14 +156,14 @@ def replaced(table: LaunchTable) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Look at the files again; for whoever has written one."""
+    """Forgets loaded tables, so that a new file is read."""
     _loaded.cache_clear()
     _changed()
 
 
 @functools.cache
 def _loaded(device: str) -> LaunchTable | None:
-    """The table of a device.
+    """Loads the table of a device.
 
     A file that was named and is wrong raises; the user's own is left aside with a warning.
     """
@@ -183,7 +181,7 @@ def _loaded(device: str) -> LaunchTable | None:
 
 # -------------------------------------------------------------------------------------- checking
 def load(path: Path, device: str) -> LaunchTable:
-    """Returns a file's table; ValueError names the file, the rule and what came."""
+    """Loads a file's table; a ValueError names the file, the rule and the value."""
     try:
         return _table(json.loads(path.read_text()), device)
     except OSError as error:

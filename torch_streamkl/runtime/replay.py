@@ -1,7 +1,7 @@
 """Replays the launches of a function that is called often with the same tensor metadata.
 
-Only addresses differ from call to call. The second call is recorded (runtime/capture.py), later
-ones issue what was recorded.
+Only addresses change between the calls. The second call is captured (runtime/capture.py), and
+later ones replay it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RECORDS = True  # False: every call takes the usual way, for comparisons
 
 
 class Replay:
-    """Replays a function of tensors whose launches are captured where they can be."""
+    """Replays a function of tensors, if its launches can be captured; otherwise calls it."""
 
     def __init__(self, function: Callable[..., Tensors]) -> None:
         self._function = function
@@ -46,7 +46,7 @@ class Replay:
         return outputs
 
     def settle(self, program: Any) -> None:
-        """Use a program from now on, or none."""
+        """Decides on a program for all later calls, or on none."""
         self._program = program
 
 

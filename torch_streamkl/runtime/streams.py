@@ -1,4 +1,4 @@
-"""Provides a second stream of a GPU, for work that runs in parallel to that of the current one."""
+"""Provides a second stream of a GPU, for work in parallel to that of the current stream."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch_streamkl.runtime.launch import active_observer
 
 
 class SideStream:
-    """A second stream of a GPU where it is wanted, and nothing on the CPU.
+    """Provides a second stream of a GPU if it is wanted, and does nothing on a CPU.
 
     Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of
-    the other leave idle, and hides the traffic of the running sum.
+    the other leave idle, and hides the memory traffic of the running sum.
     """
 
     def __init__(self, device: torch.device, is_needed: bool) -> None:

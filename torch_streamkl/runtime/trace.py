@@ -1,8 +1,8 @@
 """Traces what an implementation does on a device: allocations, torch operations, launches.
 
-A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know them without
-running any. `trace` calls an implementation with fake tensors, whose sizes may be symbolic, and
-notes what it does; all launches go through `runtime.launch`.
+A compiler that launches kernels itself (fx_passes/inductor_kernels.py) has to know these steps
+without running any. `trace` calls an implementation with fake tensors, whose sizes may be
+symbolic, and records its steps. All launches go through `runtime.launch`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WRITING = {
 
 
 class Untraceable(NotImplementedError):
-    """Something that a compiler would not know how to do."""
+    """Raised at a step that a compiler could not repeat."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Operation:
-    """A torch operation that has a result, and where that is."""
+    """Represents a torch operation, and the tensor of its result."""
 
     name: str
     args: tuple[Any, ...]
@@ -66,7 +66,7 @@ Step = Allocation | Operation | Launch
 
 
 class Trace(TorchDispatchMode):
-    """The steps of a function of fake tensors."""
+    """Holds the steps of a function of fake tensors."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Trace(TorchDispatchMode):
 def trace(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
 ) -> tuple[Trace, Sequence[Tensor | None]]:
-    """The steps of ``function(*tensors)``, and what it returned; raises Untraceable."""
+    """Returns the steps of ``function(*tensors)``, and its result; raises Untraceable."""
     found = Trace(tensors)
     with observed_by(found), torch.no_grad(), found:
         outputs = function(*tensors)

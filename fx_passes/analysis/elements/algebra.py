@@ -29,7 +29,7 @@ def is_row_level(x: Placed, axes: Axes) -> bool:
 
 
 def is_block_level(x: Placed, axes: Axes) -> bool:
-    """Returns whether blocks of keys were summed over, and are left."""
+    """Returns whether keys were summed over in blocks, so that the blocks remain."""
     f = x.formula
     while f.op == "detach":
         (f,) = f.args
@@ -40,13 +40,13 @@ def is_block_level(x: Placed, axes: Axes) -> bool:
 
 
 class ElementAlgebra:
-    """Combines placed formulas, whose axes ``axes`` knows."""
+    """Combines placed formulas, whose axes are in ``axes``."""
 
     axes: Axes
     chosen: dict[int, Chosen]  # by the axis of the entries
 
     def aligned(self, *operands: Placed) -> tuple[Dim, ...]:
-        """Returns the places of axes where tensors meet by position."""
+        """Returns the places of axes after tensors are aligned by position."""
         rank = max(len(x.dims) for x in operands)
         raised = [((),) * (rank - len(x.dims)) + x.dims for x in operands]
         result: list[Dim] = []
@@ -71,7 +71,7 @@ class ElementAlgebra:
             raise Unsupported("an axis of the scores meets itself in another place")
 
     def chosen_in(self, dim: Dim) -> int | None:
-        """Returns the axis of chosen entries that a dimension is."""
+        """Returns the axis of chosen entries in a dimension, if it is one."""
         atoms = self.axes.atoms(dim)
         for axis in self.chosen:
             if set(atoms) & set(self.axes.atoms((axis,))):

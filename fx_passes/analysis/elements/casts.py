@@ -1,4 +1,4 @@
-"""Casts and detached values."""
+"""Reads casts and detached values."""
 
 from __future__ import annotations
 

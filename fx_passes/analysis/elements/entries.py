@@ -1,4 +1,4 @@
-"""Reads `gather` and writes of a number at given ids."""
+"""Reads `gather`, and writes of a number at given ids."""
 
 from __future__ import annotations
 
@@ -87,9 +87,7 @@ def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
 
 
 def _ranked(ids: fx.Node, dim: int) -> fx.Node | None:
-    """Returns the node whose top-k along the dimension the ids are: a row has each of them
-    once.
-    """
+    """Returns the node whose top-k along the dimension computes these ids: unique in each row."""
     while ids.target in SAME:
         (ids,) = ids.all_input_nodes
     if ids.target is not operator.getitem or ids.args[1] != 1:

@@ -1,4 +1,4 @@
-"""Reads the losses that torch has a function for, such as kl_div."""
+"""Reads torch's loss functions, such as kl_div."""
 
 from __future__ import annotations
 

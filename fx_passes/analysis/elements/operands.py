@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 
 class Operands(ElementAlgebra):
-    """Holds the state of a reading, and answers what its rules ask of it.
+    """Holds the state of a reading, and answers the questions of its rules.
 
     Rules are functions that `registry.rule` registers for overloads: ``rule(self, node,
     arguments)`` says what the operation makes of its inputs' elements.
@@ -201,9 +201,7 @@ class Operands(ElementAlgebra):
         return Placed(total, tuple(dims[d] if d in read else () for d in range(len(dims))))
 
     def at_given_ids(self, ids: fx.Node, shape: Sequence[Size], dim: int) -> Placed:
-        """Returns the same of ids that the user gives, of which torch's gather and scatter check
-        all.
-        """
+        """Returns `at_ids` for ids of the user, all of which torch's gather and scatter check."""
         hits = self.at_ids(ids, shape, dim)
         self.unchecked_ids[self.recognised.canonical[ids]] = (shape[dim], dim)
         return hits
@@ -236,7 +234,7 @@ class Operands(ElementAlgebra):
 
 
 def is_symbolic_number(x: object) -> bool:
-    """Returns a number that changes between calls, such as an annealed weight: a program reads
+    """Returns whether a number changes between calls, such as an annealed weight: programs read
     it.
     """
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt))

@@ -1,7 +1,7 @@
 """Reads selections and slices: of samples, heads, rows, and of the keys of scores.
 
-A part of a formula is the formula of parts: products are made of that part of their operands. What
-was summed over the keys keeps all of them.
+A part of a formula is the formula of parts: its products are those of that part of their operands.
+A sum over the keys that was computed before keeps all keys.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _axis_of_part(self: Operands, axis: int, start: Size, length: Size | None) -
 
 @dataclass
 class _Part:
-    """Formulas with a part of an axis in place of it."""
+    """Replaces an axis in formulas by a part of it."""
 
     elements: Operands
     axis: int

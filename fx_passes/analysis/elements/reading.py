@@ -1,11 +1,11 @@
 """Reads what a graph computes between matmuls and sums as formulas (domain/row_elements.py).
 
-A second reading of the trace next to the recogniser's. That one knows what divergences are made of
-and what kernels take; this one knows operations, one by one, and no loss. Whatever is computed
-from dot products by them, and summed over one of their axes, is a row program.
+The interpreter (analysis/interpreter.py) knows divergences, and what kernels take. This second
+reading knows single operations, and no loss. Everything that they compute from dot products, and
+that is summed over an axis, is a row program.
 
-Every rule says what one operation makes of its inputs' elements, and nothing of gradients: a
-formula is held against what its node recorded, as in the interpreter (NOTE [Gradient flow]).
+A rule says how one operation combines its inputs' elements, and nothing of gradients: a formula is
+compared with what its node recorded, as in the interpreter (NOTE [Gradient flow]).
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ MATMULS = {
 
 
 class RowElements(Operands):
-    """Holds formulas of all nodes of a trace that have one, in ``placed``, and ``reasons`` of
-    others.
-    """
+    """Holds the formulas of a trace's nodes in ``placed``, and for others ``reasons`` why not."""
 
     def __init__(self, trace: Trace, recognised: Recogniser) -> None:
         self.trace, self.recognised = trace, recognised

@@ -1,4 +1,4 @@
-"""Registers the rules of the second reading, by operator overload."""
+"""Registers the rules that read formulas, by operator overload."""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ def _norm(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 
 def is_filled(scores: Formula, least: float) -> bool:
-    """Returns whether a finite number of at least this size stands in place of scores, or is
-    added.
+    """Returns whether a finite number of at least this size replaces scores, or is added to them.
 
     A tensor of rows and keys without a gradient may be a mask that is added.
     """

@@ -1,1 +1,1 @@
-"""Holds the recogniser's rules, one file for each kind of operation."""
+"""Holds the interpreter's rules, one file for each kind of operation."""

@@ -48,7 +48,7 @@ aten = torch.ops.aten
 
 
 class ArithmeticRules(ValueMaskRules, SoftmaxRules):
-    """The part of the recogniser for + - * / between tensors."""
+    """Adds the rules for + - * / between tensors to the interpreter."""
 
     @rule(aten.add.Tensor, aten.add.Scalar, aten.add_.Tensor, aten.add_.Scalar)
     def add(self, node: fx.Node, a: Arguments) -> object:
@@ -252,6 +252,6 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
 
 
 def symbolic_size(x: object) -> torch.SymInt | None:
-    """Returns the size that a node or an argument stands for."""
+    """Returns the size that a node or an argument holds."""
     value = x.meta.get("val") if isinstance(x, fx.Node) else x
     return value if isinstance(value, torch.SymInt) else None

@@ -1,4 +1,4 @@
-"""Defines rules for functions of one value (and clamp, lerp, xlogy, dropout)."""
+"""Defines rules for functions of one value, and for clamp, lerp, xlogy and dropout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class FunctionRules(MaskRules):
-    """The part of the recogniser for pointwise functions."""
+    """Adds the rules for pointwise functions to the interpreter."""
 
     @rule(aten.exp.default)
     def exp(self, node: fx.Node, a: Arguments) -> object:

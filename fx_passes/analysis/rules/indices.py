@@ -1,8 +1,9 @@
-"""Defines rules for index tensors of symbolic length, which `constants.Folding` cannot evaluate.
+"""Defines rules for index tensors of symbolic length, which `constant_folding.Folding` cannot
+evaluate.
 
-Transformers numbers the sequences of a packed batch by where `position_ids` jump, and looks both
-up by `arange`. For positions that are a plain `arange` there is one sequence, and the mask that
-comes of it is causal.
+Transformers finds the sequences of a packed batch by the jumps of `position_ids`, and looks both
+up by `arange`. For positions that are a plain `arange` there is one sequence, and the mask is
+causal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 
 class IndexRules(Analysis):
-    """The part of the recogniser that follows tensors of indices."""
+    """Adds the rules for index tensors to the interpreter."""
 
     @rule(aten.diff.default)
     def diff(self, node: fx.Node, a: Arguments) -> object:

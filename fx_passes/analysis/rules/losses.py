@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class LossRules(Analysis):
-    """The part of the recogniser that makes rows of values per key."""
+    """Adds the rules for losses and for sums over keys to the interpreter."""
 
     @rule(aten.kl_div.default)
     def kl_div(self, node: fx.Node, a: Arguments) -> object:

@@ -1,4 +1,4 @@
-"""Defines rules for how code writes masks: index arithmetic, boolean and two-valued tensors."""
+"""Defines rules for the ways to write masks: index arithmetic, boolean and two-valued tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EXPANSIONS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.de
 
 
 class MaskRules(IndexRules):
-    """The part of the recogniser that follows masks."""
+    """Adds the rules for masks to the interpreter."""
 
     def compared(self, op: str, x: Elements, value: float) -> object:
         raise NotImplementedError
@@ -49,7 +49,7 @@ class MaskRules(IndexRules):
         raise NotImplementedError
 
     def unknown(self, node: fx.Node) -> BoolTensor | None:
-        """Returns a boolean tensor that no rule explains is a mask in its own right."""
+        """Makes a boolean tensor that no rule explains an opaque mask."""
         value = node.meta["val"]
         return opaque(self.canonical[node], value.shape) if value.dtype == torch.bool else None
 
@@ -63,9 +63,7 @@ class MaskRules(IndexRules):
         return known
 
     def unexpanded(self, node: fx.Node) -> tuple[fx.Node, tuple[int | None, ...]]:
-        """Returns the tensor below ``expand``, and which of its dimensions each dimension comes
-        from.
-        """
+        """Returns the tensor before ``expand``, and the origin of each dimension."""
         node = self.canonical[node]
         dims: tuple[int | None, ...] = tuple(
             None if is_one(size) else d for d, size in enumerate(node.meta["val"].shape)

@@ -143,9 +143,7 @@ def _scores(lhs: TensorRef, rhs: TensorRef, dims: Layout) -> Scores:
 
 
 def attention_of(probabilities: Elements, values: fx.Node, refer: Refer) -> Attention | None:
-    """Reads ``probabilities @ values`` where the keys are the last dimension of plain
-    probabilities.
-    """
+    """Reads ``probabilities @ values``, if keys are the last dimension of plain probabilities."""
     distribution, rank = probabilities.probability(), probabilities.rank
     shape = shape_of(values)
     if (
@@ -167,9 +165,7 @@ def attention_of(probabilities: Elements, values: fx.Node, refer: Refer) -> Atte
 def attention_of_einsum(
     equation: str, probabilities: Elements, values: fx.Node, refer: Refer
 ) -> Attention | None:
-    """Reads attention by labels: the keys are summed, and a label of the values takes their
-    place.
-    """
+    """Reads attention by labels: keys are summed, and a label of the values replaces them."""
     distribution, shape = probabilities.probability(), shape_of(values)
     ranks = [probabilities.rank, len(shape)]
     left, _, out = _without_dots(equation, ranks).partition("->")
@@ -196,9 +192,7 @@ def attention_of_einsum(
 
 
 def peeled(operand: TensorRef) -> TensorRef:
-    """Returns the operand below transposes, casts and head repetition, which operators do
-    themselves.
-    """
+    """Returns the operand before transposes, casts and repeated heads, which operators handle."""
     while True:
         below = _below(operand)
         if below is None:

@@ -1,4 +1,4 @@
-"""Defines rules for the products that make scores."""
+"""Defines rules for matmul, linear and einsum, whose results may be scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class MatmulRules(ArithmeticRules):
-    """The part of the recogniser for matmul, linear and einsum."""
+    """Adds the rules for matmul, linear and einsum to the interpreter."""
 
     @rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
     def matmul(self, node: fx.Node, a: Arguments) -> object:

@@ -1,6 +1,6 @@
 """Defines rules for selected rows: by a boolean mask, positions, masked_select or gather.
 
-What is selected of a divergence's rows, after its sum over the keys, is the user's own code.
+A selection of a divergence's rows, after its sum over the keys, stays the user's own code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BY_INDEX = "scores or probabilities are gathered by index"
 
 
 class SelectionRules(ViewRules):
-    """The part of the recogniser that follows selected rows."""
+    """Adds the rules for selected rows to the interpreter."""
 
     @rule(aten.index.Tensor)
     def index(self, node: fx.Node, a: Arguments) -> object:

@@ -1,4 +1,4 @@
-"""Defines rules for softmax and the ways of writing it by hand."""
+"""Defines rules for softmax, and for softmaxes that are written by hand."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ aten = torch.ops.aten
 
 
 def is_reduction_of(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
-    """Returns whether every entry of the scores meets its own row's value."""
+    """Returns whether every score meets the value of its own row."""
     return x.key == y.scores and _meets_rows(x, y)
 
 
 def is_shift_of(x: Scores, y: RowMax) -> bool:
-    """Returns the same for a maximum, wherever its gradient flows."""
+    """Returns `is_reduction_of` for a maximum, wherever its gradient flows."""
     return same_numbers(x.key, y.scores) and _meets_rows(x, y)
 
 
 def is_sum_of(x: Shifted, y: ExpSum) -> bool:
-    """Returns whether a sum is that of these exponentials, relative to the same maximum."""
+    """Returns whether a sum adds these exponentials, relative to the same maximum."""
     return x.axis == y.axis and x.maximum == y.maximum and is_reduction_of(x.scores, y)
 
 
@@ -46,7 +46,7 @@ def _meets_rows(x: Scores, y: LogSumExp | RowMax | ExpSum) -> bool:
 
 
 class SoftmaxRules(Analysis):
-    """The part of the recogniser that turns scores into distributions."""
+    """Adds the rules that turn scores into distributions to the interpreter."""
 
     @rule(aten.softmax.int, aten._softmax.default)
     def softmax(self, node: fx.Node, a: Arguments) -> object:

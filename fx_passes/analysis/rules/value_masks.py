@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 class ValueMaskRules(MaskRules):
-    """The part of the recogniser that applies masks."""
+    """Adds the rules that apply masks to the interpreter."""
 
     @rule(
         aten.masked_fill.Scalar,

@@ -53,7 +53,7 @@ RESHAPES = (
 
 
 class ViewRules(MaskRules):
-    """The part of the recogniser for what moves values without changing them."""
+    """Adds the rules for operations that move values without changing them to the interpreter."""
 
     @rule(operator.getitem)
     def getitem(self, node: fx.Node, a: Arguments) -> object:

@@ -1,12 +1,11 @@
 """Defines rules for writes through a view: `scores[:, column] = -inf`.
 
-
 NOTE [Writes through a view]
 A write has no data edge to later readers of the tensor that was viewed, so a tensor is unknown
 after it (`Recogniser._note_writes`). One write is followed: -inf in one column of scores, or in a
-range of columns, by a view of plain indexing. It is what masked_fill of those columns gives, for
-every later reader of that very tensor; other views of its memory stay unknown. Operations on
-memory that is written anywhere are never taken for equal ones on other memory.
+range of columns, by a view of plain indexing. It equals a masked_fill of those columns for every
+later reader of that very tensor; other views of its memory stay unknown. Two operations on memory
+that is written anywhere are never taken for equal.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ aten = torch.ops.aten
 
 
 class WriteRules(Analysis):
-    """The part of the recogniser that follows writes to parts of scores."""
+    """Adds the rules for writes to parts of scores to the interpreter."""
 
     @rule(aten.fill_.Scalar, aten.fill_.Tensor)
     def fill_(self, node: fx.Node, a: Arguments) -> object:

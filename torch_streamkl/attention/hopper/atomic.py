@@ -1,16 +1,16 @@
-"""Adds dQ in the dK kernel on Hopper: an extra warp group accumulates it in memory atomically.
+"""Adds dQ to memory atomically inside of the dK kernel on Hopper, by an extra warp group.
 
 NOTE [dQ by atomics]
-dQ and dK in two kernels are six matmuls, four of them the same scores. A program of dK computes
-every dscore that dQ needs of its keys: its warp groups hand their tiles to another warp group,
-which multiplies them by the keys and adds the product to dQ in memory. Programs add in whatever
-order they arrive, so the last bits of dQ differ from run to run: this path is opt-in
+dQ and dK in two kernels take six matmuls, four of which compute the same scores. A program of dK
+has every dscore that dQ needs of its keys. So its warp groups pass their tiles to another warp
+group, which multiplies them by the keys and adds the product to dQ in memory. Programs add in the
+order in which they arrive, so the last bits of dQ differ from run to run: this path is opt-in
 (``deterministic=False``).
 
 NOTE [Order of sums]
-Sums are float32, and their tiles [INNER, head_dim] lie in memory in the order of the accumulator's
-registers, so that a warp adds 512 bytes in a row. In a tile's own order it would add 32 bytes to
-each of 8 rows, and take three times as long. `gradient_kernel` puts them in order.
+The float32 tiles [INNER, head_dim] lie in memory in the order of the accumulator's registers, so
+that a warp adds 512 consecutive bytes. In the tile's own order it would add 32 bytes to each of 8
+rows, and take three times as long. `gradient_kernel` reorders them.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ ROWS_OF_WARP = tl.constexpr(16)  # of a wgmma accumulator
 
 
 class Handover(NamedTuple):
-    """dscore tiles [keys, queries] of every warp group by stage, and their barriers."""
+    """Holds dscore tiles [keys, queries] of every warp group by stage, and their barriers."""
 
     tiles: Any
     full: Any
@@ -71,7 +71,7 @@ def new_handover(dtype: gl.constexpr, TASK: gl.constexpr):
 
 @gluon.jit
 def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
-    """Gives the dscore tile i of a warp group to `add_queries`."""
+    """Passes dscore tile i of a warp group to `add_queries`."""
     hand = stage_of(i, HANDS)
     mbarrier.wait(handover.empty.index(hand), phase_of(i, HANDS) ^ 1)
     handover.tiles.index(hand * TASK.GROUPS + GROUP).store(d)
@@ -81,9 +81,7 @@ def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
 
 @gluon.jit
 def add_queries(tiles, work, sums, TASK: gl.constexpr):
-    """Runs the warp group of dQ, which adds dscore^T @ own keys to the sums of a tile of
-    queries.
-    """
+    """Runs the warp group of dQ: adds dscore^T @ own keys to the sums of a query tile."""
     handover = tiles.handover
     GROUPS: gl.constexpr = TASK.GROUPS
     SIZE: gl.constexpr = TASK.INNER * TASK.HEAD_DIM

@@ -1,10 +1,10 @@
-"""Implements the Hopper backward: one warp loads, warp groups of 64 rows or keys each accumulate.
+"""Implements the Hopper backward: one warp loads tiles, and warp groups accumulate gradients.
 
-dQ and dK are one kernel. Its `outer` tiles stay (queries for dQ, keys for dK: TASK.ROWS says
-which), its `inner` tiles stream by (keys, queries), and every warp group sums dscore @ inner over
-them in registers, in a fixed order. `own` is the side whose gradient is computed, `other` the
-other one. `keys_of_rows` and `rows_of_keys` (scores.py) find which inner tiles a block meets, and
-which of them need no mask.
+dQ and dK are one kernel. Its `outer` tiles stay in shared memory (queries for dQ, keys for dK:
+TASK.ROWS says which), and its `inner` tiles (keys, queries) stream. Each warp group has 64 outer
+rows, and sums dscore @ inner over the inner tiles in registers, in a fixed order. `own` is the
+side whose gradient is computed, and `other` the other one. `keys_of_rows` and `rows_of_keys`
+(scores.py) find the inner tiles of a block, and those of them that need no mask.
 
 NOTE [A matmul always in flight]
 While a warp group turns scores into gradients, the tensor cores run its next matmul: own scores of
@@ -15,19 +15,20 @@ it above, which takes an instruction for every eight elements.
 
 NOTE [Statistics of streamed rows]
 For dK the row statistics lie along the columns of a tile, 16 columns a thread. The loading warp
-puts them into shared memory next to the tile; there the lse = -inf of rows without keys is 0.
+puts them into shared memory next to the tile. There it replaces the lse = -inf of rows without
+keys by 0.
 
 NOTE [Folded gradients]
-For a plain dK the loading warp subtracts log2 |incoming gradient| from both log-sum-exps of a row,
-so that the probabilities, and the clamp that they are compared with, come multiplied by it
-(2^-inf = 0 if it is 0). Signs are kept as well, and a tile with a negative one multiplies by them;
-the gradients of a mean or of a sum have no negative sign.
+For a plain dK the loading warp subtracts log2 |incoming gradient| from both log-sum-exps of a row.
+So the probabilities, and the clamp that they are compared with, come multiplied by it (2^-inf = 0
+if it is 0). Signs are kept as well, and a tile with a negative one multiplies by them; the
+gradients of a mean or of a sum have no negative sign.
 
 NOTE [Rows without a clamped key]
 A clamp takes three instructions for every pair of query and key, and most rows have no probability
-below it. Their delta is COEFFICIENTS.TS, to the bit (`finish` in kernels/row_state.py), and that
-of a row which was recomputed is not (`forward_block`): a tile whose rows all have it leaves the
-clamp out.
+below it. The delta of such a row is COEFFICIENTS.TS, to the bit (`finish` in
+kernels/row_state.py); that of a recomputed row is not (`forward_block`). If all rows of a tile
+have it, the tile skips the clamp.
 
 NOTE [Overlapping kernels]
 A backward launches one kernel per gradient, and none reads what another writes. The last programs
@@ -81,7 +82,7 @@ NEGATIVE, CLAMPED = gl.constexpr(1), gl.constexpr(2)
 
 
 class Task(NamedTuple):
-    """Compile-time choices of a launch; TASK inside the kernel."""
+    """Holds the compile-time choices of a launch; TASK inside of the kernel."""
 
     ROWS: bool  # dQ, otherwise dK
     STUDENT: bool  # own is the student
@@ -113,7 +114,7 @@ class Task(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Shared memory: outer tiles of each warp group, stages of inner tiles, barriers."""
+    """Holds shared memory: outer tiles of each warp group, stages of inner tiles, barriers."""
 
     own_outer: Any
     other_outer: Any
@@ -128,7 +129,7 @@ class Tiles(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The outer block of a program, and the inner tiles it meets."""
+    """Holds the outer block of a program, and the range of inner tiles that it meets."""
 
     b: Any  # in the tensors: packed ones have one batch element
     first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK
@@ -149,7 +150,7 @@ class Work(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Pointers to the row statistics, and where those of the first head begin."""
+    """Holds pointers to the row statistics, and where those of the first head begin."""
 
     own: Any
     other: Any
@@ -159,7 +160,7 @@ class Statistics(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The gradient, or the program's share of it: pointer, strides and factor."""
+    """Holds the gradient, or the program's share of it: pointer, strides and factor."""
 
     ptr: Any
     stride_b: Any
@@ -170,10 +171,10 @@ class Output(NamedTuple):
 
 @gluon.jit
 def load_statistics(stats, member, row, work, TASK: gl.constexpr):
-    """Returns own lse, other lse, delta, incoming gradient and clamp of rows of a head.
+    """Loads own lse, other lse, delta, incoming gradient and clamp of rows of a head.
 
-    Where FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left.
-    With a clamp, the delta is that of P where S is not below it.
+    If FOLDED, the gradient's size is in both lse and in the clamp, and only its sign is left. With
+    a clamp, the delta is that of P for keys at which S is not below it.
     """
     inside = row < work.seq.num_rows
     row = row + (stats.head_row + member * work.masks.seqlen_q)
@@ -201,7 +202,7 @@ def load_statistics(stats, member, row, work, TASK: gl.constexpr):
 
 @gluon.jit
 def marks_of(kept, TASK: gl.constexpr):
-    """Returns NEGATIVE and CLAMPED of rows with these statistics."""
+    """Tells whether rows with these statistics are NEGATIVE and CLAMPED."""
     marks = gl.to_tensor(0)
     if TASK.FOLDED:
         marks = marks | gl.max((kept[GRAD] < 0.0).to(gl.int32), 0) * NEGATIVE
@@ -214,8 +215,8 @@ def marks_of(kept, TASK: gl.constexpr):
 def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, work, stats, TASK: gl.constexpr
 ):
-    """Runs the loading warp (producer): the outer tiles once, then every inner tile into an empty
-    stage.
+    """Runs the loading warp (producer): loads outer tiles once, then inner tiles into empty
+    stages.
     """
     GROUPS: gl.constexpr = TASK.GROUPS
     own_head = work.first_head if TASK.ROWS else work.own_key_head
@@ -319,7 +320,7 @@ def bias_of_tile(bias, work, first, i, like, HAS_BIAS: gl.constexpr, TASK: gl.co
 
 @gluon.jit
 def first_half(own, kept, tiles, slot, scale, TASK: gl.constexpr, bias=0.0, bias_scale=0.0):
-    """Computes probabilities from own scores, or their logarithms where those are needed too."""
+    """Computes probabilities from own scores, or also their logarithms if they are needed."""
     layout: gl.constexpr = own.type.layout
     x = own * scale
     if TASK.OWN_BIAS:
@@ -335,8 +336,9 @@ def second_half(
     x, other, kept, tiles, slot, marks, scale, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
     bias=0.0, bias_scale=0.0,
 ):  # fmt: skip
-    """Returns d(value)/d(own score) without COEFFICIENTS.TS if PLAIN, for dK times the incoming
-    gradient (its size where FOLDED).
+    """Computes d(value)/d(own score), without COEFFICIENTS.TS if PLAIN.
+
+    For dK it is multiplied by the incoming gradient, or if FOLDED by its size alone.
     """
     layout: gl.constexpr = other.type.layout
     y = other * scale
@@ -376,9 +378,7 @@ def second_half(
 
 @gluon.jit
 def visible(d, work, outer, i, TASK: gl.constexpr):
-    """Returns d of inner tile i where rows see keys, 0 elsewhere and in the tile that comes
-    twice.
-    """
+    """Keeps d of inner tile i where rows see keys; 0 elsewhere, and in a tile that comes twice."""
     inner = gl.arange(0, TASK.INNER, layout=gl.SliceLayout(0, d.type.layout))
     if TASK.ROWS:
         rows = gl.expand_dims(outer, 1)
@@ -396,7 +396,7 @@ def visible(d, work, outer, i, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_met(masks, seq, start, TASK: gl.constexpr):
-    """Returns the first and number of the inner tiles of the block of outer rows at start."""
+    """Finds the first inner tile, and the number of them, that the block at start meets."""
     ROWS_OF_BLOCK: gl.constexpr = TASK.GROUPS * TASK.BLOCK
     if TASK.ROWS:
         first, _, _, stop = keys_of_rows(
@@ -415,9 +415,7 @@ def tiles_met(masks, seq, start, TASK: gl.constexpr):
 
 @gluon.jit
 def tiles_without_mask(work, first, TASK: gl.constexpr):
-    """Returns inner tiles from start to stop: the warp group with this first outer row needs no
-    mask.
-    """
+    """Finds the inner tiles, from start to stop, in which this warp group needs no mask."""
     if TASK.ROWS:
         _, left, right, _ = keys_of_rows(
             work.masks, work.seq, first, TASK.BLOCK, TASK.INNER,
@@ -571,12 +569,11 @@ def backward_kernel(
     own_scale, other_scale, own_bias, other_bias, bias_scale,
     POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """Computes dQ (ROWS) or dK of a block of rows or keys of one head; num_heads counts query
-    heads.
+    """Computes dQ (ROWS) or dK of a block of rows or keys of one head.
 
-    Where TASK.ADDS, what dQ gets from the block's keys is added to `sums`, without its factor.
-    POINTWISE_FN computes the gradient of one key (pointwise.py) where TASK.COEFFICIENTS does not
-    hold.
+    num_heads counts query heads. If TASK.ADDS, the kernel also adds the block's part of dQ to
+    `sums`, without its factor. If TASK.COEFFICIENTS does not hold, POINTWISE_FN computes the
+    gradient of one key (pointwise.py).
     """
     gdc_launch_dependents()  # NOTE [Overlapping kernels]
     # heads may share a bias: those that run at once read the same rows of it

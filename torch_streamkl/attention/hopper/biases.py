@@ -1,8 +1,8 @@
 """Reads additive masks and biases on Hopper in the order of an accumulator's registers.
 
-A thread holds pairs of neighbouring columns of two rows of a tile. With queries as rows it reads
-4 bytes at a time; with keys as rows, for dK, single elements, of which a warp takes eight
-neighbours: each tile is read once by a warp group, from the cache that all heads share.
+A thread holds pairs of neighbouring columns of two rows of a tile. With queries as rows it reads 4
+bytes at a time. With keys as rows, for dK, it reads single elements, and a warp reads eight
+neighbours. A warp group reads each tile once, from the cache that all heads share.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 
 class Bias(NamedTuple):
-    """A pointer, or None, and strides in elements; that of keys is 1."""
+    """Holds a pointer, or None, and strides in elements; the stride of keys is 1."""
 
     ptr: Any
     stride_b: Any
@@ -22,10 +22,9 @@ class Bias(NamedTuple):
 
 @gluon.jit
 def bias_of_rows(bias, b, h, first_row, first_key, num_rows, num_keys, like, MASKED: gl.constexpr):
-    """Returns a tile with queries as rows, in the layout of `like`; MASKED: 0 for keys that there
-    are not.
+    """Loads a tile with queries as rows, in the layout of `like`.
 
-    Rows beyond the last have the last one's.
+    MASKED: keys beyond the end get 0. Rows beyond the last get the last one's.
     """
     layout: gl.constexpr = like.type.layout
     row = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
@@ -43,7 +42,7 @@ def bias_of_rows(bias, b, h, first_row, first_key, num_rows, num_keys, like, MAS
 
 @gluon.jit
 def bias_of_keys(bias, b, h, first_row, first_key, num_rows, num_keys, like, MASKED: gl.constexpr):
-    """Returns the same with keys as rows; MASKED: 0 for queries that there are not."""
+    """Loads a tile with keys as rows; MASKED: queries beyond the end get 0."""
     layout: gl.constexpr = like.type.layout
     key = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
     key = gl.minimum(first_key + key, num_keys - 1)

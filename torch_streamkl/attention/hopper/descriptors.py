@@ -1,4 +1,4 @@
-"""Makes the TMA descriptors with which the Hopper kernels load tiles of tensors."""
+"""Creates the TMA descriptors by which the Hopper kernels load tiles of tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def padded(head_dim: int) -> int:
-    """Returns columns of a tile: a power of two."""
+    """Pads the number of columns of a tile to a power of two."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def descriptor(plan: Plan, x: Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
-    """Returns tiles [1, 1, rows, columns] of [batch, heads, seqlen, head_dim]; 0 past its end.
+    """Creates a descriptor of tiles [1, 1, rows, columns] of [batch, heads, seqlen, head_dim].
 
-    Without a number, columns are those of the head_dim, padded.
-
-    Making one checks all of it, which takes longer than a small kernel: a plan keeps one for each
-    shape and strides, without a tensor, and copies it.
+    Reads past the end give 0. By default, columns are those of the head_dim, padded. Triton checks
+    a new descriptor, which takes longer than a small kernel. So a plan keeps one for each shape
+    and strides, without a tensor, and copies it.
     """
     columns = columns or padded(x.shape[3])
     key = ("descriptor", x.shape, x.stride(), rows, columns)

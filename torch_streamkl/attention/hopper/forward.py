@@ -2,15 +2,15 @@
 
 `weight` is the weighting distribution, whose probabilities weight the moment, and `other` is the
 reference distribution: the teacher and the student of forward KL. Tiles of keys are loaded in
-pairs, which halves the barriers, and come from the last key to the first, so that those that need
+pairs, which halves the barriers. They come from the last key to the first, so that those that need
 a mask come first. Every warp group runs on its own; only the barriers of the stages synchronise
-them. The last blocks are split along the keys where that helps: NOTE [Split-KV] in split_kv.py.
+them. The last blocks are split along the keys if that helps: NOTE [Split-KV] in split_kv.py.
 
 NOTE [Pairs of a block]
-Which pairs of tiles a block meets, and which of them every row of a warp group sees whole, are two
-ranges that `scores.keys_of_rows` finds once: from key lengths, a causal mask, a window. The pairs
-outside the second range, and the first pair in any case, are masked element by element: those at
-the right edge come first, those at the left edge of a window last.
+Key lengths, a causal mask and a window decide which pairs of tiles a block meets, and which of
+them every row of a warp group sees whole. `scores.keys_of_rows` finds both ranges once. The first
+pair and all pairs outside of the second range are masked element by element: those at the right
+edge come first, and those at the left edge of a window last.
 
 NOTE [Frozen row max]
 The tiles that need a mask, and at least one tile, go through `row_state.update` with running
@@ -24,21 +24,21 @@ not above 2^100 either. A row that fails gets NaN for its value, and the launch 
 (`triton.forward.recompute_kernel`) recomputes the blocks with such rows, and no others.
 
 The sums of squares are those of `row_state`, NOTE [Squares], with a frozen ratio of the row sums.
-Squares need row sums closer to 1, and a ratio not far above the final one: the sum of
-(D + delta e_s)^2 is what remains of numbers as large as delta^2 times the sum of e_s^2, and loses
-2^-24 of these. A row where they are more than 16 times what remains is recomputed.
+Squares need row sums closer to 1, and a ratio not far above the final one: the sum of (D + delta
+e_s)^2 is what remains of numbers as large as delta^2 times the sum of e_s^2, and loses 2^-24 of
+these. A row in which they are more than 16 times what remains is recomputed.
 
 NOTE [Frozen row max with a bias]
-A bias may hold a mask, and the first pairs of tiles nothing that a row sees. So running maxima go
-on until every row of the warp group has met a score of a usual size. From then on a bias is cut
-off at SMALLEST_BIAS, so that 0 times the difference of two scores is 0; that is right where both
-sides have one bias (SAME_BIAS), since what is far below on one side is so on the other. It is then
-read once for both. Two different biases keep running maxima.
+A bias may hold a mask, so the first pairs of tiles may hold nothing that a row sees. Running
+maxima therefore go on until every row of the warp group has met a score of a usual size. From then
+on a bias is cut off at SMALLEST_BIAS, so that 0 times the difference of two scores is 0. That is
+right if both sides have one bias (SAME_BIAS), because a key far below on one side is so on the
+other; the bias is then read once for both. Two different biases keep running maxima.
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
 [One pass or two] in divergences/functional.py). So the lowest scores of a clamped side are kept,
-and a row with a probability below its clamp gets NaN, as one that fails does.
+and a row with a probability below its clamp gets NaN, as a row that fails does.
 """
 
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ SMALLEST_BIAS = gl.constexpr(-1.0e20)
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
+    """Holds shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -107,7 +107,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The block of rows of a program, and the tiles of keys it meets."""
+    """Holds the block of rows of a program, and the range of key tiles that it meets."""
 
     b: Any  # in the tensors: packed ones have one batch element
     h: Any
@@ -137,10 +137,10 @@ class Outputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores.
+    """Holds sums per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores.
 
-    Of squares the sum of D^2 is in the place of the moment, and those of D e_s and e_s^2
-    are in the place of the lowest scores.
+    For squares, the sum of D^2 takes the place of the moment, and the sums of D e_s and e_s^2 the
+    place of the lowest scores.
     """
 
     other: Any
@@ -177,9 +177,9 @@ def load_all(
 
 @gluon.jit
 def wait_for(tiles, i, more, SLOTS: gl.constexpr):
-    """Wait until pair i is in its stage; `more` is false past the end.
+    """Waits until pair i is in its stage; `more` is false past the end.
 
-    Past the end matmuls read whatever the stage holds, and nobody reads the result.
+    Past the end, matmuls read whatever the stage holds, and nobody reads the result.
     """
     mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
@@ -192,9 +192,7 @@ def release(tiles, i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """Returns the first and number of the pairs with a key that some of the ROWS from m0 on
-    sees.
-    """
+    """Finds the first pair, and their number, with a key that one of the ROWS from m0 sees."""
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     first_key, _, _, stop_key = keys_of_rows(
         masks, seq, m0, ROWS, PAIR, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
@@ -204,7 +202,7 @@ def pairs_met(masks, seq, m0, ROWS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def keys_met(masks, seq, first_row, CONFIG: gl.constexpr):
-    """Returns the range of keys that some row of the warp group at first_row sees."""
+    """Finds the range of keys that some row of the warp group at first_row sees."""
     first_key = seq.num_valid * 0
     stop_key = seq.num_valid
     if CONFIG.HAS_LEFT:
@@ -222,7 +220,7 @@ def update_pairs(
     SLOTS: gl.constexpr, COEFFICIENTS: gl.constexpr, CONFIG: gl.constexpr,
     MASKED: gl.constexpr = True,
 ):  # fmt: skip
-    """Returns the running state after the pairs from start to stop, MASKED element by element."""
+    """Updates the running state by the pairs from start to stop, MASKED element by element."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     OTHER_BIAS: gl.constexpr = CONFIG.S_BIAS if WEIGHT_IS_TEACHER else CONFIG.T_BIAS
     WEIGHT_BIAS: gl.constexpr = CONFIG.T_BIAS if WEIGHT_IS_TEACHER else CONFIG.S_BIAS
@@ -276,7 +274,7 @@ def pair_step(
     sums, i, oq, wq, tiles, block, zeros,
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with pair i."""
+    """Adds pair i to the sums."""
     wait_for(tiles, i, True, SLOTS)
     o = start_pair(oq, tiles.other_k, i, zeros, SLOTS)
     w = start_pair(wq, tiles.weight_k, i, zeros, SLOTS)
@@ -308,9 +306,7 @@ def sum_pairs(
 
 @gluon.jit
 def bias_of_half(block, first_row, i, zero, HALF: gl.constexpr, BIASED: gl.constexpr):
-    """Returns the bias of both sides for a half of pair i, whose keys there all are; past the end
-    any.
-    """
+    """Loads the bias of both sides for a half of pair i, whose keys exist; past the end, any."""
     if BIASED:
         first = (2 * (block.stop_pair - 1 - i) + HALF) * zero.shape[1]
         return bias_of_rows(
@@ -328,8 +324,7 @@ def step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     BIASED: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with a half of pair i, whose products of `other` are o, and those of the
-    next.
+    """Adds a half of pair i, whose products of `other` are o, and returns those of the next half.
 
     Its bias is `bias`; the next one's is read under this one's arithmetic.
     """
@@ -416,14 +411,14 @@ def sum_halves(
 
 @gluon.jit
 def per_thread(x, none):
-    """Returns x of a row, for each thread that shares it; `none` (zeros) gives the shape."""
+    """Broadcasts x of a row to each thread that shares it; `none` (zeros) gives the shape."""
     rows = gl.convert_layout(x, gl.SliceLayout(1, none.type.layout))
     return none + gl.expand_dims(rows, 1)
 
 
 @gluon.jit
 def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexpr):
-    """Returns the state with sums relative to its own maxima added."""
+    """Adds sums relative to its own maxima to a state."""
     row_layout: gl.constexpr = state.l_t.type.layout
     sum_o = gl.convert_layout(gl.sum(sums.other, 1), row_layout)
     sum_w = gl.convert_layout(gl.sum(sums.weight, 1), row_layout)
@@ -459,9 +454,7 @@ def with_sums(state, sums, WEIGHT_IS_TEACHER: gl.constexpr, SQUARES: gl.constexp
 
 @gluon.jit
 def without_doubtful(state, SQUARES: gl.constexpr):
-    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be
-    wrong.
-    """
+    """Puts NaN into rows whose sums relative to a frozen row max may be wrong."""
     smallest = SMALLEST_SQUARED if SQUARES else SMALLEST_SUM
     largest = LARGEST_SQUARED if SQUARES else LARGEST
     good = (state.l_t >= smallest) & (state.l_t <= largest)
@@ -483,9 +476,7 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def pairs_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Returns pairs from start to stop, but never the first: the warp group's rows see them
-    whole.
-    """
+    """Finds the pairs, never the first, that all rows of the warp group see whole."""
     PAIR: gl.constexpr = 2 * CONFIG.BLOCK_N
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, PAIR,

@@ -1,17 +1,17 @@
 """Computes a head-averaged teacher on Hopper: log-sum-exps of its heads, and the mean in memory.
 
-What triton/head_mean.py computes, for all that reads it. One warp loads by TMA, three warp groups
-of 64 rows (of the mean two) multiply: chunks of 64 columns, so that a head_dim of 192 is three of
-them and not 256 columns. A program of the mean loads the queries and keys of every head for one
-tile, more than the L2 cache delivers to small tiles: here a tile is 128 x 128, and loads go on
-under its arithmetic.
+It computes what triton/head_mean.py computes, for the same readers. One warp loads by TMA, and
+three warp groups of 64 rows (two for the mean) multiply. Queries and keys come in chunks of 64
+columns, so that a head_dim of 192 takes three chunks and not 256 columns. A program of the mean
+loads the queries and keys of every head for one tile, which is more than the L2 cache delivers to
+small tiles. So a tile is 128 x 128, and loads overlap its arithmetic.
 
 NOTE [Small means]
 The portable kernel keeps a sum of probabilities relative to the largest of them: two exponentials
-a head. Here it is the plain sum. Terms below 2^-126 are 0, which the logarithm of a sum above
-SMALLEST_MEAN does not notice: 128 of them are 2^-29 of it. Of every row and tile of keys the
-smallest sum is written, and the portable kernel computes those tiles again where one is smaller.
-Sums of keys that a row does not see may be anything: their readers mask them.
+a head. Here it is the plain sum. Terms below 2^-126 are 0, which does not change the logarithm of
+a sum above SMALLEST_MEAN: 128 of them are 2^-29 of it. The kernel writes the smallest sum of every
+row and tile of keys. If one is smaller, the portable kernel computes that tile again. Sums of keys
+that a row does not see may be anything: their readers mask them.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ CHUNK = gl.constexpr(64)  # columns of a matmul's operands
 
 
 class Tiles(NamedTuple):
-    """Shared memory in chunks of columns: queries, keys, and the barriers of their stages."""
+    """Holds shared memory in chunks of columns: queries, keys, and barriers of their stages."""
 
     q: Any
     k: Any
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of rows of a head, and the tiles of keys it meets, from the last on."""
+    """Holds a block of rows of a head, and the key tiles that it meets, from the last on."""
 
     b: Any
     h: Any
@@ -74,7 +74,7 @@ def slot_and_phase(i, SLOTS: gl.constexpr):
 
 @gluon.jit
 def multiply(a, keys, x, IS_FIRST: gl.constexpr):
-    """Issue x + a @ keys^T of one chunk."""
+    """Issues x + a @ keys^T of one chunk."""
     b = flat(keys).permute((1, 0))
     return warpgroup_mma(flat(a), b, x, use_acc=not IS_FIRST, is_async=True)
 
@@ -108,9 +108,7 @@ def add_tiles(
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     MASKED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the largest score of each row and sum relative to it, after the tiles from start to
-    stop.
-    """
+    """Updates the largest score of each row, and the sum relative to it, by some tiles."""
     col_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     seq = block.seq
     for i in range(start, stop):
@@ -142,7 +140,7 @@ def log_sum_exps(
     tiles, block, lse_ptr, scale,
     GROUP: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp group: log-sum-exps of its rows."""
+    """Runs one warp group: computes log-sum-exps of its rows."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, CONFIG.BLOCK_N, 16]
@@ -261,7 +259,7 @@ def add_heads(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp group: log2 of the mean of its rows, and the smallest sum of each."""
+    """Runs one warp group: computes log2 of the mean of its rows, and each row's smallest sum."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -303,10 +301,10 @@ def heads_mean_kernel(
     num_heads, ratio, group, seqlen_q, seqlen_k, key_lengths, window_left, window_right, scale,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Computes log2 of the mean over the teachers of a student head, one tile; masks are its
-    readers'.
+    """Computes log2 of the mean over the teachers of a student head, for one tile.
 
-    NOTE [Small means]: the smallest sums of the rows of a tile lie together in small_ptr.
+    Readers apply masks. NOTE [Small means]: small_ptr has the smallest sums of the rows of a tile
+    together.
     """
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N

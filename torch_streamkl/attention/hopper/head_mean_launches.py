@@ -1,6 +1,6 @@
-"""Launches the Hopper kernels for a head-averaged teacher (head_mean.py).
+"""Launches the Hopper kernels of a head-averaged teacher (head_mean.py).
 
-What reads the mean, and the student's log-sum-exps, are the portable kernels.
+The portable kernels read the mean, and compute the student's log-sum-exps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = head_mean.CHUNK.value
 
 
 class Launcher(portable.Launcher):
-    """The kernels of one call."""
+    """Launches the kernels of one call."""
 
     def stage_of_mean(self) -> Stage:
         launch = HOPPER_HEAD_MEAN

@@ -1,4 +1,4 @@
-"""Launches the Hopper kernels: makes descriptors, grid and arguments from an AttentionProblem."""
+"""Launches the Hopper kernels: builds descriptors, grid and arguments from an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LEAST_LOOKED_AT = 8  # where each multiprocessor has so many of them
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of rows of a forward; those from num_whole on are computed in parts."""
+    """Counts the blocks of rows of a forward; those from num_whole on are split along the keys."""
 
     of_head: int
     num_whole: int
@@ -107,14 +107,14 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 
 
 def _sides(problem: AttentionProblem, plan: Plan) -> tuple[bool, Side, Side]:
-    """Whether the teacher's probabilities weight the moment; the other side, and that side."""
+    """Returns whether the teacher's probabilities weight the moment; the other side; that side."""
     by_teacher = plan.form.TT != 0.0 or plan.form.TS != 0.0
     sides = problem.student, problem.teacher
     return (by_teacher, *(sides if by_teacher else sides[::-1]))
 
 
 def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
-    """forward.py, and parts.py where its last blocks are computed in parts."""
+    """Launches forward.py, and split_kv.py if its last blocks are split along the keys."""
     launch = hopper_launch(problem)
     by_teacher, other, weight = _sides(problem, plan)
     value, form = outputs[0], (plan.squares or plan.form)
@@ -159,7 +159,7 @@ def _forward_by_blocks(problem: AttentionProblem, plan: Plan, outputs: tuple[Any
 
 
 def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
-    """persistent_forward.py, after the kernels that prepare a mask tensor."""
+    """Launches persistent_forward.py, after the kernels that prepare a mask tensor."""
     launch = hopper_launch(problem)
     by_teacher, other, weight = _sides(problem, plan)
     config = plan.kept("config", lambda: _config_by_tiles(problem, launch))
@@ -189,7 +189,7 @@ def _forward_by_tiles(problem: AttentionProblem, plan: Plan, outputs: tuple[Any,
 
 
 def _forward_wide(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
-    """wide_forward.py: both sides have tiles of as many columns."""
+    """Launches wide_forward.py; tiles of both sides have as many columns."""
     launch = hopper_launch(problem)
     by_teacher, other, weight = _sides(problem, plan)
     num_blocks = ceil_div(_longest(problem)[0], launch.groups * launch.block_m)
@@ -222,7 +222,7 @@ def _config_by_tiles(problem: AttentionProblem, launch: HopperLaunch) -> Config:
 
 
 def _num_programs(problem: AttentionProblem, works: int, interleaved_calls: bool) -> int:
-    """NOTE [Persistent kernels] in tile_scheduler.py."""
+    """Counts a persistent kernel's programs: NOTE [Persistent kernels] in tile_scheduler.py."""
     return min(works, multiprocessors(problem.student.q.device)) if interleaved_calls else works
 
 
@@ -231,9 +231,7 @@ def _helper(problem: AttentionProblem, plan: Plan) -> Any:
 
 
 def _descriptors(plan: Plan, launch: HopperLaunch, side: Side, pairs: bool) -> tuple[Any, Any]:
-    """Makes descriptors of a warp group's queries, and of one tile of keys or (``pairs``) of
-    two.
-    """
+    """Creates descriptors of a warp group's queries, and of one key tile or (``pairs``) two."""
     rows = 2 * launch.block_n if pairs else launch.block_n
     return descriptor(plan, side.q, launch.block_m), descriptor(plan, side.k, rows)
 
@@ -339,9 +337,9 @@ def _gradient(
     tables: dict[tuple[int, bool], Tensor],
     is_first: bool,
 ) -> Tensor:
-    """Shares of dQ (rows) or dK of one side; a dK kernel may add dQ to the sums.
+    """Computes splits of dQ (rows) or dK of one side; a dK kernel may add dQ to the sums.
 
-    All but the first may begin before the one before ends.
+    All kernels but the first may begin before the one before them ends.
     """
     plan = plan_of(problem)
     sides = (problem.student, problem.teacher)
@@ -540,7 +538,7 @@ def _mask_tensors(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
 
 
 def _longest(problem: AttentionProblem) -> tuple[int, int]:
-    """Rows and keys of the longest sequence."""
+    """Returns the rows and keys of the longest sequence."""
     if problem.is_packed:
         return problem.max_seqlen_q, problem.max_seqlen_k
     return problem.seqlen_q, problem.seqlen_k

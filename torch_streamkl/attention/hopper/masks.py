@@ -2,15 +2,15 @@
 
 NOTE [Bits of a tile]
 A thread of a warp group holds, of two rows of a tile [64, 64], the 16 columns 8 k + 2 l + e of its
-lane l: their bits, numbered 2 k + e, are one int16 of the bit mask for each of both rows. One
+lane l. Their bits, numbered 2 k + e, are one int16 of the bit mask for each of the two rows. One
 small kernel reads a mask once and writes the bits of all tiles, for tiles with queries as rows and
 for tiles with keys as rows. A window and key lengths are in the bits, too.
 
 NOTE [Blocks of a mask]
-For blocks of 128 queries and 128 keys the kernel also tells whether no pair of them is admitted
-or all are, and a second one lists the blocks of keys that a block of queries needs, and the blocks
-of queries that a block of keys needs. The main kernels load and compute those, and test bits in
-blocks that are not full.
+For blocks of 128 queries and 128 keys the kernel also tells whether none or all of their pairs are
+admitted. A second kernel lists the key blocks that each query block needs, and the query blocks
+that each key block needs. The main kernels load only those, and test bits in blocks that are not
+full.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MASK_TILES = TritonLaunch(64, 64, 4, 1)
 
 
 class MaskBlocks(NamedTuple):
-    """Holds what a main kernel reads of a mask; entities are the heads whose masks differ."""
+    """Holds what a main kernel reads of a mask. Entities are the heads whose masks differ."""
 
     bits: Any  # [entities, row tiles, column tiles, BITS], rows being those of the accumulator
     lists: Any  # [entities, row blocks, 1 + column blocks]: how many, then 2 * block + is full
@@ -48,7 +48,7 @@ class MaskBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedMask:
-    """Bits and lists of a mask, and the strides of its entities."""
+    """Holds the bits and block lists of a mask, and the strides of its entities."""
 
     by_rows: tuple[Tensor, Tensor, int, int]
     by_keys: tuple[Tensor, Tensor, int, int]
@@ -57,7 +57,7 @@ class PreparedMask:
 
 
 def prepare(problem: AttentionProblem, plan: Plan) -> PreparedMask:
-    """Launches two kernels: bits and classes of blocks, then lists."""
+    """Launches two kernels: one for bits and block kinds, and one for block lists."""
     mask = problem.mask
     assert mask is not None
     batch = problem.batch if mask.shape[0] > 1 or problem.key_lengths is not None else 1
@@ -99,7 +99,7 @@ def prepare(problem: AttentionProblem, plan: Plan) -> PreparedMask:
 
 @triton.jit
 def bits_of(tile):
-    """[64, 64] of 0 and 1 -> [64, 4] bits: NOTE [Bits of a tile]."""
+    """Packs [64, 64] of 0 and 1 into [64, 4] bits: NOTE [Bits of a tile]."""
     x = tl.reshape(tile, [64, 8, 4, 2])
     k = tl.arange(0, 8)[None, :, None, None]
     e = tl.arange(0, 2)[None, None, None, :]
@@ -118,7 +118,7 @@ def bit_mask_kernel(
     masks, bits_by_rows, bits_by_keys, classes, num_row_blocks, num_key_blocks, num_heads,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes bits and class of a block: 0 where no pair is admitted, 2 where all are, else 1."""
+    """Computes bits and kind of a block: 0 if no pair is admitted, 2 if all are, else 1."""
     key_block = tl.program_id(0)
     row_block = tl.program_id(1)
     entity = tl.program_id(2)
@@ -148,7 +148,7 @@ def bit_mask_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def lists_kernel(classes, of_rows, of_keys, num_rows, num_columns, SIZE: tl.constexpr):
-    """Computes the blocks that are not empty, of a row of blocks or of a column of them."""
+    """Lists the blocks that are not empty, for a row or a column of blocks."""
     line = tl.program_id(0)
     entity = tl.program_id(1)
     offs = tl.arange(0, SIZE)
@@ -195,7 +195,7 @@ def admitted(bits, like):
 
 @gluon.jit
 def where_admitted(bits, x, other):
-    """Returns x [64, 64] of an accumulator where admitted, elsewhere a number."""
+    """Keeps x [64, 64] of an accumulator where a pair is admitted; elsewhere it is a number."""
     layout: gl.constexpr = x.type.layout
     y = by_lane(x)
     y = gl.where(admitted(bits, y), y, other)

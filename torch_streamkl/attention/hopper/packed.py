@@ -1,12 +1,12 @@
 """Builds the tile table of packed sequences, the longest blocks first, in one small kernel.
 
 NOTE [Blocks of packed sequences]
-Lengths of packed sequences are on the device. A grid with as many blocks for every sequence as the
-longest one has would start programs beyond the ends of the others, each of which takes a
-multiprocessor from those that have work. The CPU knows the sum of lengths, and with it a bound on
-the number of blocks, which is the size of the grid. The table tells each program its sequence and
-its block there, and is sorted by the number of keys (of rows, for dK) that a block's rows see,
-since programs start in that order.
+The lengths of packed sequences are on the device. If every sequence had as many blocks as the
+longest one, programs would start beyond the ends of the others, and each would take a
+multiprocessor from those that have work. The CPU knows the sum of the lengths, and with it a bound
+on the number of blocks: the size of the grid. The table gives each program its sequence and its
+block there. It is sorted by the number of keys (of rows, for dK) that a block's rows see, because
+programs start in that order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK = tl.constexpr(64)  # entries that these are compared with, and sequences,
 
 
 def num_entries(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> int:
-    """Returns a bound on the blocks of ``size`` rows (or keys) of all sequences."""
+    """Bounds the number of blocks of ``size`` rows (or keys) of all sequences."""
     total, longest = (
         (problem.seqlen_q, problem.max_seqlen_q)
         if rows
@@ -39,9 +39,7 @@ def num_entries(problem: AttentionProblem, plan: Plan, size: int, rows: bool) ->
 
 
 def new_table(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> Tensor:
-    """Allocates [2, entries], int32: sequences (-1 after the last block), and places of blocks in
-    them.
-    """
+    """Allocates [2, entries], int32: sequences (-1 after the last), and block numbers in them."""
     assert problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None
     entries = num_entries(problem, plan, size, rows)
     table = problem.cu_seqlens_q.new_empty((2, entries))
@@ -63,9 +61,7 @@ def new_table(problem: AttentionProblem, plan: Plan, size: int, rows: bool) -> T
 
 @triton.jit
 def block_of_entry(entry, cu_seqlens, num_sequences, SIZE: tl.constexpr):
-    """Returns the sequence of the block with a number, its place in it, and whether there is such
-    a block.
-    """
+    """Finds the sequence of a block, its number there, and whether such a block exists."""
     sequence = entry * 0
     before = entry * 0
     total = 0
@@ -88,8 +84,8 @@ def work_of_entry(
     entry, cu_seqlens_q, cu_seqlens_k, num_sequences, left, right,
     SIZE: tl.constexpr, ROWS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Returns keys that the block meets (rows, of a block of keys), -1 where there is none; the
-    block.
+    """Counts the keys that a block meets (rows, of a key block; -1 without a block), and its
+    place.
     """
     own = cu_seqlens_q if ROWS else cu_seqlens_k
     sequence, place, exists = block_of_entry(entry, own, num_sequences, SIZE)
@@ -144,9 +140,7 @@ def table_kernel(
 
 @gluon.jit
 def packed_block(pid, table, num_entries):
-    """Returns the sequence, place in it, and head of a program: NOTE [Blocks of packed
-    sequences].
-    """
+    """Looks up a program's sequence, block and head: NOTE [Blocks of packed sequences]."""
     entry, head = tile_coordinates(pid, num_entries, True)
     sequence = gl.load(table + entry)
     position = gl.where(sequence < 0, NOWHERE, gl.load(table + num_entries + entry))

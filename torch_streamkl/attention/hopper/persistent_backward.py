@@ -1,9 +1,10 @@
 """Implements the persistent Hopper backward: windows, mask tensors, two passes, short rows.
 
-The structure and most functions are those of backward.py, which is as fast or faster elsewhere.
-Here a program may compute several blocks (NOTE [Persistent kernels] in tile_scheduler.py): the
-outer tiles of a warp group are loaded again when it is done with them. Each warp group skips inner
-tiles outside its range. The loop is unrolled by two; a tail handles odd counts.
+Structure and most functions are those of backward.py, which is as fast or faster for other
+problems. Here a program may compute several blocks (NOTE [Persistent kernels] in
+tile_scheduler.py), so it loads the outer tiles of a warp group again when the group is done with
+them. Each warp group skips inner tiles outside of its range. The loop is unrolled by two; a tail
+handles odd counts.
 """
 
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ class Tiles(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """All blocks of a launch, and who computes them."""
+    """Holds the counts of all blocks of a launch, and of the programs that compute them."""
 
     program: Any
     num_programs: Any
@@ -95,7 +96,7 @@ class Sizes(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Holds what the functions of backward.py read of arguments.MaskArgs."""
+    """Holds the part of arguments.MaskArgs that the functions of backward.py read."""
 
     window_left: Any  # these with the sequence's offset in them
     window_right: Any
@@ -103,7 +104,7 @@ class Bounds(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An outer block of a program, and the inner tiles it meets."""
+    """Holds an outer block of a program, and the range of inner tiles that it meets."""
 
     b: Any
     first_head: Any  # of the queries: the head of dQ, the first that shares the keys of dK
@@ -169,8 +170,9 @@ def load_all(
     own_outer, other_outer, own_inner, other_inner, tiles, sizes, masks, blocks, stats,
     TASK: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp: each block's outer tiles when the warp groups are done with those
-    before, and every inner tile into an empty stage.
+    """Runs the loading warp: loads each block's outer tiles, and inner tiles into empty stages.
+
+    It waits until the warp groups are done with the outer tiles of the block before.
     """
     used = 0
     done = 0
@@ -189,7 +191,7 @@ def load_all(
 
 @gluon.jit
 def load_outer(own_outer, other_outer, tiles, work, done, TASK: gl.constexpr):
-    """Loads the outer tiles of every warp group, when it is done with those before."""
+    """Loads the outer tiles of every warp group, when it is done with the block before."""
     own_head = work.first_head if TASK.ROWS else work.own_key_head
     other_head = work.first_head if TASK.ROWS else work.other_key_head
     start = work.start
@@ -243,8 +245,9 @@ def load_inner(own_inner, other_inner, tiles, work, i, used, TASK: gl.constexpr)
 
 @gluon.jit
 def tiles_seen(work, first, TASK: gl.constexpr):
-    """Finds the inner tiles that the warp group with this first outer row needs: the first, the
-    first without a mask, the first after those, and the end.
+    """Finds the inner tiles that the warp group with this first outer row needs.
+
+    Returns the first one, the first without a mask, the first after those, and the end.
     """
     if TASK.ROWS:
         first_key, left, right, stop_key = keys_of_rows(
@@ -325,7 +328,7 @@ def accumulate_all(
     tiles, sizes, masks, blocks, stats, output, own_scale, other_scale,
     GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp group, which sums the gradient of its outer rows of every block."""
+    """Runs one warp group: sums the gradient of its outer rows of every block."""
     used = 0
     done = 0
     for step_of_program in range(num_steps_of_program(sizes)):
@@ -346,8 +349,9 @@ def accumulate(
     tiles, work, blocks, output, own_scale, other_scale, used, done,
     GROUP: gl.constexpr, POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
-    """Accumulates the gradient of a warp group's outer rows of a block; ``used``: tiles of blocks
-    before.
+    """Accumulates the gradient of a warp group's outer rows of a block.
+
+    ``used`` counts the tiles of the blocks before.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, TASK.INNER, 16]

@@ -1,7 +1,7 @@
 """Implements the persistent Hopper forward: windows, mask tensors, two passes, short rows.
 
-One warp loads, two or three warp groups of 64 rows reduce, as in forward.py, which is faster if
-all rows of a block see most of its tiles whole. Here a program may compute several blocks (NOTE
+One warp loads, and two or three warp groups of 64 rows reduce, as in forward.py, which is faster
+if all rows of a block see most of its tiles whole. Here a program may compute several blocks (NOTE
 [Persistent kernels] in tile_scheduler.py), and a warp group computes only the tiles that its own
 rows see (tiles.py).
 """
@@ -62,9 +62,9 @@ def load_all(
     other_q, other_k, weight_q, weight_k, tiles, work, masks, blocks, other_group, weight_group,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp: the queries of every block, and every pair into an empty stage.
+    """Runs the loading warp: loads each block's queries, and every pair into an empty stage.
 
-    The last warp group is the first to be done with a block, and sees the next one's first pair.
+    The last warp group finishes a block first, and sees the next one's first pair.
     """
     SECOND: gl.constexpr = CONFIG.TWO_PASS and not CONFIG.GUARDED
     used = 0
@@ -100,7 +100,7 @@ def load_all(
 
 @gluon.jit
 def load_queries(other_q, weight_q, tiles, block, done, GROUP: gl.constexpr, CONFIG: gl.constexpr):
-    """Loads queries of a warp group, when it is done with those of the block before."""
+    """Loads the queries of a warp group, when it is done with those of the block before."""
     full = tiles.q_full.index(GROUP)
     mbarrier.wait(tiles.q_empty.index(GROUP), (done & 1) ^ 1)
     mbarrier.expect(full, other_q.block_type.nbytes + weight_q.block_type.nbytes)

@@ -1,21 +1,21 @@
 """Implements the second pass of the Hopper forward: sums a pointwise functional over a row's keys.
 
-A divergence that is no sum of products of a probability and a logarithm (JS, TV, an epsilon) needs
-the log-sum-exps of its row first. The program that found them reads the same tiles once more,
-while the queries are still in shared memory, and gives every key to the functional's helper
+JS, TV and an epsilon are no sums of products of a probability and a logarithm, so they need the
+log-sum-exps of their row first. The program that found these reads the same tiles once more, while
+the queries are still in shared memory, and passes every key to the functional's helper
 (pointwise.py).
 
 NOTE [Sums of known functionals]
-Some are known by their form, and have fewer sums, of fewer instructions; logarithms are in base 2
-until a row is done. With p and s the probabilities of a key:
+Some functionals are known by their form, and have fewer sums of fewer instructions. Logarithms are
+in base 2 until a row is done. With p and s the probabilities of a key:
 
 - JS with M = b P + c S: the sums of p (log p - log M) and s (log s - log M) are its derivatives,
-  but for their factors, whose sum is the value.
+  up to their factors, and their sum is the value.
 - c |P - S|: the sums of |d| and of sign(d) s with d = p - s. Its derivatives are c sign(d) p and
   -c sign(d) s, whose sum is the value again.
-- P (log(P + e) - log(S + f)), or with both sides exchanged: one logarithm of the quotient, off by
-  2^-22, and one reciprocal, of the product (P + e) (S + f). The derivatives are the value's term
-  and P - P e / (P + e), and -P + P f / (S + f). The sum of P is 1.
+- P (log(P + e) - log(S + f)), or with both sides exchanged: one logarithm of the quotient, with an
+  error of 2^-22, and one reciprocal, of the product (P + e) (S + f). The derivatives are the
+  value's term and P - P e / (P + e), and -P + P f / (S + f). The sum of P is 1.
 """
 
 from typing import Any, NamedTuple
@@ -49,8 +49,9 @@ SMALLEST = gl.constexpr(2.0**-126)
 
 
 class Specialized(NamedTuple):
-    """Holds the numbers of a specialised divergence: NOTE [Sums of known functionals]. They are 0
-    where a functional is not of a form.
+    """Holds the numbers of a specialised divergence: NOTE [Sums of known functionals].
+
+    They are 0 for a form that the functional does not have.
     """
 
     B: float  # of JS
@@ -62,7 +63,7 @@ class Specialized(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """Per thread, summed over the keys: f, h and g of a functional, or the sums of a known one."""
+    """Holds sums over keys per thread: f, h and g of a functional, or the sums of a known one."""
 
     value: Any
     h: Any
@@ -75,7 +76,7 @@ def with_terms(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with the terms of a tile or pair: log-probabilities and probabilities."""
+    """Adds the terms of a tile or pair to the sums, from log-probabilities and probabilities."""
     log_t = log_w if WEIGHT_IS_TEACHER else log_o
     log_s = log_o if WEIGHT_IS_TEACHER else log_w
     p = ew if WEIGHT_IS_TEACHER else eo
@@ -118,7 +119,7 @@ def pair_of_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with pair i."""
+    """Adds pair i to the sums."""
     wait_for(tiles, i, True, SLOTS)
     o = start_pair(place.oq, tiles.other_k, i, zeros, SLOTS)
     w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
@@ -139,7 +140,7 @@ def masked_keys(
     WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
     SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with tile t, masked."""
+    """Adds tile t, masked, to the sums."""
     IS_KNOWN: gl.constexpr = SPECIALIZED.B + SPECIALIZED.VARIATION + SPECIALIZED.OWN_EPS != 0.0
     o, w = products_of(t, tiles, place, zero, SLOTS)
     release_after(t, tiles, place, SLOTS)
@@ -156,8 +157,9 @@ def masked_keys(
 
 @gluon.jit
 def of_rows(sums, row_sum, SPECIALIZED: gl.constexpr):
-    """Returns f, h and g of rows from their threads' sums, in nats; `row_sum` is 1, or 0 without
-    keys.
+    """Computes f, h and g of rows from their threads' sums, in nats.
+
+    `row_sum` is 1, or 0 for a row without keys.
     """
     layout: gl.constexpr = row_sum.type.layout
     value = gl.convert_layout(gl.sum(sums.value, 1), layout)

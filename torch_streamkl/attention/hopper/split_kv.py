@@ -1,9 +1,9 @@
 """Splits the KV range of the last partial wave, and combines the states that the splits write.
 
 NOTE [Split-KV]
-A multiprocessor runs one block at a time, and without a causal mask blocks take equally long: the
-last wave of them may leave most multiprocessors idle. There PARTS programs share a block, each
-with a part of the keys, which fills the wave; a second kernel combines the states that they wrote.
+A multiprocessor runs one block at a time, and without a causal mask all blocks take equally long.
+So the last wave may leave most multiprocessors idle. There PARTS programs share a block, each with
+a part of its keys, which fills the wave. A second kernel combines the states that they wrote.
 """
 
 import triton
@@ -22,15 +22,13 @@ from torch_streamkl.kernels.row_state import finish, merge
 
 @gluon.jit
 def block_of(beyond, num_whole, PARTS: gl.constexpr):
-    """Returns the block of the program num_whole + beyond: blocks before num_whole have one
-    program.
-    """
+    """Returns the block of program num_whole + beyond; earlier blocks have one program each."""
     return num_whole + gl.where(beyond < 0, beyond, beyond // PARTS)
 
 
 @gluon.jit
 def tiles_of_split(num_tiles, beyond, PARTS: gl.constexpr):
-    """Returns the first tile and end of the tiles of a program."""
+    """Returns the first tile and the end of a program's split."""
     part = beyond % PARTS
     first = gl.where(beyond < 0, 0, num_tiles * part // PARTS)
     stop = gl.where(beyond < 0, num_tiles, num_tiles * (part + 1) // PARTS)
@@ -42,7 +40,7 @@ def finish_rows(
     state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Write values and statistics; NaN for rows to be computed again (hopper/forward.py)."""
+    """Writes values and statistics; NaN for rows to be recomputed (hopper/forward.py)."""
     lse_t, lse_s, value, student_delta, teacher_delta = finish(
         state, 0.0, 0.0, COEFFICIENTS, CONFIG
     )
@@ -62,8 +60,9 @@ def combine_kernel(
     value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes values and statistics of the last rows [batch * num_heads * seqlen_q] from their
-    parts.
+    """Computes values and statistics of the last rows from the states of their splits.
+
+    Rows are [batch * num_heads * seqlen_q].
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < num_rows

@@ -1,8 +1,8 @@
 """Schedules tiles statically for persistent kernels, and finds the KV range of each tile of rows.
 
 NOTE [Persistent kernels]
-A program of a persistent kernel computes several blocks, one after the other. While the last warp
-group is busy with one block, the loading warp and the other warp groups are in the next: nothing
+A program of a persistent kernel computes several blocks, one after the other. While its last warp
+group is busy with one block, its loading warp and other warp groups work on the next. Nothing
 waits for a program to start or for queries to arrive, and warp groups whose rows see different
 keys do not wait for each other at the end of a block. Blocks are ordered from the longest to the
 shortest, and every second step assigns them to the programs in reverse order, so that no program
@@ -22,14 +22,16 @@ from torch_streamkl.kernels.scores import bind_sequence, keys_of_rows
 
 
 class Window(NamedTuple):
-    """The bounds of a window, with the sequence's offset in them: a register less in the loops."""
+    """Holds the bounds of a window, with the sequence's offset in them: a register less in the
+    loops.
+    """
 
     window_left: Any
     window_right: Any
 
 
 class Work(NamedTuple):
-    """All blocks of a launch, and the program that runs."""
+    """Holds the counts of all blocks of a launch, and the number of the program that runs."""
 
     program: Any
     num_programs: Any
@@ -40,7 +42,7 @@ class Work(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of rows, and the tiles of keys that its rows see."""
+    """Holds a block of rows, and the range of key tiles that its rows see."""
 
     b: Any
     h: Any
@@ -68,9 +70,7 @@ def num_steps_of_program(work):
 
 @gluon.jit
 def place_among(number, num_blocks, num_heads, at_once, INTERLEAVED: gl.constexpr):
-    """Like row_state.tile_coordinates, for a number below num_blocks * num_heads: block,
-    head.
-    """
+    """Maps a number below num_blocks * num_heads to block and head, as tile_coordinates does."""
     if INTERLEAVED:
         first = number // (num_blocks * at_once) * at_once
         num_heads = gl.minimum(num_heads - first, at_once)

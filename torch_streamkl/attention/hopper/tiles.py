@@ -7,20 +7,20 @@ main loop takes the pairs that every row sees whole; the tiles before and after 
 one at a time.
 
 NOTE [Code]
-Every warp group has code of its own, and the caches of instructions hold 128 KB, 8192 of them: a
-block of few tiles takes twice as long where they do not fit. So there is one loop for masked
+Every warp group has its own code, and the instruction caches hold 128 KB, 8192 instructions. If
+the code does not fit, a block of few tiles takes twice as long. So there is one loop for masked
 tiles, which runs before the main loop and again after it, and no running maxima.
 
 NOTE [Row max of the first tile]
 Sums are relative to the largest scores of the first tile: no maxima, no rescaling, no exchange
-between threads. A row may not even see the key of that score; NOTE [Frozen row max] in forward.py
-says which sums are exact enough all the same, and the others are recomputed. Rows that see no key
-are known from their number, or from the bits of a mask.
+between threads. A row may not even see the key of that score. NOTE [Frozen row max] in forward.py
+says which sums are exact enough all the same; the others are recomputed. Rows that see no key are
+known from their number, or from the bits of a mask.
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
 [One pass or two] in functional.py). So the lowest scores of a clamped side are kept, and a row
-with a probability below its clamp gets NaN, as one that fails does.
+with a probability below its clamp gets NaN, as a row that fails does.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ FAR = gl.constexpr(-1.0e30)  # what a key that a row does not see has for a scor
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
+    """Holds shared memory: queries of each warp group, stages of pairs of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Per thread, relative to the frozen row max: sums of 2^x, moment, lowest scores."""
+    """Holds sums per thread relative to the frozen row max: sums of 2^x, moment, lowest scores."""
 
     other: Any
     weight: Any
@@ -80,7 +80,7 @@ class Sums(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The state of a warp group: its queries, its block, its rows, and the pairs it has read."""
+    """Holds the state of a warp group: its queries, block and rows, and the pairs it has read."""
 
     oq: Any
     wq: Any
@@ -94,15 +94,15 @@ class Place(NamedTuple):
 
 @gluon.jit
 def start_at(q, keys, place, t, zero, SLOTS: gl.constexpr):
-    """Issue q @ tile t of a block, counted from its last."""
+    """Issues q @ tile t of a block, counted from its last."""
     return start_half(q, keys, place.used + t // 2, 1 - (t & 1), zero, SLOTS)
 
 
 @gluon.jit
 def wait_for(tiles, i, more, SLOTS: gl.constexpr):
-    """Wait until pair i is in its stage; `more` is false past the end.
+    """Waits until pair i is in its stage; `more` is false past the end.
 
-    Past the end matmuls read whatever the stage holds, and nobody reads the result.
+    Past the end, matmuls read whatever the stage holds, and nobody reads the result.
     """
     mbarrier.wait(tiles.full.index(stage_of(i, SLOTS)), phase_of(i, SLOTS), pred=more)
 
@@ -123,7 +123,7 @@ def skip_stages(tiles, start, stop, SLOTS: gl.constexpr):
 
 @gluon.jit
 def start_following(tiles, place, t, zero, SLOTS: gl.constexpr):
-    """Issue `other`'s matmul of tile t + 1, and release the pair whose last tile t is."""
+    """Issues `other`'s matmul of tile t + 1, and releases the pair whose last tile is t."""
     is_last = (t & 1) == 1
     pair = place.used + t // 2
     wait_for(tiles, pair + 1, is_last & (t + 1 < place.end), SLOTS)
@@ -157,7 +157,7 @@ def seen(place, t, like, CONFIG: gl.constexpr):
 
 @gluon.jit
 def masked(x, t, place, bits, is_full, CONFIG: gl.constexpr):
-    """Returns x of tile t where rows see keys, FAR elsewhere."""
+    """Keeps x of tile t where rows see keys; FAR elsewhere."""
     if CONFIG.HAS_MASK:
         if not is_full:
             x = where_admitted(bits, x, FAR)
@@ -172,9 +172,7 @@ def step(
     C_WEIGHT: gl.constexpr, C_OTHER: gl.constexpr,
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums with a half of pair i, whose products of `other` are o, and those of the
-    next.
-    """
+    """Adds a half of pair i, whose products of `other` are o; returns those of the next half."""
     w = start_half(place.wq, tiles.weight_k, i, HALF, zero, SLOTS)
     o = o * place.other_scale - gl.expand_dims(sums.base_o, 1)
     sum_o = before_wait(sums.other + lane_sum(exp2(o)))
@@ -232,7 +230,7 @@ def masked_step(
     CLAMP_OTHER: gl.constexpr, CLAMP_WEIGHT: gl.constexpr, SLOTS: gl.constexpr,
     CONFIG: gl.constexpr, bits=0, is_full=True,
 ):  # fmt: skip
-    """Returns the sums with tile t, whose products of `other` are o, and those of the next.
+    """Adds tile t, whose products of `other` are o, and returns those of the next tile.
 
     With a mask tensor, `bits` are its bits of the tile, and nothing else masks it.
     """
@@ -279,9 +277,9 @@ def with_sums(sums, rows, WEIGHT_IS_TEACHER: gl.constexpr):
 
 @gluon.jit
 def without_doubtful(state, some):
-    """Returns the state, with NaN for rows whose sums relative to a frozen row max may be wrong.
+    """Puts NaN into rows whose sums relative to a frozen row max may be wrong.
 
-    Rows without `some` key have none of anything.
+    Rows without `some` key have sums of 0.
     """
     good = (state.l_t >= SMALLEST_SUM) & (state.l_t <= LARGEST)
     good &= (state.l_s >= SMALLEST_SUM) & (state.l_s <= LARGEST)
@@ -305,8 +303,8 @@ def empty(BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def start_sums(o, w, keys, other_scale, weight_scale, zero):
-    """Returns empty sums relative to the largest of the first scores; `keys` are those that there
-    are.
+    """Returns empty sums relative to the largest of the first scores; `keys` are the existing
+    ones.
     """
     none = lane_sum(zero)
     base_o = gl.max(gl.where(keys, o * other_scale, -float("inf")), 1)
@@ -366,14 +364,14 @@ def products_of(t, tiles, place, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def release_after(t, tiles, place, SLOTS: gl.constexpr):
-    """Release the pair whose last tile t is."""
+    """Releases the pair whose last tile is t."""
     if (t & 1) == 1:
         release(tiles, place.used + t // 2, SLOTS)
 
 
 @gluon.jit
 def masked_row_sums(sums, o, w, t, place, CONFIG: gl.constexpr):
-    """Returns the sums of 2^x with tile t, whose products are o and w."""
+    """Adds tile t, whose products are o and w, to the sums of 2^x."""
     o = masked(o * place.other_scale - gl.expand_dims(sums.base_o, 1), t, place, 0, True, CONFIG)
     w = masked(w * place.weight_scale - gl.expand_dims(sums.base_w, 1), t, place, 0, True, CONFIG)
     return with_row_sums(sums, sums.other + lane_sum(exp2(o)), sums.weight + lane_sum(exp2(w)))
@@ -381,7 +379,7 @@ def masked_row_sums(sums, o, w, t, place, CONFIG: gl.constexpr):
 
 @gluon.jit
 def with_row_sums(sums, other, weight):
-    """Returns the sums with others of 2^x."""
+    """Adds to the sums of 2^x."""
     return Sums(
         other, weight, sums.moment, sums.low_o, sums.low_w, sums.base_o, sums.base_w
     )  # fmt: skip
@@ -389,9 +387,7 @@ def with_row_sums(sums, other, weight):
 
 @gluon.jit
 def row_sums_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
-    """Returns the sums of 2^x with pair i, whose products of `other` are o, and those of the
-    next.
-    """
+    """Adds pair i, whose products of `other` are o, to the sums of 2^x; returns the next ones."""
     w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
     o = o * place.other_scale - column_of(sums.base_o, zeros)
     sum_o = before_wait(add(sums.other, lane_sum(exp2(o))))
@@ -409,7 +405,7 @@ def row_sums_step(o, sums, i, more, tiles, place, zeros, SLOTS: gl.constexpr):
 
 @gluon.jit
 def sum_of_row_sums(sums, tiles, place, start, stop, zeros, SLOTS: gl.constexpr):
-    """Sums of 2^x alone over the pairs from start to stop, which need no mask."""
+    """Adds the pairs from start to stop, which need no mask, to the sums of 2^x alone."""
     if start < stop:
         wait_for(tiles, start, True, SLOTS)
         o = start_pair(place.oq, tiles.other_k, start, zeros, SLOTS)

@@ -1,19 +1,20 @@
 """Provides what the Hopper kernels share: wgmma, sums per thread, and pipeline stages.
 
 NOTE [Matmuls under arithmetic]
-A score matmul has nothing to wait for in the arithmetic on the scores before it, so a kernel
-issues the matmuls of the next tile, reduces the current one, and then waits. Two things undo that.
-ptxas serialises every wgmma (message C7514) when an accumulator is in flight across a loop's back
-edge: loops are unrolled by two, each half with its own registers. And compilers move arithmetic
-that nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
+A score matmul does not depend on the arithmetic on the scores before it. So a kernel issues the
+matmuls of the next tile, reduces the current one, and then waits. Two things undo that. ptxas
+serialises every wgmma (message C7514) if an accumulator is in flight across a loop's back edge:
+loops are unrolled by two, each half with its own registers. And compilers move arithmetic that
+nothing needs yet below the next wait, tile after tile: `before_wait` reads the sums first.
 
 NOTE [Pairs at once]
-Where a forward has two passes a pair that needs no mask is multiplied as one of 128 keys: half the
+If a forward has two passes, a pair that needs no mask is multiplied as one of 128 keys: half the
 instructions that issue matmuls, half the barriers. The first pass has one matmul in flight, as
 others have. In the second, two times 64 products leave a thread of three warp groups no registers
-for it: while one warp group waits for its products, the others reduce theirs. So it is in causal
-forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait at the
-same time (launch.multiplies_pairs); elsewhere one pass is faster with halves of pairs.
+for it: while one warp group waits for its products, the others reduce theirs. The same holds for
+causal forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait
+at the same time (launch.multiplies_pairs). For other forwards, one pass is faster with halves of
+pairs.
 
 NOTE [Pipeline stages]
 Tile i (in the forward: pair of tiles i) is in stage i % SLOTS of shared memory (`stage_of`), and
@@ -41,7 +42,7 @@ GROUP_REGISTERS = gl.constexpr(480)  # of a thread, shared evenly by the warp gr
 
 
 def _pinned(n: int) -> str:
-    """A pause that no numbers ask for, between n of them and what follows.
+    """Writes asm of a pause that never happens, but needs n numbers before what follows.
 
     It reads two of every eight: the compiler leaves the others with them.
     """
@@ -68,7 +69,7 @@ def exp2(x):
 
 
 def _before_wait(n: int) -> str:
-    """A pause that no numbers ask for reads n numbers, and returns them."""
+    """Writes asm of a pause that never happens, but reads n numbers, and returns them."""
     lines = [".reg .pred p;", f"setp.eq.f32 p, ${n}, 0fFF7FFFFF;"]
     lines += [f"setp.eq.and.f32 p, ${n + i}, 0fFF7FFFFF, p;" for i in range(1, n)]
     lines += ["@p nanosleep.u32 1;"]
@@ -81,7 +82,7 @@ WAIT_ONE, WAIT_TWO, WAIT_THREE = (gl.constexpr(_before_wait(2 * n)) for n in (1,
 
 @gluon.jit
 def log2(x):
-    """Computes log2 of a positive number in one instruction, off by 2^-22 of itself."""
+    """Computes log2 of a positive number in one instruction, with a relative error of 2^-22."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -123,17 +124,13 @@ def before_wait_three(a, b, c):
 
 @gluon.jit
 def pinned(x):
-    """Returns x [64, 64], computed by this point of the program: as before_wait, for a whole
-    tile.
-    """
+    """Returns x [64, 64], computed by this point: `before_wait` for a whole tile."""
     return gl.inline_asm_elementwise(PINNED, PINNED_OPERANDS, [x], gl.float32, False, 32)
 
 
 @gluon.jit
 def anew(i):
-    """Returns i as a value that compilers know nothing of: what depends on it stays inside a
-    loop.
-    """
+    """Returns i as a value that compilers know nothing of, so that its uses stay inside a loop."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -194,10 +191,10 @@ def bits(x):
 
 
 def _lowest(n: int) -> str:
-    """Maxima of n unsigned integers of a thread's two rows and of those so far, in two chains.
+    """Computes maxima of n unsigned integers of a thread's two rows and of earlier ones.
 
-    Of a tile's registers two are of one row, two of the other. A chain of maxima takes an
-    instruction for two numbers, where a tree takes up to two.
+    Of a tile's registers, two belong to one row and two to the other. A chain of maxima takes one
+    instruction for two numbers; a tree takes up to two.
     """
     lines = [f"max.u32 ${i}, ${n + i}, ${2 * n + i};" for i in (0, 2)]
     lines += [f"max.u32 ${i & 2}, ${i & 2}, ${n + i};" for i in range(n) if i not in (0, 2)]
@@ -234,10 +231,10 @@ def of_first_column(x, like):
 
 @gluon.jit
 def lane_lowest(low, x):
-    """Reduces as lane_sum does, to the lowest of `low` and a thread's columns; if none is below 0,
-    to one of them.
+    """Reduces as lane_sum does, to the lowest of `low` and a thread's columns.
 
-    Two maxima of unsigned integers are one instruction; two minima of floats are two.
+    If none is below 0, the result is one of them. Two maxima of unsigned integers are one
+    instruction; two minima of floats are two.
     """
     before = per_column(bits(low), bits(x))
     found = gl.inline_asm_elementwise(
@@ -248,7 +245,7 @@ def lane_lowest(low, x):
 
 
 def _signed_sum(n: int) -> str:
-    """Sums of a thread's two rows: those so far, and sign(d) x of n numbers d and n numbers x."""
+    """Adds sign(d) x of n numbers d and n numbers x to the sums of a thread's two rows."""
     lines = [".reg .pred p; .reg .b32 t;"]
     lines += [f"mov.f32 ${i}, ${3 * n + i};" for i in (0, 2)]
     lines += [
@@ -309,15 +306,15 @@ def flat(tile):
 
 @gluon.jit
 def start_scores(a, tile, zero):
-    """Issue a @ tile^T; `zero` gives the shape."""
+    """Issues a @ tile^T; `zero` gives the shape."""
     return warpgroup_mma(a, flat(tile).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
-    """Issue q @ the first keys of pair i (half 0), or the last (1).
+    """Issues q @ the first keys of pair i (half 0), or the last (1).
 
-    Where a stage holds both as one tile, by 64 columns of the queries.
+    If a stage holds both as one tile, the matmul goes by 64 columns of the queries.
     """
     if keys.shape[3] == 64:
         return start_scores(q, keys.index(2 * stage_of(i, SLOTS) + half), zero)
@@ -340,7 +337,7 @@ def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def load_pair(x, at, keys, i, full, SLOTS: gl.constexpr):
-    """Load pair i of tiles of keys, whose first key is `at`: [batch, heads, seqlen]."""
+    """Loads pair i of key tiles, whose first key is `at`: [batch, heads, seqlen]."""
     b, h, row = at
     if keys.shape[3] == 64:
         first = 2 * stage_of(i, SLOTS)
@@ -352,7 +349,7 @@ def load_pair(x, at, keys, i, full, SLOTS: gl.constexpr):
 
 @gluon.jit
 def start_pair(q, keys, i, zero, SLOTS: gl.constexpr):
-    """Issue q @ the keys of pair i."""
+    """Issues q @ the keys of pair i."""
     return start_scores(q, keys.index(stage_of(i, SLOTS)), zero)
 
 

@@ -1,8 +1,8 @@
 """Implements the Hopper forward for head_dims above 128: stages of single tiles, two warp groups.
 
-The schedule is that of forward.py (its NOTEs on the frozen row max and on clamps hold here), but
-shared memory has no room for pairs of tiles. A stage holds one tile of one side, and stages of the
-two sides alternate: a warp group has one matmul in flight, which needs one tile.
+The schedule is that of forward.py, whose NOTEs on the frozen row max and on clamps hold here. But
+shared memory has no room for pairs of tiles: a stage holds one tile of one side, and stages of the
+two sides alternate. A warp group has one matmul in flight, which needs one tile.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ GROUPS = gl.constexpr(2)  # warp groups: more of their queries do not fit
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of each warp group, stages of key tiles, barriers."""
+    """Holds shared memory: queries of each warp group, stages of key tiles, barriers."""
 
     other_q: Any
     weight_q: Any
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The block of rows of a program, and the tiles of keys it meets, from the last on."""
+    """Holds the block of rows of a program, and the key tiles that it meets, from the last on."""
 
     b: Any  # in the tensors: packed ones have one batch element
     h: Any
@@ -79,7 +79,7 @@ class Outputs(NamedTuple):
 
 @gluon.jit
 def wait_for(tiles, load, more, SLOTS: gl.constexpr):
-    """Wait until a load is in its stage; `more` is false past the end, where nobody reads it."""
+    """Waits until a load is in its stage; `more` is false past the end, where nobody reads it."""
     mbarrier.wait(tiles.full.index(load % SLOTS), load // SLOTS & 1, pred=more)
 
 
@@ -189,9 +189,7 @@ def sum_tiles(
 
 @gluon.jit
 def tiles_without_mask(block, first_row, CONFIG: gl.constexpr):
-    """Returns tiles from start to stop, but never the first: the warp group's rows see them
-    whole.
-    """
+    """Finds the tiles, never the first, that all rows of the warp group see whole."""
     _, left, right, _ = keys_of_rows(
         block.masks, block.seq, first_row, CONFIG.BLOCK_M, CONFIG.BLOCK_N,
         CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False,

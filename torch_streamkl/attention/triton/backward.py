@@ -1,11 +1,9 @@
-"""Implements the portable backward: dQ by blocks of rows, dK by blocks of keys.
+"""Implements the portable backward: dQ by blocks of rows, and dK by blocks of keys.
 
-Both recompute scores.
-
-Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
-the bits are the same on every run. Where heads have so few keys that one program keeps dK of all
-of them, `dq_dk_kernel` computes both, in the same order. STUDENT chooses whose gradient a launch
-computes.
+Both kernels recompute the scores. One kernel with atomics would compute them once, but in two
+kernels one program sums each gradient in a fixed order: the bits are the same on every run. If
+heads have so few keys that one program keeps dK of all of them, `dq_dk_kernel` computes both, in
+the same order. STUDENT chooses whose gradient a launch computes.
 """
 
 import triton
@@ -39,9 +37,9 @@ def gradient_tile(
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
     KEYS: tl.constexpr = True,
 ):  # fmt: skip
-    """Returns d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale.
+    """Computes d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale.
 
-    Without ``KEYS`` it is anything at keys that a mask of keys removes.
+    Without ``KEYS`` it is undefined at keys that a mask of keys removes.
     """
     i = rows.offs[:, None]
     j = offs_n[None, :]
@@ -82,9 +80,9 @@ def gradient_tile(
 def load_statistics(
     grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, row, inside, STUDENT: tl.constexpr
 ):
-    """Returns lse_t, lse_s, delta of the wanted side and incoming gradient of a block of rows.
+    """Loads lse_t, lse_s, the wanted side's delta and the incoming gradient of a block of rows.
 
-    Rows that do not count get probabilities of 0: their own gradients may be infinite.
+    Rows that do not count get probabilities of 0, because their own gradients may be infinite.
     """
     lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
     lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
@@ -103,7 +101,7 @@ def dq_over(
     STUDENT: tl.constexpr, MASKED: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate sum_j dscore_j k_j over the tiles in [start, stop)."""
+    """Accumulates sum_j dscore_j k_j over the tiles in [start, stop)."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     for n0 in tl.range(start, stop, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -131,7 +129,7 @@ def dq_kernel(
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes dQ of a block of rows over a share of the keys (all of them with one split)."""
+    """Computes dQ of a block of rows over one split of the keys."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
@@ -185,7 +183,7 @@ def dk_over(
     STUDENT: tl.constexpr, MASKED: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate sum_i dscore_i q_i over the row tiles in [start, stop)."""
+    """Accumulates sum_i dscore_i q_i over the row tiles in [start, stop)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     for m0 in tl.range(start, stop, BLOCK_M):
         offs_m = m0 + tl.arange(0, BLOCK_M)
@@ -216,7 +214,7 @@ def dk_over(
 
 @triton.jit
 def with_rows(acc, d, grad, q, CONFIG: tl.constexpr):
-    """Returns dK with what a tile of rows adds to it."""
+    """Adds a tile of rows to dK."""
     weighted = tl.trans((d * grad[:, None]).to(q.dtype))
     return tl.dot(weighted, q, acc, input_precision=CONFIG.PRECISION)
 
@@ -225,7 +223,7 @@ def with_rows(acc, d, grad, q, CONFIG: tl.constexpr):
 def store_keys(
     acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, seq, share, b, head, n0, DIM: tl.constexpr
 ):
-    """Write the gradient of the keys at n0."""
+    """Writes the gradient of the keys at n0."""
     offs_n = n0 + tl.arange(0, acc.shape[0])
     out = gradient_ptrs(
         dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, share, b, head, seq.start_k + offs_n,
@@ -243,9 +241,7 @@ def dk_kernel(
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK of a block of keys of one key head: the sum over (a share of) its query
-    heads.
-    """
+    """Computes dK of a block of keys of one key head, summed over (a split of) its query heads."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
@@ -317,7 +313,7 @@ def dq_dk_over(
     STUDENT: tl.constexpr, TILES: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Returns dK with what the row tiles in [start, stop) add to it; their dQ is written."""
+    """Adds the row tiles in [start, stop) to dK, and writes their dQ."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
     BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
@@ -357,11 +353,10 @@ def dq_dk_kernel(
     STUDENT: tl.constexpr, TILES: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK of a key head whose keys are so many TILES, and dQ of (a share of) its query
-    heads.
+    """Computes dK of a key head with TILES tiles of keys, and dQ of (a split of) its query heads.
 
-    Scores are computed once for both. All tiles are masked by elements: they are few, and a loop
-    over those without a mask next to the others costs registers.
+    Scores are computed once for both. All tiles are masked by elements: they are few, and a second
+    loop for tiles without a mask costs registers.
     """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM

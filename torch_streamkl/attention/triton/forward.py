@@ -1,10 +1,9 @@
 """Implements the portable forward: each program streams tiles of keys past a block of query rows.
 
-`forward_kernel` does everything for its rows. Where query rows are too few to fill the GPU the
-keys are
-split: `state_kernel` writes the row state of a share of the keys, `merge_kernel` unites the
-shares, and, for functionals with a second pass, `sums_kernel` and `merge_sums_kernel` do the same
-for its sums.
+`forward_kernel` does everything for its rows. If there are too few query rows to fill the GPU, the
+keys are split: `state_kernel` writes the row state of each split, and `merge_kernel` combines
+them. For functionals with a second pass, `sums_kernel` and `merge_sums_kernel` do the same for its
+sums.
 """
 
 import triton
@@ -178,7 +177,7 @@ def finite_lse(lse):
 def with_masked_sums(
     sums, lse_t, lse_s, num_keys, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Adds to the second pass the keys that are not allowed: they all look the same."""
+    """Adds the keys that are not allowed to the second pass's sums: they all have one score."""
     log_t = masked_fill_value(sums.count, fill, CONFIG.T_SINK) - lse_t
     log_s = masked_fill_value(sums.count, fill, CONFIG.S_SINK) - lse_s
     f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, POINTWISE_FN)
@@ -198,7 +197,7 @@ def sums_of_equal_keys(log_t, log_s, count, POINTWISE_FN: tl.constexpr):
 
 @triton.jit
 def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
-    """Returns rows with a probability below a clamp, where the closed form does not hold."""
+    """Marks rows with a probability below a clamp, for which the closed form does not hold."""
     above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
     above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
     empty = (state.l_t == 0.0) & (state.l_s == 0.0)
@@ -235,7 +234,7 @@ def store_rows(
     student_delta,
     teacher_delta,
 ):
-    """Write value and statistics of a block of rows."""
+    """Writes values and statistics of a block of rows."""
     tl.store(value_ptr + row, value, mask=inside)
     tl.store(s_stats_ptr + row, lse_s, mask=inside)
     tl.store(s_stats_ptr + stats_stride + row, student_delta, mask=inside)
@@ -266,9 +265,9 @@ def recompute_kernel(
     EACH: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Runs `forward_kernel` for those blocks [sequences, heads, num_blocks] that have a NaN value.
+    """Runs `forward_kernel` for the blocks [sequences, heads, num_blocks] that have a NaN value.
 
-    A program looks at EACH blocks at once: most have none, and two programs fit a multiprocessor.
+    A program checks EACH blocks: most have no NaN, and two programs fit a multiprocessor.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     found = 0
@@ -396,7 +395,7 @@ def state_kernel(
 
 @triton.jit
 def store_state(ptr, field_stride, state, inside):
-    """Write the nine fields of the state of rows."""
+    """Writes the nine fields of the state of rows."""
     tl.store(ptr, state.m_t, mask=inside)
     tl.store(ptr + field_stride, state.l_t, mask=inside)
     tl.store(ptr + 2 * field_stride, state.m_s, mask=inside)

@@ -1,13 +1,13 @@
 """Computes a teacher that is the mean over a group of heads (head_reduction="mean").
 
-The mean is over probabilities, so the log-sum-exps of all heads come first (`lse_kernel`).
-`mean_kernel` then writes the mean of some blocks of rows to memory, which every other kernel reads
-before the next blocks take its place: a pass over all heads serves sums, or all gradients.
-Everything is in log2 units, as elsewhere. A gradient to one teacher head needs its share of the
-mean, P_r / (num_heads mean).
+The mean is over probabilities, so `lse_kernel` first computes the log-sum-exps of all heads. Then
+`mean_kernel` writes the mean of some blocks of rows to memory. Every other kernel reads it there,
+before the next blocks replace it: one pass over all heads serves the sums, or all gradients.
+Everything is in log2 units, as in the other kernels. The gradient to one teacher head needs its
+share of the mean, P_r / (num_heads mean).
 
 Blocks of rows are numbered through all sequences and heads of the student. ``first_block`` is the
-first one that the mean in memory is of, in blocks of the kernel that reads it.
+first one whose mean is in memory, in blocks of the kernel that reads it.
 """
 
 import triton
@@ -155,7 +155,7 @@ def lse_kernel(
 # ---------------------------------------------------------------------------------------- the mean
 @triton.jit
 def add_head(top, row_sum, x):
-    """Add probabilities exp2(x) to a sum kept as mass * exp2(top): none of them may underflow."""
+    """Adds probabilities exp2(x) to a sum kept as row_sum * exp2(top), so that none underflows."""
     higher = tl.maximum(top, x)
     return higher, row_sum * tl.math.exp2(top - higher) + tl.math.exp2(x - higher)
 
@@ -224,5 +224,5 @@ def load_mean(mean, block, offs_n, allowed, CONFIG: tl.constexpr):
 
 @triton.jit
 def split_of_mean(log_head, log_mean, ratio):
-    """P_r / (num_heads * mean): what one head's probability adds to the mean's logarithm."""
+    """Computes P_r / (num_heads * mean): the share of one head in the logarithm of the mean."""
     return tl.math.exp2(log_head - tl.maximum(log_mean, LOW)) / ratio

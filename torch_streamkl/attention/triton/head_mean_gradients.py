@@ -1,4 +1,4 @@
-"""Computes gradients with a head-averaged teacher, from the mean in memory (head_mean.py)."""
+"""Computes gradients of a divergence with a head-averaged teacher (head_mean.py)."""
 
 import triton
 import triton.language as tl

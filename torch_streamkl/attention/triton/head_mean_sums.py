@@ -1,6 +1,7 @@
-"""Computes row sums with a head-averaged teacher, from the mean in memory (head_mean.py).
+"""Computes row sums of a divergence with a head-averaged teacher (head_mean.py).
 
-The value and H are those of a student head, G that of each teacher head of its group.
+The value and the student's delta belong to a student head. The teacher's delta belongs to each
+teacher head of its group.
 """
 
 import triton
@@ -66,9 +67,7 @@ def mean_sums_kernel(
     num_blocks, num_heads, ratio, keys_of_split, inv_temperature, fill,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes the value and H of a block of rows of a student head, over one share of the
-    keys.
-    """
+    """Computes value and student's delta of a block of rows of a student head, over one split."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0)
@@ -112,7 +111,7 @@ def group_sums_kernel(
     num_blocks, num_heads, ratio, inv_temperature, fill,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes G of a block of rows of one teacher head of a student head's group."""
+    """Computes the teacher's delta of a block of rows of one teacher head of a group."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0) // ratio

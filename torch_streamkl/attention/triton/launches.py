@@ -1,6 +1,6 @@
-"""Launches the portable attention kernels: makes grids and arguments from an AttentionProblem.
+"""Launches the portable attention kernels: builds grids and arguments from an AttentionProblem.
 
-No host synchronisation: lengths, guards and packed offsets are read on the device.
+The host never waits for the GPU: kernels read lengths, guards and packed offsets on the device.
 """
 
 from __future__ import annotations

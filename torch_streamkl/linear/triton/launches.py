@@ -40,7 +40,7 @@ def values_and_gradient(
     weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> None:
-    """Computes both in one launch: a row's second pass finds part of it in the cache."""
+    """Computes both in one launch: a row's second pass finds part of the logits in the cache."""
     _launch(problem, student, teacher, out, weights, needs_grad, compute_values=True)
 
 

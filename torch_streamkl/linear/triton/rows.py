@@ -1,9 +1,8 @@
 """Implements the row kernel: values and statistics of rows of logits, or gradients over them.
 
-A row is read in tiles [LANES, WIDTH] of consecutive vocabulary entries. Each lane (one thread)
-keeps a row state of its own over the vocabulary entries it sees, so the loop has no reduction
-across threads; the lanes are merged once at the end. Scores are in log2 units, as in `rows.py`,
-and so are the stored log-sum-exps.
+A program reads a row in tiles [LANES, WIDTH] of consecutive vocabulary entries. Each lane (one
+thread) keeps a row state of the entries that it sees, so the loop has no reduction across threads.
+The lanes are merged once at the end. Scores and the stored log-sum-exps are in log2 units.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch_streamkl.kernels.scores import tanh
 
 
 class HeadArgs(NamedTuple):
-    """One side's logits [rows, vocab] and how they become scores."""
+    """Holds one side's logits [rows, vocab], and how they become scores."""
 
     logits: Any
     stride: Any
@@ -39,7 +38,9 @@ class HeadArgs(NamedTuple):
 
 
 class RowArgs(NamedTuple):
-    """Per-row inputs and outputs; ``statistics`` is [7, rows] (RowValues in linear/problem.py)."""
+    """Holds inputs and outputs per row; ``statistics`` is [7, rows] (RowValues,
+    linear/problem.py).
+    """
 
     value: Any
     hard: Any
@@ -69,7 +70,7 @@ class RowStats(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Compile-time choices; the last four are what `rows.py` asks of a configuration."""
+    """Holds compile-time choices; the helpers of rows.py read the last four."""
 
     LANES: int
     WIDTH: int  # consecutive vocabulary entries of a lane
@@ -94,9 +95,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def load_bits(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
-    """Returns logits [LANES, WIDTH] with their bias, which of them exist, and the vocabulary entry
-    indices.
-    """
+    """Loads logits [LANES, WIDTH] with their bias; says which exist, and their entry indices."""
     lanes = tl.arange(0, CONFIG.LANES)
     vocab = start + lanes[:, None] * CONFIG.WIDTH + tl.arange(0, CONFIG.WIDTH)[None, :]
     inside = vocab < head.vocab_size
@@ -117,9 +116,7 @@ def scores_of(
     head, row, start, unit,
     MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Returns scores of a tile (-inf where no vocabulary entry is), d(y)/d(logit), and which
-    vocabulary entries exist.
-    """
+    """Computes a tile's scores (-inf without an entry), d(y)/d(logit), and existing entries."""
     z, inside, vocab = load_bits(head, row, start, MASKED, BIAS, CONFIG)
     if SOFTCAP:
         capped = tanh(z * (head.scale / head.softcap))
@@ -217,7 +214,7 @@ def row_kernel(
     student, teacher, rows,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Computes values and statistics of a row where VALUES, then its gradients over its logits."""
+    """Computes values and statistics of a row if VALUES, then its gradients over its logits."""
     row = tl.program_id(0).to(tl.int64)
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
@@ -311,9 +308,7 @@ def row_kernel(
 
 @triton.jit
 def rest_of(high, row_sum, lse):
-    """NOTE [Rounding of log-sum-exps] in linear/problem.py; 0 for a row without vocabulary
-    entries.
-    """
+    """Computes the rounding error of a log-sum-exp (NOTE in linear/problem.py), or 0."""
     empty = row_sum == 0.0
     rest = (high - lse) + tl.math.log2(tl.where(empty, 1.0, row_sum))
     return tl.where(empty, 0.0, rest)
@@ -324,9 +319,7 @@ def pointwise_sums(
     student, teacher, row, vocab_size, unit, lse_s, lse_t, rest_s, rest_t,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Returns f, h and g of a functional that the row state does not give, summed over the
-    vocabulary.
-    """
+    """Sums f, h and g of a functional without a row state over the vocabulary."""
     LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = LANES * CONFIG.WIDTH
     lse_s = tl.where(lse_s == -float("inf"), 0.0, lse_s)
@@ -357,7 +350,7 @@ def store_gradient(
     MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a tile of the row's logits by the gradient to them."""
+    """Overwrites a tile of the row's logits by the gradient to them."""
     s, s_slope, in_s, vocab = scores_of(
         student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
     )

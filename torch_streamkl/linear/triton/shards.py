@@ -1,6 +1,6 @@
-"""Computes rows of a vocab shard on a GPU: the functions of `distributed/shard_rows.py`.
+"""Computes rows of a vocabulary shard on a GPU: the functions of `distributed/shard_rows.py`.
 
-Maxima and log-sum-exps are in log2 units, as in `linear/rows.py`; the label's y is in its own.
+Maxima and log-sum-exps are in log2 units, as in `rows.py`; the label's y is in its own unit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MERGED_ROWS = 128  # of a program
 
 
 def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
-    """Write the state of rows from both sides' logits of the rank's vocabulary shard."""
+    """Writes the state of rows from both sides' logits of the rank's vocabulary shard."""
     config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
     rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
     arguments = head_args(problem.student, student), head_args(problem.teacher, teacher), rows
@@ -47,7 +47,7 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
 
 
 def empty_state(parts: Tensor) -> None:
-    """Write the state of rows of a rank without vocabulary entries."""
+    """Writes the state of rows of a rank without vocabulary entries."""
     low = LOW.value
     fields = [low, 0.0, low, 0.0, 0.0, 0.0, -math.inf, -math.inf]
     for row, value in zip(parts, fields, strict=False):
@@ -55,9 +55,7 @@ def empty_state(parts: Tensor) -> None:
 
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
-    """Merges states to statistics of whole rows, cross-entropies, and the values that the state
-    gives.
-    """
+    """Merges states to statistics of whole rows, cross-entropies, and values of the state."""
     config, _ = config_of(problem, parts, parts, NO_WEIGHTS, NeedsGrad(), True)
     arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
@@ -72,9 +70,7 @@ def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValue
 def sums(
     problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
 ) -> None:
-    """Write value, H and G over the rank's vocabulary shard [3, num_tokens], from merged
-    log-sum-exps.
-    """
+    """Writes value and deltas over the rank's shard [3, num_tokens], from merged log-sum-exps."""
     config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
     arguments = (
         head_args(problem.student, student), head_args(problem.teacher, teacher),
@@ -129,7 +125,7 @@ def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.
 
 @triton.jit
 def label_score(student, rows, row, CONFIG: tl.constexpr):
-    """Returns y of the row's label, -inf where it is none of the given vocabulary entries."""
+    """Returns y of the row's label, -inf if the label is none of the given vocabulary entries."""
     vocab_entry, _ = label_of(rows, row)
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
     z = tl.load(
@@ -148,9 +144,7 @@ def merge_kernel(
     parts, rank_stride, field_stride, num_ranks, rows, num_rows, vocab_size,
     COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes statistics (and values) of a block of rows from the states of all ranks, in their
-    order.
-    """
+    """Merges all ranks' states, in their order, to statistics and values of a block of rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     total = no_vocab(BLOCK)
@@ -205,9 +199,7 @@ def merge_kernel(
 def sums_kernel(
     student, teacher, rows, totals, totals_stride, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Computes the value, H and G of a row over the given vocabulary entries, of any
-    functional.
-    """
+    """Computes value and deltas of a row over the given vocabulary entries, of any functional."""
     row = tl.program_id(0).to(tl.int64)
     stride = tl.cast(rows.statistics_stride, tl.int64)
     lse_s = tl.load(rows.statistics + row)

@@ -1,9 +1,9 @@
 """Runs row programs by blocks of rows with materialized scores (maps.py): launches and matmuls.
 
-The workspace is bounded: blocks have as many rows as fit, and in the backward of LM heads as many
-vocabulary entries with all tokens, so that each block of a weight's gradient is one matmul. A
-gradient to dot products without heads is a map too, which takes the place of the dot products.
-What the forward sums over heads is kept for the backward where that is small.
+The workspace is bounded. A block has as many rows as fit. In the backward of LM heads it has as
+many vocabulary entries as fit, with all tokens, so that each block of a weight's gradient is one
+matmul. A gradient to dot products without heads is materialized in the place of the dot products.
+Sums over heads from the forward are kept for the backward if they are small.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def _vocab_blocks(
 
 
 class _Gradients:
-    """What the blocks' gradients are added to."""
+    """Holds the gradients that the blocks add to."""
 
     def __init__(self, problem: RowProblem, needs_grad: Sequence[bool]) -> None:
         self.problem, self.program = problem, problem.program

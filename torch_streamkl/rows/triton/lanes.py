@@ -1,9 +1,9 @@
-"""Keeps sums and maxima over a tile's keys apart for groups of its columns.
+"""Keeps sums and maxima over a tile's keys separately for groups of its columns.
 
 A row of a tile is spread over threads. With LANES partial results for a row, one for the columns
-that a thread has, no threads meet inside of a loop over tiles; they are merged once after it.
-Column n belongs to lane n // WIDTH % LANES, of WIDTH neighbours. Sums over blocks of keys have one
-result for each block instead.
+of each thread, no threads synchronise inside of a loop over tiles; the results are merged once
+after it. Column n belongs to lane n // WIDTH % LANES, of WIDTH neighbours. Sums over blocks of
+keys have one result for each block instead.
 """
 
 import triton

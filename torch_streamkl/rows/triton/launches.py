@@ -1,4 +1,4 @@
-"""Launches the kernels that rows/triton/source.py writes for a row program."""
+"""Launches the kernels that rows/triton/source.py generates for a row program."""
 
 from __future__ import annotations
 

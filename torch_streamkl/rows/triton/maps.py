@@ -1,10 +1,10 @@
 """Materializes elements of a row program, for a block of rows and keys.
 
 A sum over heads is the same for all heads, and the logits of an LM head are a matmul of many
-dimensions: neither fits a tile's loop. They become maps [batch, rows, keys] of a block: of dot
-products by a matmul of torch, of sums over heads by a kernel that loops over heads, of columns by
-a scatter. What is left of the program is pointwise in them, and its sums and gradients have the
-kernels of source.py, which read maps instead of multiplying.
+dimensions: neither fits a tile's loop. They are materialized for a block, as [batch, rows, keys]:
+dot products by a torch matmul, sums over heads by a kernel that loops over heads, and columns by a
+scatter. What remains of the program is pointwise in them. The kernels of source.py compute its
+sums and gradients, and read these tensors instead of multiplying.
 """
 
 from __future__ import annotations
@@ -226,9 +226,11 @@ def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
 
 
 class Block:
-    """A block of batch, rows and keys with the maps of it that were needed so far.
+    """Holds a block of batch, rows and keys, with the materialized elements that were needed so
+    far.
 
-    Maps that are kept, of all rows, are written where it is the first to need them, else read.
+    If elements of all rows are kept, the first block that needs them writes them, and others read
+    them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Computes gradients to per-row values of a known loss in one kernel, one thread for each row.
 
-Plain torch takes forty launches for them, each of which waits for the one before, between the sums
-and the gradients of every part of a chunk of tokens.
+Plain torch takes forty launches for them, one after the other, between the sums and the gradients
+of every chunk of tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Generates Triton source for a row program: sums over keys, gradients of both operands.
 
 Every kernel walks tiles [BLOCK_M, BLOCK_N] of rows and keys of one head: first those that need a
-mask, then those that need none, then again. The walk is the same for all programs; what is
-computed in a tile is writer.py's.
+mask, then those that need none, then again those that need one. The walk is the same for all
+programs; writer.py writes what a tile computes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Writes the lines of a row program's kernel: what a tile computes, from the program's nodes.
 
-A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N] or of both. Per-row values and keys
-are computed where rows and keys are loaded, outside of the loop over the other. Values are float32
-and in nats; exponentials are exp2, whose factor log2(e) is folded into the factor of the scores.
+A node is a value of a row [BLOCK_M, 1], of a key [1, BLOCK_N], or of both. Per-row and per-key
+values are computed when rows and keys are loaded, outside of the loop over the other. Values are
+float32 and in nats. Exponentials are exp2, and their factor log2(e) is folded into the factor of
+the scores.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INF = "float('inf')"
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's text, the name of its function, and its arguments in order, constants last."""
+    """Holds a kernel's text, its function's name, and its arguments in order, constants last."""
 
     text: str
     name: str
@@ -32,18 +33,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Scaled:
-    """An element that is a factor times a dot product: no mask or bias has changed it."""
+    """Marks an element that is a factor times a dot product: no mask or bias has changed it."""
 
     dot: str
     factor: float
 
 
 class Writer:
-    """The lines of one kernel.
+    """Collects the lines of one kernel.
 
-    With float32 operands elements are subtracted from their row's largest one as they are: a
-    difference of rounded numbers is exact, and naive code has it. What 16 bits round before is
-    more than the factor of the scores folded into exp2's loses.
+    With float32 operands, the largest element of a row is subtracted as it is: a difference of
+    rounded numbers is exact, and naive code has it. 16-bit operands round before that, by more
+    than folding the factor of the scores into exp2 loses.
     """
 
     def __init__(
