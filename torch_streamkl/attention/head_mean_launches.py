@@ -33,7 +33,13 @@ class Chunk:
 
 
 class Launcher:
-    """Launches the kernels of one call."""
+    """Launches the kernels of one call.
+
+    ``kind`` is in the names of launches whose numbers of blocks depend on the tiles of the mean:
+    Triton compiles a kernel for arguments that are 1 or divisible by 16.
+    """
+
+    kind = "portable"
 
     def __init__(self, problem: AttentionProblem, stats: RowStatistics) -> None:
         self.problem = problem
@@ -120,7 +126,7 @@ class Launcher:
     def sums(self, chunk: Chunk, value: Tensor, student_delta: Tensor, splits: int) -> None:
         """Writes values and the student's delta of a chunk, for each split of the keys."""
         self.plan.run(
-            "sums",
+            (self.kind, "sums"),
             head_mean_sums.mean_sums_kernel,
             (chunk.stop - chunk.first, splits, 1),
             (
@@ -137,7 +143,7 @@ class Launcher:
     def group_sums(self, chunk: Chunk, sums: Tensor) -> None:
         """Writes the teacher's delta of a chunk, for all teacher heads."""
         self.plan.run(
-            "group_sums",
+            (self.kind, "group_sums"),
             head_mean_sums.group_sums_kernel,
             ((chunk.stop - chunk.first) * self.ratio, 1, 1),
             (
@@ -157,7 +163,7 @@ class Launcher:
         side, own_ratio = self.own(student)
         splits = num_splits(partials)
         self.plan.run(
-            ("dq", student),
+            (self.kind, "dq", student),
             head_mean_gradients.mean_dq_kernel,
             ((chunk.stop - chunk.first) * own_ratio, splits, 1),
             (
@@ -179,7 +185,7 @@ class Launcher:
         splits = num_splits(partials)
         rows_of_split = ceil_div(self.num_blocks, splits) * self.stage.launch.block_m
         self.plan.run(
-            ("dk", student),
+            (self.kind, "dk", student),
             head_mean_gradients.mean_dk_kernel,
             (self.key_programs(side), splits, 1),
             (

@@ -26,6 +26,8 @@ CHUNK = head_mean.CHUNK.value
 class Launcher(portable.Launcher):
     """Launches the kernels of one call."""
 
+    kind = "hopper"
+
     def stage_of_mean(self) -> Stage:
         launch = HOPPER_HEAD_MEAN
         rows = launch.groups * launch.block_m
