@@ -118,12 +118,15 @@ class Plan:
     ) -> None:
         """Launches a kernel; ``constants`` are its compile-time arguments, last in its signature.
 
-        ``tensors`` are those whose pointers may not be aligned to 16 bytes: Triton compiles
-        another kernel for them.
+        A name stands for one kernel with numbers that Triton compiles alike: whether one is 1 or a
+        multiple of 16 is compiled in. ``tensors`` are those whose pointers may not be aligned to
+        16 bytes, which Triton compiles another kernel for.
         """
         is_aligned = _aligned(tensors)
         if not is_aligned:
             constants = tuple(map(_of_any_address, constants))
+        # calls of one plan choose among kernels by what its key does not have, as `deterministic`
+        name = name, id(kernel)
         known = self._compiled.get(name) if is_aligned else None
         every = {**options, **self._compile_options}
         compiled = launch(kernel, grid, arguments, constants, every, known)
