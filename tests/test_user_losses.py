@@ -87,8 +87,8 @@ REASONS = {
     "branch_on_values": "lies between: if s.isnan().any():",
     "item_between": "lies between: scale = 1.0 if s.detach().amax().item() < 0 else 2.0",
     "dropout_before_the_loss": "dropout changes the probabilities after the softmax",
-    "indexer_in_place": "in-place add_ of scores",
-    "logits_are_returned": "cumsum of attention or vocabulary probabilities",
+    "indexer_in_place": "add_ writes scores in place",
+    "logits_are_returned": "cumsum is applied to attention or vocabulary probabilities",
 }
 
 
@@ -108,7 +108,7 @@ UNRECOGNIZED = {
     "tail_bucket": "feeds gather at",
     "cosine": "feeds cosine_similarity at",
     "cross_entropy_alone": "cross-entropy with labels alone",
-    "shifted_teacher": "cat of scores at",
+    "shifted_teacher": "cat is applied to scores, and no fused operator has it at",
     "attention_alone": "attention probabilities that are compared with no other distribution",
 }
 
@@ -147,7 +147,9 @@ def test_what_is_fused_with_a_loss_is_said() -> None:
 
 def test_forms_have_names() -> None:
     assert named("generalized_jsd").sites[0].form == "js, beta=0.5"
-    assert named("r_drop").sites[0].form == "forward_kl, gradients to both distributions"
+    assert named("r_drop").sites[0].form == (
+        "forward_kl, student and teacher both need a gradient"
+    )
 
 
 def test_a_symbolic_number_is_named() -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+from torch import fx
+
 from torch_streamkl.divergences.functional import Functional, render
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.values import Distribution
+from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 from torch_streamkl.fx_passes.reporting.spoken import has_log_of_log, is_swapped, spoken
+from torch_streamkl.fx_passes.reporting.text import shown
 
-BOTH_TRAINED = ", gradients to both distributions"
+BOTH_TRAINED = ", student and teacher both need a gradient"
 SWAPPED = (
     "kl_div expects log-probabilities as its input and gets probabilities: "
     "F.kl_div(input.log(), target)"
@@ -48,6 +58,48 @@ def describe(planned: Plan) -> tuple[str, str]:
         forms.append(form)
     heads = all(call.is_head for call in planned.calls)
     return "linear_kl" if heads else "attention_kl", "; ".join(forms)
+
+
+def roles_of(planned: Plan, trace: Trace, values: Mapping[fx.Node, object]) -> str:
+    """Says which scores are the student's and which the teacher's, and which need a gradient."""
+    said: dict[str, None] = {}
+    for call in planned.calls:
+        sides = {"student": call.geometry.student, "teacher": call.geometry.teacher}
+        said[
+            "; ".join(_role(name, x.distribution, trace, values) for name, x in sides.items())
+        ] = None
+    return " and ".join(said)
+
+
+def _role(
+    name: str, distribution: Distribution, trace: Trace, values: Mapping[fx.Node, object]
+) -> str:
+    needs = "needs a gradient" if distribution.requires_grad else "needs no gradient"
+    made = _product(distribution.scores, trace, values)
+    return f"{name}: {made}, {needs}" if made else f"{name} {needs}"
+
+
+def _product(key: ScoreKey, trace: Trace, values: Mapping[fx.Node, object]) -> str:
+    """The user's operation that makes these scores of their two operands."""
+    for node in trace.graph.nodes:
+        found = values.get(node)
+        if isinstance(found, Scores) and (found.key.lhs, found.key.rhs) == (key.lhs, key.rhs):
+            origin = node_of(trace, node)
+            if origin is not None:
+                operands = " and ".join(_operand(a) for a in origin.all_input_nodes[:2])
+                place = shown(location_of(origin)[0])
+                return f"{name_of(origin).split('.')[-1]} of {operands} ({place})"
+    return ""
+
+
+def _operand(node: fx.Node) -> str:
+    """The name of an argument or parameter, or of the operation that makes an operand."""
+    while node.op != "placeholder" and node.all_input_nodes and is_view(node):
+        node = node.all_input_nodes[0]
+    if node.op != "placeholder":
+        return name_of(node).split(".")[-1]
+    name = re.sub("^[lL]_|_$", "", re.sub("_(modules|parameters|buffers)_", ".", node.name))
+    return re.sub(r"^args_(\d+)$", r"argument \1", name)  # of explain()
 
 
 def warning_of(planned: Plan) -> str:
