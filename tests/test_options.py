@@ -302,6 +302,20 @@ def test_a_pass_that_replaces_the_rewrite_is_named(
     assert mine is None or mine.ran == 1
 
 
+@pytest.mark.parametrize("how", ["in the config", "in options"])
+def test_both_passes_replaced_are_no_silence(how: str) -> None:
+    """Nothing of ours is called then: Dynamo's count of graphs tells."""
+    mine = {"pre_grad_custom_pass": _Pass(), "joint_custom_pre_pass": _Pass()}
+    torch._dynamo.reset()
+    patched = torch._inductor.config.patch(mine if how == "in the config" else {})
+    with torch_streamkl.enable(), patched, torch_streamkl.reports() as report:
+        product = torch.compile(torch.matmul, options=mine if how == "in options" else None)
+        product(torch.ones(3, 4), torch.ones(4, 5))
+    assert report.num_not_ours == 1
+    assert "1 graph was compiled without the rewrite" in str(report)
+    assert "joint_custom_pre_pass were replaced" in str(report)
+
+
 def test_the_backend_needs_no_pass(caplog: pytest.LogCaptureFixture) -> None:
     mine = _Pass()
     with torch_streamkl.enable(), caplog.at_level(logging.WARNING):

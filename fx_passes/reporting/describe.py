@@ -17,7 +17,12 @@ from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_o
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
-from torch_streamkl.fx_passes.reporting.spoken import has_log_of_log, is_swapped, spoken
+from torch_streamkl.fx_passes.reporting.spoken import (
+    has_exp_of_probability,
+    has_log_of_log,
+    is_swapped,
+    spoken,
+)
 from torch_streamkl.fx_passes.reporting.text import shown
 
 BOTH_TRAINED = ", student and teacher both need a gradient"
@@ -28,6 +33,10 @@ SWAPPED = (
 LOG_TARGET = (
     "NaN: it takes the logarithm of log-probabilities; kl_div expects probabilities as its "
     "target, or log_target=True"
+)
+NO_LOG_TARGET = (
+    "it takes the exponential of probabilities; kl_div with log_target=True expects "
+    "log-probabilities as its target"
 )
 
 
@@ -107,7 +116,9 @@ def warning_of(planned: Plan) -> str:
     found = [_without_condition(call) for call in planned.calls]
     if any(map(is_swapped, found)):
         return SWAPPED
-    return LOG_TARGET if any(has_log_of_log(f.expr) for f in found) else ""
+    if any(has_log_of_log(f.expr) for f in found):
+        return LOG_TARGET
+    return NO_LOG_TARGET if any(has_exp_of_probability(f.expr) for f in found) else ""
 
 
 def _without_condition(call: Call) -> Functional:

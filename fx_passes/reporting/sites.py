@@ -177,6 +177,12 @@ def _with_write(reason: str, site: fx.Node, recognised: Recogniser) -> str:
         if node.op == "call_function" and any(x in made_of for x in written_by(node)):
             place, code = _place(node, recognised.trace)
             return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
+    origin = node_of(recognised.trace, site)
+    made_of = ancestors(origin) if origin is not None else set()
+    for node in reversed(origin.graph.nodes) if origin is not None else ():
+        if any(x in made_of for x in written_by(node)):  # through a view of it
+            place, code = location_of(node)
+            return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
     return reason
 
 
