@@ -146,7 +146,7 @@ def record_launches(target: str) -> Iterator[list[Launch]]:
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
-        assert options["enable_fp_fusion"], "left to Triton's default, which changes"
+        assert "enable_fp_fusion" in options, "left to Triton's default, which changes"
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         launches.append(Launch(self, tuple(grid), dict(bound.arguments), options))
@@ -182,6 +182,13 @@ def check_frontend(launch: Launch, target: str) -> None:
     backend.load_dialects(context)
     functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     source.make_ir(gpu, options, functions, modules, context)
+
+
+def signature_of(launch: Launch) -> tuple[Any, ...]:
+    """What the kernel is compiled for: launches that are equal in it may share a binary."""
+    source = _source(launch)
+    about = source.signature, source.constants, source.attrs, launch.options
+    return (launch.kernel, *map(str, about))
 
 
 def _source(launch: Launch) -> ASTSource:

@@ -103,7 +103,10 @@ class Problem:
         """What this rank finds with its vocabulary entries, against whole tensors in float64."""
         vocab = vocab or (self.me.vocab(self.vocab[0]), self.me.vocab(self.vocab[1]))
         truth = self.whole(torch.float64, "reference")
-        # the rule of CONTRIBUTING: what naive code of the dtype is off; one process may be better
+        # The largest error is held to the rule of CONTRIBUTING, twice that of naive code. That of
+        # one process is another draw of the same roundings, and by chance less than half of it: of
+        # 2,000 results with eps=1e-4 three (and naive code's once). What they are off on average
+        # does not depend on chance, and is held to that of one process.
         single, naive = (self.whole(self.me.dtype, impl) for impl in ("auto", "reference"))
         inputs = {k: x.requires_grad_() for k, x in leaves(self.shard(vocab)).items()}
 
@@ -119,8 +122,23 @@ class Problem:
                 expected, same, plain = (
                     x if is_whole else x[part] for x in (truth[name], single[name], naive[name])
                 )
+                what = f"{name} {self.options}"
                 worse = max((same, plain), key=lambda x: float((x - expected).abs().max()))
-                close(got, expected, worse, what=f"{name} {self.options}")
+                close(got, expected, worse, what=what)
+                _as_close(got, expected, same, what)
+
+
+def _as_close(got: Tensor, expected: Tensor, same: Tensor, what: str) -> None:
+    """At most twice as far off as one process on average (root mean square), and a rounding."""
+    finite = expected.isfinite()
+    if not finite.any():
+        return
+    error, single, size = (
+        float(x[finite].double().square().mean().sqrt())
+        for x in (got.double() - expected, same.double() - expected, expected)
+    )
+    limit = 2 * single + torch.finfo(got.dtype).eps * (1 + size)
+    assert error <= limit, f"{what}: off by {error:.2e} on average, one process by {single:.2e}"
 
 
 def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

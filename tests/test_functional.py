@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.offline import record_launches
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.divergences.functional import (
     DIVERGENCES,
     LOG_P,
@@ -185,3 +188,25 @@ def test_what_is_a_quotient_of_lifted_probabilities(
         e, f = quotient.own_eps, quotient.other_eps
         torch.testing.assert_close(value + own - own * e / (own + e), of_own)
         torch.testing.assert_close(own * f / (other + f) - own, of_other)
+
+
+@pytest.mark.parametrize(
+    ("text", "jumps"),
+    [
+        (DIVERGENCES["tv"], True),
+        ("min(P,S)", True),
+        ("where(ge(logP,logS),P,S)", True),
+        (named("js").text, False),
+        (named("forward_kl", student_clamp=1e-2).text, False),  # by no more than 0.01
+    ],
+)
+def test_what_is_compiled_without_contraction(text: str, jumps: bool) -> None:
+    """Forward and backward must agree on which of P and S is larger: runtime.launch.APART."""
+    functional = Functional.of(text)
+    assert functional.has_jumps == jumps
+    with record_launches("sm_90") as launches:
+        tensors = [torch.empty(1, 1, 64, 64, device="cuda") for _ in range(4)]
+        problem, _ = problem_of(*tensors, functional=functional.text, impl="triton")
+        _, stats = ops.forward(problem)
+        ops.backward(problem, stats, torch.empty(1, 1, 64, device="cuda"), [True] * 4)
+    assert {x.options["enable_fp_fusion"] for x in launches} == {not jumps}

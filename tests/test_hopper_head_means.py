@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.offline import TARGETS, compile_launch, looks_like, ptxas_messages, record_launches
+from bench.offline import (
+    TARGETS,
+    compile_launch,
+    looks_like,
+    ptxas_messages,
+    record_launches,
+    signature_of,
+)
 from tests.support.problems import Call, Spec, build
 from tests.support.tolerances import budget, check
-from torch_streamkl.attention import heuristics, limits
+from torch_streamkl.attention import heuristics, limits, ops
 from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.plans import Plan
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.divergences.functional import DIVERGENCES, named
@@ -157,3 +165,41 @@ def test_choice() -> None:
         assert heuristics._select(of_indexer(192, seqlen=512), "auto", False) == "triton"
         assert heuristics._select(of_indexer(96), "auto", False) == "triton"
         assert heuristics.LSE_UNIT["hopper"] == heuristics.LSE_UNIT["triton"] == math.log(2.0)
+
+
+@pytest.mark.parametrize("seqlens", [(1, 278), (30, 268), (300, 640)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_mean": True, "window_right": 0},
+        {"head_mean": True, "functional": named("js").text, "window_left": 3},
+        {},
+        {"functional": named("js").text},
+        {"functional": named("forward_kl", student_clamp=1e-3).text, "window_right": 0},
+    ],
+)
+def test_launches_of_one_name_are_compiled_alike(
+    options: dict[str, Any], seqlens: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan keeps compiled kernels by name: implementations in turn must not share other ones."""
+    compiled: dict[tuple[int, Any], Any] = {}
+    run = Plan.run
+
+    def run_and_compare(self: Plan, name: Any, *args: Any) -> None:
+        run(self, name, *args)
+        source = signature_of(launches[-1])
+        assert compiled.setdefault((id(self), name), source) == source, name
+
+    monkeypatch.setattr(Plan, "run", run_and_compare)
+    heads = 4 if options.get("head_mean") else 2
+    with record_launches("sm_90") as launches:
+        tensors = [
+            torch.empty(2, h, n, 64, dtype=torch.bfloat16, device="cuda")
+            for h, n in zip((2, 2, heads, 1), (*seqlens, *seqlens), strict=True)
+        ]
+        for impl in ("triton", "hopper", "triton"):
+            problem = problem_of(*tensors, **options, impl=impl)[0]
+            _, stats = ops.forward(problem)
+            grad = torch.empty(2, 2, seqlens[0], device="cuda")
+            ops.backward(problem, stats, grad, [True] * 4)
+    assert len({name for _, name in compiled}) > 4

@@ -267,11 +267,8 @@ def test_two_passes_of_large_scores(score_size: float) -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("trained", ["student", "teacher"])
-@pytest.mark.parametrize("divergence", ["reverse_kl", "jeffreys", "js"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rows_without_a_gradient_may_be_infinite(
-    head_dim: int, divergence: str, trained: str
-) -> None:
+def test_rows_without_a_gradient_may_be_infinite(head_dim: int, trained: str) -> None:
     """The teacher excludes keys in odd rows; what those rows are must not reach a gradient."""
     call = build(spec(head_dim, seqlen_q=150, seqlen_k=333, batch=1))
     operands = {
@@ -284,9 +281,9 @@ def test_rows_without_a_gradient_may_be_infinite(
     found = []
     for impl in ("hopper", "reference"):
         rows = attention_kl(
-            **operands, teacher_bias=bias, divergence=divergence, reduction="none", impl=impl
+            **operands, teacher_bias=bias, divergence="reverse_kl", reduction="none", impl=impl
         )
-        assert bool(rows[..., 1::2].isinf().all()) == (divergence != "js")
+        assert bool(rows[..., 1::2].isinf().all())
         weight = torch.zeros_like(rows)
         weight[..., ::2] = 1.0
         inputs = [x for x in operands.values() if x.requires_grad]

@@ -5,7 +5,7 @@
 Candidates first run in other processes (``--jobs`` of them, which also compile in parallel). A
 candidate is skipped if it does not compile, does not fit, hangs, or gives other results than the
 default launch. The fastest of the rest is timed against the default once more. The winners go to a
-JSON file (launches/launch_table.py) that later processes load.
+JSON file (runtime/launch_table.py) that later processes load.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Written from the docstrings: nothing is shared with the package, reference.py in
 
 Three conventions of theirs matter where numbers are extreme. A probability that float32 cannot
 hold is 0. A product with a probability of 0 is 0, whatever the other factor. A row whose value is
-infinite has no gradient that a test could compare: callers give it the weight 0.
+infinite has no gradient that a test could compare: callers give it the weight 0, as they do where
+rounding decides what a row is (`Undecided`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,30 @@ INF = math.inf
 VANISHES = {torch.float32: (-106.0, -95.0, -85.0), torch.float64: (-750.0, -720.0, -700.0)}
 
 
-# The largest log-sum-exp since it was set to 0: an exponent is off by the rounding of its score.
-largest_lse = 0.0
-
-
 class AmbiguousError(Exception):
-    """Rounding decides: whether a probability is 0, or on which side of a clamp it is."""
+    """Rounding decides what the result is."""
+
+
+class Undecided:
+    """Of the rows since `clear`: which of them rounding decides; and their largest log-sum-exp.
+
+    ``gradient``: on which side of a clamp, or of P = S in TV, a probability is. ``value``: whether
+    a key that the other side excludes has a probability of 0 or the row is infinite. A part of a
+    row, as a shard of a vocabulary, knows a probability relative to its own keys only: the product
+    of two factors may vanish where neither does.
+    """
+
+    gradient: list[Tensor]
+    value: list[Tensor]
+    # an exponent is off by the rounding of its score
+    largest_lse = 0.0
+
+    @classmethod
+    def clear(cls) -> None:
+        cls.gradient, cls.value, cls.largest_lse = [], [], 0.0
+
+
+Undecided.clear()
 
 
 class Rows:
@@ -42,7 +61,9 @@ class Rows:
 
     def value(self, log_t: Tensor, log_s: Tensor, counted: Tensor) -> Tensor:
         """Of rows of log-probabilities, over the keys that count."""
-        self._refuse_ambiguous(log_t, log_s, counted)
+        with torch.no_grad():
+            Undecided.gradient.append(self._at_a_kink(log_t, log_s, counted))
+            Undecided.value.append(self._may_vanish(log_t, log_s, counted))
         with torch.no_grad():
             total = self._sum(log_t, log_s, counted)
         lost = total.isinf()
@@ -50,11 +71,26 @@ class Rows:
         log_t, log_s = (x.masked_fill(lost.unsqueeze(-1), -1.0) for x in (log_t, log_s))
         return torch.where(lost, total, self._sum(log_t, log_s, counted))
 
-    def _refuse_ambiguous(self, log_t: Tensor, log_s: Tensor, counted: Tensor) -> None:
+    def _may_vanish(self, log_t: Tensor, log_s: Tensor, counted: Tensor) -> Tensor:
         low, _, high = VANISHES[self.compute]
+        undecided = torch.zeros_like(counted)
         for a, b in ((log_t, log_s), (log_s, log_t)):
-            if bool((counted & (a > low) & (a < high) & (b == -INF)).any()):
-                raise AmbiguousError
+            undecided |= (a > 2 * low) & (a < high) & (b == -INF)
+        return (undecided & counted).any(-1)
+
+    def _at_a_kink(self, log_t: Tensor, log_s: Tensor, counted: Tensor) -> Tensor:
+        p, s = self.probability(log_t), self.probability(log_s)
+        near = torch.zeros_like(counted)
+        for x, side in ((p, "teacher"), (s, "student")):
+            clamp = self.options.get(f"{side}_clamp", 0.0)
+            if clamp > 0.0:
+                lifted = x + self.options.get(f"{side}_eps", 0.0)
+                near |= ((lifted - clamp).abs() < 1e-4 * clamp) & (x > 1e-6)
+        if self.options.get("divergence") == "tv":
+            rounding = 8 * torch.finfo(self.compute).eps * (16 + Undecided.largest_lse)
+            larger = torch.maximum(p, s)
+            near |= ((p - s).abs() < rounding * larger) & (larger > 1e-6)
+        return (near & counted).any(-1)
 
     def _sum(self, log_t: Tensor, log_s: Tensor, counted: Tensor) -> Tensor:
         terms = self._terms(log_t.masked_fill(~counted, -1.0), log_s.masked_fill(~counted, -1.0))
@@ -91,9 +127,6 @@ def guarded(p: Tensor, log_p: Tensor, eps: float, clamp: float) -> Tensor:
         return log_p
     lifted = p + eps
     if clamp > 0.0:
-        # at the kink rounding decides which derivative it is
-        if bool((((lifted - clamp).abs() < 1e-4 * clamp) & (p > 1e-6)).any()):
-            raise AmbiguousError
         lifted = lifted.clamp(min=clamp)
     absent = lifted == 0.0
     return lifted.masked_fill(absent, 1.0).log().masked_fill(absent, -INF)
@@ -118,8 +151,7 @@ def log_softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Ten
     log_sum = (alone - high).exp().sum(-1, keepdim=True).log()
     lse = high + log_sum
     if scores.numel():
-        global largest_lse
-        largest_lse = max(largest_lse, float(lse.detach().abs().max()))
+        Undecided.largest_lse = max(Undecided.largest_lse, float(lse.detach().abs().max()))
     absent = scores == -INF
     log_p = ((scores.masked_fill(absent, 0.0) - high) - log_sum).masked_fill(absent, -INF)
     return log_p.masked_fill(lse.isnan(), math.nan), lse
@@ -143,7 +175,7 @@ def attention_rows(
             q = named[f"{side}_q"] * scale
             rounded = q.detach().to(options["dtype"]).to(q.dtype)
             q = q + (rounded - q.detach())
-            named[f"{side}_q"] = _GradientRounded.apply(q, options["dtype"]) if naive else q
+            named[f"{side}_q"] = GradientRounded.apply(q, options["dtype"]) if naive else q
     if options.get("cu_seqlens_q") is not None:
         return _packed(named, options, compute)
     if layout == "bnhd":
@@ -189,11 +221,7 @@ def _dense(named: dict[str, Tensor], options: dict[str, Any], compute: torch.dty
     allowed = allowed_keys(n, named["student_k"].shape[2], options, batch)
     rows = Rows(options, compute)
     log_s, _ = _log_p("student", named, options, allowed)
-    log_t, lse_t = _log_p("teacher", named, options, allowed)
-    if options.get("is_naive") and options.get("teacher_lse") is not None:
-        # one that is given is rounded, and with it all probabilities of its row
-        rounding = (lse_t - options["teacher_lse"].to(lse_t.dtype).unsqueeze(-1)).detach()
-        log_t = log_t + rounding.nan_to_num(0.0, 0.0, 0.0)
+    log_t, _ = _log_p("teacher", named, options, allowed)
     if options.get("head_reduction") == "mean":
         grouped = log_t.unflatten(1, (heads, -1))
         absent = (grouped == -INF).all(2)
@@ -207,7 +235,12 @@ def _log_p(side: str, named: dict[str, Tensor], options: dict[str, Any], allowed
     scores, sink = _scores(side, named, options, allowed), named.get(f"{side}_sink")
     if sink is not None:
         sink = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return log_softmax(scores, sink)
+    log_p, lse = log_softmax(scores, sink)
+    known = options.get(f"{side}_lse") if options.get("is_naive") else None
+    if known is not None:  # it is rounded, and with it all probabilities of its row
+        rounding = (scores - known.to(scores.dtype).unsqueeze(-1) - log_p).detach()
+        log_p = log_p + rounding.nan_to_num(0.0, 0.0, 0.0)
+    return log_p, lse
 
 
 def _scores(
@@ -292,7 +325,7 @@ def linear_rows(
         bias = tensors.get(f"{side}_bias", z.new_zeros(()))
         z = z + bias
         if logits_dtype is not None:
-            z = _GradientRounded.apply(z, logits_dtype)
+            z = GradientRounded.apply(z, logits_dtype)
         else:
             z = _rounded_again(z, sizes + bias.detach().abs(), hidden.shape[1], options)
         y = z * options.get(f"{side}_logit_scale", 1.0)
@@ -317,8 +350,13 @@ def linear_rows(
     return value, (-chosen).masked_fill(~counts, 0.0)
 
 
-class _GradientRounded(torch.autograd.Function):
-    """The same number; its gradient is rounded as a tensor of a dtype would round it."""
+class GradientRounded(torch.autograd.Function):
+    """The same number; its gradient is rounded as a tensor of a dtype would round it.
+
+    With ``is_worst`` by half a unit, up or down: what others round is not the same number.
+    """
+
+    is_worst = False
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -327,6 +365,10 @@ class _GradientRounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if GradientRounded.is_worst:
+            generator = torch.Generator().manual_seed(0)
+            up = torch.randint(0, 2, grad.shape, generator=generator).to(grad.dtype) * 2 - 1
+            return grad * (1 + up * torch.finfo(ctx.dtype).eps / 2), None
         return grad.to(ctx.dtype).to(grad.dtype), None
 
 

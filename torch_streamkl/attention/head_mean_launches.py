@@ -54,6 +54,14 @@ class Launcher:
         self.mean_blocks = ceil_div(self.mean_stage.programs, self.num_chunks)  # of a chunk
         self.blocks = self.mean_blocks * self.finer
 
+    def run(self, name: Any, *launch: Any) -> None:
+        """Launches a kernel that is compiled for this launcher's numbers of blocks.
+
+        They depend on the kernel that writes the mean, which is another one on Hopper, and may be
+        1 here and 2 there.
+        """
+        self.plan.run((name, self.mean_stage.launch.block_m), *launch)
+
     def log_sum_exps(self) -> None:
         """Computes the log-sum-exps of all rows of both sides."""
         problem, stats = self.problem, self.stats
@@ -71,7 +79,7 @@ class Launcher:
 
     def _log_sum_exps(self, side: Any, out: Tensor, ratio: int, student: bool) -> None:
         stage = self.plan.stage(self.problem, "lse")
-        self.plan.run(
+        self.run(
             ("lse", student),
             head_mean.lse_kernel,
             (stage.programs * ratio, 1, 1),
@@ -103,7 +111,7 @@ class Launcher:
     ) -> None:
         """Runs the portable kernel on num_blocks blocks a sequence: all, or those of `small`."""
         stage = self.plan.stage(self.problem, "mean")
-        self.plan.run(
+        self.run(
             "mean" if small is None else "some means",  # compiled apart
             head_mean.mean_kernel,
             (blocks * stage.num_key_blocks, 1, 1),
@@ -119,7 +127,7 @@ class Launcher:
 
     def sums(self, chunk: Chunk, value: Tensor, student_delta: Tensor, splits: int) -> None:
         """Writes values and the student's delta of a chunk, for each split of the keys."""
-        self.plan.run(
+        self.run(
             "sums",
             head_mean_sums.mean_sums_kernel,
             (chunk.stop - chunk.first, splits, 1),
@@ -136,7 +144,7 @@ class Launcher:
 
     def group_sums(self, chunk: Chunk, sums: Tensor) -> None:
         """Writes the teacher's delta of a chunk, for all teacher heads."""
-        self.plan.run(
+        self.run(
             "group_sums",
             head_mean_sums.group_sums_kernel,
             ((chunk.stop - chunk.first) * self.ratio, 1, 1),
@@ -156,7 +164,7 @@ class Launcher:
         """Writes a chunk's rows of dQ."""
         side, own_ratio = self.own(student)
         splits = num_splits(partials)
-        self.plan.run(
+        self.run(
             ("dq", student),
             head_mean_gradients.mean_dq_kernel,
             ((chunk.stop - chunk.first) * own_ratio, splits, 1),
@@ -178,7 +186,7 @@ class Launcher:
         side, _ = self.own(student)
         splits = num_splits(partials)
         rows_of_split = ceil_div(self.num_blocks, splits) * self.stage.launch.block_m
-        self.plan.run(
+        self.run(
             ("dk", student),
             head_mean_gradients.mean_dk_kernel,
             (self.key_programs(side), splits, 1),

@@ -25,7 +25,7 @@ from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
 from torch_streamkl.runtime import capture, launch_table
 from torch_streamkl.runtime.devices import dot_precision, matmul_precision
-from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
+from torch_streamkl.runtime.launch import APART, COMPILE_OPTIONS, launch
 
 T = TypeVar("T")
 LOG2E = 1.4426950408889634
@@ -74,6 +74,7 @@ class Plan:
         self._mask_strides = _broadcast_strides(problem.mask)
         without_tensors = all(x is None for x in tensors)  # a plan keeps no tensor alive
         self._masks = _masks(problem, self._mask_strides) if without_tensors else None
+        self._compile_options = APART if functional.has_jumps else COMPILE_OPTIONS
         self._compiled: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
 
@@ -117,14 +118,17 @@ class Plan:
     ) -> None:
         """Launches a kernel; ``constants`` are its compile-time arguments, last in its signature.
 
-        ``tensors`` are those whose pointers may not be aligned to 16 bytes: Triton compiles
-        another kernel for them.
+        A name stands for one kernel with numbers that Triton compiles alike: whether one is 1 or a
+        multiple of 16 is compiled in. ``tensors`` are those whose pointers may not be aligned to
+        16 bytes, which Triton compiles another kernel for.
         """
         is_aligned = _aligned(tensors)
         if not is_aligned:
             constants = tuple(map(_of_any_address, constants))
+        # calls of one plan choose among kernels by what its key does not have, as `deterministic`
+        name = name, id(kernel)
         known = self._compiled.get(name) if is_aligned else None
-        every = {**options, **COMPILE_OPTIONS}
+        every = {**options, **self._compile_options}
         compiled = launch(kernel, grid, arguments, constants, every, known)
         if is_aligned and compiled is not None:  # None from the interpreter
             self._compiled[name] = compiled

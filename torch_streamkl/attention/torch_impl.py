@@ -31,6 +31,7 @@ from torch_streamkl.divergences.row_state import (
     finish,
     masked_keys_state,
     merge,
+    rest_of,
     state_of_scores,
     without_infinity,
 )
@@ -54,6 +55,14 @@ class RowGradient:
 
     grad: Tensor
     has_zeros: bool  # may have them
+
+
+@dataclass(frozen=True)
+class Rests:
+    """Holds what rounding took from the log-sum-exps of RowStatistics, in their shapes."""
+
+    student: Tensor
+    teacher: Tensor
 
 
 @dataclass
@@ -93,13 +102,15 @@ def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatis
     # operations would take longer than those on the scores.
     blocks = torch_blocks(problem)
     left = list(_row_blocks(problem, blocks))
+    # the values are summed with what rounding takes from the log-sum-exps, which is not kept
+    rests = Rests(torch.zeros_like(stats.student_lse), torch.zeros_like(stats.teacher_lse))
     if problem.head_mean:
         for rows in left:
-            _head_mean_lse(problem, blocks, rows, _teacher_rows(problem, rows), stats)
+            _head_mean_lse(problem, blocks, rows, _teacher_rows(problem, rows), stats, rests)
     else:
-        left = _first_pass(problem, blocks, left, value, stats)
+        left = _first_pass(problem, blocks, left, value, stats, rests)
     for rows in left:
-        _second_pass(problem, blocks, rows, _teacher_rows(problem, rows), value, stats)
+        _second_pass(problem, blocks, rows, _teacher_rows(problem, rows), value, stats, rests)
 
 
 def _first_pass(
@@ -108,6 +119,7 @@ def _first_pass(
     row_blocks: list[Rows],
     value: Tensor,
     stats: RowStatistics,
+    rests: Rests,
 ) -> list[Rows]:
     """Computes log-sum-exps, values and deltas with a closed form; lists blocks without one."""
     functional = problem.functional
@@ -127,6 +139,8 @@ def _first_pass(
     sums = finish(state, form, _sink_of(problem.student), _sink_of(problem.teacher))
     stats.student_lse.copy_(sums.student_lse)
     stats.teacher_lse.copy_(sums.teacher_lse)
+    rests.student.copy_(sums.student_rest)
+    rests.teacher.copy_(sums.teacher_rest)
     if functional.closed_form is None:
         return row_blocks
     value.copy_(sums.value)
@@ -212,31 +226,46 @@ def _head_mean_lse(
     rows: Rows,
     teacher_rows: Rows,
     stats: RowStatistics,
+    rests: Rests,
 ) -> None:
     """Log-sum-exps of the student's heads and of every teacher head of their groups."""
-    sides = [(problem.student, rows, stats.student_lse)]
+    sides = [(problem.student, rows, stats.student_lse, rests.student)]
     if problem.teacher_lse is None:
-        sides.append((problem.teacher, teacher_rows, stats.teacher_lse))
+        sides.append((problem.teacher, teacher_rows, stats.teacher_lse, rests.teacher))
     else:
         teacher_rows.of(stats.teacher_lse).copy_(teacher_rows.of(problem.teacher_lse))
-    for side, side_rows, out in sides:
-        lse = torch.full_like(side_rows.of(out), -math.inf)
-        num_allowed = torch.zeros_like(lse)
+    for side, side_rows, out, rest in sides:
+        state = torch.full_like(side_rows.of(out), -math.inf), torch.zeros_like(side_rows.of(out))
+        num_allowed = torch.zeros_like(state[0])
         for keys in _key_blocks(problem, blocks, rows):
             mask = _mask_of(problem, rows, keys)
             block = score_block(side, problem, side_rows, keys, mask).scores
-            lse = torch.logaddexp(lse, torch.logsumexp(block, dim=-1))
+            state = _with_scores(state, block, 1.0)
             num_allowed += _count(mask, keys, side_rows)
         if problem.mask_value != -math.inf:
-            lse = torch.logaddexp(
-                lse,
-                torch.log(problem.seqlen_k - num_allowed)
-                + _masked_fill_value(problem, side, num_allowed),
-            )
+            absent = problem.seqlen_k - num_allowed
+            level = _masked_fill_value(problem, side, num_allowed)
+            level = torch.where(absent > 0, level, -math.inf)
+            state = _with_scores(state, level.unsqueeze(-1), absent)
         sink = _sink_of(side)
         if sink is not None:
-            lse = torch.logaddexp(lse, sink[side_rows.heads].expand_as(lse))
-        side_rows.of(out).copy_(lse)
+            state = _with_scores(state, sink[side_rows.heads].expand_as(state[0])[..., None], 1.0)
+        high, total = state
+        base, log_normalizer = without_infinity(high), total.log()
+        side_rows.of(out).copy_(base + log_normalizer)
+        lost = rest_of(base, log_normalizer)
+        side_rows.of(rest).copy_(torch.where(lost.isfinite(), lost, 0.0))
+
+
+def _with_scores(
+    state: tuple[Tensor, Tensor], scores: Tensor, copies: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Maximum and sum of exponentials relative to it, with those of more scores [..., keys]."""
+    high, total = state
+    higher = torch.maximum(high, scores.amax(-1))
+    base = without_infinity(higher)
+    added = elementwise.exp(scores - base.unsqueeze(-1)).sum(-1) * copies
+    return higher, total * (high - base).exp() + added
 
 
 def _second_pass(
@@ -246,10 +275,12 @@ def _second_pass(
     teacher_rows: Rows,
     value: Tensor,
     stats: RowStatistics,
+    rests: Rests,
 ) -> None:
     """Sums f, h and g with the log-sum-exps of the first pass."""
     lse_s = without_infinity(rows.of(stats.student_lse))
     lse_t = without_infinity(teacher_rows.of(stats.teacher_lse))
+    rest_s, rest_t = rows.of(rests.student), teacher_rows.of(rests.teacher)
     total, h_total = torch.zeros_like(lse_s), torch.zeros_like(lse_s)
     g_total = torch.zeros_like(lse_t)
     num_allowed = torch.zeros_like(lse_s)
@@ -257,8 +288,10 @@ def _second_pass(
         mask = _mask_of(problem, rows, keys)
         log_t = _log_probabilities(
             problem.teacher, problem, teacher_rows, keys, mask, lse_t
-        ).scores
-        log_s = _log_probabilities(problem.student, problem, rows, keys, mask, lse_s).scores
+        ).scores.sub_(rest_t.unsqueeze(-1))
+        log_s = _log_probabilities(problem.student, problem, rows, keys, mask, lse_s).scores.sub_(
+            rest_s.unsqueeze(-1)
+        )
         f, h, g = deltas(problem, log_t, log_s, mask)
         total += f.sum(-1)
         h_total += h.sum(-1)
@@ -269,9 +302,14 @@ def _second_pass(
         absent = problem.seqlen_k - num_allowed
         log_t, log_s = (
             (
-                _per_head(_masked_fill_value(problem, side, num_allowed), lse.shape[1]) - lse
+                _per_head(_masked_fill_value(problem, side, num_allowed), lse.shape[1])
+                - lse
+                - rest
             ).unsqueeze(-1)
-            for side, lse in ((problem.teacher, lse_t), (problem.student, lse_s))
+            for side, lse, rest in (
+                (problem.teacher, lse_t, rest_t),
+                (problem.student, lse_s, rest_s),
+            )
         )
         f, h, g = (
             x.squeeze(-1) for x in deltas(problem, log_t, log_s, Mask((absent > 0).unsqueeze(-1)))

@@ -500,8 +500,16 @@ def _where_clamped(e: Expr, branch: int, floors: set[float]) -> Expr:
     return apply(e.op, *(_where_clamped(a, branch, floors) for a in e.args)) if e.args else e
 
 
+_KINKS = ("where", "ge", "gt", "max", "min", "abs")
+
+
 def _has_kinks(e: Expr) -> bool:
-    return e.op in ("where", "ge", "gt", "max", "min", "abs") or any(map(_has_kinks, e.args))
+    return e.op in _KINKS or any(map(_has_kinks, e.args))
+
+
+def _has_jumps(e: Expr) -> bool:
+    jumps = e.op in _KINKS and not any(a.op == "const" for a in e.args)
+    return jumps or any(map(_has_jumps, e.args))
 
 
 @dataclass(frozen=True)
@@ -565,6 +573,14 @@ class Functional:
             return None
         _, of_p = self.expr.args[0].args  # P (logP - logM)
         return mixture_shares(of_p.args[1].args[1])
+
+    @functools.cached_property
+    def has_jumps(self) -> bool:
+        """Returns whether the gradient jumps where a function of P equals one of S.
+
+        At a clamp it jumps by no more than the clamp, which is small.
+        """
+        return _has_jumps(self.expr)
 
     @functools.cached_property
     def variation(self) -> float | None:

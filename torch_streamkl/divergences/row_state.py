@@ -179,13 +179,19 @@ def far_below(state: RowState, fill_t: Tensor, fill_s: Tensor) -> Tensor:
 
 @dataclass
 class RowSums:
-    """Log-sum-exps, value of a row, H = sum_j df/dlogS_j and G = sum_j df/dlogP_j."""
+    """Log-sum-exps, value of a row, H = sum_j df/dlogS_j and G = sum_j df/dlogP_j.
+
+    The rests are what rounding has taken from the log-sum-exps: NOTE [Rounding of log-sum-exps] in
+    linear/problem.py.
+    """
 
     student_lse: Tensor
     teacher_lse: Tensor
     value: Tensor
     student_delta: Tensor
     teacher_delta: Tensor
+    student_rest: Tensor
+    teacher_rest: Tensor
 
 
 def finish(
@@ -233,6 +239,8 @@ def finish(
     return RowSums(
         student_lse=_lse(base_s, log_normalizer_s, state.l_s, student_sink),
         teacher_lse=_lse(base_t, log_normalizer_t, state.l_t, teacher_sink),
+        student_rest=rest_of(base_s, log_normalizer_s),
+        teacher_rest=rest_of(base_t, log_normalizer_t),
         value=e_t + e_s + form.t * row_sum_t + form.s * row_sum_s,
         student_delta=e_s + form.ts * row_sum_t + (form.ss + form.s) * row_sum_s,
         teacher_delta=e_t + (form.tt + form.t) * row_sum_t + form.st * row_sum_s,
@@ -255,6 +263,11 @@ def _lse(base: Tensor, log_normalizer: Tensor, row_sum: Tensor, sink: Tensor | N
         if sink is not None
         else torch.where(row_sum == 0, torch.full_like(lse, -math.inf), lse)
     )
+
+
+def rest_of(base: Tensor, log_normalizer: Tensor) -> Tensor:
+    """Returns what is left of ``base + log_normalizer`` when their rounded sum is subtracted."""
+    return (base - (base + log_normalizer)) + log_normalizer
 
 
 def _combine(

@@ -178,7 +178,7 @@ def linear_kl(
           unless the teacher's probability underflows to 0.
         - Logarithms come from logits: a student probability that underflows has a finite one.
         - Weight gradients are summed over a bounded number of chunks, in a fixed order: they have
-          the same bits in every run (NOTE [Sums over chunks] in linear/problem.py). A second
+          the same bits in every run (NOTE [Sums over chunks] in runtime/workspace.py). A second
           derivative raises.
 
     Source: the row state is that of StreamKL (arXiv 2606.20005); gradients are computed in

@@ -1,7 +1,7 @@
 """Loads launch configurations that were measured on a user's GPU, from a checked JSON file.
 
-`python -m torch_streamkl.tune` writes the file, and `launches/launch.py` reads it before it uses
-its own defaults. The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of the
+`python -m torch_streamkl.tune` writes the file, and `attention/heuristics.py` reads it before it
+uses its own defaults. The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of the
 device.
 """
 

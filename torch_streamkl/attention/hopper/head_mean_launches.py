@@ -43,7 +43,7 @@ class Launcher(portable.Launcher):
         launch = HOPPER_HEAD_LSE
         teacher = self.problem.teacher
         blocks = ceil_div(self.problem.seqlen_q, launch.groups * launch.block_m)
-        self.plan.run(
+        self.run(
             "hopper lse",
             head_mean.heads_lse_kernel,
             (blocks * teacher.num_heads * self.plan.num_sequences, 1, 1),
@@ -63,7 +63,7 @@ class Launcher(portable.Launcher):
         # written by a kernel of torch's: descriptors need a context, which a thread of autograd's
         # has from its first launch on
         small = self.stats.teacher.new_zeros((stage.num_key_blocks, rows))
-        self.plan.run(
+        self.run(
             "hopper mean",
             head_mean.heads_mean_kernel,
             ((stop - first) * stage.num_key_blocks, 1, 1),
