@@ -224,9 +224,9 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
             memory.set_xticks(list(mib), [str(n) for n in mib])
             memory.minorticks_off()
             plots.plain_numbers(memory.yaxis)
-            for query_tile in (losses, memory):
-                query_tile.grid(alpha=0.3)
-                query_tile.legend(frameon=False)
+            for axes in (losses, memory):
+                axes.grid(alpha=0.3)
+                axes.legend(frameon=False)
     print(f"\npicture: {path}")
 
 

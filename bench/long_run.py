@@ -216,10 +216,10 @@ def draw(found: list[Curve], path: Path) -> None:
         ours = (plugin - eager).abs()
         apart.plot(steps, ours, color=COLORS["streamkl"], label="of streamkl from eager")
         apart.set(title="distance of the loss curves", ylabel="difference of the losses")
-        for query_tile in panels:
-            query_tile.set(xlabel="training step", yscale="log")
-            query_tile.grid(alpha=0.3)
-            query_tile.legend(frameon=False)
+        for axes in panels:
+            axes.set(xlabel="training step", yscale="log")
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False)
         plots.plain_numbers(whole.yaxis)
 
 

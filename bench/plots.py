@@ -19,7 +19,7 @@ Point = tuple[float, float | None]  # None: out of memory
 
 @contextmanager
 def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
-    """A figure and the list of its query tiles, written to a file at the end."""
+    """A figure and the list of its axes, written to a file at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -128,16 +128,16 @@ def _time_and_memory(curves: Curves, title: str, axis: str, path: Path) -> None:
     sizes = sorted({x for time, _ in curves.values() for x, _ in time})
     labels = ("forward and backward, ms", "peak memory, MiB")
     with figure(path, 1, 2, (11, 4.8)) as (drawn, panels):
-        for number, (query_tile, label) in enumerate(zip(panels, labels, strict=True)):
+        for number, (axes, label) in enumerate(zip(panels, labels, strict=True)):
             mine = {name: curves[name][number] for name in names}
             for name, points in mine.items():
-                _line(query_tile, name, points)
-            query_tile.set(xscale="log", yscale="log", xlabel=axis, ylabel=label)
-            query_tile.set_xticks(sizes, [_size(x) for x in sizes])
-            query_tile.minorticks_off()
-            query_tile.grid(True, which="major", alpha=0.3)
-            _mark_out_of_memory(query_tile, mine)
-            plain_numbers(query_tile.yaxis)
+                _line(axes, name, points)
+            axes.set(xscale="log", yscale="log", xlabel=axis, ylabel=label)
+            axes.set_xticks(sizes, [_size(x) for x in sizes])
+            axes.minorticks_off()
+            axes.grid(True, which="major", alpha=0.3)
+            _mark_out_of_memory(axes, mine)
+            plain_numbers(axes.yaxis)
         drawn.suptitle(title, fontsize=10)
         handles, texts = panels[0].get_legend_handles_labels()
         drawn.legend(
@@ -146,30 +146,30 @@ def _time_and_memory(curves: Curves, title: str, axis: str, path: Path) -> None:
         )  # fmt: skip
 
 
-def _line(query_tile: Any, name: str, points: list[Point]) -> None:
+def _line(axes: Any, name: str, points: list[Point]) -> None:
     known = sorted((x, y) for x, y in points if y is not None)
     style = {"direct": "--"}.get(name, ":" if name.endswith("-graphs") else "-")
     width = 2.2 if name in OURS else 1.4
-    query_tile.plot(
+    axes.plot(
         [x for x, _ in known], [y for _, y in known], style, marker="o", markersize=4,
         linewidth=width, color=color_of(name), label=OURS.get(name, name),
     )  # fmt: skip
 
 
-def _mark_out_of_memory(query_tile: Any, curves: dict[str, list[Point]]) -> None:
+def _mark_out_of_memory(axes: Any, curves: dict[str, list[Point]]) -> None:
     """A cross where a provider first did not fit, each on a line of its own above all curves."""
     sizes = {name: [x for x, y in points if y is None] for name, points in curves.items()}
     missing = {name: min(found) for name, found in sizes.items() if found}
     if not missing:
         return
-    share = 0.07 * len(missing) + 0.03  # of the query tile's height, kept free of curves
-    low, high = query_tile.get_ylim()
-    query_tile.set_ylim(low, low * (high / low) ** (1 / (1 - share)))
-    where = query_tile.get_xaxis_transform()
+    share = 0.07 * len(missing) + 0.03  # of the height of the axes, kept free of curves
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, low * (high / low) ** (1 / (1 - share)))
+    where = axes.get_xaxis_transform()
     for i, (name, x) in enumerate(missing.items()):
         height, color = 0.96 - 0.07 * i, color_of(name)
-        query_tile.plot([x], [height], "x", markersize=7, color=color, transform=where)
-        query_tile.text(
+        axes.plot([x], [height], "x", markersize=7, color=color, transform=where)
+        axes.text(
             x, height, f"{name}: out of memory  ", transform=where, ha="right", va="center",
             fontsize=8, color=color,
         )  # fmt: skip
@@ -193,30 +193,30 @@ def kernel_points(run: Run) -> list[tuple[Record, str]]:
 def _roofline(run: Run, path: Path) -> None:
     """Rate against arithmetic intensity."""
     points = kernel_points(run)
-    with figure(path, 1, 1, (7.5, 5)) as (drawn, (query_tile,)):
+    with figure(path, 1, 1, (7.5, 5)) as (drawn, (axes,)):
         peak, bandwidth = run.ceilings["matmul_tflops"], run.ceilings["copy_gbytes"] * 1e-3
         largest = 2 * max(_intensity(r, mode) for r, mode in points)
         knee = peak / bandwidth
-        query_tile.plot([knee / 8, knee, largest], [peak / 8, peak, peak], color="black")
-        query_tile.text(largest, peak * 1.05, f"matmul {peak:.3g} TFLOP/s", ha="right", fontsize=8)
-        query_tile.text(knee / 6, peak / 8, f"copy {bandwidth * 1e3:.0f} GB/s", fontsize=8)
+        axes.plot([knee / 8, knee, largest], [peak / 8, peak, peak], color="black")
+        axes.text(largest, peak * 1.05, f"matmul {peak:.3g} TFLOP/s", ha="right", fontsize=8)
+        axes.text(knee / 6, peak / 8, f"copy {bandwidth * 1e3:.0f} GB/s", fontsize=8)
         for r, mode in points:
-            query_tile.plot(
+            axes.plot(
                 [_intensity(r, mode)], [r.tflops[mode]], MARKS[r.family, mode][0], alpha=0.8,
                 color=color_of(r.provider),
             )  # fmt: skip
         for name in dict.fromkeys(r.provider for r, _ in points):
-            query_tile.plot([], [], linewidth=5, color=color_of(name), label=OURS.get(name, name))
+            axes.plot([], [], linewidth=5, color=color_of(name), label=OURS.get(name, name))
         for marker, label in dict.fromkeys(MARKS[r.family, mode] for r, mode in points):
-            query_tile.plot([], [], marker, color="grey", label=label)
-        query_tile.set(xscale="log", yscale="log", ylabel="TFLOP/s on the least work")
-        query_tile.set_xlabel("arithmetic intensity: least FLOP per least byte")
-        query_tile.set_ylim(top=peak * 1.6)
-        plain_numbers(query_tile.xaxis)
-        plain_numbers(query_tile.yaxis)
-        query_tile.tick_params(axis="x", labelrotation=30)
-        query_tile.grid(True, which="major", alpha=0.3)
-        query_tile.set_title(f"roofline: {run.machine['device']}, {run.dtype}", fontsize=10)
+            axes.plot([], [], marker, color="grey", label=label)
+        axes.set(xscale="log", yscale="log", ylabel="TFLOP/s on the least work")
+        axes.set_xlabel("arithmetic intensity: least FLOP per least byte")
+        axes.set_ylim(top=peak * 1.6)
+        plain_numbers(axes.xaxis)
+        plain_numbers(axes.yaxis)
+        axes.tick_params(axis="x", labelrotation=30)
+        axes.grid(True, which="major", alpha=0.3)
+        axes.set_title(f"roofline: {run.machine['device']}, {run.dtype}", fontsize=10)
         drawn.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 

@@ -1,11 +1,11 @@
-"""Plant faults, one line each, and name the test that catches it.
+"""Runs mutation tests: changes one line at a time, and names the test that fails.
 
     python -m tests.mutations                # all; writes the table of docs/evidence/mutations.md
     python -m tests.mutations --only rowstate
 
-A fault is planted in a copy of the tree, and the tests that are written next to it are run there
-until one fails. A fault that no test catches is a hole in the tests. Every fault runs in a process
-that is forked from one that has imported torch.
+A mutation is applied in a copy of the tree, and the tests that are written next to it run there
+until one fails. A mutation that no test catches is a hole in the tests. Each runs in a process that
+is forked from one that has imported torch.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def write(rows: dict[Fault, str]) -> None:
         name = line(fault, "").removesuffix("`` |")
         return rows.get(fault) or next((x for x in old if x.startswith(name)), f"{name}not run |")
 
-    head = ["| file | was | planted | caught by |", "| --- | --- | --- | --- |"]
+    head = ["| file | original line | mutation | caught by |", "| --- | --- | --- | --- |"]
     table = "\n".join([*head, *map(row, FAULTS)])
     DOCUMENT.write_text(f"{before}{BEGIN}{table}\n{END}{after}")
 

@@ -1,4 +1,4 @@
-"""Every mutation can still be planted, and the table names a test that is there."""
+"""Every mutation can still be applied, and the table names a test that is there."""
 
 from __future__ import annotations
 

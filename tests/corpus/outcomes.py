@@ -81,7 +81,7 @@ def verdict_of(outcome: Outcome) -> str:
     """What the report says: how many of the sites are fused."""
     total = len(outcome.report.sites)
     if total and outcome.num_fused == total:
-        return "fused" if total == 1 else f"fused ({total} sites)"
+        return "fused" if total == 1 else f"fused ({total} losses)"
     if outcome.num_fused:
         return f"{outcome.num_fused} of {total} sites fused"
     return "not fused" if total else "no site"

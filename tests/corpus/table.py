@@ -16,12 +16,15 @@ from tests.corpus.outcomes import Row, row_of, run_case
 PATH = Path(__file__).parents[2] / "docs" / "evidence" / "corpus.md"
 HEAD = """# The corpus: what happens to real losses
 
-Each line is one of the {total} losses in `tests/corpus/naive_losses.py`, which follow the
-operations of public distillation code. They are compiled with `backend="streamkl"` (float32,
-static shapes, training, whatever their size: `streamkl.min_mib=0`) and compared with float64: the
-errors are relative to the largest value of the loss and of each gradient. {fused} of them are
-fused completely. `{heads}` have language-model heads inside the graph; a loss on logits alone is
-left as it is, because the matrices that could be avoided exist before it starts.
+`tests/corpus/naive_losses.py` has {total} losses that follow the operations of public distillation
+code. Each line is one of them, and {fused} are fused completely.
+
+- Compiled with `backend="streamkl"`: float32, static shapes, training, at any size
+  (`streamkl.min_mib=0`).
+- The errors are those against float64, relative to the largest value of the loss and of each
+  gradient.
+- `{heads}` marks losses with the language-model heads inside of the graph. A loss on logits alone
+  is not fused, because its logits exist before it starts.
 
 Written by `python -m tests.corpus.table`; `tests/test_corpus.py` checks that it is current.
 
@@ -36,9 +39,11 @@ LINE = re.compile(
 CAPTURED = """
 ## With the settings of `torch_streamkl.enable()`
 
-Those that have both products and are not fused above, where graph breaks are allowed and Dynamo
-is set as `enable()` does it: a break in a called function leaves its caller's graph whole, and
-rows that a mask selects stay in the graph.
+These are the losses above that have both products and are not fused. Here graph breaks are
+allowed, and Dynamo has the settings of `enable()`:
+
+- a graph break in a called function leaves its caller's graph whole;
+- rows that a mask selects stay in the graph.
 
 | case | verdict | reason | loss error | gradient error |
 | --- | --- | --- | --- | --- |
