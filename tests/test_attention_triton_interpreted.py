@@ -48,30 +48,6 @@ def test_feature(name: str) -> None:
         check(call.value_and_gradients("triton"), budget(call))
 
 
-# what it has code of its own for; a GPU has two kernels for masks of pairs, biases and softcaps
-WHOLE_HEADS = {
-    "forward_kl", "reverse_kl", "js", "eps", "clamp_reached", "causal",
-    "causal_more_rows_than_keys", "window", "mask_padding", "mask_padding_left", "key_lengths",
-    "row_mask", "varlen_causal", "varlen_window", "temperature", "sink", "gqa", "mqa_causal",
-    "head_dims", "strides_padded",
-}  # fmt: skip
-
-
-@inside
-@pytest.mark.parametrize("keys", [27, pytest.param(16, marks=slow), pytest.param(32, marks=slow)])
-@pytest.mark.parametrize("name", only(WHOLE_HEADS, CASES))
-def test_whole_heads(name: str, keys: int) -> None:
-    """One kernel for dQ and dK: tiles have 16 keys here, and it takes two at most."""
-    spec = CASES[name]
-    if spec.packed is None:
-        spec = replace(spec, seqlen_k=keys)
-    else:
-        spec = replace(spec, packed=tuple((n, min(m, keys)) for n, m in spec.packed))
-    with poisoned_memory():
-        call = build(padded(spec))
-        check(call.value_and_gradients("triton"), budget(call))
-
-
 @inside
 @pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached"])
 def test_float16(name: str) -> None:

@@ -189,7 +189,8 @@ def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPat
 
     kernels = {
         "forward_kernel": (forward, FakeKernel()),
-        "dq_dk_kernel": (backward, FakeKernel()),
+        "dq_kernel": (backward, FakeKernel()),
+        "dk_kernel": (backward, FakeKernel()),
     }
     for name, (module, kernel) in kernels.items():
         monkeypatch.setattr(module, name, kernel)
@@ -206,7 +207,8 @@ def test_arguments_of_compiled_kernels(mask: bool, monkeypatch: pytest.MonkeyPat
         assert grads[2:] == (None, None)
         outputs = {
             "forward_kernel": (value, *stats),
-            "dq_dk_kernel": grads[:2],
+            "dq_kernel": grads[:1],
+            "dk_kernel": grads[1:2],
         }
         for name, results in outputs.items():
             last = _by_address(kernels[name][1].launches[-1])

@@ -162,37 +162,10 @@ def _gradients(
     problem: AttentionProblem, plan: Plan, shared: Shared, of_q: bool, of_k: bool, student: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the gradients of one side."""
-    whole = plan.whole_heads(problem, student) if of_q and of_k else None
-    if whole is not None:
-        return _dq_dk(problem, plan, whole, shared, student)
     return (
         _dq(problem, plan, shared, student) if of_q else None,
         _dk(problem, plan, shared, student) if of_k else None,
     )
-
-
-def _dq_dk(
-    problem: AttentionProblem, plan: Plan, stage: Stage, shared: Shared, student: bool
-) -> tuple[Tensor, Tensor]:
-    side = problem.student if student else problem.teacher
-    programs = side.num_kv_heads * plan.num_sequences
-    group = problem.num_heads // side.num_kv_heads
-    num_splits = key_splits(problem, group, programs, resident=2)
-    dq, partials = new_splits(side.q, 1), new_splits(side.k, num_splits)
-    plan.run(
-        ("dq_dk", student),
-        bwd.dq_dk_kernel,
-        (programs * num_splits, 1, 1),
-        (
-            *shared.arguments, dq, *split_strides(dq)[1:], partials, *split_strides(partials),
-            side.scale / problem.temperature, problem.num_heads, group, group // num_splits,
-            plan.inv_temperature,
-        ),
-        (student, stage.num_key_blocks, plan.form, plan.helper, stage.config),
-        stage.options,
-        shared.tensors,
-    )  # fmt: skip
-    return dq, combine_splits(partials, side.k)
 
 
 def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
