@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.attention import direct, ops, reference
+from torch_streamkl.attention.bound_op import BoundOp
 from torch_streamkl.attention.problem import SPEC
 from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
 from torch_streamkl.loading import distributed
@@ -365,12 +366,11 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
         placed, settings = distributed("attention_dtensor").prepared(inputs, settings)
         inputs = Inputs(*placed)
-    sites: dict[Any, Any] = {}
     if plain:
         verdict = checks.validated(inputs, settings, _checked_options)
-        options, sites = verdict.options, verdict.kept
     else:
-        options = _checked_options(inputs, settings)
+        verdict = checks.Validation(_checked_options(inputs, settings))
+    options = verdict.options
     tensors = _operands(inputs, settings)
     if tensors[0].numel() == 0 or tensors[1].numel() == 0:
         value = _of_nothing(tensors)
@@ -378,7 +378,8 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         problem, _ = ops.problem_of(*tensors, *options)
         value = without_autocast(reference.attention_kl_rows, problem)  # operands are cast
     elif plain:
-        value = direct.attention_kl(tensors, options, sites)
+        bound = verdict.bound = verdict.bound or BoundOp(options)
+        value = direct.attention_kl(tensors, bound)
     else:
         checks.refuse_transforms("attention_kl")
         value = ops.attention_kl(*tensors, *options)[0]
