@@ -426,7 +426,7 @@ def test_parts_of_rows_are_united(
     """
     from torch_streamkl.attention.hopper import split_kv as hopper_parts
     from torch_streamkl.attention.plans import NUM_STATE_FIELDS, plan_of
-    from torch_streamkl.attention.triton import forward as attention_forward
+    from torch_streamkl.attention.triton import forward_splits
     from torch_streamkl.kernels.arguments import State
 
     q, k, q_t, k_t = (torch.randn(2, 3, n, 16) for n in (19, 37, 19, 37))
@@ -435,7 +435,7 @@ def test_parts_of_rows_are_united(
     plan = plan_of(problem)
     stage = plan.stage(problem, "forward")
     state = torch.empty(parts, NUM_STATE_FIELDS, 2, 3, 19)
-    attention_forward.state_kernel[(stage.programs, parts)](
+    forward_splits.state_kernel[(stage.programs, parts)](
         *plan.arguments(problem), state, state.stride(1), state.stride(0), stage.num_blocks, 3,
         keys_of_part, plan.inv_temperature, plan.form, stage.config,
     )  # fmt: skip

@@ -216,13 +216,13 @@ FAULTS = (
         "test_attention_streaming.py::test_any_call",
     ),
     Fault(
-        ATTENTION,
+        "torch_streamkl/attention/arguments.py",
         "right = 0 if right is None else min(right, 0)",
         "right = 0 if right is None else right",
         "test_metamorphic.py test_attention_streaming.py::test_any_call -k any_call",
     ),
     Fault(
-        ATTENTION,
+        "torch_streamkl/attention/arguments.py",
         "return float(q.shape[-1] ** -0.5 if scale is None else scale)",
         "return float(q.shape[-2] ** -0.5 if scale is None else scale)",
         _streaming("forward_kl"),

@@ -25,6 +25,7 @@ from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
+from torch_streamkl.attention.triton import forward_splits as splits_of_keys
 from torch_streamkl.kernels.splits import combine_splits, new_splits, split_strides
 
 
@@ -74,7 +75,7 @@ def _split_forward(
     one_warp_group = {"num_warps": 4}
     plan.run(
         "state",
-        fwd.state_kernel,
+        splits_of_keys.state_kernel,
         (programs, splits, 1),
         (*arguments, state, *state_strides, *heads, stage.keys_per_split, plan.inv_temperature),
         (plan.form, config),
@@ -83,7 +84,7 @@ def _split_forward(
     )
     plan.run(
         "merge",
-        fwd.merge_kernel,
+        splits_of_keys.merge_kernel,
         (programs, 1, 1),
         (*arguments, state, *state_strides, splits, *outputs, again, *heads, plan.fill),
         (plan.form, config),
@@ -96,7 +97,7 @@ def _split_forward(
     sums_strides = (sums.stride(1), sums.stride(0))
     plan.run(
         "sums",
-        fwd.sums_kernel,
+        splits_of_keys.sums_kernel,
         (programs, splits, 1),
         (
             *arguments, stats.student, stats.teacher, again, sums, *sums_strides,
@@ -108,7 +109,7 @@ def _split_forward(
     )  # fmt: skip
     plan.run(
         "merge_sums",
-        fwd.merge_sums_kernel,
+        splits_of_keys.merge_sums_kernel,
         (programs, 1, 1),
         (arguments[2], sums, *sums_strides, splits, again, *outputs, *heads, plan.fill),
         (plan.helper, config),
