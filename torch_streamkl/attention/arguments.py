@@ -110,6 +110,7 @@ def _heads_first(x: Tensor, layout: str) -> Tensor:
 
 
 def with_dims(x: Tensor, ndim: int) -> Tensor:
+    """Returns a tensor with leading dimensions of size 1."""
     return x if x.ndim == ndim else x[(None,) * (ndim - x.ndim)]
 
 

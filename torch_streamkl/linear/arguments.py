@@ -160,6 +160,7 @@ def _check_head(
 
 
 def check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) -> None:
+    """Checks that labels are integers, one per token."""
     checks.tensor("labels", labels)
     if labels.dtype not in _LABEL_DTYPES:
         raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
