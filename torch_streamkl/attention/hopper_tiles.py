@@ -36,7 +36,7 @@ def num_sequences_of(problem: AttentionProblem) -> int:
 
 
 def flop(problem: AttentionProblem) -> float:
-    """Counts the operations of the products of a forward."""
+    """Counts the operations of a forward pass; all keys of a causal row count half."""
     batch, num_heads, seqlen_q, head_dim = problem.student.q.shape
     keys = problem.student.k.shape[2] / num_sequences_of(problem)  # of a row, if lengths are alike
     seen = 1.0 if problem.window_right is None else 0.5
