@@ -4,8 +4,8 @@
     python -m tests.mutations --only rowstate
 
 A mutation is applied in a copy of the tree, and the tests that are written next to it run there
-until one fails. A mutation that no test catches is a hole in the tests. Each runs in a process that
-is forked from one that has imported torch.
+until one fails. A mutation that no test catches is a hole in the tests. Each runs in a process
+that is forked from one that has imported torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads launch configurations that were measured on a user's GPU, from a checked JSON file.
 
 `python -m torch_streamkl.tune` writes the file, and `attention/heuristics.py` reads it before it
-uses its own defaults. The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of the
-device.
+uses its own defaults. The file is the one that TORCH_STREAMKL_LAUNCHES names, or `default_path` of
+the device.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Replay:
 
 
 class _First:
-    """The first call of a program: where this Triton is launched in another way, the last."""
+    """Runs a captured program for the first time; if it cannot run here, no later call uses it."""
 
     def __init__(self, owner: Replay, program: Any) -> None:
         self._owner, self._program = owner, program
