@@ -285,9 +285,8 @@ def _checked(options: Options) -> dict[str, Any]:
             checks.integer(f"{side}_vocab_start", first, 0)
     if options.group is None and not (firsts[0] is None and firsts[1] is None):
         raise ValueError(
-            "student_vocab_start and teacher_vocab_start say which vocabulary entries of a "
-            "vocabulary a rank "
-            f"has and need a group, got {firsts[0]} and {firsts[1]}"
+            "student_vocab_start and teacher_vocab_start place a rank's vocabulary shard and "
+            f"need a group, got {firsts[0]} and {firsts[1]}"
         )
     for_operator: dict[str, Any] = {
         "functional": divergence_text(
