@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 # A GPU machine brings its own torch: `make test VENV_ARGS=--system-site-packages` uses it.
 VENV_ARGS ?=
 TORCH ?= torch==2.13.0
-# What pip says of itself, in an environment that only make uses.
+# What pip and setuptools say of themselves, in an environment that only make uses.
 export PIP_ROOT_USER_ACTION ?= ignore
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install -qq
 
 .PHONY: everything demo docs test test-slow test-all test-integrations test-matrix dist bench lint clean
 
@@ -15,8 +16,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Threads that wait do not spin: next to other work the steps took four times as long.
 demo: $(VENV)/.demo
-	$(BIN)/python -m bench.demo $(DEMO_ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m bench.demo $(DEMO_ARGS)
 
 test: $(VENV)/.test $(VENV)/.libraries
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
@@ -63,7 +65,7 @@ lint: $(VENV)/.lint
 
 # What lint, the site and the tests need by one run of pip, and in turn where something of it cannot be had.
 everything: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[lint,test,docs,integrations]" && \
+	$(INSTALL) --no-build-isolation --editable ".[lint,test,docs,integrations]" && \
 	    touch $(VENV)/.lint $(VENV)/.test $(VENV)/.docs $(VENV)/.libraries || \
 	    $(MAKE) $(VENV)/.lint $(VENV)/.test $(VENV)/.libraries
 
@@ -73,19 +75,19 @@ clean:
 # torch first and by itself: with it in place nothing below pulls another build of it.
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+	$(INSTALL) --upgrade pip "setuptools>=77" wheel
+	$(BIN)/python -c "import torch" 2>/dev/null || $(INSTALL) "$(TORCH)"
+	$(INSTALL) --no-build-isolation --editable .
 	touch $@
 
 # What of those libraries can be had here: what cannot is said, and its tests are skipped and counted.
 $(VENV)/.libraries: $(VENV)/.base
-	@$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[integrations]" || \
+	@$(INSTALL) --no-build-isolation --editable ".[integrations]" || \
 	for each in transformers accelerate datasets trl peft lightning; do \
-	    $(BIN)/python -m pip install --quiet $$each || echo "$$each cannot be installed here"; \
+	    $(INSTALL) $$each || echo "$$each cannot be installed here"; \
 	done
 	touch $@
 
 $(VENV)/.%: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[$*]"
+	$(INSTALL) --no-build-isolation --editable ".[$*]"
 	touch $@

@@ -6,7 +6,6 @@ node: an allocation, an operation whose result is written to one, or a launch.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -29,9 +28,7 @@ from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.runtime.trace import Allocation, Launch, Operation, Untraceable, trace
 
 aten = torch.ops.aten
-ATTENTION, LINEAR = (
-    tuple(inspect.signature(f).parameters) for f in (ops.problem_of, linear_ops.problem_of)
-)
+ATTENTION, LINEAR = ops.SPEC.names, linear_ops.SPEC.names
 
 
 def attention_implementation(given: dict[str, Any]) -> str:

@@ -69,7 +69,12 @@ from torch_streamkl.fx_passes.planning.row_readers import (
     check_readers_of_program,
     reads_products,
 )
-from torch_streamkl.fx_passes.reporting.describe import describe, describe_program, warning_of
+from torch_streamkl.fx_passes.reporting.describe import (
+    describe,
+    describe_program,
+    roles_of,
+    warning_of,
+)
 from torch_streamkl.fx_passes.reporting.execution import (
     how_sites_run,
     mark_site,
@@ -321,7 +326,8 @@ def _fuse(
         return Site(False, kind, form, str(reason), location, code, hint=hint, node=node.name)
     node.replace_all_uses_with(replacement)
     warning = warning_of(candidate.plan)
-    return Site(True, kind, form, "", location, code, node=node.name, warning=warning)
+    site = Site(True, kind, form, "", location, code, node=node.name, warning=warning)
+    return replace(site, roles=roles_of(candidate.plan, trace, recognised.values))
 
 
 def _fuse_program(

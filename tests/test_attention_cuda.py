@@ -1,10 +1,6 @@
 """The compiled kernels on a GPU: every feature in every dtype, CUDA graphs, determinism."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -32,44 +28,6 @@ def test_feature(name: str, dtype: str) -> None:
         spec = replace(spec, packed=tuple((7 * n, 7 * m) for n, m in spec.packed))
     call = build(spec)
     check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
-
-
-@contextlib.contextmanager
-def few_heads_are_many() -> Iterator[None]:
-    """Inside, rows are few whatever their number, as where heads fill the GPU."""
-    from torch_streamkl.attention import heuristics, plans
-
-    plans.clear_plans()
-    with mock.patch.object(heuristics, "WHOLE_HEADS_FEW_ROWS", 2**31):
-        yield
-    plans.clear_plans()
-
-
-def short(name: str, keys: int, **options: Any) -> Spec:
-    """A case with so many keys of a head at most, of whose dQ and dK one kernel takes care."""
-    spec = replace(CASES[name], seqlen_q=150, seqlen_k=keys, **options)
-    if spec.packed is None:
-        return spec
-    longest = max(m for _, m in spec.packed)
-    return replace(spec, packed=tuple((7 * n, m * keys // longest) for n, m in spec.packed))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_whole_heads(name: str) -> None:
-    """With few heads, too: as where they fill the GPU."""
-    with few_heads_are_many():
-        call = build(short(name, 100, dtype=torch.bfloat16))
-        check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
-
-
-@pytest.mark.parametrize(
-    ("name", "keys"), [(name, keys) for name in ("js", "gqa", "causal") for keys in (50, 128, 256)]
-)
-def test_whole_heads_of_a_narrow_student(name: str, keys: int) -> None:
-    with few_heads_are_many():
-        options = {"student_dim": 26, "teacher_dim": 64, "layout": "bnhd", "dtype": torch.float16}
-        call = build(short(name, keys, **options))
-        check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
@@ -122,11 +80,10 @@ def test_same_bits_on_every_run(name: str, keys: int) -> None:
     call = build(replace(CASES[name], dtype=torch.bfloat16, seqlen_q=300, seqlen_k=keys)).to(
         device="cuda"
     )
-    with few_heads_are_many():
-        first = call.value_and_gradients("triton")
-        for _ in range(3):
-            again = call.value_and_gradients("triton")
-            assert all(torch.equal(first[name], again[name]) for name in first)
+    first = call.value_and_gradients("triton")
+    for _ in range(3):
+        again = call.value_and_gradients("triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def _step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

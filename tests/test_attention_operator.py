@@ -24,7 +24,7 @@ from tests.support.covering import every
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, checks, inductor_options
-from torch_streamkl.attention import interface, ops
+from torch_streamkl.attention import arguments, ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 SMALL = Spec(heads=2, seqlen_q=5, seqlen_k=7, student_dim=4, teacher_dim=4)
@@ -61,16 +61,16 @@ def arguments_of(spec: Spec) -> tuple[Any, ...]:
     call = build(spec)
     options = call.options
     public = {**call.tensors, **options}
-    inputs = interface.Inputs(*(public.get(n) for n in interface.Inputs._fields))
-    layout = interface.PACKED if spec.packed is not None else spec.layout
-    given = {**interface.Settings._field_defaults, **public, "deterministic": False}
+    inputs = arguments.Inputs(*(public.get(n) for n in arguments.Inputs._fields))
+    layout = arguments.PACKED if spec.packed is not None else spec.layout
+    given = {**arguments.Settings._field_defaults, **public, "deterministic": False}
     given |= {"layout": layout, "impl": "torch"}
     given |= {"head_reduction": public.get("head_reduction")}
-    settings = interface.Settings(*(given[n] for n in interface.Settings._fields))
-    checked = list(interface._checked_options(inputs, settings))
+    settings = arguments.Settings(*(given[n] for n in arguments.Settings._fields))
+    checked = list(arguments.checked_options(inputs, settings))
     if call.fill is not None:
         checked[6] = call.fill
-    return (*interface._operands(inputs, settings), *checked)
+    return (*arguments.operands(inputs, settings), *checked)
 
 
 # ----------------------------------------------------------------------------------------- opcheck

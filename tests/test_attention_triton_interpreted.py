@@ -48,30 +48,6 @@ def test_feature(name: str) -> None:
         check(call.value_and_gradients("triton"), budget(call))
 
 
-# what it has code of its own for; a GPU has two kernels for masks of pairs, biases and softcaps
-WHOLE_HEADS = {
-    "forward_kl", "reverse_kl", "js", "eps", "clamp_reached", "causal",
-    "causal_more_rows_than_keys", "window", "mask_padding", "mask_padding_left", "key_lengths",
-    "row_mask", "varlen_causal", "varlen_window", "temperature", "sink", "gqa", "mqa_causal",
-    "head_dims", "strides_padded",
-}  # fmt: skip
-
-
-@inside
-@pytest.mark.parametrize("keys", [27, pytest.param(16, marks=slow), pytest.param(32, marks=slow)])
-@pytest.mark.parametrize("name", only(WHOLE_HEADS, CASES))
-def test_whole_heads(name: str, keys: int) -> None:
-    """One kernel for dQ and dK: tiles have 16 keys here, and it takes two at most."""
-    spec = CASES[name]
-    if spec.packed is None:
-        spec = replace(spec, seqlen_k=keys)
-    else:
-        spec = replace(spec, packed=tuple((n, min(m, keys)) for n, m in spec.packed))
-    with poisoned_memory():
-        call = build(padded(spec))
-        check(call.value_and_gradients("triton"), budget(call))
-
-
 @inside
 @pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached"])
 def test_float16(name: str) -> None:
@@ -450,7 +426,7 @@ def test_parts_of_rows_are_united(
     """
     from torch_streamkl.attention.hopper import split_kv as hopper_parts
     from torch_streamkl.attention.plans import NUM_STATE_FIELDS, plan_of
-    from torch_streamkl.attention.triton import forward as attention_forward
+    from torch_streamkl.attention.triton import forward_splits
     from torch_streamkl.kernels.arguments import State
 
     q, k, q_t, k_t = (torch.randn(2, 3, n, 16) for n in (19, 37, 19, 37))
@@ -459,7 +435,7 @@ def test_parts_of_rows_are_united(
     plan = plan_of(problem)
     stage = plan.stage(problem, "forward")
     state = torch.empty(parts, NUM_STATE_FIELDS, 2, 3, 19)
-    attention_forward.state_kernel[(stage.programs, parts)](
+    forward_splits.state_kernel[(stage.programs, parts)](
         *plan.arguments(problem), state, state.stride(1), state.stride(0), stage.num_blocks, 3,
         keys_of_part, plan.inv_temperature, plan.form, stage.config,
     )  # fmt: skip

@@ -215,7 +215,7 @@ def test_options_that_do_not_exist() -> None:
 def test_strict_and_explain(caplog: pytest.LogCaptureFixture) -> None:
     with torch_streamkl.enable(strict=True):
         assert num_fused(loss) == 1
-        with pytest.raises(Exception, match="sort of scores"):
+        with pytest.raises(Exception, match="sort is applied to scores"):
             num_fused(unfused)
     caplog.clear()
     with torch_streamkl.enable(explain=True), caplog.at_level(logging.WARNING):

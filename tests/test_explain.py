@@ -65,7 +65,7 @@ def test_sites_answer_in_the_terms_of_the_user() -> None:
     # two scores, two softmaxes and the products of [2, 3, 6, 6] float64 values
     assert good.bytes_saved >= 4 * 2 * 3 * 6 * 6 * 8
     assert bad.location == _line_of(unfused, "kl_div")
-    assert "sort of scores" in bad.reason
+    assert "sort is applied to scores" in bad.reason
     assert bad.blocked_at == _line_of(unfused, "ranked =")
     assert "needs whole rows" in bad.hint
     assert report.num_remaining > 0
@@ -258,7 +258,7 @@ def test_explain_of_a_module() -> None:
 def test_strict_raises_with_the_report() -> None:
     options = {**EAGER, "streamkl.strict": True}
     torch.compile(fused, backend="streamkl", options=options)(*make_inputs())
-    with pytest.raises(Exception, match="sort of scores") as caught:
+    with pytest.raises(Exception, match="sort is applied to scores") as caught:
         torch.compile(both, backend="streamkl", options=options)(*make_inputs())
     error: BaseException | None = caught.value
     while error is not None and not isinstance(error, backend.UnfusedError):

@@ -18,6 +18,7 @@ from torch_streamkl.divergences import row_state
 from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import (
     Head,
     LinearProblem,
@@ -475,7 +476,12 @@ def test_shards_of_the_vocabulary_merge(divergence):
     functional = named(divergence)
     whole = LinearProblem(Head(xs, ws), Head(xt, wt), functional, temperature=2.0, labels=labels)
     shards = [whole.of_vocab(slice(0, 13)), whole.of_vocab(slice(13, 40))]
-    (a, hard_a), (b, hard_b) = (linear_chunks.partial_state(shard) for shard in shards)
+    (a, hard_a), (b, hard_b) = (
+        linear_rows.partial_state(
+            shard, *(x.hidden @ x.weight.T for x in shard.heads), functional.bilinear
+        )
+        for shard in shards
+    )
     sums = row_state.finish(row_state.merge(a, b, functional.bilinear), functional.bilinear)
     expected = linear_chunks.forward(whole, 0)
     torch.testing.assert_close(sums.value, expected.value)

@@ -279,7 +279,7 @@ ROW_PROGRAMS: list[tuple[Case, str]] = [
     (weights_along_keys, "weights that vary along the keys"),
     (key_mask_after_softmax, "a mask on keys is applied after the softmax"),
     (causal_mask_after_softmax, "a mask on keys is applied after the softmax"),
-    (relu_of_scores, "relu of scores"),
+    (relu_of_scores, "relu is applied to scores"),
     (squared_rows_before_the_sum, "a sum over rows"),
     (teacher_is_an_input, "not made from scores"),
     (divergence_of_blocks, "reshape that splits the keys"),

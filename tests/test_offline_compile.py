@@ -81,7 +81,6 @@ def portable_launches(
 # Bytes of the stack that a kernel may use, where the faster tiles (measured on an H200) take some.
 # dK on Hopper with one query head a program (every one of a model without groups) takes the most.
 STACK = {("sm_90", "dk_kernel"): 64, ("sm_90", "backward_kernel"): 88}
-WHOLE_HEADS_STACK = 16  # of heads of 64 next to a mask of keys at sm_100
 BIASED_STACK = 176  # of gradients with a bias, which impl="hopper" asks for; no main loop reads it
 WIDER_TEACHER_STACK = 128  # of a clamped dQ whose teacher has another head_dim
 # Triton keeps numbers of the block's place there: check_hopper sees that no main loop reads them.
@@ -113,9 +112,6 @@ def test_portable(target: str, head_dim: int) -> None:
         assert built.spill_bytes <= STACK.get((target, launch.kernel.__name__), 0)
 
 
-TWO_KERNELS = ["dq_kernel", "dk_kernel"]
-
-
 def gradient_launches(
     target: str, keys: int, head_dim: int = 64, rows: int = 128, batch: int = 32, **options: Any
 ) -> list[Launch]:
@@ -134,46 +130,6 @@ def gradient_launches(
         grad = torch.empty(batch, 12, rows, device="cuda")
         portable.backward(p, stats, grad, NeedsGrad(True, True, False, False))
     return launches
-
-
-@pytest.mark.parametrize(
-    ("target", "keys", "options", "expected"),
-    [
-        ("sm_90", 128, {}, ["dq_dk_kernel"]),
-        ("sm_90", 129, {}, TWO_KERNELS),
-        ("sm_90", 77, {"rows": 4096}, ["dq_dk_kernel"]),
-        ("sm_90", 77, {"rows": 4096, "batch": 1}, TWO_KERNELS),  # 12 programs
-        ("sm_90", 256, {"head_dim": 26}, ["dq_dk_kernel"]),
-        ("sm_90", 257, {"head_dim": 26}, TWO_KERNELS),
-        ("sm_90", 128, {"head_dim": 80}, TWO_KERNELS),
-        ("sm_90", 128, {"student_softcap": 5.0}, TWO_KERNELS),
-        ("sm_80", 128, {}, TWO_KERNELS),
-        ("gfx942", 128, {}, TWO_KERNELS),
-        ("sm_100", 128, {}, ["dq_dk_kernel"]),
-    ],
-)
-def test_whole_heads_are_chosen(
-    target: str, keys: int, options: dict[str, Any], expected: list[str]
-) -> None:
-    launches = gradient_launches(target, keys, **options)
-    assert [launch.kernel.__name__ for launch in launches] == expected
-
-
-@pytest.mark.parametrize(
-    ("target", "head_dim", "options"),
-    [
-        ("sm_90", 26, {}),
-        ("sm_90", 64, {"window_right": 0}),
-        pytest.param("sm_90", 64, {"functional": JS}, marks=slow),
-        pytest.param("sm_100", 26, {}, marks=slow),
-        pytest.param("sm_100", 64, {"window_right": 0}, marks=slow),
-    ],
-)
-def test_whole_heads(target: str, head_dim: int, options: dict[str, Any]) -> None:
-    (launch,) = gradient_launches(target, 256 if head_dim == 26 else 128, head_dim, **options)
-    built = compile_launch(launch, target)
-    assert built.shared_bytes <= TARGETS[target].shared_bytes
-    assert built.spill_bytes <= WHOLE_HEADS_STACK
 
 
 @pytest.mark.parametrize("is_aligned", [True, False])

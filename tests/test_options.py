@@ -210,7 +210,7 @@ def test_strict_raises_its_own_error() -> None:
     def sorted_scores(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
         return F.kl_div((q @ k.mT).sort(-1).values.log_softmax(-1), (t @ t.mT).softmax(-1))
 
-    with pytest.raises(backend.UnfusedError, match="sort of scores"):
+    with pytest.raises(backend.UnfusedError, match="sort is applied to scores"):
         torch.compile(sorted_scores, backend="streamkl", options={"streamkl.strict": True})(
             *inputs()
         )
@@ -300,6 +300,20 @@ def test_a_pass_that_replaces_the_rewrite_is_named(
     assert note.startswith(f"pre_grad_custom_pass is {name} now, which replaced the rewrite")
     assert note in caplog.text
     assert mine is None or mine.ran == 1
+
+
+@pytest.mark.parametrize("how", ["in the config", "in options"])
+def test_both_passes_replaced_are_no_silence(how: str) -> None:
+    """Nothing of ours is called then: Dynamo's count of graphs tells."""
+    mine = {"pre_grad_custom_pass": _Pass(), "joint_custom_pre_pass": _Pass()}
+    torch._dynamo.reset()
+    patched = torch._inductor.config.patch(mine if how == "in the config" else {})
+    with torch_streamkl.enable(), patched, torch_streamkl.reports() as report:
+        product = torch.compile(torch.matmul, options=mine if how == "in options" else None)
+        product(torch.ones(3, 4), torch.ones(4, 5))
+    assert report.num_not_ours == 1
+    assert "1 graph was compiled without the rewrite" in str(report)
+    assert "joint_custom_pre_pass were replaced" in str(report)
 
 
 def test_the_backend_needs_no_pass(caplog: pytest.LogCaptureFixture) -> None:

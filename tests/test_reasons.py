@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torch_streamkl
-from tests.support.reason_examples import ELSEWHERE, EXAMPLES, OF_DIVERGENCES
+from tests.support.reason_examples import (
+    EXAMPLES,
+    OF_DIVERGENCES,
+    ON_RANKS,
+    SETTINGS,
+    Setting,
+)
 from tests.support.user_losses import USER_LOSSES
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, hint_for
 
@@ -28,7 +35,7 @@ _USERS = {loss.fn: loss for loss in USER_LOSSES.values()}
 
 def table() -> str:
     names = {reason: f"`{fn.__name__}`" for reason, fn in EXAMPLES.items()}
-    return as_markdown({**{r: f"`{file}`" for r, file in ELSEWHERE.items()}, **names})
+    return as_markdown({**names, **{r: f"`{name}`" for r, (name, _) in ON_RANKS.items()}})
 
 
 @pytest.mark.parametrize("reason", EXAMPLES)
@@ -37,11 +44,15 @@ def test_the_example_gets_its_row(reason: str) -> None:
     fn = EXAMPLES[reason]
     options: dict[str, Any] = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     options["streamkl.row_programs"] = reason not in OF_DIVERGENCES
+    setting = SETTINGS.get(reason, Setting())
+    is_of_heads = next(iter(inspect.signature(fn).parameters)) == "h"
+    usual = USER_LOSSES["cosine" if is_of_heads else "gram"]
+    inputs = setting.inputs or _USERS.get(fn, usual).inputs
     torch._dynamo.reset()
-    with torch_streamkl.reports() as report:
-        torch.compile(fn, backend="streamkl", options=options)(
-            *_USERS.get(fn, USER_LOSSES["gram"]).inputs()
-        )
+    with torch_streamkl.reports() as report, torch._dynamo.config.patch(setting.config):
+        compiled = torch.compile(fn, backend="streamkl", options=options, **setting.compile)
+        for more in setting.calls:
+            compiled(*inputs(), *more)
     left = [site for site in report.sites if not site.fused]
     rows = [advice_for(site.reason) for site in left]
     assert reason in [row.reason for row in rows if row is not None], report
@@ -49,8 +60,18 @@ def test_the_example_gets_its_row(reason: str) -> None:
 
 
 def test_every_row_has_a_program() -> None:
-    assert {row.reason for row in ADVICE} == set(EXAMPLES) | set(ELSEWHERE)
-    assert all((TESTS / file).exists() for file in ELSEWHERE.values())
+    assert {row.reason for row in ADVICE} == set(EXAMPLES) | set(ON_RANKS)
+
+
+@pytest.mark.parametrize("reason", ON_RANKS)
+def test_the_check_on_ranks_asserts_the_reason(reason: str) -> None:
+    """Those checks run on two processes in test_rewritten_dtensors.py."""
+    name, said = ON_RANKS[reason]
+    row = advice_for(said)
+    assert row is not None and row.reason == reason
+    text = (TESTS / "test_rewritten_dtensors.py").read_text()
+    _, _, check = text.partition(f"@on_ranks\ndef {name}(")
+    assert said in check.partition("@on_ranks")[0]
 
 
 def test_the_page_is_the_table() -> None:

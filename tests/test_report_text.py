@@ -130,6 +130,7 @@ streamkl: 1 of 1 loss fused, 90 KiB of logits not materialized
   1. fused         loss.py:7
      code      kl = F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
      form      linear_kl: forward_kl
+     roles     student: matmul of h and w (loss.py:7), needs a gradient; teacher: matmul of g and v (loss.py:7), needs no gradient
      runs      as blocks of rows, compiled by Inductor, gradients in the forward, by chunks of tokens
      check     same value and gradients on random inputs
      saved     90 KiB
@@ -147,9 +148,9 @@ note: the cross-entropy at loss.py:7 keeps the student's logits: it has class we
 streamkl: 0 of 1 loss fused
   1. not fused     loss.py:7
      code      return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="batchmean")
-     reason    gather of attention or vocabulary probabilities (loss.py:7)
+     reason    gather reads entries of each row by ids that are no top-k of this graph: an id may be there twice (loss.py:7)
      at        s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
-     hint      torch_streamkl.row_program(..., columns=ids) streams losses on a few entries of each row (docs/guide/row-programs.md); whole rows may be selected, logits[mask]
+     hint      torch_streamkl.row_program(..., columns=ids) streams losses on a few entries of each row, if no row has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same graph fuse as they are; whole rows may be selected, logits[mask]
 2 score- or logit-sized tensors remain, 60 KiB:
   read by losses:
      [48 x 160] (30 KiB) loss.py:7: read by log_softmax

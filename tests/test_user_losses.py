@@ -87,8 +87,8 @@ REASONS = {
     "branch_on_values": "lies between: if s.isnan().any():",
     "item_between": "lies between: scale = 1.0 if s.detach().amax().item() < 0 else 2.0",
     "dropout_before_the_loss": "dropout changes the probabilities after the softmax",
-    "indexer_in_place": "in-place add_ of scores",
-    "logits_are_returned": "cumsum of attention or vocabulary probabilities",
+    "indexer_in_place": "add_ writes scores in place",
+    "logits_are_returned": "cumsum is applied to attention or vocabulary probabilities",
 }
 
 
@@ -108,7 +108,7 @@ UNRECOGNIZED = {
     "tail_bucket": "feeds gather at",
     "cosine": "feeds cosine_similarity at",
     "cross_entropy_alone": "cross-entropy with labels alone",
-    "shifted_teacher": "cat of scores at",
+    "shifted_teacher": "cat is applied to scores, and no fused operator has it at",
     "attention_alone": "attention probabilities that are compared with no other distribution",
 }
 
@@ -147,7 +147,54 @@ def test_what_is_fused_with_a_loss_is_said() -> None:
 
 def test_forms_have_names() -> None:
     assert named("generalized_jsd").sites[0].form == "js, beta=0.5"
-    assert named("r_drop").sites[0].form == "forward_kl, gradients to both distributions"
+    assert named("r_drop").sites[0].form == (
+        "forward_kl, student and teacher both need a gradient"
+    )
+
+
+def test_student_and_teacher_are_named() -> None:
+    (roles,) = {named("r_drop").sites[0].roles}
+    student, teacher = roles.split("; ")
+    assert student.startswith("student: matmul of argument 0 and argument 1 (")
+    assert teacher.startswith("teacher: matmul of mul and argument 1 (")
+    assert student.endswith("needs a gradient") and teacher.endswith("needs a gradient")
+    (roles,) = {named("reverse_kl").sites[0].roles}
+    assert roles.endswith("needs no gradient") and "teacher: matmul of argument 2" in roles
+
+
+def test_a_js_of_float32_numbers_has_its_beta() -> None:
+    """As TRL: beta is a tensor, and its logarithms are rounded."""
+
+    def jsd(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        s, t, beta = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1), torch.tensor(0.1)
+        m = torch.logsumexp(torch.stack([s + torch.log1p(-beta), t + torch.log(beta)]), dim=0)
+        of_t = F.kl_div(m, t, reduction="none", log_target=True)
+        of_s = F.kl_div(m, s, reduction="none", log_target=True)
+        return (beta * of_t + (1 - beta) * of_s).sum(-1).mean()
+
+    inputs = USER_LOSSES["cosine"].inputs()
+    (site,) = torch_streamkl.explain(jsd, *inputs, options={"streamkl.min_mib": 0}).sites
+    assert site.form == "js, beta=0.1"
+
+
+def test_probabilities_as_a_log_target_are_warned_of() -> None:
+    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        s, t = (h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1)
+        return F.kl_div(s, t, log_target=True, reduction="batchmean")
+
+    inputs = USER_LOSSES["cosine"].inputs()
+    (site,) = torch_streamkl.explain(loss, *inputs, options={"streamkl.min_mib": 0}).sites
+    assert site.fused and "expects log-probabilities as its target" in site.warning
+
+
+def test_a_write_through_a_slice_has_its_line() -> None:
+    def loss(q: Tensor, k: Tensor, r: Tensor, u: Tensor) -> Tensor:
+        s, t = q @ k.mT, r @ u.mT
+        s[..., 0] = -1e4  # here
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    report = torch_streamkl.explain(loss, *USER_LOSSES["gram"].inputs())
+    assert all("s[..., 0] = -1e4  # here" in site.reason for site in report.sites), report
 
 
 def test_a_symbolic_number_is_named() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.wrong_types import Public, problems
 from torch_streamkl import LinearKL, attention_kl, attention_kl_varlen, linear_kl, nitrobrew
-from torch_streamkl.linear.interface import Options
+from torch_streamkl.linear.arguments import Options
 
 X, HEADS = torch.zeros(2, 4, 6, 8), (torch.zeros(4, 3), torch.zeros(11, 3))
 QUERIES_AND_KEYS = ("student_q", "student_k", "teacher_q", "teacher_k")

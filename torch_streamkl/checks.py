@@ -51,11 +51,11 @@ _R = TypeVar("_R")
 class Validation:
     """Caches the validation result for one input signature."""
 
-    __slots__ = ("kept", "options")
+    __slots__ = ("bound", "options")
 
     def __init__(self, options: tuple[Any, ...]) -> None:
         self.options = options
-        self.kept: dict[Any, Any] = {}
+        self.bound: Any = None  # the call, bound to this signature
 
 
 _verdicts: dict[Any, Validation] = {}

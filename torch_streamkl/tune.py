@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention import heuristics, limits, ops
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.kernels.tiles import TritonLaunch
 from torch_streamkl.runtime import launch_table
 from torch_streamkl.runtime.devices import device_name
@@ -74,16 +73,6 @@ class Shape:
     dtype: str
     device: str
 
-    def __str__(self) -> str:
-        dims = f"{self.student_head_dim}"
-        if self.teacher_head_dim != self.student_head_dim:
-            dims += f" from {self.teacher_head_dim}"
-        causal = ", causal" if self.is_causal else ""
-        return (
-            f"batch {self.batch}, {self.num_heads} heads ({self.num_kv_heads} of keys) of {dims}, "
-            f"{self.seqlen} queries and keys, {self.dtype}{causal}"
-        )
-
     def problem(self) -> AttentionProblem:
         """Returns random inputs, the same ones every time."""
         generator = torch.Generator(self.device).manual_seed(0)
@@ -118,13 +107,11 @@ class Workload:
     """Holds one shape on the device: its kernels, and the results of the default launches."""
 
     def __init__(self, shape: Shape) -> None:
-        from torch_streamkl.attention.triton import launches as portable
-
-        self.problem = shape.problem()
+        self.problem = replace(shape.problem(), impl="triton")
         self.device = device_name(self.problem.student.q.device)
         with launch_table.replaced(launch_table.new_table(self.device)):  # the defaults
             self.defaults = {k: heuristics.triton_launch(self.problem, k) for k in KERNELS}
-            self.value, self.stats = portable.forward(self.problem)
+            self.value, self.stats = ops.forward(self.problem)
         self.grad = torch.ones_like(self.value)
 
     def key(self, kernel: str) -> LaunchKey:
@@ -132,21 +119,18 @@ class Workload:
 
     def run(self, kernel: str) -> tuple[Tensor, ...]:
         """Returns the results of a kernel, as the launchers choose its tiles."""
-        from torch_streamkl.attention.triton import launches as portable
-
-        return self._run(portable, kernel)
+        return self._run("triton", kernel)
 
     def run_hopper(self, kernel: str) -> tuple[Tensor, ...]:
-        from torch_streamkl.attention.hopper import launches as hopper_attention
+        return self._run("hopper", kernel)
 
-        return self._run(hopper_attention, kernel)
-
-    def _run(self, module: Any, kernel: str) -> tuple[Tensor, ...]:
+    def _run(self, impl: str, kernel: str) -> tuple[Tensor, ...]:
+        problem = replace(self.problem, impl=impl)
         if kernel == "forward":
-            value, stats = module.forward(self.problem)
-            return value, _finite(stats, student=True), _finite(stats, student=False)
-        needs_grad = NeedsGrad(kernel == "dq", kernel == "dk", False, False)
-        grads = module.backward(self.problem, self.stats, self.grad, needs_grad)
+            value, stats = ops.forward(problem)
+            return value, _finite(stats.student), _finite(stats.teacher)
+        needs_grad = (kernel == "dq", kernel == "dk", False, False)
+        grads = ops.backward(problem, self.stats, self.grad, needs_grad)
         return tuple(g for g in grads if g is not None)
 
     def table(self, kernel: str, tiles: TritonLaunch) -> LaunchTable:
@@ -155,8 +139,8 @@ class Workload:
         return launch_table.new_table(self.device).updated((entry,))
 
 
-def _finite(stats: RowStatistics, student: bool) -> Tensor:
-    lse, delta = (stats.student if student else stats.teacher).unbind(0)
+def _finite(stats: Tensor) -> Tensor:
+    lse, delta = stats.unbind(0)
     return torch.stack((lse.nan_to_num(neginf=0.0), delta), -1)
 
 
@@ -189,7 +173,6 @@ def tune_kernel(
     kernel: str,
     launches: Iterable[tuple[TritonLaunch, str]],
     timer: Timer,
-    show: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Trial], MeasuredLaunch]:
     """Times launches, each with why it cannot run or "", the default first; returns what
     is to be kept.
@@ -200,20 +183,15 @@ def tune_kernel(
         show(f"{kernel} {describe(tiles)}")
         with launch_table.replaced(workload.table(kernel, tiles)):
             call = functools.partial(workload.run, kernel)
-            trial = _trial(kernel, tiles, call, expected, refusal, timer)
-        if not trials:
-            if trial.remark:
-                raise RuntimeError(f"the default launch of {kernel} failed: {trial.remark}")
-            with launch_table.replaced(workload.table(kernel, tiles)):
-                expected = workload.run(kernel)
-        trials.append(trial)
+            trials.append(_trial(kernel, tiles, call, expected, refusal, timer))
+            if trials[0].remark:
+                raise RuntimeError(f"the default launch of {kernel} failed: {trials[0].remark}")
+            expected = expected or call()
     default = trials[0]
     best = min(trials, key=lambda trial: trial.runtime_ms)
     if best is not default:
-        show(f"{kernel} {describe(best.launch)} against the default")
         best, default = _decide(workload, kernel, best, default, timer)
     if limits.hopper_limit(workload.problem) is None:
-        show(f"{kernel} for Hopper")
         call = functools.partial(workload.run_hopper, kernel)
         trials.append(_trial(kernel, None, call, expected, "", timer))
     assert best.launch is not None
@@ -255,7 +233,8 @@ def _trial(
 ) -> Trial:
     if refusal:
         return Trial(kernel, tiles, math.inf, refusal)
-    _poison(expected)
+    poisoned = [torch.full_like(x, math.nan) for x in expected]
+    del poisoned  # the next results lie in memory that holds NaN
     try:
         found = call()
         error = largest_error(found, expected)
@@ -270,12 +249,12 @@ def _decide(
     workload: Workload, kernel: str, best: Trial, default: Trial, timer: Timer
 ) -> tuple[Trial, Trial]:
     """The winner and the default, timed alternately."""
-    taken: dict[int, list[float]] = {0: [], 1: []}
+    taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
-        for i, trial in enumerate((best, default)):
+        for times, trial in zip(taken, (best, default), strict=True):
             assert trial.launch is not None
             with launch_table.replaced(workload.table(kernel, trial.launch)):
-                taken[i].append(timer(lambda: workload.run(kernel)))
+                times.append(timer(lambda: workload.run(kernel)))
     best = replace(best, runtime_ms=statistics.median(taken[0]))
     default = replace(default, runtime_ms=statistics.median(taken[1]))
     wins = best.runtime_ms * LEAST_GAIN <= default.runtime_ms
@@ -298,12 +277,6 @@ def largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> fl
         # NaN is the largest error there is
         worst = max(worst, error.nan_to_num(nan=math.inf).max().item() / allowed)
     return worst
-
-
-def _poison(like: tuple[Tensor, ...]) -> None:
-    """Leave NaN in the memory that the next results will lie in."""
-    poisoned = [torch.full_like(x, math.nan) for x in like]
-    del poisoned
 
 
 def first_line(error: BaseException) -> str:
@@ -366,26 +339,9 @@ def _first_run(shape: Shape, kernel: str, tiles: TritonLaunch) -> str:
 
 
 # ----------------------------------------------------------------------------------------- output
-class Bar:
-    """Shows a progress bar on standard error."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, 0
-        self.is_terminal = sys.stderr.isatty()
-
-    def show(self, what: str) -> None:
-        self.done = min(self.done + 1, self.steps)
-        share = self.done / max(1, self.steps)
-        bar = "█" * round(20 * share)
-        line = f"{share:4.0%}|{bar:20}| {self.done}/{self.steps} {what}"
-        if self.is_terminal:
-            print(f"\r{line:<79.79}", end="", file=sys.stderr, flush=True)
-        elif self.done % 10 in (0, 1):
-            print(line, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self.is_terminal:
-            print(f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
+def show(what: str) -> None:
+    """Says on standard error what is done now."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def describe(tiles: TritonLaunch | None) -> str:
@@ -415,19 +371,16 @@ def tune(shape: Shape, kernels: list[str], jobs: int, timer: Timer) -> list[Meas
     print(f"{shape}", flush=True)
     workload = Workload(shape)
     element_bytes = DTYPES[shape.dtype].itemsize
-    work = [(k, x) for k in kernels for x in candidates(workload.defaults[k], element_bytes)]
-    bar = Bar(2 * len(work))
     ready: dict[str, list[tuple[TritonLaunch, str]]] = {k: [] for k in kernels}
+    work = [(k, x) for k in kernels for x in candidates(workload.defaults[k], element_bytes)]
     for kernel, tiles, refusal in first_runs(shape, work, jobs):
-        bar.show(f"first run of {kernel} {describe(tiles)}")
+        show(f"first run of {kernel} {describe(tiles)}")
         ready[kernel].append((tiles, refusal))
     entries, hopper = [], []
     for kernel, launches in ready.items():
         default = replace(workload.defaults[kernel], num_splits=1)
-        first = [item for item in launches if item[0] == default]
-        others = [item for item in launches if item[0] != default]
-        trials, entry = tune_kernel(workload, kernel, first + others, timer, bar.show)
-        bar.clear()
+        launches.sort(key=lambda item: item[0] != default)  # the default first
+        trials, entry = tune_kernel(workload, kernel, launches, timer)
         print(table_text(trials), flush=True)
         entries.append(entry)
         hopper += [trial for trial in trials if trial.launch is None]

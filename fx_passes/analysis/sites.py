@@ -114,6 +114,9 @@ def reason_of(
         if name in SOFTMAXES | LOG_SOFTMAXES | CALLS and recognised.values.get(node) is None:
             return f"the input of {name.removeprefix('_')} {ELSEWHERE}", node
     if isinstance(recognised.values.get(site), Elements):
+        for node in _near(site, "users"):
+            if name_of(node) in MATMULS:
+                return "the sum over the keys is written as a matrix product", node
         return (
             "the divergence leaves the graph before it is summed over the keys: as an output, or "
             "at a graph break"

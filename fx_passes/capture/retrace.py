@@ -55,9 +55,10 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Returns the user's node that holds an ATen node's value."""
     found = outer.get(node)
     if found is None:
-        raise Unsupported(
-            f"an intermediate value ({node.name}) of a composite operation is needed"
-        )
+        name = name_of(node)
+        if name.endswith("_"):
+            raise Unsupported(f"the loss reads a tensor that {name} wrote in place")
+        raise Unsupported(f"the loss needs {name}, an intermediate value of another operation")
     return found
 
 

@@ -62,7 +62,7 @@ def summed_over(scores: Scores, dim: int, *, mean: bool) -> tuple[ScoreKey, Dim]
     size = key.size(axis)
     steps = tuple(_summed_step(step, axis, size) for step in key.steps)
     if any(axis_dim(o.layout, axis) is None for o in operands):
-        raise Unsupported("scores are averaged over a dimension that only one operand has")
+        raise Unsupported("scores are averaged over their own rows or keys")
     lowest = min((p.axis for o in operands for d in o.layout for p in d), default=0)
     contracted = Piece(min(lowest, CONTRACTED) - 1, pieces[0].size)
     lhs, rhs = (
@@ -89,7 +89,7 @@ def _summed_step(step: ScoreStep, axis: int, size: Size) -> ScoreStep:
         return Shift(step.number * size)
     if isinstance(step, Factor):
         if axis in axes_of(step.tensor.layout):
-            raise Unsupported("scores are averaged over a dimension that only one operand has")
+            raise Unsupported("scores are averaged over their own rows or keys")
         return step
     raise Unsupported("scores are averaged over heads after a mask, a bias or a softcap")
 

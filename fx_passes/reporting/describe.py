@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+from torch import fx
+
 from torch_streamkl.divergences.functional import Functional, render
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
+from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
+from torch_streamkl.fx_passes.domain.values import Distribution
+from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
-from torch_streamkl.fx_passes.reporting.spoken import has_log_of_log, is_swapped, spoken
+from torch_streamkl.fx_passes.reporting.spoken import (
+    has_exp_of_probability,
+    has_log_of_log,
+    is_swapped,
+    spoken,
+)
+from torch_streamkl.fx_passes.reporting.text import shown
 
-BOTH_TRAINED = ", gradients to both distributions"
+BOTH_TRAINED = ", student and teacher both need a gradient"
 SWAPPED = (
     "kl_div expects log-probabilities as its input and gets probabilities: "
     "F.kl_div(input.log(), target)"
@@ -18,6 +33,10 @@ SWAPPED = (
 LOG_TARGET = (
     "NaN: it takes the logarithm of log-probabilities; kl_div expects probabilities as its "
     "target, or log_target=True"
+)
+NO_LOG_TARGET = (
+    "it takes the exponential of probabilities; kl_div with log_target=True expects "
+    "log-probabilities as its target"
 )
 
 
@@ -50,12 +69,56 @@ def describe(planned: Plan) -> tuple[str, str]:
     return "linear_kl" if heads else "attention_kl", "; ".join(forms)
 
 
+def roles_of(planned: Plan, trace: Trace, values: Mapping[fx.Node, object]) -> str:
+    """Says which scores are the student's and which the teacher's, and which need a gradient."""
+    said: dict[str, None] = {}
+    for call in planned.calls:
+        sides = {"student": call.geometry.student, "teacher": call.geometry.teacher}
+        said[
+            "; ".join(_role(name, x.distribution, trace, values) for name, x in sides.items())
+        ] = None
+    return " and ".join(said)
+
+
+def _role(
+    name: str, distribution: Distribution, trace: Trace, values: Mapping[fx.Node, object]
+) -> str:
+    needs = "needs a gradient" if distribution.requires_grad else "needs no gradient"
+    made = _product(distribution.scores, trace, values)
+    return f"{name}: {made}, {needs}" if made else f"{name} {needs}"
+
+
+def _product(key: ScoreKey, trace: Trace, values: Mapping[fx.Node, object]) -> str:
+    """The user's operation that makes these scores of their two operands."""
+    for node in trace.graph.nodes:
+        found = values.get(node)
+        if isinstance(found, Scores) and (found.key.lhs, found.key.rhs) == (key.lhs, key.rhs):
+            origin = node_of(trace, node)
+            if origin is not None:
+                operands = " and ".join(_operand(a) for a in origin.all_input_nodes[:2])
+                place = shown(location_of(origin)[0])
+                return f"{name_of(origin).split('.')[-1]} of {operands} ({place})"
+    return ""
+
+
+def _operand(node: fx.Node) -> str:
+    """The name of an argument or parameter, or of the operation that makes an operand."""
+    while node.op != "placeholder" and node.all_input_nodes and is_view(node):
+        node = node.all_input_nodes[0]
+    if node.op != "placeholder":
+        return name_of(node).split(".")[-1]
+    name = re.sub("^[lL]_|_$", "", re.sub("_(modules|parameters|buffers)_", ".", node.name))
+    return re.sub(r"^args_(\d+)$", r"argument \1", name)  # of explain()
+
+
 def warning_of(planned: Plan) -> str:
     """Warns of a fused loss that is probably not what was meant."""
     found = [_without_condition(call) for call in planned.calls]
     if any(map(is_swapped, found)):
         return SWAPPED
-    return LOG_TARGET if any(has_log_of_log(f.expr) for f in found) else ""
+    if any(has_log_of_log(f.expr) for f in found):
+        return LOG_TARGET
+    return NO_LOG_TARGET if any(has_exp_of_probability(f.expr) for f in found) else ""
 
 
 def _without_condition(call: Call) -> Functional:

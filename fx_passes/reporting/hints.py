@@ -50,8 +50,14 @@ ADVICE = (
         "put the products and the loss into the same checkpointed function, or both out of it",
     ),
     Advice(
+        "a hook on logits (register_hook)",
+        "comes from register_hook",
+        "put the hook on the hidden states, q or k, or change the loss: a fused loss has no "
+        "gradient of logits or scores",
+    ),
+    Advice(
         "another operation than a matrix product makes the scores",
-        "composite operation|^einsum|no matrix product",
+        "intermediate value of another|^einsum|no matrix product",
         "write it with matmul, softmax and sums over the last dimension; what a fused loss has "
         "between a product and a softmax is a scale, softcap, mask or bias: apply other "
         "operations before the product or to the loss where that is the same",
@@ -76,8 +82,9 @@ ADVICE = (
         "entries of rows are gathered by ids (a cached or served top-k)",
         "^(gather|take_along_dim|index_select|index)\\b|single entries|gathered by index"
         "|several entries of a row",
-        f"{ROW_PROGRAM}(..., columns=ids) streams losses on a few entries of each row "
-        "(docs/guide/row-programs.md); whole rows may be selected, logits[mask]",
+        f"{ROW_PROGRAM}(..., columns=ids) streams losses on a few entries of each row, if no row "
+        "has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same graph fuse as "
+        "they are; whole rows may be selected, logits[mask]",
     ),
     Advice(
         "sort, top-k, cumsum: whole rows in order",
@@ -116,8 +123,24 @@ ADVICE = (
     ),
     Advice(
         "an in-place write to scores",
-        "^in-place ",
+        "^in-place |^[\\w:.]+ writes .* in place",
         "write it out of place, t = t + m or masked_fill instead of masked_fill_: the same values",
+    ),
+    Advice(
+        "a target is filled in place (target[rows, ids] = p)",
+        "wrote in place",
+        "make it by an operation that returns it: torch.zeros(...).scatter(-1, ids, p)",
+    ),
+    Advice(
+        "a sum over the keys is written as a product (einsum, @)",
+        "sum over the keys is written as a matrix product",
+        "write (a * b).sum(-1), or (a * b).sum() over rows as well: the same value",
+    ),
+    Advice(
+        "scores are standardized by std() or var()",
+        "^(std|var|std_mean|var_mean)\\b|averaged over their own rows or keys",
+        "write the deviation by hand, for n keys: d = s - s.mean(-1, keepdim=True), then "
+        "((d * d).sum(-1, keepdim=True) / (n - 1)).sqrt(): the same value",
     ),
     Advice(
         "a tensor is modified in place",
@@ -208,13 +231,14 @@ ADVICE = (
     ),
     Advice(
         "cross-entropy with class weights, label smoothing or soft labels keeps logits",
-        "class weights, label smoothing",
+        "class weights,? (or )?label smoothing",
         "write the loss as -(p * logits.log_softmax(-1)).sum(-1), with weights per row",
     ),
     Advice(
         "logits are padded to another vocabulary size",
-        "padded to another",
-        "drop the extra rows of the larger LM head instead of padding logits",
+        "padded to another|are padded with",
+        "padding with float('-inf') fuses: it takes no part in the softmax; if the added entries "
+        "are not meant, drop the extra rows of the larger LM head instead of padding logits",
     ),
     Advice(
         "keys are sliced away after the softmax",
@@ -254,7 +278,7 @@ ADVICE = (
     ),
     Advice(
         "an operation of scores or probabilities that no operator has",
-        "of scores$|of attention or vocabulary probabilities$",
+        "of scores$|of attention or vocabulary probabilities$|no fused operator has it$",
         f"{ROW_PROGRAM} computes sums over keys of your own functions "
         "(docs/guide/row-programs.md)",
     ),

@@ -83,7 +83,11 @@ class ScoreShapes:
         return math.prod(sizes) * SMALLER <= self.largest
 
     def holds(self, value: Tensor) -> bool:
-        return _squeezed(value) in self.shapes
+        """Returns whether it has the shape of scores, or that of scores of one head or batch."""
+        shape = _squeezed(value)
+        return any(
+            shape == x or (len(shape) > 1 and shape == x[-len(shape) :]) for x in self.shapes
+        )
 
 
 def large_tensors(

@@ -30,6 +30,8 @@ class Site:
     is_required: bool = True  # False for a sum that is no divergence: `strict` does not ask for it
     warning: str = ""  # of a loss that is fused and is probably not what was meant
     also: str = ""  # what is computed in the same pass
+    # which scores are the student's, which the teacher's, and who needs a gradient
+    roles: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Report:
     breaks: list[GraphBreak] = field(default_factory=list)
     not_scanned: list[str] = field(default_factory=list)  # why what remains is not known
     num_graphs: int = 0  # that were analysed: compiled, and not found in a cache
+    num_not_ours: int = 0  # graphs that Dynamo gave to other compilers, if none was analysed
 
     @property
     def num_fused(self) -> int:
@@ -145,6 +148,7 @@ class Report:
         self.unrecognized += other.unrecognized
         self.not_scanned += other.not_scanned
         self.num_graphs += other.num_graphs
+        self.num_not_ours += other.num_not_ours
         self.breaks += [x for x in other.breaks if x not in self.breaks]
 
     def __str__(self) -> str:

@@ -46,7 +46,8 @@ class Scan:
             found = large_tensors(gm, self.shapes, report.remaining, at)
             report.elsewhere += [made for made, _ in found]
             in_graph = [node for _, node in found if node.graph is gm.graph]
-            known = bool(report.unrecognized)  # by the analysis, with the operation
+            # by the analysis, with the operation; or a loss was seen, and not analysed
+            known = bool(report.unrecognized or report.not_analysed)
             report.unrecognized += [
                 text for text in reasons_of(in_graph, at) if not (known and text.endswith(VAGUE))
             ]

@@ -60,6 +60,10 @@ def unfused_sites(
             other = _first_of_programs(node, of_programs)
             if other is not None and other[0].split()[0] not in {reason.split()[0], *ORDERED}:
                 reason, blocker = other
+        elif _NO_OPERATION.search(reason) and blocker is not None:
+            of_program = of_programs[blocker]  # such as ids that may be repeated
+            is_said = _NO_OPERATION.search(of_program) or not of_program.startswith("gather")
+            reason = reason if is_said else of_program
         origin = node_of(trace, node)
         if _UNKNOWN_NUMBER.search(reason) and origin is not None:
             reason = _symbolic_number(origin) or reason
@@ -91,10 +95,11 @@ _OUTSIDE = re.compile(r"(not made (?:from scores )?in this graph).*")
 TOLD = ORDERED | {"gather", "index", "cross_entropy_loss"}  # by what reads large tensors
 _NO_OPERATION = re.compile(
     r"of scores$|of attention or vocabulary probabilities$|vary along the keys|row weights"
+    "|averaged over their own rows or keys"
 )
 _UNKNOWN_NUMBER = re.compile(
-    r"number that is not known|row weights|neither a tensor nor a number|with a tensor"
-    "|vary along the keys"
+    r"number that is not known|exponent is not known|row weights|with a tensor"
+    "|neither a tensor nor a number|vary along the keys"
 )
 _IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
 
@@ -125,6 +130,7 @@ def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> lis
         if not _NO_OPERATION.search(reason) or name in TOLD:
             continue
         if not any(a in of_programs for a in node.all_input_nodes):
+            reason = f"in-place {reason}" if _IN_PLACE.match(reason) else reason
             hint = hint_for(reason)
             sentence = f"{reason} at {shown(_place(node, trace)[0])}"
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
@@ -170,6 +176,12 @@ def _with_write(reason: str, site: fx.Node, recognised: Recogniser) -> str:
     for node in reversed(recognised.trace.graph.nodes):
         if node.op == "call_function" and any(x in made_of for x in written_by(node)):
             place, code = _place(node, recognised.trace)
+            return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
+    origin = node_of(recognised.trace, site)
+    made_of = ancestors(origin) if origin is not None else set()
+    for node in reversed(origin.graph.nodes) if origin is not None else ():
+        if any(x in made_of for x in written_by(node)):  # through a view of it
+            place, code = location_of(node)
             return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
     return reason
 

@@ -12,6 +12,7 @@ from torch_streamkl.divergences.functional import DIVERGENCES, Expr, Functional
 
 _POINTS = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (0.2, 0.2), (0.9, 0.5), (1e-3, 0.4))
 _CLOSE = 1e-9
+_CLOSE_IN_FLOAT32 = 5e-7  # such as log(torch.tensor(0.1)), where nothing is as small as an eps
 _LARGEST_EPS = 0.1
 _BINARY: dict[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
@@ -37,9 +38,13 @@ def spoken(functional: Functional) -> str:
     expr = functional.expr
     try:
         values = [value_of(expr, p, s) for p, s in _POINTS]
-        for name, formula in _formulas(list(_constants(expr))):
-            if all(_is_close(formula(p, s), x) for (p, s), x in zip(_POINTS, values, strict=True)):
-                return name
+        constants = list(_constants(expr))
+        has_eps = any(0.0 < c < _LARGEST_EPS for c in constants)
+        for close in (_CLOSE,) if has_eps else (_CLOSE, _CLOSE_IN_FLOAT32):
+            for name, formula in _formulas(constants):
+                made = [formula(p, s) for p, s in _POINTS]
+                if all(_is_close(a, b, close) for a, b in zip(made, values, strict=True)):
+                    return name
     except (ValueError, OverflowError, ZeroDivisionError, KeyError):
         pass
     return _readable(functional.expr)
@@ -63,6 +68,12 @@ def has_log_of_log(e: Expr) -> bool:
     """Whether it is NaN everywhere: the logarithm of a log-probability, which is negative."""
     is_of_log = e.op == "log" and e.args[0].op in ("logP", "logS")
     return is_of_log or any(map(has_log_of_log, e.args))
+
+
+def has_exp_of_probability(e: Expr) -> bool:
+    """Whether a probability is taken for a log-probability."""
+    is_of_exp = e.op == "exp" and e.args[0].op in ("P", "S")
+    return is_of_exp or any(map(has_exp_of_probability, e.args))
 
 
 def _by_form(functional: Functional) -> str:
@@ -156,8 +167,8 @@ def _js(p: float, s: float, b: float) -> float:
     return b * p * (math.log(p) - m) + (1.0 - b) * s * (math.log(s) - m)
 
 
-def _is_close(a: float, b: float) -> bool:
-    return abs(a - b) <= _CLOSE * max(1.0, abs(a))
+def _is_close(a: float, b: float, close: float = _CLOSE) -> bool:
+    return abs(a - b) <= close * max(1.0, abs(a))
 
 
 _DIRECT: dict[str, Callable[[float, float, float, float], float]] = {

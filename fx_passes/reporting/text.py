@@ -23,9 +23,14 @@ Item = TypeVar("Item")
 NOTHING_REMAINS = "No score- or logit-sized tensor remains."
 NO_LOSS = "no distillation loss recognized"
 NO_GRAPH = (
-    "no graph was analysed: nothing was compiled meanwhile, the rewrite is off, or the graphs "
-    "were compiled before or found in a cache (torch._dynamo.reset(), "
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)"
+    "no graph was analysed: nothing was compiled meanwhile, or the graphs were compiled before "
+    "(torch._dynamo.reset() forgets them)"
+)
+NOT_OURS = (
+    '{} compiled without the rewrite. Either the backend is neither "streamkl" nor Inductor '
+    "under enable() or inductor_options(); or pre_grad_custom_pass and joint_custom_pre_pass were "
+    "replaced in torch._inductor.config or by options= (set yours before enable(), which runs "
+    "them first); or a cache had the graph (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)"
 )
 NOT_KNOWN = "what remains is not known"
 DETAILS = "report.details()"
@@ -63,7 +68,7 @@ def details(report: Report) -> str:
 def headline(report: Report) -> str:
     """Writes the report's first line."""
     if not report.sites:
-        return f"streamkl: {NO_GRAPH if report.is_empty else NO_LOSS}"
+        return f"streamkl: {_no_graph(report) if report.is_empty else NO_LOSS}"
     head = f"streamkl: {report.num_fused} of {losses_text(len(report.sites))} fused"
     num_skipped = sum(bool(site.left) for site in report.sites)
     if num_skipped:
@@ -73,6 +78,14 @@ def headline(report: Report) -> str:
         of = " and ".join(sorted(kinds, reverse=True))
         head += f", {bytes_text(report.bytes_saved)} of {of} not materialized"
     return head
+
+
+def _no_graph(report: Report) -> str:
+    if not report.num_not_ours:
+        return NO_GRAPH
+    count = report.num_not_ours
+    graphs = "1 graph was" if count == 1 else f"{count} graphs were"
+    return f"no graph was analysed: {NOT_OURS.format(graphs)}"
 
 
 def verdict_of(site: Site) -> str:
@@ -119,7 +132,8 @@ CHECK_SKIPPED = "check skipped"
 def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     """The lines of a loss that occurs ``count`` times, such as in every layer."""
     verdict = verdict_of(site) + (f" {count}x" if count > 1 else "")
-    rows = [("code", site.code), ("form", _form(site)), ("also", site.also)]
+    rows = [("code", site.code), ("form", _form(site)), ("roles", site.roles)]
+    rows.append(("also", site.also))
     if site.fused:
         rows += [("runs", site.runs), ("check", site.check.removeprefix("check "))]
         each = " each" if count > 1 else ""
@@ -148,7 +162,12 @@ def _remaining_in_short(report: Report) -> Iterator[str]:
     count, size = remaining_text(len(found)), bytes_text(report.remaining_bytes)
     yield f"{count}, {size} ({DETAILS}); {what}"
     if report.elsewhere:
-        reasons = [text for text, _ in alike(report.unrecognized)]
+        hints = [f"Hint: {site.hint}" for site in report.sites]
+        reasons = [
+            text
+            for text, _ in alike(report.unrecognized)
+            if not any(hint.startswith(text) for hint in hints)
+        ]
         yield from (f"     {text}" for text in reasons[:_MAX_REASONS])
 
 

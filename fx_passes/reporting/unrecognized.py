@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
-from torch_streamkl.fx_passes.reporting.hints import hint_for
+from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
     OF_ROWS,
@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
+AT_A_BREAK = next(x.hint for x in ADVICE if x.pattern == "a graph break at ")
 OURS = "streamkl"  # in the names of our operators
 VAGUE = ": one distribution alone, or compared by code that is no known divergence"
 COMPARES = {
@@ -52,9 +53,14 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
 
 
 def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The first reader that is more than arithmetic per entry, and what lies between."""
+    """The first reader that is more than arithmetic per entry, and what lies between.
+
+    What compares tensors or needs whole rows tells more than a product with values does.
+    """
     value = example(node)
-    path, queue, fallback = [node], [node], None
+    path, queue = [node], [node]
+    fallback: fx.Node | None = None
+    product: fx.Node | None = None
     while queue:
         current = queue.pop(0)
         for user in current.users:
@@ -64,7 +70,10 @@ def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
                 fallback = fallback or user
                 continue
             if _is_telling(user):
-                return user, path
+                if name_of(user) not in PRODUCTS:
+                    return user, path
+                product = product or user
+                continue
             made = example(user)
             if isinstance(made, Tensor) and isinstance(value, Tensor):
                 if numel(made) * 2 < numel(value):
@@ -72,7 +81,7 @@ def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
                     continue
             path.append(user)
             queue.append(user)
-    return fallback, path
+    return product or fallback, path
 
 
 def _is_telling(user: fx.Node) -> bool:
@@ -92,10 +101,10 @@ def _sentence(
     first = rows or node
     where = f"{called(first)} at {shown(location_of(first)[0])}"
     if reader is None:
-        return f"{where} is read by nothing that the analysis knows"
+        return f"{where} is as large as scores, and no loss reads it"
     if reader.op == "output":
         if at_break:
-            return f"{where} is read by {at_break}"
+            return f"{where} is read by {at_break}. Hint: {AT_A_BREAK}"
         return f"{where} is returned by the compiled function"
     name, at = called(reader), shown(location_of(reader)[0])
     feeds = f"{where} feeds {name} at {at}"
@@ -134,6 +143,7 @@ _HIGHER_ORDER = {
     "autograd_function_apply": "a custom autograd.Function",
     "tag_activation_checkpoint": CHECKPOINT,
     "wrap_with_autocast": "an autocast region",
+    "map_impl": "map",
 }
 
 

@@ -19,8 +19,11 @@ from torch_streamkl.fx_passes.reporting.report import Report
 class Allocations(TorchDispatchMode):
     """Shapes of the new tensors of at least ``least`` entries that operations return.
 
-    What our operators use inside is not seen: a tile is no tensor of the program.
+    What our operators use inside is not seen: a tile is no tensor of the program. The bodies of
+    higher-order operators (torch.cond) are seen.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, least: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A program for every row of docs/reference/reasons.md that one process on a CPU can run.
+"""A program for every row of docs/reference/reasons.md, in one process or on ranks.
 
 Each takes hidden states and LM heads of student and teacher, or queries and keys of both.
 """
@@ -6,38 +6,49 @@ Each takes hidden states and LM heads of student and teacher, or queries and key
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tests.support.user_losses import USER_LOSSES
+import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+from tests.support.user_losses import HIDDEN, LENGTH, USER_LOSSES, VOCAB
 
 EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reference/reasons.md names
 
-# rows whose examples need several processes, other devices or libraries, and where those are
-ELSEWHERE = {
-    "gradients are asked for inside of the compiled code": "test_safety.py",
-    "a plain tensor next to DTensors": "test_rewritten_dtensors.py",
-    "ranks add up parts of the softmax by hand (all_reduce)": "test_rewritten_dtensors.py",
-    "a DTensor would have to be gathered": "test_rewritten_dtensors.py",
-    "ranks compile different graphs": "test_rewritten_dtensors.py",
-    "a tensor subclass": "test_safety.py",
-    "a bias or adapter needs a gradient": "test_adapted_heads.py",
-    "scores are a sum of several products (adapters)": "test_adapted_heads.py",
-    "logits are padded to another vocabulary size": "test_near_misses.py",
-    "cross-entropy with class weights, label smoothing or soft labels keeps logits":
-        "test_report_outside.py",
-    "sizes are read from tensors (.item(), .tolist())": "test_explain.py",
-    "a size that the inputs do not have": "test_symbolic_numbers.py",
-    "a Python number that changes between calls": "test_user_losses.py",
-    "NaN or infinity is read by the code after the loss": "test_nan_readers.py",
+# rows whose examples need several processes: the check on ranks that asserts them, in
+# test_rewritten_dtensors.py, and what it asserts
+ON_RANKS = {
+    "a plain tensor next to DTensors":
+        ("what_does_not_fit", "is a plain tensor next to DTensors"),
+    "a DTensor would have to be gathered": ("what_does_not_fit", "would gather it"),
+    "ranks add up parts of the softmax by hand (all_reduce)": (
+        "softmaxes_that_ranks_add_up",
+        "ranks add up what each computes of its own vocabulary entries",
+    ),
+    "ranks compile different graphs":
+        ("ranks_that_compile_other_losses", "rank 1 compiles another graph than rank 0"),
 }  # fmt: skip
 
 
-def example(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+@dataclass(frozen=True)
+class Setting:
+    """How an example is run, where it is not compiled once on the usual inputs."""
+
+    inputs: Callable[[], list[Any]] | None = None
+    calls: tuple[tuple[Any, ...], ...] = ((),)  # what each call gets next to the inputs
+    config: dict[str, Any] = field(default_factory=dict)  # of torch._dynamo
+    compile: dict[str, Any] = field(default_factory=dict)  # of torch.compile
+
+
+SETTINGS: dict[str, Setting] = {}  # by reason
+
+
+def example(reason: str, **setting: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         EXAMPLES[reason] = fn
+        SETTINGS[reason] = Setting(**setting)
         return fn
 
     return register
@@ -52,6 +63,10 @@ for _reason, _name in {
     "dropout changes probabilities": "dropout_before_the_loss",
     "an in-place write to scores": "indexer_in_place",
     "scores are sliced, reshaped or flattened so that their axes mix": "crops_by_einsum",
+    "a target is filled in place (target[rows, ids] = p)": "target_by_index",
+    "a sum over the keys is written as a product (einsum, @)": "kl_by_einsum",
+    "scores are standardized by std() or var()": "standardized",
+    "a hook on logits (register_hook)": "hook_on_logits",
 }.items():
     EXAMPLES[_reason] = USER_LOSSES[_name].fn
 
@@ -178,6 +193,87 @@ def rows_of_masked_scores(q, k, r, u):
     return kl(s, t)
 
 
+_generator = torch.Generator().manual_seed(2)
+BIAS = torch.randn(LENGTH, LENGTH, generator=_generator).requires_grad_()
+ADAPTERS = [
+    (torch.randn(2, HIDDEN, generator=_generator), torch.randn(VOCAB, 2, generator=_generator))
+    for _ in range(2)
+]
+
+
+@example("a bias or adapter needs a gradient")
+def trained_bias(q, k, r, u):
+    return kl(q @ k.mT + BIAS, r @ u.mT)
+
+
+@example("scores are a sum of several products (adapters)")
+def two_adapters(h, w, g, v):
+    s = F.linear(h, w)
+    for a, b in ADAPTERS:
+        s = s + F.linear(F.linear(h, a), b)
+    return kl(s, g @ v.T)
+
+
+@example("logits are padded to another vocabulary size")
+def padded_logits(h, w, g, v):
+    return kl(F.pad(h @ w[:150].T, (0, VOCAB - 150), value=-1e4), g @ v.T)
+
+
+@example("cross-entropy with class weights, label smoothing or soft labels keeps logits")
+def smoothed_soft_labels(h, w, g, v):
+    return F.cross_entropy(h @ w.T, (g @ v.T).softmax(-1), label_smoothing=0.1)
+
+
+@example("NaN or infinity is read by the code after the loss")
+def nan_is_replaced(q, k, r, u):
+    keep = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    s, t = ((x @ y.mT).masked_fill(~keep, float("-inf")) for x, y in ((q, k), (r, u)))
+    rows = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+    return rows.nan_to_num().mean()
+
+
+@example("a tensor subclass", inputs=lambda: _of_two_tensors(USER_LOSSES["gram"].inputs()))
+def subclass(q, k, r, u):
+    return kl(q @ k.mT, r @ u.mT)
+
+
+def _of_two_tensors(inputs):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    q, *others = inputs
+    return [TwoTensor(q.detach(), q.detach()), *others]
+
+
+@example(
+    "gradients are asked for inside of the compiled code", config={"trace_autograd_ops": True}
+)
+def gradient_inside(q, k, r, u):
+    q = q * 1
+    loss = kl(q @ k.mT, r @ u.mT)
+    (gradient,) = torch.autograd.grad(loss, q, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+@example(
+    "sizes are read from tensors (.item(), .tolist())",
+    calls=((torch.tensor([5]),),),
+    config={"capture_scalar_outputs": True},
+)
+def lengths_of_data(q, k, r, u, lengths):
+    n = lengths[0].item()
+    return kl(q[:, :, :n] @ k[:, :, :n].mT, r[:, :, :n] @ u[:, :, :n].mT)
+
+
+@example("a size that the inputs do not have", compile={"dynamic": True})
+def mean_of_scores(q, k, r, u):
+    return kl((q @ k.mT).mean(1), (r @ u.mT).mean(1))
+
+
+@example("a Python number that changes between calls", calls=((1.5,), (2.5,)))
+def annealed_power(q, k, r, u, power):
+    return kl((q @ k.mT).abs() ** power, r @ u.mT)
+
+
 # those that only a divergence has, and no row program
 OF_DIVERGENCES = {
     "a distribution is detached in one place and not in another",
@@ -187,4 +283,6 @@ OF_DIVERGENCES = {
     "weights that vary along the keys",
     "keys are sliced away after the softmax",
     "an entropy alone",
+    "a bias or adapter needs a gradient",
+    "scores are a sum of several products (adapters)",
 }

@@ -20,19 +20,10 @@ from torch_streamkl.checks import is_plain
 from torch_streamkl.registration import without_autocast
 
 
-def attention_kl(
-    tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], sites: dict[Any, BoundOp]
-) -> Tensor:
-    """Returns the first result of ``ops.attention_kl(*tensors, *options)`` for plain tensors.
-
-    ``sites`` holds what earlier calls with such tensors and the same options have kept. Under
-    autocast the dtype of the tensors may be another one.
+def attention_kl(tensors: tuple[Tensor | None, ...], site: BoundOp) -> Tensor:
+    """Returns the first result of ``ops.attention_kl(*tensors, *site.options)`` for plain tensors,
+    those of every call of the bound op alike.
     """
-    q = tensors[0]
-    assert q is not None
-    site = sites.get(q.dtype)
-    if site is None:
-        site = sites[q.dtype] = BoundOp(options)
     inputs = ops.differentiable(tensors)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         # Function.apply itself would look for functorch's wrappers among the arguments
@@ -51,12 +42,12 @@ class Call:
 
     def __init__(self, options: tuple[Any, ...]) -> None:
         self.options = options
-        self._sites: dict[Any, BoundOp] = {}
+        self._site = BoundOp(options)
         self.__name__ = "attention_kl"  # in the graph's code
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         if is_plain(tensors):
-            return attention_kl(tensors, self.options, self._sites)
+            return attention_kl(tensors, self._site)
         rows: Tensor = ops.attention_kl(*tensors, *self.options)[0]
         return rows
 

@@ -217,36 +217,6 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
     return replace(launch, num_splits=_num_splits(problem, launch))
 
 
-WHOLE_HEADS_FEW_ROWS = 128  # dQ and dK would have as many programs one after the other
-
-
-def whole_heads_launch(problem: AttentionProblem, student: bool) -> TritonLaunch | None:
-    """Returns the configuration of "dq_dk", which computes both gradients, or None for two
-    kernels.
-    """
-    packed = problem.is_packed
-    keys = problem.max_seqlen_k if packed else problem.seqlen_k
-    rows = problem.max_seqlen_q if packed else problem.seqlen_q
-    if not isinstance(keys, int) or keys == 0:  # few or many: a symbolic size is not asked
-        return None
-    device = problem.student.q.device
-    if device.type != "cuda":  # the interpreter: up to two of its tiles
-        return TritonLaunch(16, 16, 4, 1) if keys <= 32 else None
-    programs = hint_of(problem.batch) * num_sequences_of(problem) * problem.num_heads
-    if hint_of(rows) > WHOLE_HEADS_FEW_ROWS and programs < multiprocessors(device):
-        return None
-    side = problem.student if student else problem.teacher
-    has_padding = problem.mask is not None and problem.mask.shape[1:3] == (1, 1)
-    has_mask = problem.mask is not None and not has_padding
-    if has_mask or any(
-        x.bias is not None or x.softcap for x in (problem.student, problem.teacher)
-    ):
-        return None  # up to 192 bytes of a thread would spill
-    return tiles.whole_heads_launch(
-        padded_dim(side.head_dim), keys, has_padding, _operands(problem), gpu_of(device)
-    )
-
-
 def _operands(problem: AttentionProblem) -> tiles.Operands:
     q = problem.student.q
     dims = (padded_dim(problem.student.head_dim), padded_dim(problem.teacher.head_dim))

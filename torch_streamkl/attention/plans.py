@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_streamkl.attention.heuristics import triton_launch, whole_heads_launch
+from torch_streamkl.attention.heuristics import triton_launch
 from torch_streamkl.attention.hopper_tiles import HopperLaunch, has_one_bias
 from torch_streamkl.attention.problem import AttentionProblem, Side
 from torch_streamkl.divergences.functional import Bilinear
@@ -83,15 +83,6 @@ class Plan:
         return self.kept(
             ("stage", kernel), lambda: _stage_of(problem, triton_launch(problem, kernel))
         )
-
-    def whole_heads(self, problem: AttentionProblem, student: bool) -> Stage | None:
-        """Returns the stage of the kernel that computes dQ and dK of a side together, or None."""
-
-        def make() -> tuple[Stage | None]:
-            tiles = whole_heads_launch(problem, student)
-            return (None if tiles is None else _stage_of(problem, tiles),)
-
-        return self.kept(("whole heads", student), make)[0]
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
         """Returns what make() returned the first time. It may depend on metadata only."""

@@ -9,7 +9,7 @@ from torch_streamkl.distributed.agreement import DisagreementError
 from torch_streamkl.distributed.context_parallel import attention_kl_context_parallel
 from torch_streamkl.distributed.reshard import reshard_vocab
 from torch_streamkl.distributed.sequence import shard_sequence
-from torch_streamkl.distributed.traced_fsdp import trace_fully_shard
+from torch_streamkl.fsdp import trace_fully_shard
 
 __all__ = [
     "DisagreementError",

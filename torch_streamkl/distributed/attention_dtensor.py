@@ -15,7 +15,7 @@ from torch_streamkl.distributed.agreement import together_on_mesh
 from torch_streamkl.distributed.arguments import bound, check_without_numbers, described
 
 if TYPE_CHECKING:
-    from torch_streamkl.attention.interface import Inputs, Settings
+    from torch_streamkl.attention.arguments import Inputs, Settings
 
 
 def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

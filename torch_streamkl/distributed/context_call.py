@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_streamkl import checks
+from torch_streamkl.attention import arguments as call_arguments
 from torch_streamkl.attention import interface
 from torch_streamkl.distributed import ring
 from torch_streamkl.distributed.agreement import agree, together
@@ -51,7 +52,7 @@ class Keys:
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        return interface.window_bounds(self.is_causal, self.window)
+        return call_arguments.window_bounds(self.is_causal, self.window)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Ranks:
 
 def call_of(
     given: dict[str, Any], keys: Keys, row_mask: Tensor | None, options: dict[str, Any]
-) -> tuple[interface.Inputs, interface.Settings]:
+) -> tuple[call_arguments.Inputs, call_arguments.Settings]:
     """Returns this rank's rows and keys as a call of `attention_kl`, packed or not."""
     packing = keys.packing
     packed_options: dict[str, Any] = {}
@@ -78,15 +79,15 @@ def call_of(
     tensors |= {"key_lengths": keys.lengths, "row_mask": row_mask}
     tensors |= {name: options.get(name) for name in SINKS}
     settings = {name: x for name, x in {**DEFAULTS, **options}.items() if name not in SINKS}
-    inputs: dict[str, Any] = {name: tensors.get(name) for name in interface.Inputs._fields}
+    inputs: dict[str, Any] = {name: tensors.get(name) for name in call_arguments.Inputs._fields}
     return (
-        interface.Inputs(**inputs),
-        interface.Settings(
+        call_arguments.Inputs(**inputs),
+        call_arguments.Settings(
             **settings,
             **packed_options,
             is_causal=keys.is_causal,
             window=keys.window,
-            layout="bhnd" if packing is None else interface.PACKED,
+            layout="bhnd" if packing is None else call_arguments.PACKED,
             reduction="none",
         ),
     )
@@ -133,7 +134,7 @@ def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, An
             )
     checks.one_of("method", method, METHODS)
     checks.one_of("load_balance", ranks.load_balance, LOAD_BALANCES)
-    checks.one_of("reduction", reduction, interface.REDUCTIONS)
+    checks.one_of("reduction", reduction, call_arguments.REDUCTIONS)
     for name, x in given.items():
         checks.check_tensor(name, x, ndim=4)
         if hasattr(x, "device_mesh"):
@@ -190,7 +191,7 @@ def _check_as_one_rank(
                 raise TypeError(f"{name} must be floating point, got {scale.dtype}")
             if hasattr(scale, "device_mesh"):
                 raise TypeError(f"{name} must be a plain tensor, got a DTensor")
-    interface.operator_call(*call_of(given, keys, row_mask, numbers))
+    call_arguments.operator_call(*call_of(given, keys, row_mask, numbers))
 
 
 def _check_packing(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_streamkl.attention import arguments as call_arguments
 from torch_streamkl.attention import interface
 from torch_streamkl.attention.problem import SPEC
 from torch_streamkl.distributed import ring, ring_ops
@@ -299,7 +300,7 @@ def _by_heads(
 def _around(given: dict[str, Tensor], ranks: Ranks, keys: Keys, options: dict[str, Any]) -> Tensor:
     """Computes this rank's rows, while keys go from rank to rank."""
     left, right = keys.bounds
-    tensors, checked = interface.operator_call(*call_of(given, keys, None, options))
+    tensors, checked = call_arguments.operator_call(*call_of(given, keys, None, options))
     given_options = dict(zip(SPEC.option_names, checked, strict=True))
     packing = keys.packing
     own = {

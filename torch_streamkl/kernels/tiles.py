@@ -47,8 +47,6 @@ class Operands:
 
 
 LEAST = TritonLaunch(16, 16, 4, 1)  # the smallest tiles that a matrix unit takes
-# of a head whose dQ and dK are one kernel, by its padded width: a program keeps dK of all keys
-WHOLE_HEADS_MOST_KEYS = {16: 256, 32: 256, 64: 128}
 
 
 def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
@@ -56,17 +54,6 @@ def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
     choices = _choices(kernel, operands, gpu)
     room = gpu.shared_bytes
     return next((x for x in choices if shared_bytes(x, kernel, operands, gpu) <= room), LEAST)
-
-
-def whole_heads_launch(
-    own_dim: int, keys: int, has_padding: bool, operands: Operands, gpu: Gpu
-) -> TritonLaunch | None:
-    """Returns the launch of "dq_dk", whose programs have all keys of a head, or None."""
-    is_half = operands.element_bytes == 2 and not gpu.operands_in_registers
-    if not is_half or operands.widest > 64 or keys > WHOLE_HEADS_MOST_KEYS.get(own_dim, 0):
-        return None
-    is_one = own_dim == 64 and keys > 64 and has_padding
-    return TritonLaunch(64, 128 if is_one else 64, 4, 1)
 
 
 def head_mean_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_streamkl.divergences.functional import Bilinear
-from torch_streamkl.divergences.row_state import RowState
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import (
     Head,
@@ -148,27 +146,6 @@ def forward_with_gradients(
         student_sums.add_to_bias(s, whole_vocab)
     side.join()
     return out, gradients_of([student_sums, teacher_sums])
-
-
-def partial_state(problem: LinearProblem, max_workspace_mib: int = 0) -> tuple[RowState, Tensor]:
-    """Computes a vocabulary shard's row state (nats), and the log-sum-exp of its labels' y."""
-    form = problem.functional.bilinear or Bilinear()
-    tokens = tokens_that_fit(
-        problem, workspace_bytes(problem, max_workspace_mib), sum(row_bytes(problem))
-    )
-    student, teacher = (logits_buffer(head, tokens) for head in problem.heads)
-    parts = []
-    for chunk in even_ranges(problem.num_tokens, tokens, token_multiple(problem)):
-        part = problem.of_tokens(chunk)
-        parts.append(
-            linear_rows.partial_state(
-                part, logits_of(part.student, student), logits_of(part.teacher, teacher), form
-            )
-        )
-    states, hard_lses = zip(*parts, strict=True)
-    fields = ("m_t", "l_t", "m_s", "l_s", "a", "b")
-    state = RowState(*(torch.cat([getattr(state, name) for state in states]) for name in fields))
-    return state, torch.cat(hard_lses)
 
 
 def gradient_chunks(

@@ -43,14 +43,14 @@ def key_of(function: Callable[..., Any], elements: frozenset[str]) -> Any:
     return key
 
 
-def _of_value(value: Any, elements: frozenset[str], log_normalizer: int) -> Any:
-    if not log_normalizer:
+def _of_value(value: Any, elements: frozenset[str], depth: int) -> Any:
+    if not depth:
         raise _Unknown
     if value is None or type(value) in (bool, int, float, str):
         return type(value), repr(value)  # 0.0 and -0.0 differ
     if any(value is module for module in MODULES):
         return value.__name__
-    of = functools.partial(_of_value, elements=elements, log_normalizer=log_normalizer - 1)
+    of = functools.partial(_of_value, elements=elements, depth=depth - 1)
     if getattr(value, "__dict__", None):  # a function's attribute may be named as an operation
         raise _Unknown
     if type(value) is functools.partial:

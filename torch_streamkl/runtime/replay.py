@@ -6,6 +6,7 @@ later ones replay it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,29 +43,21 @@ class Replay:
         with torch.no_grad():
             outputs, program = capture.record(self._function, tensors)
         if program is not None:
-            self._program = _First(self, program)
+            self._program = functools.partial(self._first, program)
         return outputs
 
-    def settle(self, program: Any) -> None:
-        """Decides on a program for all later calls, or on none."""
-        self._program = program
-
-
-class _First:
-    """Runs a captured program for the first time; if it cannot run here, no later call uses it."""
-
-    def __init__(self, owner: Replay, program: Any) -> None:
-        self._owner, self._program = owner, program
-
-    def __call__(self, *tensors: Tensor | None) -> Tensors | None:
+    def _first(self, program: Any, *tensors: Tensor | None) -> Tensors | None:
+        """Runs a captured program for the first time; if it cannot run here, no later call uses
+        it.
+        """
         try:
-            results: Tensors | None = self._program(*tensors)
+            results: Tensors | None = program(*tensors)
         except (TypeError, ValueError, AttributeError, SystemError) as error:
             log.warning("recorded launches do not run here, and calls take longer: %s", error)
-            self._owner.settle(None)
+            self._program = None
             return None
         if results is not None:
-            self._owner.settle(self._program)
+            self._program = program
         return results
 
 

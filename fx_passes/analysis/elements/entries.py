@@ -65,7 +65,10 @@ def _several(self: Operands, x: Placed, ids: fx.Node, dim: int) -> Placed:
     """Entries at ids that are given once in each row."""
     source = _ranked(ids, dim)
     if source is None:
-        raise Unsupported("several entries of a row are gathered, and one may be there twice")
+        raise Unsupported(
+            "gather reads entries of each row by ids that are no top-k of this graph: an id may "
+            "be there twice"
+        )
     if is_zero(shape_of(ids)[dim]):
         raise Unsupported("no entry of a row is gathered")  # their mean has no gradient, not NaN
     if not _is_within(shape_of(source)[dim], x.shape[dim]):

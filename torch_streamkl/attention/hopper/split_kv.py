@@ -11,12 +11,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_streamkl.attention.triton.forward import (
-    below_clamps,
-    finite_lse,
-    load_state,
-    store_rows,
-)
+from torch_streamkl.attention.triton.forward import below_clamps, finite_lse, store_rows
+from torch_streamkl.attention.triton.forward_splits import load_state
 from torch_streamkl.kernels.row_state import finish, merge
 
 

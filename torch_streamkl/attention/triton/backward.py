@@ -1,9 +1,9 @@
 """Implements the portable backward: dQ by blocks of rows, and dK by blocks of keys.
 
-Both kernels recompute the scores. One kernel with atomics would compute them once, but in two
-kernels one program sums each gradient in a fixed order: the bits are the same on every run. If
-heads have so few keys that one program keeps dK of all of them, `dq_dk_kernel` computes both, in
-the same order. STUDENT chooses whose gradient a launch computes.
+Both recompute scores.
+
+Two kernels and not one with atomics: every gradient is summed by one program in a fixed order, so
+the bits are the same on every run. STUDENT chooses whose gradient a launch computes.
 """
 
 import triton
@@ -208,15 +208,9 @@ def dk_over(
             inv_temperature, STUDENT, MASKED, COEFFICIENTS, POINTWISE_FN, CONFIG, False,
         )  # fmt: skip
         q = qs if STUDENT else qt
-        acc = with_rows(acc, d, grad, q, CONFIG)
+        weighted = tl.trans((d * grad[:, None]).to(q.dtype))
+        acc = tl.dot(weighted, q, acc, input_precision=CONFIG.PRECISION)
     return acc
-
-
-@triton.jit
-def with_rows(acc, d, grad, q, CONFIG: tl.constexpr):
-    """Adds a tile of rows to dK."""
-    weighted = tl.trans((d * grad[:, None]).to(q.dtype))
-    return tl.dot(weighted, q, acc, input_precision=CONFIG.PRECISION)
 
 
 @triton.jit
@@ -304,105 +298,3 @@ def dk_kernel(
     if CONFIG.KEY_MASK:  # a key's sums are of that key alone
         acc = tl.where(admitted(masks, sizes, offs_n)[:, None], acc, 0.0)
     store_keys(acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM)
-
-
-@triton.jit
-def dq_dk_over(
-    acc, start, stop, b, h, keys, ks, kt, student, teacher, masks, seq, first_row,
-    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, dq_ptr, dq_m, scale, inv_temperature,
-    STUDENT: tl.constexpr, TILES: tl.constexpr,
-    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Adds the row tiles in [start, stop) to dK, and writes their dQ."""
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
-    # as in dk_kernel
-    for m0 in tl.range(start, stop, BLOCK_M, disable_licm=True):
-        rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
-        inside = rows.offs < seq.num_rows
-        lse_t, lse_s, delta, grad = load_statistics(
-            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, first_row + rows.offs, inside,
-            STUDENT,
-        )  # fmt: skip
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        sums = ()
-        for n in tl.static_range(TILES):
-            d = gradient_tile(
-                rows, keys[n], tl.trans(ks[n]), tl.trans(kt[n]), lse_t, lse_s, delta,
-                student, teacher, masks, seq, inv_temperature,
-                STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
-            )  # fmt: skip
-            k = ks[n] if STUDENT else kt[n]
-            dq = tl.dot(d.to(k.dtype), k, dq, input_precision=CONFIG.PRECISION)
-            sums += (with_rows(acc[n], d, grad, rows.qs if STUDENT else rows.qt, CONFIG),)
-        acc = sums
-        dq *= (grad * scale)[:, None]
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
-        out = dq_ptr + (rows.offs.to(tl.int64)[:, None] * dq_m + offs_d)
-        inside = inside[:, None] & (offs_d < DIM)
-        tl.store(out, dq.to(dq_ptr.dtype.element_ty), mask=inside)
-    return acc
-
-
-@triton.jit
-def dq_dk_kernel(
-    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dq_ptr, dq_b, dq_h, dq_m, dk_ptr, dk_split, dk_b, dk_h, dk_n, scale,
-    num_heads, group, heads_of_split, inv_temperature,
-    STUDENT: tl.constexpr, TILES: tl.constexpr,
-    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Computes dK of a key head with TILES tiles of keys, and dQ of (a split of) its query heads.
-
-    Scores are computed once for both. All tiles are masked by elements: they are few, and a second
-    loop for tiles without a mask costs registers.
-    """
-    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
-    num_splits = num_heads // heads_of_split  # of all key heads
-    b = tl.program_id(0) // num_splits
-    first_head = tl.program_id(0) % num_splits * heads_of_split
-    kv = first_head // group
-    share = first_head % group // heads_of_split
-    sizes = bind_sequence(masks, b, first_head, CONFIG)
-    keys = ()
-    acc = ()
-    for n in tl.static_range(TILES):
-        keys += (n * BLOCK_N + tl.arange(0, BLOCK_N),)
-        acc += (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
-    # as in dk_kernel
-    for member in tl.range(0, heads_of_split, num_stages=1, disable_licm=True):
-        h = first_head + member
-        seq = bind_sequence(masks, b, h, CONFIG)
-        s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
-        t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
-        ks = ()
-        kt = ()
-        for n in tl.static_range(TILES):
-            ks += (
-                student_tile(
-                    s_bound.k, keys[n], seq.num_keys, student.k_n, student.k_d, True, CONFIG
-                ),
-            )
-            kt += (
-                teacher_tile(
-                    t_bound.k, keys[n], seq.num_keys, teacher.k_n, teacher.k_d, True, CONFIG
-                ),
-            )
-        first_row = row_offset(b * num_heads + h, h, seq, masks)
-        out = dq_ptr + h.to(tl.int64) * dq_h + seq.start_q.to(tl.int64) * dq_m
-        if masks.cu_seqlens_q is None:
-            out += b.to(tl.int64) * dq_b
-        # rows that see no key have a gradient, too: 0
-        acc = dq_dk_over(
-            acc, 0, seq.num_rows, b, h, keys, ks, kt, student, teacher, masks, seq, first_row,
-            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, out, dq_m, scale, inv_temperature,
-            STUDENT, TILES, COEFFICIENTS, POINTWISE_FN, CONFIG,
-        )  # fmt: skip
-    for n in tl.static_range(TILES):
-        store_keys(
-            acc[n] * scale, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv,
-            n * BLOCK_N, DIM,
-        )  # fmt: skip

@@ -9,13 +9,12 @@ sums.
 import triton
 import triton.language as tl
 
-from torch_streamkl.kernels.arguments import Rows, State, Sums
+from torch_streamkl.kernels.arguments import Rows, Sums
 from torch_streamkl.kernels.row_state import (
     LN2,
     empty_state,
     finish,
     masked_fill_value,
-    merge,
     tile_coordinates,
     update,
     with_masked_keys,
@@ -361,39 +360,6 @@ def forward_block(
 
 
 @triton.jit
-def state_kernel(
-    student, teacher, masks, state_ptr, field_stride, split_stride,
-    num_blocks, num_heads, keys_per_split, inv_temperature,
-    COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Computes the state of one split of the keys, written as nine fields of state_ptr."""
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    bh = pid // num_blocks
-    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
-    if m0 >= seq.num_rows:
-        return
-    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
-    inside = rows.offs < seq.num_rows
-    lo = split * keys_per_split
-    state = state_between(
-        lo,
-        lo + keys_per_split,
-        m0,
-        rows,
-        student,
-        teacher,
-        masks,
-        seq,
-        inv_temperature,
-        COEFFICIENTS,
-        CONFIG,
-    )
-    out = state_ptr + split.to(tl.int64) * split_stride + row_offset(bh, h, seq, masks) + rows.offs
-    store_state(out, field_stride, state, inside)
-
-
-@triton.jit
 def store_state(ptr, field_stride, state, inside):
     """Writes the nine fields of the state of rows."""
     tl.store(ptr, state.m_t, mask=inside)
@@ -405,141 +371,3 @@ def store_state(ptr, field_stride, state, inside):
     tl.store(ptr + 6 * field_stride, state.low_t, mask=inside)
     tl.store(ptr + 7 * field_stride, state.low_s, mask=inside)
     tl.store(ptr + 8 * field_stride, state.count, mask=inside)
-
-
-@triton.jit
-def load_state(ptr, field_stride, inside):
-    """Loads what store_state wrote."""
-    return State(
-        tl.load(ptr, mask=inside, other=0.0),
-        tl.load(ptr + field_stride, mask=inside, other=0.0),
-        tl.load(ptr + 2 * field_stride, mask=inside, other=0.0),
-        tl.load(ptr + 3 * field_stride, mask=inside, other=0.0),
-        tl.load(ptr + 4 * field_stride, mask=inside, other=0.0),
-        tl.load(ptr + 5 * field_stride, mask=inside, other=0.0),
-        tl.load(ptr + 6 * field_stride, mask=inside, other=0.0),
-        tl.load(ptr + 7 * field_stride, mask=inside, other=0.0),
-        tl.load(ptr + 8 * field_stride, mask=inside, other=0.0),
-    )
-
-
-@triton.jit
-def merge_kernel(
-    student, teacher, masks, state_ptr, field_stride, split_stride, num_splits,
-    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, recompute_ptr,
-    num_blocks, num_heads, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Combines the splits of a block of rows; recompute_ptr marks blocks that need a second
-    pass.
-    """
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    pid = tl.program_id(0)
-    bh = pid // num_blocks
-    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
-    if m0 >= seq.num_rows:
-        return
-    s_bound = bind_student(student, masks, seq, b, h, 1.0, CONFIG)
-    t_bound = bind_teacher(teacher, masks, seq, b, h, 1.0, CONFIG)
-    offs = m0 + tl.arange(0, BLOCK_M)
-    inside = offs < seq.num_rows
-    out = row_offset(bh, h, seq, masks) + offs
-    state = empty_state(BLOCK_M)
-    split_ptr = state_ptr + out
-    for _ in range(num_splits):
-        state = merge(state, load_state(split_ptr, field_stride, inside), COEFFICIENTS)
-        split_ptr += split_stride
-    if CONFIG.FILLED:
-        state = with_masked_keys(state, seq.num_keys, fill, COEFFICIENTS, CONFIG)
-    lse_t, lse_s, value, student_delta, teacher_delta = finish(
-        state, t_bound.sink, s_bound.sink, COEFFICIENTS, CONFIG
-    )
-    if CONFIG.GUARDED:
-        again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
-        tl.store(recompute_ptr + pid, again.to(tl.int32))
-    store_rows(
-        value_ptr,
-        s_stats_ptr,
-        t_stats_ptr,
-        stats_stride,
-        out,
-        inside,
-        lse_t,
-        lse_s,
-        value,
-        student_delta,
-        teacher_delta,
-    )
-
-
-@triton.jit
-def sums_kernel(
-    student, teacher, masks, s_stats_ptr, t_stats_ptr, recompute_ptr, sums_ptr, field_stride,
-    split_stride, num_blocks, num_heads, keys_per_split, inv_temperature,
-    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Runs the second pass over one split of the keys: f, h, g and the count as four fields of
-    sums_ptr.
-    """
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    if CONFIG.GUARDED:
-        if tl.load(recompute_ptr + pid) == 0:
-            return
-    bh = pid // num_blocks
-    b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
-    if m0 >= seq.num_rows:
-        return
-    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
-    inside = rows.offs < seq.num_rows
-    row = row_offset(bh, h, seq, masks) + rows.offs
-    lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
-    lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
-    lo = split * keys_per_split
-    sums = sums_between(
-        lo, lo + keys_per_split, m0, lse_t, lse_s, rows, student, teacher, masks, seq,
-        inv_temperature, POINTWISE_FN, CONFIG,
-    )  # fmt: skip
-    out = sums_ptr + split.to(tl.int64) * split_stride + row
-    tl.store(out, sums.value, mask=inside)
-    tl.store(out + field_stride, sums.h, mask=inside)
-    tl.store(out + 2 * field_stride, sums.g, mask=inside)
-    tl.store(out + 3 * field_stride, sums.count, mask=inside)
-
-
-@triton.jit
-def merge_sums_kernel(
-    masks, sums_ptr, field_stride, split_stride, num_splits, recompute_ptr,
-    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_blocks, num_heads, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Adds up the splits of the second pass."""
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    pid = tl.program_id(0)
-    if CONFIG.GUARDED:
-        if tl.load(recompute_ptr + pid) == 0:
-            return
-    bh = pid // num_blocks
-    _b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
-    if m0 >= seq.num_rows:
-        return
-    offs = m0 + tl.arange(0, BLOCK_M)
-    inside = offs < seq.num_rows
-    out = row_offset(bh, h, seq, masks) + offs
-    zero = tl.zeros([BLOCK_M], tl.float32)
-    sums = Sums(zero, zero, zero, zero)
-    share = sums_ptr + out
-    for _ in range(num_splits):
-        sums = Sums(
-            sums.value + tl.load(share, mask=inside, other=0.0),
-            sums.h + tl.load(share + field_stride, mask=inside, other=0.0),
-            sums.g + tl.load(share + 2 * field_stride, mask=inside, other=0.0),
-            sums.count + tl.load(share + 3 * field_stride, mask=inside, other=0.0),
-        )
-        share += split_stride
-    if CONFIG.FILLED:
-        lse_t = tl.load(t_stats_ptr + out, mask=inside, other=0.0)
-        lse_s = tl.load(s_stats_ptr + out, mask=inside, other=0.0)
-        sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, POINTWISE_FN, CONFIG)
-    tl.store(value_ptr + out, sums.value, mask=inside)
-    tl.store(s_stats_ptr + stats_stride + out, sums.h, mask=inside)
-    tl.store(t_stats_ptr + stats_stride + out, sums.g, mask=inside)

@@ -25,6 +25,7 @@ from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.attention.torch_impl import NeedsGrad
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
+from torch_streamkl.attention.triton import forward_splits as splits_of_keys
 from torch_streamkl.kernels.splits import combine_splits, new_splits, split_strides
 
 
@@ -74,7 +75,7 @@ def _split_forward(
     one_warp_group = {"num_warps": 4}
     plan.run(
         "state",
-        fwd.state_kernel,
+        splits_of_keys.state_kernel,
         (programs, splits, 1),
         (*arguments, state, *state_strides, *heads, stage.keys_per_split, plan.inv_temperature),
         (plan.form, config),
@@ -83,7 +84,7 @@ def _split_forward(
     )
     plan.run(
         "merge",
-        fwd.merge_kernel,
+        splits_of_keys.merge_kernel,
         (programs, 1, 1),
         (*arguments, state, *state_strides, splits, *outputs, again, *heads, plan.fill),
         (plan.form, config),
@@ -96,7 +97,7 @@ def _split_forward(
     sums_strides = (sums.stride(1), sums.stride(0))
     plan.run(
         "sums",
-        fwd.sums_kernel,
+        splits_of_keys.sums_kernel,
         (programs, splits, 1),
         (
             *arguments, stats.student, stats.teacher, again, sums, *sums_strides,
@@ -108,7 +109,7 @@ def _split_forward(
     )  # fmt: skip
     plan.run(
         "merge_sums",
-        fwd.merge_sums_kernel,
+        splits_of_keys.merge_sums_kernel,
         (programs, 1, 1),
         (arguments[2], sums, *sums_strides, splits, again, *outputs, *heads, plan.fill),
         (plan.helper, config),
@@ -162,37 +163,10 @@ def _gradients(
     problem: AttentionProblem, plan: Plan, shared: Shared, of_q: bool, of_k: bool, student: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the gradients of one side."""
-    whole = plan.whole_heads(problem, student) if of_q and of_k else None
-    if whole is not None:
-        return _dq_dk(problem, plan, whole, shared, student)
     return (
         _dq(problem, plan, shared, student) if of_q else None,
         _dk(problem, plan, shared, student) if of_k else None,
     )
-
-
-def _dq_dk(
-    problem: AttentionProblem, plan: Plan, stage: Stage, shared: Shared, student: bool
-) -> tuple[Tensor, Tensor]:
-    side = problem.student if student else problem.teacher
-    programs = side.num_kv_heads * plan.num_sequences
-    group = problem.num_heads // side.num_kv_heads
-    num_splits = key_splits(problem, group, programs, resident=2)
-    dq, partials = new_splits(side.q, 1), new_splits(side.k, num_splits)
-    plan.run(
-        ("dq_dk", student),
-        bwd.dq_dk_kernel,
-        (programs * num_splits, 1, 1),
-        (
-            *shared.arguments, dq, *split_strides(dq)[1:], partials, *split_strides(partials),
-            side.scale / problem.temperature, problem.num_heads, group, group // num_splits,
-            plan.inv_temperature,
-        ),
-        (student, stage.num_key_blocks, plan.form, plan.helper, stage.config),
-        stage.options,
-        shared.tensors,
-    )  # fmt: skip
-    return dq, combine_splits(partials, side.k)
 
 
 def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:

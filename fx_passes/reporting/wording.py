@@ -1,0 +1,67 @@
+"""Says the analysis' reasons in sentences and in the terms of the docs.
+
+The analysis names what it gives up on by short phrases, which hints and the analysis itself
+compare. Somebody who reads a report has not seen those terms.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from torch_streamkl.fx_passes.reporting.report import Report
+
+_PROBABILITIES = "attention or vocabulary probabilities"
+_SENTENCES = (
+    (rf"^in-place ([\w:.]+) of (scores|{_PROBABILITIES})", r"\1 writes \2 in place"),
+    (
+        rf"^([\w:.]+) of (scores|{_PROBABILITIES})$",
+        r"\1 is applied to \2, and no fused operator has it",
+    ),
+    (r"^t of scores", "the scores are transposed"),
+    (r"\bchosen entries\b", "gathered entries"),
+    (r"\b(an? [\w ]+?|it) meets (the scores|scores|them)\b", r"\1 is combined with \2"),
+    (r"\bNaN meets scores\b", "NaN is combined with scores"),
+    (r"^scores meet ", "scores are combined with "),
+    (r"\bmeet all its keys\b", "are combined with all of its keys"),
+    (r"\bmeet a tensor\b", "are combined with a tensor"),
+    (r"\bhas met them\b", "was combined with them"),
+    (r"^values that were summed over different axes meet$",
+     "values that were summed over different dimensions are combined"),
+    (r"\ba value of rows\b", "a per-row value"),
+    (r"\bvalues of rows\b", "per-row values"),
+    (r"\bvalues that carry row weights\b", "values that are multiplied by per-row weights"),
+    (r"(?<!per-)\brow weights\b", "per-row weights"),
+    (r"\bsize that varies\b", "dynamic size"),
+    (r"^a maximum over the keys leaves the elements$",
+     "the loss uses the maximum over the keys other than to shift a softmax"),
+    (r"\ban element\b", "a value per query and key"),
+    (r"\b(the )?elements\b", "values per query and key"),
+    (r"\ba number is added\b", "a scalar is added"),
+    (r"^(a sum over rows): it stays as it is$", r"\1 alone is no loss of rows"),
+    (r"^(what is computed of sums over blocks of keys) stays as it is$",
+     r"\1 has no fused operator"),
+    (r"\blog-sum-exp\b", "logsumexp"),
+)  # fmt: skip
+
+
+def as_sentence(reason: str) -> str:
+    """Returns a reason as the report says it."""
+    for pattern, text in _SENTENCES:
+        reason = re.sub(pattern, text, reason)
+    return reason
+
+
+def reword(report: Report) -> None:
+    """Says the reasons of a report of the analysis in sentences."""
+    report.sites[:] = [
+        replace(site, reason=as_sentence(site.reason)) if site.reason else site
+        for site in report.sites
+    ]
+    report.unrecognized[:] = [_unrecognized(text) for text in report.unrecognized]
+
+
+def _unrecognized(text: str) -> str:
+    """A reason, its place and a hint: only the reason is the analysis'."""
+    reason, at, rest = text.partition(" at ")
+    return as_sentence(reason) + at + rest

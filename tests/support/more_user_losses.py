@@ -1,0 +1,304 @@
+"""More losses as users of 2026 write them: higher-order operators, graph breaks, dense targets.
+
+As in `user_losses`, which they are added to: naive spellings, of which the report has to be silent
+about none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.user_losses import (
+    HEAD_DIM,
+    HEADS,
+    IDS,
+    LABELS,
+    LENGTH,
+    TOKENS,
+    TOP,
+    TOP_LOGPROBS,
+    VOCAB,
+    attention,
+    heads,
+)
+
+
+def kl(s, t):
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+# --------------------------------------------------------- what hides a loss from the compiler
+class FusedLinearKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, w, t):
+        logits = h @ w.T
+        lse = logits.logsumexp(-1, keepdim=True)
+        p = t.softmax(-1)
+        ctx.save_for_backward(h, w, (logits - lse).exp() - p)
+        return (p * (p.log() - logits + lse)).sum(-1).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, w, d = ctx.saved_tensors
+        d = d * grad / len(h)
+        return d @ w, d.T @ h, None
+
+
+@heads(0, "a fused linear loss as a custom autograd.Function, Liger")
+def linear_function(h, w, g, v):
+    return FusedLinearKL.apply(h, w, g @ v.T)
+
+
+@heads(0, "torch.cond on a schedule")
+def branch_of_cond(h, w, g, v):
+    def soft(s, t):
+        return kl(s / 2, t / 2) * 4
+
+    def hard(s, t):
+        return kl(s, t) * 1.0
+
+    return torch.cond(h.sum() > 0, soft, hard, (h @ w.T, g @ v.T))
+
+
+@heads(0, "map over halves of the tokens")
+def mapped_halves(h, w, g, v):
+    from torch._higher_order_ops.map import map as map_rows
+
+    def half(xs, w, v):
+        a, b = xs
+        return kl(a @ w.T, b @ v.T)
+
+    return map_rows(half, (h.view(2, -1, h.shape[-1]), g.view(2, -1, g.shape[-1])), w, v).sum()
+
+
+@heads(4, "chunks of tokens, each in a checkpoint")
+def checkpointed_chunks(h, w, g, v):
+    def chunk(a, b):
+        return kl(a @ w.T, b @ v.T)
+
+    pairs = zip(h.chunk(4), g.chunk(4), strict=True)
+    return sum(checkpoint(chunk, a, b, use_reentrant=False) for a, b in pairs) / 4
+
+
+@torch.compiler.disable
+def opaque_kl(s, t):
+    return kl(s, t)
+
+
+@heads(0, "a helper that torch.compiler.disable leaves out")
+def disabled_helper(h, w, g, v):
+    return opaque_kl(h @ w.T, g @ v.T)
+
+
+@heads(0, "labelled rows by a boolean mask, without enable()")
+def masked_rows(h, w, g, v):
+    keep = LABELS % 3 > 0
+    return kl((h @ w.T)[keep], (g @ v.T)[keep])
+
+
+@heads(1, "a metric after the loss, by item()")
+def metric_after_the_loss(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    loss = kl(s, t)
+    print(end="" if loss.item() < 1e9 else "overflow")
+    agree = (s.argmax(-1) == t.argmax(-1)).float().mean()
+    return loss * (1 - agree)
+
+
+@heads(0, "gradients of logits clamped by a hook")
+def hook_on_logits(h, w, g, v):
+    s = h @ w.T
+    s.register_hook(lambda grad: grad.clamp(-1, 1))
+    return kl(s, g @ v.T)
+
+
+@torch.library.custom_op("streamkl_tests::softcap", mutates_args=())
+def softcap(x: torch.Tensor) -> torch.Tensor:
+    return 30 * torch.tanh(x / 30)
+
+
+softcap.register_fake(torch.empty_like)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+softcap.register_autograd(
+    lambda ctx, grad: grad * (1 - (ctx.saved_tensors[0] / 30) ** 2), setup_context=_keep
+)
+
+
+@heads(0, "a softcap as a custom operator")
+def custom_operator(h, w, g, v):
+    return kl(softcap(h @ w.T), softcap(g @ v.T))
+
+
+@heads(1, "a teacher by way of NumPy")
+def numpy_teacher(h, w, g, v):
+    t = torch.from_numpy((g @ v.T).softmax(-1).numpy())
+    return F.kl_div((h @ w.T).log_softmax(-1), t, reduction="batchmean")
+
+
+@heads(1, "logits under autocast, the loss in float32")
+def autocast_inside(h, w, g, v):
+    with torch.autocast("cpu", torch.bfloat16):
+        s, t = h @ w.T, g @ v.T
+    return kl(s.float(), t.float())
+
+
+@heads(1, "a model's output with loss and logits")
+def output_of_a_model(h, w, g, v):
+    logits = h @ w.T
+    with torch.no_grad():
+        wanted = g @ v.T
+    return {"loss": kl(logits, wanted), "logits": logits}
+
+
+# ---------------------------------------------------------------------------------- dense targets
+@heads(1, "a cached top-k, the rest spread evenly")
+def smoothed_topk_target(h, w, g, v):
+    p = TOP_LOGPROBS.exp()
+    rest = (1 - p.sum(-1, keepdim=True)).clamp_min(0) / (VOCAB - TOP)
+    target = rest.expand(TOKENS, VOCAB).clone()
+    target.scatter_(-1, IDS, p)
+    return -(target * F.log_softmax(F.linear(h, w), dim=-1)).sum(-1).mean()
+
+
+@heads(0, "a target filled by index")
+def target_by_index(h, w, g, v):
+    target = torch.zeros(TOKENS, VOCAB)
+    target[torch.arange(TOKENS)[:, None], IDS] = TOP_LOGPROBS.exp()
+    return F.cross_entropy(h @ w.T, target)
+
+
+@heads(1, "cross_entropy with the teacher's probabilities")
+def soft_cross_entropy(h, w, g, v):
+    return F.cross_entropy(F.linear(h, w) / 2, (F.linear(g, v) / 2).softmax(-1)) * 4
+
+
+@heads(1, "a mixture of the teacher and one-hot labels")
+def mixed_with_labels(h, w, g, v):
+    labels = F.one_hot(LABELS, VOCAB).to(h.dtype)
+    target = 0.7 * (g @ v.T).softmax(-1) + 0.3 * labels
+    return torch.mean(torch.sum(-target * torch.log_softmax(h @ w.T, dim=1), dim=1))
+
+
+@heads(5, "decoupled distillation")
+def decoupled(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    mask = torch.zeros_like(s).scatter_(1, LABELS[:, None], 1).bool()
+    ps, pt = s.softmax(1), t.softmax(1)
+    two_s = torch.stack([(ps * mask).sum(1), (ps * ~mask).sum(1)], 1)
+    two_t = torch.stack([(pt * mask).sum(1), (pt * ~mask).sum(1)], 1)
+    target_class = F.kl_div(two_s.log(), two_t, reduction="batchmean")
+    return target_class + 8 * kl(s - 1000.0 * mask, t - 1000.0 * mask)
+
+
+@heads(0, "a teacher truncated to its top-p")
+def top_p(h, w, g, v):
+    t = (g @ v.T).softmax(-1)
+    order = t.sort(-1, descending=True)
+    keep = (order.values.cumsum(-1) - order.values) < 0.9
+    t = t * torch.zeros_like(t, dtype=torch.bool).scatter(-1, order.indices, keep)
+    t = t / t.sum(-1, keepdim=True)
+    return -(t * (h @ w.T).log_softmax(-1)).sum(-1).mean()
+
+
+# ---------------------------------------------------------------------- other spellings of losses
+@heads(0, "standardized logits")
+def standardized(h, w, g, v):
+    def z(x):
+        return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-7)
+
+    return kl(z(h @ w.T), z(g @ v.T))
+
+
+@heads(2, "adaptive KL: forward and reverse weighted by gaps of sorted probabilities")
+def adaptive_kl(h, w, g, v):
+    t, s = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
+    sorted_t, order = t.sort(-1, descending=True)
+    gap = (sorted_t - s.gather(-1, order)).abs()
+    head = (gap * (sorted_t.cumsum(-1) < 0.5)).sum(-1) / gap.sum(-1)
+    forward = (t * (t.log() - s.log())).sum(-1)
+    reverse = (s * (s.log() - t.log())).sum(-1)
+    return (head * forward + (1 - head) * reverse).mean()
+
+
+@heads(2, "the k3 estimate of a KL at sampled tokens")
+def k3_estimate(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    taken = LABELS[:, None]
+    difference = (t.gather(-1, taken) - s.gather(-1, taken)).squeeze(-1)
+    return (difference.exp() - 1 - difference).mean()
+
+
+@heads(2, "deep mutual learning")
+def mutual_learning(h, w, g, v):
+    s, t = h @ w.T, (g * h.mean()) @ v.T
+    return kl(s, t) + kl(t, s)
+
+
+@attention(0, "the expectation by einsum")
+def kl_by_einsum(q, k, r, u):
+    s = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(HEAD_DIM)
+    t = torch.einsum("bhid,bhjd->bhij", r, u) / math.sqrt(HEAD_DIM)
+    difference = t.log_softmax(-1) - s.log_softmax(-1)
+    return torch.einsum("bhij,bhij->", t.softmax(-1), difference) / LENGTH
+
+
+@attention(1, "scores and bias by baddbmm")
+def scores_by_baddbmm(q, k, r, u):
+    bias = torch.full((LENGTH, LENGTH), -1e4).triu(1).expand(HEADS, -1, -1)
+    s = torch.baddbmm(bias, q[0], k[0].mT, alpha=0.5)
+    return kl(s, torch.baddbmm(bias, r[0], u[0].mT, alpha=0.5))
+
+
+def attend(q, k, v):
+    """scaled_dot_product_attention as torch's documentation writes it."""
+    bias = torch.zeros(LENGTH, LENGTH)
+    bias.masked_fill_(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().logical_not(), -1e9)
+    weight = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.size(-1)))
+    weight += bias
+    weight = torch.softmax(weight, dim=-1)
+    return weight @ v, weight
+
+
+@attention(0, "attention by hand, outputs and maps compared")
+def outputs_and_maps(q, k, r, u):
+    (out, a), (wanted, b) = attend(q, k, k), attend(r, u, u)
+    return F.mse_loss(out, wanted) + F.mse_loss(a, b)
+
+
+@attention(1, "relations of tokens, MiniLM")
+def relations(q, k, r, u):
+    a, b = (F.normalize(x.transpose(1, 2).flatten(2), dim=-1) for x in (q, r))
+    return kl(a @ a.mT / 0.1, b @ b.mT / 0.1)
+
+
+@attention(0, "pairwise distances by broadcasting")
+def distances(q, k, r, u):
+    def distance(x):
+        return ((x[:, :, :, None] - x[:, :, None]) ** 2).sum(-1)
+
+    return F.smooth_l1_loss(distance(q), distance(r))
+
+
+@attention(2, "CLIP, both directions")
+def both_directions(q, k, r, u):
+    a, b, c, d = (F.normalize(x.flatten(0, 2), dim=-1) for x in (q, k, r, u))
+    s, t = a @ b.T * 10, c @ d.T * 10
+    return (kl(s, t) + kl(s.T, t.T)) / 2
+
+
+@attention(0, "Sinkhorn targets, DINOv2")
+def sinkhorn(q, k, r, u):
+    t = torch.exp((r @ u.mT) / 5)
+    for _ in range(3):
+        t = t / t.sum(-2, keepdim=True)
+        t = t / t.sum(-1, keepdim=True)
+    return -(t * (q @ k.mT / 0.1).log_softmax(-1)).sum(-1).mean()
