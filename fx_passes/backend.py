@@ -63,7 +63,7 @@ flop_counts.register(load=True)  # compiled graphs call operators without Python
 
 
 class PassesThroughDynamo(ShortenTraceback):
-    """Base of errors that Dynamo raises unchanged, not inside of a BackendCompilerFailed."""
+    """Raises through Dynamo unchanged, not as a BackendCompilerFailed: the base of our errors."""
 
     def __init__(self, text: str) -> None:
         # the traceback is the user's, then that of who raises it

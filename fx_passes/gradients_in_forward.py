@@ -153,7 +153,7 @@ class _Factors:
         self.graph, self.late, self.behind = graph, late, behind
 
     def of(self, node: Any) -> Weighted | None:
-        """The factors of a node that depends on the loss's gradient."""
+        """Returns the factors of a node that depends on the loss's gradient."""
         if not isinstance(node, fx.Node) or node not in self.late:
             return None
         if _value(node).dim() == 0:

@@ -31,7 +31,7 @@ def sentences(text: str) -> Iterator[str]:
     text = re.sub(r"`[^`]*`", "code", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     for block in re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", text):
-        yield from re.split(r"(?<=[.!?:;])\s+", " ".join(block.split()))
+        yield from re.split(r"(?<=[.!?])\s+", " ".join(block.split()))
 
 
 def num_words(sentence: str) -> int:

@@ -92,7 +92,7 @@ def trace_fully_shard(model: nn.Module) -> nn.Module:
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not sharded:
         raise ValueError(
-            "trace_fully_shard wants modules that fully_shard was applied to, got a "
+            "trace_fully_shard needs modules that fully_shard was applied to, got a "
             f"{type(model).__name__} without any"
         )
     plans = {module: plan for root in sharded for module, plan in _plans(root, root is model)}

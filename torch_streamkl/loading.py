@@ -1,4 +1,4 @@
-"""Loads what only some calls need: the operators know its name, and it imports them."""
+"""Imports modules that only some calls need, such as torch_streamkl.distributed."""
 
 from __future__ import annotations
 

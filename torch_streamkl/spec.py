@@ -1,9 +1,9 @@
 """Derives the flat arguments of an operator from the problem that its implementations take.
 
 NOTE [Flat arguments]
-A schema is flat and positional; implementations take a problem, which has two sides. The schema,
-the problem of a call, and where an argument stands all follow from the fields of the problem and
-of a side: a new option is a new field, and where an implementation reads it.
+A schema is flat and positional; implementations take a problem with two sides. The fields of the
+problem and of a side decide the schema, the problem of a call, and the position of each argument.
+So a new option is a new field, and the code that reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEEDED = object()
 
 
 def option(default: Any, kind: str, in_schema: Any = _NEEDED) -> Any:
-    """Declares a field whose type in the schema, or default there, does not follow from its own.
+    """Declares a field whose type or default in the schema differs from its own.
 
     A default of None there stands for the field's.
     """
@@ -57,10 +57,10 @@ def _argument(x: Any, name: str) -> Argument:
 
 
 class Spec:
-    """The arguments of an operator on a problem, in the order of its schema.
+    """Lists the arguments of an operator on a problem, in the order of its schema.
 
-    Tensors of both sides come first, then other tensors, then numbers; in each, what a problem
-    cannot be without.
+    Tensors of both sides come first, then other tensors, then numbers; in each group, required
+    ones come first.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Spec:
         return ", ".join(x for x in (self.tensors, self.options, self.last) if x)
 
     def positions(self, *names: str) -> tuple[int, ...]:
-        """Returns where arguments stand."""
+        """Returns the positions of arguments."""
         return tuple(self.index[name] for name in names)
 
     def problem(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the problem of an operator's flat arguments."""
+        """Builds the problem from an operator's flat arguments."""
         values = [*args, *self._defaults[len(args) :], *self._more]
         for name, x in kwargs.items():
             values[self.index[name]] = x
@@ -137,7 +137,7 @@ class Spec:
 def _conversions(
     arguments: Iterable[Argument],
 ) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """What the problem has in place of an argument, where it is not the same."""
+    """Converts arguments whose type in the problem differs."""
     for x in arguments:
         if x.of_problem is Functional:
             yield x.name, Functional.of

@@ -1,9 +1,9 @@
-"""Multiplies gradients that a forward has stored by that of the sum that they are of.
+"""Multiplies gradients that a forward has stored by the gradient of their sum.
 
 NOTE [Multiplying stored gradients]
 The gradients of ``linear_kl_sum`` are as large as the weights. Its backward therefore multiplies
-them in place, unless the graph is kept for another backward (then out of place) or is being
-traced (then out of place too: the compiler reuses the buffer that it sees die).
+them in place, unless the graph is kept for another backward, or is being traced: the compiler
+reuses the buffer that it sees die.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from torch_streamkl.checks import has_batched_gradients
 
 
 def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """Returns a stored gradient times the gradient of the sum that it is of (see
-    double_backward.py).
-    """
+    """Multiplies a stored gradient by the gradient of its sum (see double_backward.py)."""
     if not in_place:
         return (stored * factor).to(stored.dtype)
     if not stored.is_cuda or stored.dtype == torch.float64 or stored.numel() == 0:
@@ -29,7 +27,7 @@ def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
 
 
 def may_overwrite(stored: list[Tensor]) -> bool:
-    """NOTE [Multiplying stored gradients]."""
+    """Whether stored gradients may be multiplied in place: NOTE [Multiplying stored gradients]."""
     if has_batched_gradients():
         return False
     if torch.is_grad_enabled() or any(

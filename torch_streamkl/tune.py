@@ -367,7 +367,7 @@ def table_text(trials: list[Trial]) -> str:
 
 
 def tune(shape: Shape, kernels: list[str], jobs: int, timer: Timer) -> list[MeasuredLaunch]:
-    """Time everything for a shape, print the tables, return the winners."""
+    """Times all candidates of a shape, prints the tables, and returns the winners."""
     print(f"{shape}", flush=True)
     workload = Workload(shape)
     element_bytes = DTYPES[shape.dtype].itemsize

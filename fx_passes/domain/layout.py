@@ -60,7 +60,7 @@ def sizes_of(layout: Layout) -> Shape:
 
 
 def with_rank(layout: Layout, rank: int) -> Layout | None:
-    """The layout in a broadcast tensor of ``rank``: new dimensions come first."""
+    """Adds leading dimensions to the layout, as a broadcast to ``rank`` does."""
     extra = rank - len(layout)
     return ((),) * extra + layout if extra >= 0 else None
 

@@ -37,7 +37,7 @@ def _draws_random(node: fx.Node) -> bool:
             for i, key in ((1, "p"), (2, "training"))
         )
         return not (p == 0.0 or training is False)
-    return any(word in name for word in ("dropout", "rand", "bernoulli", "multinomial"))
+    return any(part in name for part in ("dropout", "rand", "bernoulli", "multinomial"))
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

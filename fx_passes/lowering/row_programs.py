@@ -134,7 +134,7 @@ class _Lowering:
         return x, slots, sizes
 
     def captured(self, c: Captured) -> fx.Node:
-        """A captured tensor in the dimensions of its kind."""
+        """Inserts a captured tensor in the dimensions of its kind."""
         groups = self.plan.groups
         if is_symbolic_number(c.node):
             x = self._number(c.node)

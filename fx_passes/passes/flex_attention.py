@@ -95,7 +95,7 @@ class _Captured:
         self.tensors: list[Tensor] = []
 
     def number(self, value: int | torch.SymInt | None) -> Any:
-        """A bound: a constant, or a tensor of a size that varies."""
+        """Returns a bound as a constant, or as a tensor of a size that varies."""
         if value is None or isinstance(value, int):
             return None if value is None else lambda given, place: value
         varies: Any = value
@@ -104,7 +104,7 @@ class _Captured:
         return lambda given, place: given[number]
 
     def tensor(self, x: Tensor | None) -> Any:
-        """A tensor that broadcasts to the scores, read at an entry of them."""
+        """Captures a tensor that broadcasts to the scores; returns how to read it at an entry."""
         if x is None:
             return None
         x = x[(None,) * (4 - x.dim())]

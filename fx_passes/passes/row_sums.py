@@ -130,7 +130,7 @@ class _Reader:
         self.device = tensors[0].device
 
     def chain(self) -> Chain | None:
-        """The operations to the first number through which everything goes."""
+        """Returns the operations up to the first number through which everything goes."""
         outputs = self.problem.program.outputs
         for part in self.call.users:
             if part.target is not operator.getitem or part.args[1] not in outputs:

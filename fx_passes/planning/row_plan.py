@@ -141,7 +141,7 @@ class _Planner:
         return bool(found[0])
 
     def row_axes(self, i: int) -> Dim:
-        """The axes of the row operand of a product."""
+        """Returns the axes of the row operand of a product."""
         side = "rhs" if self.swapped[i] else "lhs"
         return self.elements.operand_axes(self.dots[i], side)
 

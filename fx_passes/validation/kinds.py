@@ -44,7 +44,7 @@ def draws_random(node: fx.Node) -> bool:
             for i, key in ((1, "p"), (2, "training"))
         )
         return not (p == 0.0 or training is False)
-    return any(word in name for word in RANDOM)
+    return any(part in name for part in RANDOM)
 
 
 def sets_state(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ REDUCTIONS = get_args(Reduction)
 # A call is two tuples: the tensors, and everything else. Together with the tensors' metadata the
 # second decides whether a call is legal, so the result of the checks is cached (checks.py).
 class Inputs(NamedTuple):
-    """The tensors of a call, as the caller gave them."""
+    """Holds the tensors of a call, as the caller passed them."""
 
     student_q: Tensor
     student_k: Tensor
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The other arguments of a call."""
+    """Holds all other arguments of a call."""
 
     divergence: str
     beta: float
@@ -68,12 +68,12 @@ class Settings(NamedTuple):
 
 
 def operator_call(inputs: Inputs, settings: Settings) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the operator's tensors and options for a call, checked."""
+    """Checks a call, and returns the tensors and the options that the operator takes."""
     return operands(inputs, settings), checked_options(inputs, settings)
 
 
 def operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
-    """The operator's tensors: views of the inputs unless a scale is a tensor or autocast is on."""
+    """Returns the operator's tensors: views, but for tensor scales and autocast."""
     q_s, k_s, q_t, k_t = inputs[:4]
     if isinstance(settings.student_scale, Tensor):
         q_s = _scaled(q_s, settings.student_scale)
@@ -115,7 +115,7 @@ def with_dims(x: Tensor, ndim: int) -> Tensor:
 
 
 def checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
-    """The operator's options after its tensors, in the schema's order; raises on illegal ones."""
+    """Checks a call; returns the operator's options in the order of its schema."""
     packed = settings.layout == PACKED
     for name, x in zip(Inputs._fields[:4], inputs[:4], strict=True):
         checks.check_tensor(name, x, ndim=3 if packed else 4)
@@ -210,7 +210,7 @@ def _check_masks(
 
 
 def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: Settings) -> None:
-    """Options of a side; ``given`` is q in the caller's layout."""
+    """Checks a side, and returns its options; ``given`` is q in the caller's layout."""
     softcap = getattr(settings, f"{side}_softcap")
     if softcap is not None:
         checks.positive(f"{side}_softcap", softcap)
@@ -231,9 +231,9 @@ def _check_side(side: str, q: Tensor, given: Tensor, inputs: Inputs, settings: S
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
-    """``q * scale``, rounded to q's dtype once.
+    """Returns ``q * scale``, rounded to q's dtype once.
 
-    A tensor without dimensions does not promote q, and a GPU rounds one of its own to q's dtype
+    A tensor without dimensions does not promote q, and a GPU rounds such a tensor to q's dtype
     before it multiplies.
     """
     if scale.ndim == 0 and scale.device == q.device:
@@ -242,7 +242,7 @@ def _scaled(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(scale: float | Tensor | None, q: Tensor) -> float:
-    """The operator's scale; a tensor has been multiplied into q."""
+    """Returns the operator's scale; a tensor scale has been multiplied into q."""
     if isinstance(scale, Tensor):
         return 1.0
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -268,7 +268,7 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
 
 
 def window_of(window: Any) -> tuple[int | None, int | None] | None:
-    """The window as a tuple of integers, which is hashable."""
+    """Returns the window as a hashable tuple of integers."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -285,7 +285,7 @@ def window_of(window: Any) -> tuple[int | None, int | None] | None:
 def window_bounds(
     is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> tuple[int | None, int | None]:
-    """Returns keys before and after a query's position that it sees, None for no bound."""
+    """Returns how many keys a query sees before and after its position, None for no bound."""
     checks.boolean("is_causal", is_causal)
     left, right = window_of(window) or (None, None)
     if is_causal:

@@ -220,7 +220,7 @@ class Launcher:
         return self.stage.num_key_blocks * side.num_kv_heads * self.plan.num_sequences
 
     def keys_of(self, splits: int) -> int:
-        """Returns keys of one share."""
+        """Returns the keys of one split."""
         return ceil_div(self.stage.num_key_blocks, splits) * self.stage.launch.block_n
 
 

@@ -44,7 +44,7 @@ STREAMING_MAX_KEYS = 512
 
 @dataclass(frozen=True)
 class StreamingBlocks:
-    """Block sizes of the plain torch implementation."""
+    """Holds the block sizes of the plain torch implementation."""
 
     batch: int
     heads: int  # student heads, a multiple of every group of heads that shares keys
@@ -53,9 +53,7 @@ class StreamingBlocks:
 
 
 def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
-    """Chooses long runs of keys first, then queries, then as many heads and batch elements as
-    fit.
-    """
+    """Chooses long runs of keys first, then queries, then as many heads and batches as fit."""
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
     teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
     group = math.lcm(
@@ -95,9 +93,9 @@ HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernel
 def select_implementation(problem: AttentionProblem, impl: str, backward: bool = False) -> str:
     """Chooses which of "hopper", "triton" and "torch" computes a problem, or its gradients.
 
-    Both kinds of kernels leave the same statistics, so that the gradients may be computed by
-    others than the values. A choice that cannot run raises, a slow automatic one is logged; a GPU
-    whose driver has no compiler raises at the first call.
+    All kernels save the same statistics, so values and gradients may come from different ones. A
+    choice that cannot run raises, and a slow automatic one is logged. A GPU whose driver has no
+    compiler raises at the first call.
     """
     if impl == "torch":
         return "torch"
@@ -130,7 +128,7 @@ def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
 
 
 def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
-    """Whether "auto" takes the kernels for Hopper, if they can: what was measured, or by size."""
+    """Whether "auto" takes the Hopper kernels if they can run: measured, or decided by size."""
     if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return False  # without asking for sizes that only the data decides
     if problem.head_mean:
@@ -167,7 +165,7 @@ def _is_measured(problem: AttentionProblem, backward: bool) -> bool:
 
 
 def _clamps_every_row(problem: AttentionProblem) -> bool:
-    """Whether every row has a probability below a clamp: the Hopper kernels compute it twice."""
+    """Whether every row has a probability below a clamp: Hopper kernels compute those twice."""
     guarded = problem.functional.guarded
     if guarded is None:
         return False
@@ -180,7 +178,7 @@ def _fills_device(problem: AttentionProblem) -> bool:
 
 
 def _splits_keys(problem: AttentionProblem) -> bool:
-    """Whether few blocks of rows occupy the GPU with the Hopper kernels: in parts and shares."""
+    """Whether few blocks of rows occupy the GPU with the Hopper kernels, which split keys."""
     bounds = (problem.window_left, problem.window_right)
     if problem.is_packed or bounds != (None, None) or is_wide(problem):
         return False
@@ -268,7 +266,7 @@ def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
 
 
 def _num_splits(problem: AttentionProblem, launch: TritonLaunch) -> int:
-    """Enough programs to fill the device twice, each with several tiles of keys."""
+    """Chooses enough programs to fill the device twice, each with several tiles of keys."""
     programs = ceil_div(problem.seqlen_q, launch.block_m) * problem.num_heads * problem.batch
     return _shared_by(problem, 2, programs, ceil_div(problem.seqlen_k, launch.block_n) // 4)
 
@@ -303,7 +301,7 @@ def key_splits(
 
 
 def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -> int:
-    """Shares of a block that give every multiprocessor ``each`` programs, ``most`` at most."""
+    """Chooses splits of a block: ``each`` programs per multiprocessor, at most ``most``."""
     if problem.is_packed:
         return 1
     enough = each * multiprocessors(problem.student.q.device)

@@ -20,7 +20,7 @@ def is_prepared(problem: AttentionProblem) -> bool:
 
 
 def sums_squares(problem: AttentionProblem) -> bool:
-    """Returns whether the Hopper forward sums squares in one pass: where it goes by blocks."""
+    """Returns whether the Hopper forward sums squares in one pass: if it goes by blocks."""
     return (
         problem.functional.squares is not None
         and problem.mask is None
@@ -31,12 +31,12 @@ def sums_squares(problem: AttentionProblem) -> bool:
 
 
 def num_sequences_of(problem: AttentionProblem) -> int:
-    """Packed sequences in a batch element."""
+    """Counts the packed sequences in a batch element."""
     return 1 if problem.cu_seqlens_q is None else max(1, problem.cu_seqlens_q.shape[0] - 1)
 
 
 def flop(problem: AttentionProblem) -> float:
-    """Counts the operations of a forward pass; all keys of a causal row count half."""
+    """Estimates the FLOP of the forward's score matmuls; masks count as the share they keep."""
     batch, num_heads, seqlen_q, head_dim = problem.student.q.shape
     keys = problem.student.k.shape[2] / num_sequences_of(problem)  # of a row, if lengths are alike
     seen = 1.0 if problem.window_right is None else 0.5
@@ -137,9 +137,7 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
 
 
 def is_wide(problem: AttentionProblem) -> bool:
-    """Returns whether a side's head_dim is above what the narrow kernels for Hopper have room
-    for.
-    """
+    """Returns whether a side's head_dim is too wide for the narrow Hopper kernels."""
     return max(problem.student.head_dim, problem.teacher.head_dim) > MAX_NARROW_HEAD_DIM
 
 
@@ -149,9 +147,7 @@ def has_bias(problem: AttentionProblem) -> bool:
 
 
 def has_one_bias(problem: AttentionProblem) -> bool:
-    """Returns whether both sides have the same bias, as an additive mask is: it is then read
-    once.
-    """
+    """Returns whether both sides have the same bias, such as an additive mask: it is read once."""
     student, teacher = problem.student.bias, problem.teacher.bias
     if student is None or teacher is None:
         return False
@@ -208,11 +204,9 @@ def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
 
 
 def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Returns blocks to compute whole, and parts of each of the others (NOTE [Split-KV] in
-    hopper/split_kv.py).
+    """Returns the blocks to compute whole, and the num_splits of each other one.
 
-    Every number of parts is a kernel to compile, and lengths may change from step to step: beyond
-    four parts only powers of two.
+    NOTE [Split-KV] in hopper/split_kv.py.
     """
     last = blocks % multiprocessors(device)
     if last == 0:
@@ -224,7 +218,7 @@ def splits_of_last_wave(blocks: int, tiles: int, device: torch.device) -> tuple[
 
 
 def adds_queries(problem: AttentionProblem) -> bool:
-    """Returns whether dQ may be summed in any order, and is faster so."""
+    """Returns whether dQ may be summed in any order, and whether that is faster."""
     return (
         not problem.deterministic
         and not problem.head_mean
@@ -253,7 +247,7 @@ def plain_clamp(problem: AttentionProblem) -> float | None:
 def hopper_backward_launch(
     own_dim: int, other_dim: int, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
-    """Chooses the launch of dQ or dK on Hopper; ``adds``: of a dK kernel that also adds up dQ."""
+    """Chooses the launch of dQ or dK on Hopper; ``adds``: the dK kernel also sums dQ."""
     if max(own_dim, other_dim) > MAX_NARROW_HEAD_DIM:
         return HOPPER_BACKWARD_LAUNCHES[256]
     if adds:

@@ -1,4 +1,4 @@
-"""Explains which problems the kernels cannot run."""
+"""Explains which problems the Triton and Hopper kernels cannot run, in the user's terms."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def _layout_limit(*tensors: torch.Tensor) -> str | None:
 
 
 def _head_mean_limit(problem: AttentionProblem) -> str | None:
-    """Explains why the kernels of a head-averaged teacher (hopper/head_mean.py) do not run, or
+    """Explains why the kernels of a head-averaged teacher (hopper/head_mean.py) cannot run, or
     None.
 
-    The student is the portable kernels', which read the mean.
+    The portable kernels compute the student, and read the mean.
     """
     teacher = problem.teacher
     if teacher.head_dim not in HOPPER_HEAD_DIMS or problem.student.head_dim > MAX_TRITON_HEAD_DIM:
@@ -127,7 +127,7 @@ def _head_mean_limit(problem: AttentionProblem) -> str | None:
 
 
 def _mask_limit(problem: AttentionProblem) -> str | None:
-    """Explains why a problem with a mask tensor does not run, or None."""
+    """Explains why a problem with a mask tensor cannot run, or None."""
     mask = problem.mask
     assert mask is not None
     if problem.is_packed:
@@ -141,7 +141,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
 
 
 def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
-    """Explains why a problem with this bias does not run, or None."""
+    """Explains why a problem with this bias cannot run, or None."""
     if is_prepared(problem):
         return "takes no bias next to a mask tensor or with a divergence of two passes"
     if str(bias.dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
@@ -153,7 +153,7 @@ def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
 
 
 def _least_splits(student: Side, teacher: Side) -> int:
-    """Shares of dK, on the side that needs more: a program has one key head of each side."""
+    """Counts the splits of dK on the side that needs more: a program has one key head per side."""
     groups = [side.num_heads // side.num_kv_heads for side in (student, teacher)]
     return max(groups) // math.gcd(*groups)
 

@@ -79,7 +79,7 @@ class Plan:
         self._kept: dict[Any, Any] = {}
 
     def stage(self, problem: AttentionProblem, kernel: str) -> Stage:
-        """Returns the configuration of a kernel, by its name in `launch.triton_launch`."""
+        """Returns the configuration of a kernel, by its name in `heuristics.triton_launch`."""
         return self.kept(
             ("stage", kernel), lambda: _stage_of(problem, triton_launch(problem, kernel))
         )

@@ -49,7 +49,9 @@ def prepared(inputs: Inputs, settings: Settings) -> tuple[list[Any], Settings]:
     given: dict[str, Any] = dict(zip(inputs._fields, inputs, strict=True))
     for name in (*sharding.QUERIES, *sharding.KEYS):
         if not isinstance(given[name], DTensor):
-            raise TypeError(f"{name} must be a DTensor next to DTensors, got a plain tensor")
+            raise TypeError(
+                f"{name} must be a DTensor, as the other operands are, got a plain tensor"
+            )
     mesh = given["student_q"].device_mesh
     scales = {name: getattr(settings, name) for name in ("student_scale", "teacher_scale")}
     given = {name: _on_mesh(name, x, mesh) for name, x in given.items()}

@@ -221,12 +221,11 @@ def _check(given: dict[str, Any], options: dict[str, Any]) -> None:
     vocab = [given[name].shape[0] for name in ("student_weight", "teacher_weight")]
     if vocab[0] != vocab[1]:
         raise NotImplementedError(
-            f"vocabularies of {vocab[0]} and {vocab[1]} vocabulary entries, which ranks share at "
-            "other vocabulary entries"
+            f"vocabularies of {vocab[0]} and {vocab[1]} entries, which ranks shard differently"
         )
     unknown = sorted(name for name in options if isinstance(options[name], Tensor))
     if unknown:
-        raise NotImplementedError(f"{' and '.join(unknown)} next to DTensors")
+        raise NotImplementedError(f"with DTensors, {' and '.join(unknown)} cannot be tensors")
 
 
 def _local_labels(labels: DTensor | None, layout: Layout) -> Tensor | None:

@@ -34,7 +34,7 @@ def layout_of(tensors: dict[str, Any]) -> Layout:
     for name in ("student_hidden", "student_weight", "teacher_hidden"):
         if not isinstance(tensors[name], DTensor):
             raise TypeError(
-                f"{name} must be a DTensor next to DTensors, got {_kind(tensors[name])}; "
+                f"{name} must be a DTensor, as other operands are, got {_kind(tensors[name])}; "
                 "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same "
                 "tokens, [Shard(0)] that each has its own"
             )

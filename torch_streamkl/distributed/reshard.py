@@ -136,7 +136,9 @@ def _exchanged(
 ) -> Tensor:
     local = (weight.to_local() if isinstance(weight, DTensor) else weight).detach().contiguous()
     if local.ndim == 0:
-        raise ValueError("weight must have dimensions [vocab_size, ...], got a tensor of none")
+        raise ValueError(
+            "weight must have dimensions [vocab_size, ...], got a tensor without dimensions"
+        )
     given = None if ranges is None else _pairs(ranges)
     facts = agree(
         group.group_name,

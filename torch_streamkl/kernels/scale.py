@@ -13,7 +13,7 @@ from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
-    """Computes x *= factor, without touching x where the factor is 1."""
+    """Computes x *= factor, and does not touch x if the factor is 1."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -23,7 +23,7 @@ def scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies a dense tensor in place by a number on the device; 1 costs no traffic."""
+    """Multiplies a dense tensor in place by a number on the device; a 1 moves no bytes."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
     grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8, **COMPILE_OPTIONS}

@@ -1,4 +1,4 @@
-"""Checks a call of linear_kl()."""
+"""Checks a call of linear_kl(), and turns its options into the operators'."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LABEL_DTYPES = (torch.int64, torch.int32)
 
 
 class Options(NamedTuple):
-    """The arguments of `linear_kl` that are no tensors, with their defaults."""
+    """Holds the arguments of `linear_kl` that are no tensors, with their defaults."""
 
     divergence: Divergence = "forward_kl"
     beta: float = 0.5
@@ -49,7 +49,7 @@ class Options(NamedTuple):
 
 
 def checked_options(options: Options) -> dict[str, Any]:
-    """The operators' options; raises on illegal ones."""
+    """Checks options, and returns those that the operators take."""
     checks.one_of("reduction", options.reduction, REDUCTIONS)
     checks.one_of("strategy", options.strategy, STRATEGIES)
     checks.one_of("impl", options.impl, linear_ops.IMPLEMENTATIONS)
@@ -69,9 +69,8 @@ def checked_options(options: Options) -> dict[str, Any]:
             checks.integer(f"{side}_vocab_start", first, 0)
     if options.group is None and not (firsts[0] is None and firsts[1] is None):
         raise ValueError(
-            "student_vocab_start and teacher_vocab_start say which vocabulary entries of a "
-            "vocabulary a rank "
-            f"has and need a group, got {firsts[0]} and {firsts[1]}"
+            "student_vocab_start and teacher_vocab_start place a rank's vocabulary shard and "
+            f"need a group, got {firsts[0]} and {firsts[1]}"
         )
     for_operator: dict[str, Any] = {
         "functional": divergence_text(
@@ -100,7 +99,7 @@ def checked_options(options: Options) -> dict[str, Any]:
 
 
 def check_heads(named: dict[str, tuple[Tensor, Tensor, Tensor | None]], is_shard: bool) -> None:
-    """Hidden states, weight and bias of each side fit, and the sides fit each other."""
+    """Checks hidden states, weight and bias of each side, and the sides against each other."""
     for side, (hidden, weight, _) in named.items():
         for name, x in (("hidden", hidden), ("weight", weight)):
             checks.tensor(f"{side}_{name}", x)
@@ -125,12 +124,12 @@ def _check_head(
 ) -> None:
     if hidden.ndim < 2:
         raise ValueError(
-            f"{side}_hidden must have dimensions [..., tokens, width], got shape "
+            f"{side}_hidden must have dimensions [..., tokens, hidden_size], got shape "
             f"{tuple(hidden.shape)}"
         )
     if weight.ndim != 2:
         raise ValueError(
-            f"{side}_weight must have dimensions [vocab_size, width], got shape "
+            f"{side}_weight must have dimensions [vocab_size, hidden_size], got shape "
             f"{tuple(weight.shape)}"
         )
     for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):
@@ -143,8 +142,9 @@ def _check_head(
             f"{side}_weight": checks.matmul_dtype(weight),
         },
     )
-    checks.same("width", {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]})
-    for size, what in ((weight.shape[1], "width"), (weight.shape[0], "vocabulary")):
+    sizes = {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]}
+    checks.same("hidden_size", sizes)
+    for size, what in ((weight.shape[1], "hidden_size"), (weight.shape[0], "vocabulary")):
         if size == 0 and not (is_shard and what == "vocabulary"):
             raise ValueError(
                 f"{side}_weight must have no empty {what}, got shape {tuple(weight.shape)}"
@@ -172,5 +172,5 @@ def check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) 
 
 
 def broadcast(name: str, x: Tensor, tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """One element per token."""
+    """Expands a tensor to one element per token."""
     return checks.check_broadcast(name, x, tokens, device).expand(tokens).reshape(-1)

@@ -1,1 +1,1 @@
-"""Runs kernels: the one launch function, and side streams."""
+"""Runs kernels: the one launch function, captured launches, device limits, and side streams."""

@@ -1,4 +1,4 @@
-"""Copies tensor descriptors to other addresses: making one takes longer than a small kernel."""
+"""Copies tensor descriptors to other addresses: creating one takes longer than a small kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Address(NamedTuple):
-    """Stands for the tensor of a descriptor, of which Triton's launcher asks the address only."""
+    """Stands for the tensor of a descriptor; Triton's launcher reads only its address."""
 
     address: int
 
@@ -20,7 +20,7 @@ def is_descriptor(x: Any) -> bool:
 
 
 def with_base(descriptor: Any, base: Any) -> Any:
-    """Returns a descriptor of another tensor, unchecked."""
+    """Returns a descriptor for another tensor, unchecked."""
     found = object.__new__(type(descriptor))
     vars(found).update(vars(descriptor), base=base)  # copy.copy takes three times as long
     return found

@@ -47,7 +47,9 @@ class Replay:
         return outputs
 
     def _first(self, program: Any, *tensors: Tensor | None) -> Tensors | None:
-        """The first call of a program: where this Triton is launched in another way, the last."""
+        """Runs a captured program for the first time; if it cannot run here, no later call uses
+        it.
+        """
         try:
             results: Tensors | None = program(*tensors)
         except (TypeError, ValueError, AttributeError, SystemError) as error:

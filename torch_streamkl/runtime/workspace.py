@@ -1,4 +1,4 @@
-"""Divides rows into chunks, so that what is computed of them fits into a workspace."""
+"""Divides rows into chunks, so that their intermediate results fit into a workspace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def padded(size: int, multiple: int = ROW_ALIGNMENT) -> int:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Tokens whose logits are alive at once.
+    """Holds the numbers of tokens whose logits are alive at once.
 
     The teacher's logits are needed only until the student's are turned into their gradient, so
     they may cover fewer tokens (``teacher_tokens`` divides the work inside a chunk).
@@ -54,8 +54,8 @@ def ranges(size: int, step: int) -> Iterator[slice]:
 def even_ranges(size: int, limit: int, multiple: int) -> Iterator[slice]:
     """Yields the fewest ranges of at most ``limit``, nearly equal, that start at round numbers.
 
-    Matmuls of equal and round sizes: a short rest would cost nearly as much as a whole chunk.
-    Of no rows there is no range: a mask may select none.
+    Matmuls of equal and round sizes are fast: a short rest would cost nearly as much as a whole
+    chunk. Without rows there is no range, because a mask may select none.
     """
     if size == 0:
         return

@@ -1,4 +1,6 @@
-"""Implements the portable forward of split keys: shares of the keys, and what unites them."""
+"""Implements the portable forward of split keys: states of the splits, and the kernels that
+combine them.
+"""
 
 import triton
 import triton.language as tl
@@ -122,9 +124,7 @@ def sums_kernel(
     split_stride, num_blocks, num_heads, keys_per_split, inv_temperature,
     POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Runs the second pass over one split of the keys: f, h, g and the count as four fields of
-    sums_ptr.
-    """
+    """Runs the second pass over one split: writes f, h, g and the count of keys to sums_ptr."""
     pid = tl.program_id(0)
     split = tl.program_id(1)
     if CONFIG.GUARDED:
