@@ -15,9 +15,9 @@ from tests.support.tolerances import budget, check
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.attention.torch_impl import NeedsGrad
-from torch_streamkl.divergences.functional import DIVERGENCES, named
 from torch_streamkl.launches import launch
 from torch_streamkl.launches.devices import gpu_of
+from torch_streamkl.program.divergences import DIVERGENCES, named
 
 hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper
 on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")

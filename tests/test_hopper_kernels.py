@@ -16,9 +16,9 @@ from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.triton import plans
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
 from torch_streamkl.launches import launch
 from torch_streamkl.launches.devices import gpu_of
+from torch_streamkl.program.divergences import DIVERGENCES, Functional, named
 
 hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper
 on_hopper = pytest.mark.skipif(not hopper, reason="needs a GPU of compute capability 9.0")

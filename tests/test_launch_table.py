@@ -15,11 +15,11 @@ import torch
 
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
-from torch_streamkl.divergences.functional import DIVERGENCES
 from torch_streamkl.launches import launch, launch_table
 from torch_streamkl.launches.launch import triton_launch
 from torch_streamkl.launches.launch_table import LaunchKey, LaunchTable, MeasuredLaunch
 from torch_streamkl.launches.tiles import TritonLaunch
+from torch_streamkl.program.divergences import DIVERGENCES
 
 KEY = LaunchKey("forward", 64, 128, 4, True, 1024)
 ENTRY = MeasuredLaunch(KEY, "triton", 128, 32, 8, 3, 1.5, 2.0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch_streamkl.divergences.functional import Functional, render
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 from torch_streamkl.fx_passes.reporting.spoken import has_log_of_log, is_swapped, spoken
+from torch_streamkl.program.divergences import Functional, render
 
 BOTH_TRAINED = ", gradients to both distributions"
 SWAPPED = (

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.divergences.row_state import without_infinity
+from torch_streamkl.program.divergences import Functional
 
 Inputs = dict[str, Tensor]
 # Of the input "numbers", in this order:

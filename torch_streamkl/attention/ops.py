@@ -22,8 +22,8 @@ from torch_streamkl.attention import query_tiles, torch_impl
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.attention.torch_impl import Gradients, NeedsGrad
 from torch_streamkl.checks import is_plain
-from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.launches.launch import LSE_UNIT, select_implementation
+from torch_streamkl.program.divergences import Functional
 from torch_streamkl.registration import (
     NAMESPACE,
     register,

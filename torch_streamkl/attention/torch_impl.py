@@ -1,7 +1,7 @@
 """Implements attention in plain torch, block by block: the CPU's path, in bounded memory anywhere.
 
 Forward streams blocks of keys through the row state; where the functional is not linear in the
-log-probabilities a second pass sums it (NOTE [One pass or two] in divergences/functional.py).
+log-probabilities a second pass sums it (NOTE [One pass or two] in program/divergences.py).
 Backward recomputes the probabilities block by block. Beyond inputs and gradients the memory is a
 few blocks.
 """
@@ -23,7 +23,6 @@ from torch_streamkl.attention.problem import (
     bottom_right_offset,
 )
 from torch_streamkl.cpu import elementwise
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.divergences.row_state import (
     RowState,
     far_below,
@@ -34,6 +33,7 @@ from torch_streamkl.divergences.row_state import (
     without_infinity,
 )
 from torch_streamkl.launches.launch import StreamingBlocks, torch_blocks
+from torch_streamkl.program.divergences import Bilinear
 
 
 @dataclass(frozen=True)

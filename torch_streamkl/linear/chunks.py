@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.divergences.row_state import RowState
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import (
@@ -42,6 +41,7 @@ from torch_streamkl.linear.problem import (
     row_bytes,
     workspace_bytes,
 )
+from torch_streamkl.program.divergences import Bilinear
 from torch_streamkl.runtime.streams import SideStream
 
 Gradients = tuple[Tensor | None, ...]  # in the order of `NeedsGrad`

@@ -24,13 +24,13 @@ from torch.library import Library
 
 from torch_streamkl.bounds import check_labels
 from torch_streamkl.checks import has_batched_gradients
-from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.launches.devices import gpu_limit, require_driver
 from torch_streamkl.launches.launch import warn_once
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
 from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.program.divergences import Functional
 from torch_streamkl.registration import (
     NAMESPACE,
     register,

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.program.divergences import Functional
 
 MIB = 2**20
 
@@ -111,7 +111,7 @@ class RowValues:
     nats.
 
     ``statistics`` [7, num_tokens]: lse of the student's and the teacher's scores, H and G (NOTE
-    [Row gradient] in divergences/functional.py), lse of the student's y, and what rounding has
+    [Row gradient] in program/divergences.py), lse of the student's y, and what rounding has
     taken from the two first.
 
     NOTE [Rounding of log-sum-exps]

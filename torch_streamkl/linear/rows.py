@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.cpu import elementwise
-from torch_streamkl.divergences.functional import Bilinear, Expr, evaluate
 from torch_streamkl.divergences.row_state import (
     RowState,
     finish,
@@ -31,6 +30,8 @@ from torch_streamkl.linear.problem import (
     RowWeights,
     ranges,
 )
+from torch_streamkl.program.divergences import Bilinear, evaluate
+from torch_streamkl.program.graph import Node
 
 BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
 
@@ -128,7 +129,7 @@ def gradient(
             d_teacher = d_student
         else:
             variables = _variables(s.score, t.score, rows)
-            memo: dict[Expr, Tensor] = {}
+            memo: dict[Node, Tensor] = {}
             h = evaluate(functional.student_grad, variables, memo)
             g = evaluate(functional.teacher_grad, variables, memo)
             d_student = h - variables["S"] * rows.student_delta[:, None]

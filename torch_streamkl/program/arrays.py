@@ -154,7 +154,7 @@ def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
         dims.append(own)
     exprs = []
     for x in every:
-        names = {}
+        names = dict[Axis, Axis]()
         for d, own in enumerate(dims):
             names |= dict(zip(x.dims[d], own, strict=False)) if x.dims[d] else {}
         exprs.append(substitute(x.expr, {a: index(b) for a, b in names.items() if a != b}))

@@ -21,7 +21,6 @@ from typing import Any
 from torch_streamkl.program import operations
 from torch_streamkl.program.graph import (
     BOOL,
-    EVERY,
     FLOAT,
     INT,
     LOGSUMEXP,
@@ -34,7 +33,7 @@ from torch_streamkl.program.graph import (
     intern,
     size_of,
 )
-from torch_streamkl.program.operations import OPERATIONS, UNIT, Range, product_range, times
+from torch_streamkl.program.operations import EVERY, OPERATIONS, UNIT, Range, product_range, times
 
 Theta = Mapping[Axis, Node]
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled

@@ -31,6 +31,9 @@ SUM, LOGSUMEXP, MAX, ANY = "sum", "logsumexp", "max", "any"
 BLOCK_SUM = "block_sum"
 
 
+SMALLEST = 2.0**-100  # what is as large is far above the smallest numbers of every type
+
+
 class HeadsError(ValueError):
     """Elements with different numbers of heads meet."""
 
@@ -94,7 +97,8 @@ class Node:
 
     ``axes`` are what it is a function of, ``range`` bounds its values where they are numbers;
     with ``is_finite`` they are not infinite if those of the leaves are not. ``digest`` is equal
-    in every process. Leaves have a ``value``: a constant's, the number of a dot or capture.
+    in every process, and for each order of a commutative operation's arguments. Leaves have a
+    ``value``: a constant's, the number of a dot or capture.
     """
 
     __slots__ = ("__weakref__", "args", "axes", "canonical", "digest", "dtype", "is_finite",
@@ -186,8 +190,11 @@ def intern(
             node.axes, node.is_finite, node.canonical = axes, is_finite, None
             own = repr((op, value, dtype, sorted(map(repr, axes)), is_finite)).encode()
             parts = hashlib.blake2b(own, digest_size=12)
-            for a in args:
-                parts.update(a.digest)
+            digests = [a.digest for a in args]
+            if op in OPERATIONS and OPERATIONS[op].is_commutative:
+                digests.sort()
+            for digest in digests:
+                parts.update(digest)
             node.digest = parts.digest()
             own_level = value.axis.level if op == "reduce" else 0
             node.level = max((own_level, *(a.level for a in args)))
@@ -279,7 +286,7 @@ def apply(op: str, *args: Operand) -> Node:
     simple = identities.simplified(op, operands)
     if simple is not None and (simple := _broadcast(simple, op, operands)) is not None:
         return simple
-    if op == "div0" and is_factor(operands[0]):
+    if op == "div0" and (is_factor(operands[0]) or is_away_from_zero(operands[1])):
         return apply("div", *operands)
     return made(op, operands)
 
@@ -332,9 +339,14 @@ def _may_vanish(divisor: Node) -> bool:
     """Whether something may divide by 0: by a probability, not by a value of a row."""
     if divisor.op == "const":
         return not divisor.value
-    low, high = divisor.range
     is_of_row = bool(divisor.axes) and not divisor.by_key
-    return not (is_of_row or low > 0.0 or high < 0.0)
+    return not (is_of_row or is_away_from_zero(divisor))
+
+
+def is_away_from_zero(x: Node) -> bool:
+    """Returns whether dividing by an expression is safe in every type."""
+    low, high = x.range
+    return low >= SMALLEST or high <= -SMALLEST
 
 
 def axes_of(op: str, args: Iterable[Node]) -> frozenset[Axis]:

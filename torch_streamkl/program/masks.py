@@ -26,6 +26,9 @@ class Keys:
     has_mask: bool = False
 
 
+ALL_KEYS = Keys()
+
+
 @dataclass(frozen=True)
 class Mask:
     """A condition on rows and keys, taken apart.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from torch_streamkl.program.graph import Node
@@ -63,6 +64,15 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.nn.functional.softplus(x, threshold=80.0)  # exp has no overflow below
 
 
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """log(e^a + e^b), with the derivative 0 where both are -inf; that of torch's is NaN."""
+    if not (a.requires_grad or b.requires_grad or forward_ad._current_level >= 0):
+        return torch.logaddexp(a, b)
+    absent = (a == -math.inf) & (b == -math.inf)
+    present = torch.logaddexp(a.masked_fill(absent, 0.0), b.masked_fill(absent, 0.0))
+    return present.masked_fill(absent, -math.inf)
+
+
 _TYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
@@ -89,7 +99,8 @@ def _linear(*signs: int) -> Rule:
 
 
 def _mul(f: Build, node: Node, arg: int, t: Node) -> Node:
-    return f("mul", t, node.args[1 - arg])
+    # an exponential is its own derivative, and so is a product with one
+    return node if t is node.args[arg] else f("mul", t, node.args[1 - arg])
 
 
 def _div(f: Build, node: Node, arg: int, t: Node) -> Node:
@@ -145,6 +156,13 @@ def _clamp_rule(inside: str, outside: str) -> Rule:
 def _relu_rule(f: Build, node: Node, arg: int, t: Node) -> Node:
     is_cut = f("le", node.args[0], 0.0)  # NaN is not
     return f("where", is_cut, 0.0, t)
+
+
+def _sqrt_rule(f: Build, node: Node, arg: int, t: Node) -> Node:
+    """Of a probability, which is 0 where a key is masked, half of its root."""
+    if t is node.args[0]:
+        return f("mul", node, 0.5)
+    return f("div0", t, f("mul", node, 2.0))
 
 
 def _norm_rule(f: Build, node: Node, arg: int, t: Node) -> Node:
@@ -395,10 +413,8 @@ OPERATIONS: dict[str, Operation] = {
         _over(lambda f, n, x: f("add", x, 1.0)),
         is_finite=False,
     ),
-    "logaddexp": Operation(2, torch.logaddexp, _LOGADDEXP, _logaddexp_rule, is_commutative=True),
-    "sqrt": Operation(
-        1, torch.sqrt, "tl.sqrt({0})", _over(lambda f, n, x: f("mul", n, 2.0)), range=NOT_NEGATIVE
-    ),
+    "logaddexp": Operation(2, _logaddexp, _LOGADDEXP, _logaddexp_rule, is_commutative=True),
+    "sqrt": Operation(1, torch.sqrt, "tl.sqrt({0})", _sqrt_rule, range=NOT_NEGATIVE),
     "norm": Operation(1, norm, "tl.sqrt({0})", _norm_rule, range=NOT_NEGATIVE),
     "pow": Operation(1, torch.pow, "", _power_rule, is_finite=False),  # of its value
     "abs": Operation(

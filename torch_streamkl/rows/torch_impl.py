@@ -16,8 +16,9 @@ from torch_streamkl.linear.problem import (
     even_step,
     ranges,
 )
-from torch_streamkl.rows import derive, losses, operations, tile
-from torch_streamkl.rows.expressions import Node
+from torch_streamkl.program import operations
+from torch_streamkl.program.steps import Step
+from torch_streamkl.rows import derive, losses, tile
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import KEY, PAIR, ROW, VALUES, Program
@@ -108,7 +109,7 @@ ON_CPU: dict[str, Callable[..., Tensor]] = {"mul0": _mul0, "div0": _div0}
 
 def _evaluate(
     problem: RowProblem,
-    nodes: Sequence[Node],
+    nodes: Sequence[Step],
     roots: Sequence[int],
     at: Slices,
     reductions: RowValues,

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_streamkl.attention.problem import AttentionProblem, Side
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.launches import capture, launch_table
@@ -32,6 +31,7 @@ from torch_streamkl.launches.launch import (
     triton_launch,
     whole_heads_launch,
 )
+from torch_streamkl.program.divergences import Bilinear
 from torch_streamkl.runtime.launch import launch
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ import os
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.launches.launch import COMPILE_OPTIONS, ceil_div
@@ -22,6 +21,7 @@ from torch_streamkl.linear.triton.rows import (
     row_kernel,
     scale_kernel,
 )
+from torch_streamkl.program.divergences import Bilinear
 from torch_streamkl.runtime.launch import launch
 
 TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
