@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_streamkl.program import arrays, canonical, masks
-from torch_streamkl.program.arrays import Array
-from torch_streamkl.program.evaluate import evaluate
+from tests.support.evaluate_program import evaluate
+from torch_streamkl.fx_passes.reading import arrays
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.program import canonical, masks
 from torch_streamkl.program.graph import (
     ANY,
     BOOL,

@@ -1,1 +1,1 @@
-"""The one representation of what is computed: an expression graph and what is known of it."""
+"""Represents what is computed: one expression graph, and what is known of it."""

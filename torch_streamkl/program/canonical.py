@@ -1,4 +1,4 @@
-"""The normal form of expressions over real numbers, by which programs are recognised.
+"""Normalises expressions over real numbers, so that programs are recognised however written.
 
 However something is written, its canonical form is one node: sums are `linear` (a number and
 sorted coefficients), products have all of their factors, comparisons of positions are
@@ -31,6 +31,7 @@ from torch_streamkl.program.graph import (
     const,
     index,
     intern,
+    made,
     size_of,
 )
 from torch_streamkl.program.operations import EVERY, OPERATIONS, UNIT, Range, product_range, times
@@ -130,9 +131,7 @@ def _with_log_softmax(
         for axis in sorted(free, key=repr):
             x = substitute(lse.args[0], {lse.value.axis: index(axis)})
             k0, terms = terms_of(x)
-            if terms and all(
-                abs(total.get(t, 0.0) + c * k) <= TINY * abs(c * k) for k, t in terms
-            ):
+            if terms and all(_cancels(total.get(t, 0.0), c * k) for k, t in terms):
                 total = {y: v for y, v in total.items() if y is not lse}
                 for _, t in terms:
                     total.pop(t)
@@ -153,14 +152,12 @@ def log_softmax(x: Node, axis: Axis) -> Node:
 
 
 def scaled(c: float, x: Node) -> Node:
+    """Returns a multiple."""
     return linear(0.0, [(c, x)])
 
 
-def added(a: Node, b: Node) -> Node:
-    return linear(0.0, [(1.0, a), (1.0, b)])
-
-
 def subtracted(a: Node, b: Node) -> Node:
+    """Returns a difference."""
     return linear(0.0, [(1.0, a), (-1.0, b)])
 
 
@@ -219,7 +216,7 @@ def quotient(a: Node, b: Node) -> Node:
             return exponential(subtracted(a.args[0], b.args[0]))
         if b.op == "reduce" and b.value.kind == SUM and b.args[0].op == "exp":
             return exponential(subtracted(a.args[0], _log_of_sum(b)))
-    return node("div", [a, b], is_finite=False)
+    return made("div", (a, b))
 
 
 # ------------------------------------------------------------------------ functions
@@ -231,7 +228,7 @@ def exponential(x: Node) -> Node:
         return x.args[0]
     if x.op == "where" and x.args[2].op == "const" and x.args[2].value == -math.inf:
         return choose(x.args[0], exponential(x.args[1]), const(0.0))
-    return plain("exp", x)
+    return function("exp", x)
 
 
 def logarithm(x: Node) -> Node:
@@ -254,8 +251,8 @@ def logarithm(x: Node) -> Node:
     if x.op in ("clamp_min", "clamp_max") and x.args[0].op == "exp" and x.args[1].op == "const":
         bound = x.args[1].value
         if bound > 0.0:
-            return function(x.op, [x.args[0].args[0], const(math.log(bound))])
-    return plain("log", x)
+            return function(x.op, x.args[0].args[0], const(math.log(bound)))
+    return function("log", x)
 
 
 def _log_of_sum(x: Node) -> Node:
@@ -267,38 +264,23 @@ def _log_of_sum(x: Node) -> Node:
 
 def log_add_exp(*terms: Node) -> Node:
     """Returns log(e^a + e^b + ...), one spelling of the mixture in a Jensen-Shannon divergence."""
-    return node("logaddexp", sorted(terms, key=lambda x: x.digest))
+    terms = tuple(sorted(terms, key=lambda x: x.digest))
+    return made("logaddexp", terms) if len(terms) == 2 else node("logaddexp", terms)
 
 
-def plain(op: str, x: Node) -> Node:
-    """Returns a function of the table with one argument."""
-    if x.op == "const":
-        return const(operations.of_numbers(op, [x.value], [x.dtype]))
-    bounds = OPERATIONS[op].range
-    found = bounds if isinstance(bounds, tuple) else bounds([x.range])
-    return node(op, [x], None, FLOAT, found, OPERATIONS[op].is_finite)
-
-
-def function(op: str, args: Sequence[Node], value: Any = None) -> Node:
+def function(op: str, *args: Node) -> Node:
     """Returns an operation of the table that has no form of its own."""
-    operation = OPERATIONS[op]
-    args = [numeric(a) for a in args]
-    if all(a.op == "const" for a in args) and value is None:
+    args = tuple(map(numeric, args))
+    if all(a.op == "const" for a in args):
         dtypes = [a.dtype for a in args]
         return const(operations.of_numbers(op, [a.value for a in args], dtypes))
     if op == "clamp_min" and args[0].range[0] >= args[1].range[1]:
         return args[0]
     if op == "clamp_max" and args[0].range[1] <= args[1].range[0]:
         return args[0]
-    if operation.is_commutative:
-        args = sorted(args, key=lambda x: x.digest)
-    bounds = operation.range
-    found = bounds if isinstance(bounds, tuple) else bounds([a.range for a in args])
-    dtype = operation.result
-    if dtype == "same":
-        dtype = INT if all(a.dtype == INT for a in args) else FLOAT
-    finite = operation.is_finite if op != "div" else False
-    return node(op, args, value, dtype, found, finite)
+    if OPERATIONS[op].is_commutative:
+        args = tuple(sorted(args, key=lambda x: x.digest))
+    return made(op, args)
 
 
 # ------------------------------------------------------------------------ conditions
@@ -332,6 +314,7 @@ def any_of(*conditions: Node) -> Node:
 
 
 def negation(condition: Node) -> Node:
+    """Returns the opposite of a condition."""
     match condition.op:
         case "not":
             return condition.args[0]
@@ -381,7 +364,7 @@ def compare(op: str, a: Node, b: Node) -> Node:
         return TRUE
     if op == "eq":
         a, b = sorted((a, b), key=lambda x: (x.op == "const", x.digest))
-    return node(op, [numeric(a), numeric(b)], None, BOOL, UNIT)
+    return made(op, (numeric(a), numeric(b)))
 
 
 def literals(condition: Node) -> frozenset[Node]:

@@ -1,4 +1,4 @@
-"""Derivatives of expressions, by the rules of the table of operations, in both directions.
+"""Derives expressions by the rules of the table of operations, in both directions.
 
 Both stop at reductions over keys, whose values are numbers by then: what a whole program's
 gradient is made of is in rows/derive.py.

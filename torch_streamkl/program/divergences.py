@@ -1,4 +1,4 @@
-"""Divergences by name: programs of the probabilities of one key and their logarithms.
+"""Defines divergences: programs of the probabilities of one key and their logarithms.
 
 A divergence of a row is a sum over keys, ``sum_j f(P_j, S_j, logP_j, logS_j)``, with the
 teacher's probabilities P and the student's S. Here f is an expression of the graph. All code that

@@ -1,4 +1,4 @@
-"""The expression graph: immutable nodes with axes, each of which exists once.
+"""Defines the expression graph: immutable nodes with axes, each of which exists once.
 
 A node is an operation on nodes. Nodes that compute the same by the same operations are one object
 (hash-consing), so that equality is identity. `apply` makes a node as it is written, with the
@@ -85,7 +85,7 @@ def head_axis(number: int) -> Axis:
 
 
 class Reduction(NamedTuple):
-    """What a "reduce" node does: its kind, over which axis; a block sum's keys of a block."""
+    """Says what a "reduce" node does: its kind, its axis, and a block sum's keys of a block."""
 
     kind: str
     axis: Axis
@@ -301,6 +301,7 @@ def literally(op: str, *args: Operand) -> Node:
 
 
 def as_node(x: Operand) -> Node:
+    """Returns an expression as it is, a number as a constant."""
     return x if isinstance(x, Node) else const(x)
 
 

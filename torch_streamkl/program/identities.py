@@ -1,4 +1,4 @@
-"""Identities of expressions that hold in floating point, applied as a node is made.
+"""Applies the identities that hold in floating point too, as a node is made.
 
 They fold constants, avoid the underflow of a probability (``log(exp(x))`` is ``x``), and keep the
 digits of differences. None of them reorders a sum of more than a row's own values.

@@ -1,4 +1,4 @@
-"""Masks: the structure that kernels skip keys by, as data, and as conditions of an expression.
+"""Holds masks as data that kernels skip keys by, and as conditions of an expression.
 
 Row i stands at key i + num_keys - num_rows. A mask enters an expression as ``where(condition,
 score, fill)``, whose condition is a conjunction; `structure_of` reads the structure back from it.

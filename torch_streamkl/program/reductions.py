@@ -1,4 +1,4 @@
-"""Reductions and substitution in canonical form, and the canonical form of what is written."""
+"""Reduces and substitutes in canonical form, and normalises what is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from torch_streamkl.program.canonical import (
     node,
     nonnegative,
     numeric,
-    plain,
     product,
     quotient,
     scaled,
@@ -256,8 +255,10 @@ def remade(x: Node, args: tuple[Node, ...]) -> Node:
         return maker(*args)
     if x.op in ("gt", "ge", "eq"):
         return compare(x.op, *args)
+    if x.op == "pow":
+        return graph.made_power(args[0], x.value)
     if x.op in OPERATIONS:
-        return function(x.op, args, x.value)
+        return function(x.op, *args)
     return node(x.op, args, x.value, x.dtype, x.range, x.is_finite)
 
 
@@ -326,7 +327,7 @@ def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
         case "P" | "S":  # a probability of a divergence
             log = log_variable(x)
             assert log is not None
-            return plain("exp", log)
+            return function("exp", log)
     if not args and x.axes and x.op != "index":  # a leaf of a row program, at its own axes
         at = [index(a) for a in graph.ordered(x.axes)]
         return node(x.op, at, x.value, x.dtype, x.range, x.is_finite)
@@ -334,7 +335,7 @@ def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
 
 
 class Source:
-    """What a captured tensor is: a tensor of the user's program, and whether gradient flows.
+    """Names a captured tensor: a tensor of the user's program, and whether gradient flows.
 
     ``version`` counts the writes before. Sources are equal if all three are.
     """

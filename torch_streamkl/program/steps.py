@@ -1,4 +1,4 @@
-"""Expressions as a list of steps, each after its arguments: the form that programs run from.
+"""Lists expressions as steps, each after its arguments: the form that programs run from.
 
 The text of a program, the evaluation of a tile and the writers of kernels go through steps in
 order, and name values by their numbers. A reduction over keys is a step without arguments: its

@@ -1,4 +1,4 @@
-"""Tensors of a program: an expression, and for each dimension the axes that it runs through.
+"""Represents tensors: an expression, and for each dimension the axes that it runs through.
 
 Every view, slice, gather and selection substitutes index expressions for axes
 (`reductions.substitute`). Axes are variables: where two tensors meet, those of one are renamed.
