@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.program.divergences import Functional
 
 
 def with_infinite_rows(
