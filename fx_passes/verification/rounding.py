@@ -45,6 +45,7 @@ class RoundedNumber(float):
 
 
 def rounded_number(x: float, like: Any) -> RoundedNumber:
+    """Makes a number that moves as another does."""
     number = RoundedNumber(x)
     number.eps, number.signs = like.eps, like.signs
     return number

@@ -59,7 +59,7 @@ class RowGradient:
 
 @dataclass(frozen=True)
 class Rests:
-    """What rounding has taken from the log-sum-exps of RowStatistics, in their shapes."""
+    """Holds what rounding has taken from the log-sum-exps of RowStatistics, in their shapes."""
 
     student: Tensor
     teacher: Tensor
