@@ -144,7 +144,7 @@ def truth_of(call: Drawn, formula: Formula, *, of_kernels: bool = False) -> Trut
             error = max(error, _largest((naive[name].double() - want)[finite]))
         size = _largest(want)
         if name == "value":
-            inner = scores * _sum_of_rows(call)
+            inner = (scores + _largest_row(call, formula)) * _sum_of_rows(call)
             if of_kernels and _takes_two_passes(call):
                 inner *= 1.0 + size
         elif name == "row_weight":
@@ -189,6 +189,14 @@ def _takes_two_passes(call: Drawn) -> bool:
     is_pointwise = options["divergence"] in ("js", "tv") or any(guards)
     is_mean = options.get("head_reduction") is not None
     return call.kind == "attention" and (is_pointwise or is_mean)
+
+
+def _largest_row(call: Drawn, formula: Formula) -> float:
+    """The largest value of a row that is in a sum, of which cancellation may leave little."""
+    if call.options.get("reduction", "none") == "none":
+        return 0.0
+    with mock.patch.dict(call.options, reduction="none"), torch.no_grad():
+        return _largest(formula(leaves(call, torch.float64), False))
 
 
 def _sum_of_rows(call: Drawn) -> float:
