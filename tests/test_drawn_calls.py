@@ -40,7 +40,11 @@ def judge(call: Drawn, device: str = "cpu", only: str | None = None) -> dict[str
     """
     module = KINDS[call.kind]
     try:
-        truth = truth_of(call, lambda given, naive: module.formula(call, given, naive))
+        truth = truth_of(
+            call,
+            lambda given, naive: module.formula(call, given, naive),
+            of_kernels=INTERPRETED or device != "cpu",
+        )
     except AmbiguousError:
         return {}
     outcomes = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +203,57 @@ def test_checkpointed_code_that_writes_to_an_operand() -> None:
         return rows(q @ k.mT, teacher).sum() + total
 
     judge(step, maps(), sites=0)
+
+
+def _between(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, t: Tensor) -> Tensor:
+    scores, teacher = (q @ k.mT) / t, (qt @ kt.mT) / t
+    t.mul_(2)
+    return rows(scores, teacher).sum()
+
+
+def _of_queries(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, t: Tensor) -> Tensor:
+    scores = (q * t) @ k.mT
+    t.fill_(1.0)
+    return rows(scores, qt @ kt.mT).sum()
+
+
+def _of_the_loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, t: Tensor) -> Tensor:
+    weight = t * 1.0
+    loss = rows(q @ k.mT, qt @ kt.mT).sum() * weight
+    weight.mul_(2)
+    return loss
+
+
+@pytest.mark.parametrize("program", [_between, _of_queries, _of_the_loss])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_number_that_is_written_before_the_backward(program: Any, is_compiled: bool) -> None:
+    """Autograd has saved it: eager code raises, and so does the compiled program."""
+    if is_compiled:
+        torch._dynamo.reset()
+        options = {"streamkl.inner": "eager", "streamkl.min_mib": 0}
+        program = torch.compile(program, backend="streamkl", options=options)
+    inputs = maps()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        program(*inputs, torch.tensor(0.5)).backward()
+
+
+def test_a_factor_that_is_infinite_inside_of_a_sum() -> None:
+    """Eager code adds inf and -inf; the fused value is the factor times the sum."""
+
+    def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, a: Tensor) -> Tensor:
+        s, t = q @ k.mT, qt @ kt.mT
+        return (a * (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1)))).sum(-1)
+
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0, **WITHOUT_CHECK}
+    compiled = torch.compile(step, backend="streamkl", options=options)
+    with torch.no_grad():
+        for a in (2.0, torch.inf, -torch.inf):
+            eager, fused = (f(*maps(), torch.tensor(a)) for f in (step, compiled))
+            if a == 2.0:
+                assert torch.allclose(eager, fused, rtol=1e-4, atol=1e-5)
+            else:
+                assert eager.isnan().any() and bool((fused == a).all())
 
 
 # --------------------------------------------------------------------------------- symbolic sizes

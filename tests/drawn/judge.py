@@ -111,8 +111,12 @@ class Truth:
     undecided: Tensor  # elements of the value that may be infinite or not
 
 
-def truth_of(call: Drawn, formula: Formula) -> Truth:
-    """Raises AmbiguousError where rounding decides."""
+def truth_of(call: Drawn, formula: Formula, *, of_kernels: bool = False) -> Truth:
+    """Raises AmbiguousError where rounding decides.
+
+    ``of_kernels``: those for attention have log-sum-exps in float32. Where a value takes a second
+    pass, all probabilities of a row are off by half a unit of it, and so is the row.
+    """
     exact_given = leaves(call, torch.float64)
     formulas.Undecided.clear()
     value = formula(exact_given, False)
@@ -140,7 +144,9 @@ def truth_of(call: Drawn, formula: Formula) -> Truth:
             error = max(error, _largest((naive[name].double() - want)[finite]))
         size = _largest(want)
         if name == "value":
-            inner = scores * _sum_of_rows(call)
+            inner = (scores + _largest_row(call, formula)) * _sum_of_rows(call)
+            if of_kernels and _takes_two_passes(call):
+                inner *= 1.0 + size
         elif name == "row_weight":
             inner, terms = _of_rows(call, formula, grad, scores)
             size += terms * (1.0 + call.num_rows / 2)  # they and their sums may be rounded
@@ -175,6 +181,22 @@ def _of_rows(call: Drawn, formula: Formula, grad: Tensor, scores: float) -> tupl
     terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
     largest = _largest(terms.sum_to_size(call.tensors["row_weight"].shape))
     return scores * max(1.0, _largest(grad)) * (call.num_rows + 1.0), largest
+
+
+def _takes_two_passes(call: Drawn) -> bool:
+    options = call.options
+    guards = [options.get(f"{s}_{x}") for s in ("student", "teacher") for x in ("eps", "clamp")]
+    is_pointwise = options["divergence"] in ("js", "tv") or any(guards)
+    is_mean = options.get("head_reduction") is not None
+    return call.kind == "attention" and (is_pointwise or is_mean)
+
+
+def _largest_row(call: Drawn, formula: Formula) -> float:
+    """The largest value of a row that is in a sum, of which cancellation may leave little."""
+    if call.options.get("reduction", "none") == "none":
+        return 0.0
+    with mock.patch.dict(call.options, reduction="none"), torch.no_grad():
+        return _largest(formula(leaves(call, torch.float64), False))
 
 
 def _sum_of_rows(call: Drawn) -> float:
