@@ -47,6 +47,8 @@ def test_the_example_gets_its_row(reason: str) -> None:
     options: dict[str, Any] = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     options["streamkl.row_programs"] = reason not in OF_DIVERGENCES
     setting = SETTINGS.get(reason, Setting())
+    if not all(hasattr(torch._dynamo.config, name) for name in setting.config):
+        pytest.skip("this torch has no such setting")
     is_of_heads = next(iter(inspect.signature(fn).parameters)) == "h"
     usual = USER_LOSSES["cosine" if is_of_heads else "gram"]
     inputs = setting.inputs or _USERS.get(fn, usual).inputs

@@ -115,6 +115,10 @@ def reason_of(
             return f"the input of {name.removeprefix('_')} {ELSEWHERE}", node
     if isinstance(recognised.values.get(site), Elements):
         for node in _near(site, "users"):
+            for other in node.all_input_nodes:  # it is combined with what is not known
+                if other in recognised.reasons:
+                    reason = recognised.reasons[other]
+                    return reason, _first_with(reason, other, recognised)
             if name_of(node) in MATMULS:
                 return "the sum over the keys is written as a matrix product", node
         return (

@@ -126,8 +126,9 @@ ADVICE = (
     ),
     Advice(
         "an in-place write to scores",
-        "^in-place |^[\\w:.]+ writes .* in place",
-        "write it out of place, t = t + m or masked_fill instead of masked_fill_: the same values",
+        "^in-place |^[\\w:.]+ writes .* in place|^\\w+_ of ",
+        "write it out of place: t = t + m, masked_fill instead of masked_fill_, torch.where "
+        "instead of t[mask] = x: the same values",
     ),
     Advice(
         "a target is filled in place (target[rows, ids] = p)",
@@ -296,6 +297,12 @@ ADVICE = (
         "softmax and sum are over one dimension of a product, the same for both sides: for a "
         "softmax over queries swap the operands, k @ q.mT; over heads, or over several dimensions "
         "at once, no operator streams it",
+    ),
+    Advice(
+        "infinite values or NaN are replaced by nan_to_num",
+        "(infinite|NaN)( scores)? are replaced",
+        "mask both sides with torch.finfo(dtype).min instead of -inf: nothing is infinite then, "
+        "masked keys add 0, and nan_to_num can go",
     ),
     Advice(
         "masks, biases, paddings and factors in another order than operators apply them",

@@ -46,8 +46,8 @@ class Scan:
             found = large_tensors(gm, self.shapes, report.remaining, at)
             report.elsewhere += [made for made, _ in found]
             in_graph = [node for _, node in found if node.graph is gm.graph]
-            # by the analysis, with the operation; or a loss was seen, and not analysed
-            known = bool(report.unrecognized or report.not_analysed)
+            # by the analysis, with the operation; or it is a loss, whose reason says more
+            known = bool(report.unrecognized or report.sites)
             report.unrecognized += [
                 text for text in reasons_of(in_graph, at) if not (known and text.endswith(VAGUE))
             ]

@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, expression, is_one, provably_equal
 from torch_streamkl.fx_passes.reporting.report import Remaining
+from torch_streamkl.fx_passes.reporting.wording import as_sentence
 
 ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
 
@@ -85,7 +86,7 @@ def large_tensors_left(
             reason = readers_text(node, unread)
             blocked = recognised.reasons.get(sizes[node]) if node in sizes else None
             if blocked:
-                reason += f" ({blocked})"
+                reason += f" ({as_sentence(blocked)})"
             location, _ = location_of(node)
             cause = ordered.get(node) or _of_an_input(node)
             shape = _plain(value.shape)

@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.reporting.report import Report
 _PROBABILITIES = "attention or vocabulary probabilities"
 _SENTENCES = (
     (rf"^in-place ([\w:.]+) of (scores|{_PROBABILITIES})", r"\1 writes \2 in place"),
+    (rf"^(\w+_) of (scores|{_PROBABILITIES})$", r"\1 writes \2 in place"),
     (
         rf"^([\w:.]+) of (scores|{_PROBABILITIES})$",
         r"\1 is applied to \2, and no fused operator has it",
@@ -64,4 +65,6 @@ def reword(report: Report) -> None:
 def _unrecognized(text: str) -> str:
     """A reason, its place and a hint: only the reason is the analysis'."""
     reason, at, rest = text.partition(" at ")
-    return as_sentence(reason) + at + rest
+    sentence, comma, end = as_sentence(reason).partition(", and no fused")
+    place, hint, rest = rest.partition(". Hint: ")
+    return sentence + at + place + comma + end + hint + rest

@@ -243,6 +243,47 @@ def mutual_learning(h, w, g, v):
     return kl(s, t) + kl(t, s)
 
 
+@heads(1, "log-probabilities that are normalised again")
+def normalised_twice(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+@heads(0, "torch.distributions")
+def categorical(h, w, g, v):
+    s, t = (torch.distributions.Categorical(logits=x @ y.T) for x, y in ((h, w), (g, v)))
+    return torch.distributions.kl_divergence(t, s).mean()
+
+
+@heads(0, "torch.special.entr")
+def special_entropy(h, w, g, v):
+    p, s = (g @ v.T).softmax(-1), (h @ w.T).log_softmax(-1)
+    return (-torch.special.entr(p) - p * s).sum(-1).mean()
+
+
+@heads(0, "probabilities by sigmoids")
+def sigmoids(h, w, g, v):
+    return F.binary_cross_entropy_with_logits(h @ w.T, (g @ v.T).sigmoid())
+
+
+@heads(0, "a sampled token by Gumbel noise")
+def gumbel(h, w, g, v):
+    return -((g @ v.T).log_softmax(-1) * F.gumbel_softmax(h @ w.T, hard=True)).sum(-1).mean()
+
+
+@attention(0, "attention rollout")
+def rollout(q, k, r, u):
+    a, b = ((x @ y.mT).softmax(-1).mean(1) + torch.eye(LENGTH) for x, y in ((q, k), (r, u)))
+    return F.mse_loss(a @ a, b @ b)
+
+
+@attention(0, "a mean over layers")
+def mean_of_layers(q, k, r, u):
+    s = torch.stack([(q * c @ k.mT).softmax(-1) for c in (1.0, 0.5)]).mean(0)
+    t = torch.stack([(r * c @ u.mT).softmax(-1) for c in (1.0, 0.5)]).mean(0)
+    return F.kl_div(s.log(), t, reduction="batchmean")
+
+
 @attention(0, "the expectation by einsum")
 def kl_by_einsum(q, k, r, u):
     s = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(HEAD_DIM)

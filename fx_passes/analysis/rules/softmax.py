@@ -18,6 +18,8 @@ from torch_streamkl.fx_passes.domain.values import (
     RowMax,
     Shifted,
     Stacked,
+    log_prob,
+    prob,
 )
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 
@@ -59,6 +61,10 @@ class SoftmaxRules(Analysis):
     def _softmax_of(self, node: fx.Node, a: Arguments, *, log: bool) -> object:
         x = self.value(a["self"])
         if isinstance(x, Elements):
+            # of log-probabilities, as torch.distributions takes it: they are normalised already
+            is_log = x.single() == log_prob(0) and len(x.parts) == 1
+            if is_log and a["dim"] % x.rank == x.key_dim:
+                return x if log else x.map(lambda _: prob(0))
             raise Unsupported("softmax of values that are probabilities already (double softmax)")
         if not isinstance(x, Scores):
             self._stays_blocked(a["self"])
