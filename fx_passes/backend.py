@@ -102,14 +102,21 @@ def reports() -> Iterator[Report]:
     report = Report()
     observer = report.extend
     REPORTS.append(observer)
-    before = counters["stats"]["unique_graphs"]
+    before = _graphs_and_hits()
     try:
         yield report
     finally:
         REPORTS.remove(observer)
-        # a pass of the user in the place of both of ours calls nothing of ours
-        compiled = counters["stats"]["unique_graphs"] - before
-        report.num_not_ours = 0 if report.num_graphs else max(compiled, 0)
+        # a pass of the user in the place of both of ours calls nothing of ours, nor does a cache
+        compiled, hits = (max(a - b, 0) for a, b in zip(_graphs_and_hits(), before, strict=True))
+        if not report.num_graphs:
+            report.num_cached = min(hits, compiled)
+            report.num_not_ours = compiled - report.num_cached
+
+
+def _graphs_and_hits() -> tuple[int, int]:
+    """Counts the graphs that Dynamo compiled, and those that AOTAutograd's cache had."""
+    return counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"]
 
 
 collected = reports  # its name inside of the package

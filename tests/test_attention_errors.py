@@ -123,6 +123,11 @@ CASES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "beta must lie between 0 and 1, got 1.5",
         inputs() | {"divergence": "js", "beta": 1.5},
     ),
+    "beta without js": (
+        ValueError,
+        "beta is the teacher's share in divergence='js' and means nothing for 'tv', got 0.3",
+        inputs() | {"divergence": "tv", "beta": 0.3},
+    ),
     "temperature": (
         ValueError,
         "temperature must be positive and finite in float32, got 0.0",

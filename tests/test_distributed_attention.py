@@ -247,6 +247,23 @@ def sequences_that_ranks_share(me: Rank) -> None:
 
 
 @on_ranks
+def keys_that_change_after_the_forward(me: Rank) -> None:
+    """Ranks exchange copies: gradients are those of the numbers that the forward saw."""
+
+    def changing(**given: Any) -> Tensor:
+        value = attention_kl_context_parallel(**given)
+        with torch.no_grad():
+            given["student_k"].mul_(2.0)
+        return value
+
+    _context_parallel(Problem(me, 2, is_causal=True), function=changing, method="gather")
+    if me.size == 2:
+        _context_parallel(Problem(me, 2), function=changing, method="heads")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # its own rows
+        _context_parallel(Problem(me, 2), function=changing, method="ring")
+
+
+@on_ranks
 def keys_that_go_around(me: Rank) -> None:
     """Divergences, gradients of one side, grouped heads."""
     for divergence in ("reverse_kl", "cross_entropy", "jeffreys"):

@@ -300,6 +300,12 @@ def what_one_rank_alone_refuses(me: Rank) -> None:
     same_error(me, lambda: nitrobrew.forward_kl(*heads, chunk_V=chunk), "chunk_V must be at least")
     last = heads[3] if me.rank == 0 else heads[3][:, 0]
     same_error(me, lambda: nitrobrew.reverse_kl(*heads[:3], last), "wt must be")
+    for function in (nitrobrew.forward_kl, nitrobrew.reverse_kl):  # on one rank only
+        name = "temprature" if me.rank else "temperature"
+        call = functools.partial(function, *heads, **{name: 2.0})
+        same_error(me, call, "no argument 'temprature'", "temperature")
+        call = functools.partial(function, *heads[: 4 - me.rank])
+        same_error(me, call, "missing a required argument: 'wt'")
 
 
 @on_ranks

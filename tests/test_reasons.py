@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.support.reason_examples import (
 )
 from tests.support.user_losses import USER_LOSSES
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, hint_for
+from torch_streamkl.fx_passes.reporting.wording import as_sentence
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "reference" / "reasons.md"
@@ -77,6 +79,20 @@ def test_the_check_on_ranks_asserts_the_reason(reason: str) -> None:
 def test_the_page_is_the_table() -> None:
     text = PAGE.read_text()
     assert text.partition(BEGIN)[2].partition(END)[0] == table()
+
+
+def test_every_reason_of_the_sources_has_a_hint() -> None:
+    """Of losses: what keeps a check from running has none, nor has a failed check."""
+    reasons = set()
+    for file in (TESTS.parent / "fx_passes").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Unsupported":
+                if isinstance(node.args[0], ast.Constant):
+                    reasons.add(node.args[0].value)
+    assert len(reasons) > 200
+    without = {x for x in reasons if not hint_for(x) or not hint_for(as_sentence(x))}
+    assert all("mesh" in x or "DTensor" in x for x in without), without
+    assert not hint_for("the check failed: the value is off")
 
 
 def test_no_hint_asks_for_another_loss_without_saying_so() -> None:

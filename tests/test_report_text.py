@@ -292,6 +292,16 @@ def test_what_was_not_analysed_is_not_known() -> None:
     assert report.num_graphs == 1 and NOTHING_REMAINS in str(report)
 
 
+def test_what_a_cache_had_is_said() -> None:
+    report = Report(num_cached=2)
+    assert str(report).startswith(
+        "streamkl: no graph was analysed: 2 graphs were found in a cache"
+    )
+    report = Report(num_cached=1, num_not_ours=1)
+    assert "1 graph was found in a cache" in str(report)
+    assert "1 graph was compiled without the rewrite" in str(report)
+
+
 def test_reports_collects_whatever_compiles() -> None:
     loss = USER_LOSSES["reverse_kl"]
     torch._dynamo.reset()

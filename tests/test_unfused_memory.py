@@ -56,3 +56,23 @@ def test_a_product_with_values_is_not_quadratic() -> None:
     report = torch_streamkl.explain(step, *inputs())
     assert report.num_fused == 1 and report.remaining
     assert {x.shape for x in report.remaining} == {(2, 3, QUERIES, KEYS)}, str(report)
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_low_rank_adapters_of_projections_are_no_logits(rank: int) -> None:
+    """Their second layer has far more outputs than inputs, as an LM head has."""
+    width, vocab = 32, 512
+    sizes = ((rank, width), (width, rank), (width, width))
+    down, up, proj = (torch.nn.Parameter(torch.randn(*size)) for size in sizes)
+
+    def loss(x: Tensor, w: Tensor, t: Tensor, u: Tensor) -> Tensor:
+        h = F.linear(x, proj) + F.linear(F.linear(F.dropout(x, 0.0), down), up) * 2.0
+        return F.kl_div(
+            F.linear(h, w).log_softmax(-1), F.linear(t, u).softmax(-1), reduction="sum"
+        )
+
+    shapes = ((24, width), (vocab, width)) * 2
+    inputs = [torch.randn(*shape, requires_grad=i < 2) for i, shape in enumerate(shapes)]
+    report = torch_streamkl.explain(loss, *inputs, options={"streamkl.min_mib": 0})
+    assert report.num_fused == 1
+    assert not report.remaining and not report.elsewhere, report.details()

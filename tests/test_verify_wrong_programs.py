@@ -335,6 +335,59 @@ def test_right_programs_that_round_otherwise_agree(what: str, dtype: torch.dtype
         assert not compared(right, lambda y, share=share: other(y) * share, x).ok, seed
 
 
+def _naive_divergence(x: Tensor, y: Tensor) -> Tensor:
+    log_p = y.log_softmax(-1)
+    return (log_p.exp() * (log_p - x.log_softmax(-1))).sum(-1).mean()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_loss_of_bfloat16_that_is_off_by_five_percent(seed: int) -> None:
+    torch.manual_seed(seed)
+    x, y = ((2 * torch.randn(16, 100)).bfloat16().requires_grad_() for _ in range(2))
+
+    def otherwise(x: Tensor, y: Tensor) -> Tensor:
+        return _naive_divergence(x.float(), y.float()).bfloat16()
+
+    def wrong(x: Tensor, y: Tensor) -> Tensor:  # in its value alone
+        loss = otherwise(x, y)
+        return loss + 0.05 * loss.detach()
+
+    assert compared(_naive_divergence, otherwise, x, y).ok
+    result = compared(_naive_divergence, wrong, x, y)
+    assert [r.name for r in result.results if r.difference] == ["output 0"], result
+
+
+def test_an_optimizer_that_computes_with_tensors_agrees() -> None:
+    """A compiled AdamW has 1 - beta ** step in float32, where eager code has it in float64."""
+    torch.manual_seed(3)
+    module = torch.nn.Linear(16, 40)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    x, y = torch.randn(12, 16), torch.randn(12, 40)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = _naive_divergence(module(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    result = verifying.verify(step, x, options={"streamkl.inner": "eager"})
+    assert result.ok, result
+    assert not compared(step, _with_another_rate(step, optimizer, 1.001), x).ok
+
+
+def _with_another_rate(step: Any, optimizer: Any, factor: float) -> Any:
+    def wrong(x: Tensor) -> Tensor:
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate * factor
+        try:
+            return step(x)
+        finally:
+            optimizer.param_groups[0]["lr"] = rate
+
+    return wrong
+
+
 def test_what_is_compiled_inside_runs_as_it_is_written() -> None:
     """A compiled module inside of a step is no measure for itself."""
 

@@ -9,7 +9,11 @@ Use `linear_kl` for biases, softcaps, labels, row weights, and gradients to the 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
+from typing import ParamSpec
 
 from torch import Tensor
 
@@ -20,8 +24,29 @@ from torch_streamkl.runtime.workspace import MIB
 
 __all__ = ["forward_kl", "reverse_kl"]
 
+_P = ParamSpec("_P")
 
-@checks.named_options
+
+def _with_its_arguments(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Refuses a missing or misspelt argument on every rank that shares its tensors."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        try:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    checks.refuse_option(function.__name__, name, signature.parameters)
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            return refusing(error)(*tensors)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_with_its_arguments
 def forward_kl(
     xs: Tensor,
     xt: Tensor,
@@ -64,7 +89,7 @@ def forward_kl(
     return _kl("forward_kl", xs, xt, ws, wt, temperature, reduction, chunk_V)
 
 
-@checks.named_options
+@_with_its_arguments
 def reverse_kl(
     xs: Tensor,
     xt: Tensor,

@@ -27,6 +27,9 @@ _SEVERAL_PROCESSES = (
     'alone shards; DistributedDataParallel splits them, but for backend="streamkl" or with '
     "torch._dynamo.config.optimize_ddp = False"
 )
+_YOUR_OWN = (
+    f"{ROW_PROGRAM} computes sums over keys of your own functions (docs/guide/row-programs.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -279,8 +282,31 @@ ADVICE = (
     Advice(
         "an operation of scores or probabilities that no operator has",
         "of scores$|of attention or vocabulary probabilities$|no fused operator has it$",
-        f"{ROW_PROGRAM} computes sums over keys of your own functions "
-        "(docs/guide/row-programs.md)",
+        _YOUR_OWN,
+    ),
+    Advice(
+        "scores or probabilities change their type",
+        "(are|is) (cast|rounded) to|become float64|of two types|narrower type",
+        "keep scores and probabilities in the type of the product, and convert the operands "
+        "before it or the rows after the sum; a rounding that is meant keeps the loss as it is",
+    ),
+    Advice(
+        "a softmax over heads, over several dimensions, or over other ones than the sum",
+        "softmax(es)? over|softmax is over|over different (dimensions|axes)",
+        "softmax and sum are over one dimension of a product, the same for both sides: for a "
+        "softmax over queries swap the operands, k @ q.mT; over heads, or over several dimensions "
+        "at once, no operator streams it",
+    ),
+    Advice(
+        "masks, biases, paddings and factors in another order than operators apply them",
+        "mask|padded|bias|filled|infinite|softcap",
+        "scale first and mask last, directly before the softmax, with a boolean mask and one "
+        f"value, where that is the same; else {ROW_PROGRAM} (docs/guide/row-programs.md)",
+    ),
+    Advice(
+        "another combination of operations",
+        r"^(?!the check|rank \d|.*DTensor|.*mesh|.*analysis failed|streamkl)",
+        f"docs/reference/supported.md has what fuses as it is; {_YOUR_OWN}",
     ),
 )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import BARRIERS, MATMULS, OPERAND_VIEWS
+from torch_streamkl.fx_passes.capture.region import BARRIERS, CASTS, MATMULS, OPERAND_VIEWS
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -204,11 +204,27 @@ def _is_large_product(node: fx.Node, inputs: Sequence[Tensor]) -> bool:
     if size > numel(rows) and _feeds_rows(node):
         return True
     is_vocabulary = columns.dim() == 2 and (
-        _hint(value.shape[-1]) >= VOCABULARY_PER_WIDTH * _hint(rows.shape[-1])
+        _hint(value.shape[-1]) >= VOCABULARY_PER_WIDTH * _width(node, rows)
     )
     is_weight = isinstance(columns, torch.nn.Parameter)
     larger = size >= MUCH_LARGER * max(numel(rows), numel(columns))
     return is_vocabulary or (larger and not is_weight)
+
+
+def _width(node: fx.Node, rows: Tensor) -> int:
+    """The width of the hidden states that a linear layer reads.
+
+    A low-rank adapter has two layers: that of what the first one reads.
+    """
+    width = _hint(rows.shape[-1])
+    before = node.all_input_nodes[0]
+    while name_of(before) in _VIEWS | CASTS | {"dropout"} and before.all_input_nodes:
+        before = before.all_input_nodes[0]
+    if name_of(before) in PRODUCTS and before.all_input_nodes:
+        read = example(before.all_input_nodes[0])
+        if isinstance(read, Tensor) and read.dim():
+            width = max(width, _hint(read.shape[-1]))
+    return width
 
 
 def _feeds_rows(node: fx.Node) -> bool:

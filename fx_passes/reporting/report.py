@@ -103,6 +103,7 @@ class Report:
     not_scanned: list[str] = field(default_factory=list)  # why what remains is not known
     num_graphs: int = 0  # that were analysed: compiled, and not found in a cache
     num_not_ours: int = 0  # graphs that Dynamo gave to other compilers, if none was analysed
+    num_cached: int = 0  # graphs that AOTAutograd found in its cache, if none was analysed
 
     @property
     def num_fused(self) -> int:
@@ -149,6 +150,7 @@ class Report:
         self.not_scanned += other.not_scanned
         self.num_graphs += other.num_graphs
         self.num_not_ours += other.num_not_ours
+        self.num_cached += other.num_cached
         self.breaks += [x for x in other.breaks if x not in self.breaks]
 
     def __str__(self) -> str:

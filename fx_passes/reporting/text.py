@@ -30,7 +30,11 @@ NOT_OURS = (
     '{} compiled without the rewrite. Either the backend is neither "streamkl" nor Inductor '
     "under enable() or inductor_options(); or pre_grad_custom_pass and joint_custom_pre_pass were "
     "replaced in torch._inductor.config or by options= (set yours before enable(), which runs "
-    "them first); or a cache had the graph (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)"
+    "them first)"
+)
+CACHED = (
+    "{} found in a cache, compiled and reported before: TORCHINDUCTOR_AUTOGRAD_CACHE=0 analyses "
+    "again"
 )
 NOT_KNOWN = "what remains is not known"
 DETAILS = "report.details()"
@@ -81,11 +85,13 @@ def headline(report: Report) -> str:
 
 
 def _no_graph(report: Report) -> str:
-    if not report.num_not_ours:
-        return NO_GRAPH
-    count = report.num_not_ours
-    graphs = "1 graph was" if count == 1 else f"{count} graphs were"
-    return f"no graph was analysed: {NOT_OURS.format(graphs)}"
+    counts = ((report.num_cached, CACHED), (report.num_not_ours, NOT_OURS))
+    said = [text.format(_graphs_were(count)) for count, text in counts if count]
+    return f"no graph was analysed: {'; '.join(said)}" if said else NO_GRAPH
+
+
+def _graphs_were(count: int) -> str:
+    return "1 graph was" if count == 1 else f"{count} graphs were"
 
 
 def verdict_of(site: Site) -> str:
@@ -226,9 +232,7 @@ def _leaving(outside: Sequence[Outside]) -> Iterator[str]:
 
 def _not_analysed(report: Report) -> Iterator[str]:
     if report.not_analysed:
-        count = report.not_analysed
-        graphs = "1 graph was" if count == 1 else f"{count} graphs were"
-        yield f"{graphs} not analysed: {NOT_KNOWN}."
+        yield f"{_graphs_were(report.not_analysed)} not analysed: {NOT_KNOWN}."
     yield from (f"{NOT_KNOWN}: {text}" for text in report.not_scanned)
     yield from (f"analysis failed, graph left as it is: {text}" for text in report.failures)
 

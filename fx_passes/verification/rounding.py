@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from torch_streamkl.fx_passes.fx_utils.torch_names import TorchDispatchMode, tree_map
 from torch_streamkl.fx_passes.validation.running import EXPONENTIALS, LOGARITHMS
@@ -30,18 +32,75 @@ _FILL = 1e4  # beyond it lie the values of masks
 _MOST = 1.0  # a negative number that moves by more is the value of a mask
 
 
+class RoundedNumber(float):
+    """A number of a tensor: what is computed with it moves by a rounding of the tensor's dtype."""
+
+    eps: float
+    signs: random.Random
+
+    def moved(self, x: Any) -> Any:
+        if type(x) is not float:  # complex, or NotImplemented
+            return x
+        return rounded_number(x * (1 + self.signs.choice((-1, 1)) * self.eps), self)
+
+
+def rounded_number(x: float, like: Any) -> RoundedNumber:
+    number = RoundedNumber(x)
+    number.eps, number.signs = like.eps, like.signs
+    return number
+
+
+def _moving(name: str) -> Any:
+    def operation(self: RoundedNumber, *others: Any) -> Any:
+        return self.moved(getattr(float, name)(self, *others))
+
+    return operation
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    for _side in ("", "r"):
+        setattr(RoundedNumber, f"__{_side}{_name}__", _moving(f"__{_side}{_name}__"))
+
+
+class NumbersOfTensors(TorchFunctionMode):
+    """``item()`` of floating-point tensors gives a `RoundedNumber`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.signs = random.Random(seed)
+        self.eps = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is not Tensor.item or type(made) is not float:
+            return made
+        self.eps = torch.finfo(args[0].dtype).eps
+        return rounded_number(made, self)
+
+
 class RoundedOtherwise(TorchDispatchMode):
     """Moves the result of every operation by a rounding of its dtype, up or down.
 
     Sums and matrix products also get inputs that are moved, because their own additions may be
     done in another order. The result of an exponential is moved by as much as roundings of its
-    argument change it.
+    argument change it. Numbers that a program takes out of tensors stay
+    float64, where a compiled program may keep them as tensors: what is computed from such a number
+    is moved, too.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
+        self.numbers = NumbersOfTensors(seed)
+
+    def __enter__(self) -> Any:
+        self.numbers.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.numbers.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,7 +140,10 @@ class RoundedOtherwise(TorchDispatchMode):
         return torch.where(near.isfinite(), near, x)
 
     def _change(self, x: Tensor) -> Tensor:
-        change = x * self._sign(x) * torch.finfo(x.dtype).eps
+        # A narrow result is computed in float32 and rounded once, by half a unit at most. Tensors
+        # move by more, for programs that round in other places; of a loss that would be 1 %.
+        units = 0.5 if x.dtype.itemsize == 2 and x.numel() == 1 else 1.0
+        change = x * self._sign(x) * (units * torch.finfo(x.dtype).eps)
         return torch.where((x < 0) & (change.abs() > _MOST), 0.0, change)
 
     def _sign(self, x: Tensor) -> Tensor:

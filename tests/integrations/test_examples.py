@@ -68,6 +68,20 @@ def test_a_missing_library_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_trainers_of_several_gpus_use_one(tmp_path: Path) -> None:
+    """Without torchrun, Trainer would wrap the model in nn.DataParallel, where nothing fuses."""
+    for each in ("transformers", "accelerate"):
+        library(each)
+    from transformers import TrainingArguments
+
+    from examples.one_gpu import use_one_gpu
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    arguments._n_gpu = 3  # as many as the process sees
+    use_one_gpu(arguments)
+    assert arguments.n_gpu == 1
+
+
 def test_none_is_long_or_untested() -> None:
     scripts = [p for p in FOLDER.glob("*.py") if 'name__ == "__main__"' in p.read_text()]
     assert {p.stem for p in scripts} == set(LIBRARIES)

@@ -274,6 +274,30 @@ def annealed_power(q, k, r, u, power):
     return kl((q @ k.mT).abs() ** power, r @ u.mT)
 
 
+@example("scores or probabilities change their type")
+def rounded_scores(q, k, r, u):
+    return kl((q @ k.mT).half().float(), r @ u.mT)
+
+
+@example("a softmax over heads, over several dimensions, or over other ones than the sum")
+def softmax_over_heads(q, k, r, u):
+    return F.kl_div((q @ k.mT).log_softmax(1), (r @ u.mT).softmax(1), reduction="batchmean")
+
+
+@example("masks, biases, paddings and factors in another order than operators apply them")
+def scaled_after_the_mask(q, k, r, u):
+    keep, scale = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), torch.rand(LENGTH, 1) + 0.5
+    s, t = ((x @ y.mT).masked_fill(~keep, -1e4) * scale for x, y in ((q, k), (r, u)))
+    return kl(s, t)
+
+
+@example("another combination of operations")
+def other_normaliser(q, k, r, u):
+    s, t = q @ k.mT, r @ u.mT
+    log_s = s - t.logsumexp(-1, keepdim=True)
+    return F.kl_div(log_s, t.softmax(-1), reduction="batchmean")
+
+
 # those that only a divergence has, and no row program
 OF_DIVERGENCES = {
     "a distribution is detached in one place and not in another",
@@ -283,6 +307,8 @@ OF_DIVERGENCES = {
     "weights that vary along the keys",
     "keys are sliced away after the softmax",
     "an entropy alone",
+    "masks, biases, paddings and factors in another order than operators apply them",
+    "another combination of operations",
     "a bias or adapter needs a gradient",
     "scores are a sum of several products (adapters)",
 }

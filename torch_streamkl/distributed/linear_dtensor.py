@@ -70,10 +70,13 @@ def _together(
 ) -> tuple[dict[str, Any], Layout]:
     """Checks all arguments on every rank before any exchange; returns them with their layout."""
 
-    def check() -> tuple[dict[str, Any], Layout]:
+    def arguments() -> dict[str, Any]:
         if (refusal := getattr(function, "refusal", None)) is not None:
             raise refusal
-        given = bound(function, args, kwargs)
+        return bound(function, args, kwargs)
+
+    def check() -> tuple[dict[str, Any], Layout]:
+        given = arguments()
         return given, _checked(given)
 
     if torch.compiler.is_compiling():  # every rank traces the same program
@@ -83,9 +86,9 @@ def _together(
         placed.device_mesh,
         placed.device,
         "linear_kl of DTensors",
-        lambda: described(bound(function, args, kwargs), OWN, placed.device),
+        lambda: described(arguments(), OWN, placed.device),
         check,
-        lambda: check_without_numbers(function, bound(function, args, kwargs)),
+        lambda: check_without_numbers(function, arguments()),
     )
     return found
 

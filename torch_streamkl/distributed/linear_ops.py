@@ -43,13 +43,13 @@ from torch_streamkl.linear.ops import (
     sum_arguments,
     sum_autograd,
     sum_flops,
-    weighted_sum,
+    sum_results,
+    weights_of,
 )
 from torch_streamkl.linear.problem import (
     LinearProblem,
     NeedsGrad,
     RowValues,
-    RowWeights,
     workspace_bytes,
 )
 from torch_streamkl.registration import NAMESPACE, register
@@ -206,24 +206,13 @@ def _sum(
     (problem, workspace, impl), row_weight, hard_row_weight, needs_grad = sum_arguments(
         *args, **kwargs
     )
-    dtype, like = problem.compute_dtype, problem.student.hidden
-    ones = like.new_ones(problem.num_tokens, dtype=dtype)
-    weight = ones if row_weight is None else row_weight.to(dtype)
-    hard_weight = None
-    if problem.labels is not None:
-        hard_weight = ones if hard_row_weight is None else hard_row_weight.to(dtype)
+    weights = weights_of(problem, row_weight, hard_row_weight)
     shard = _shard(
         problem, workspace, impl, needs_grad, group_name, student_vocab_start, teacher_vocab_start
     )
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
-    rows, grads = shard_loops.forward_with_gradients(
-        shard, RowWeights(weight, hard_weight), NeedsGrad(*needs_grad)
-    )
-    total = weighted_sum(rows.value, weight)
-    if hard_weight is not None:
-        total = total + weighted_sum(rows.hard, hard_weight)
-    grads = grads[: len(INPUTS)]  # of no adapters
-    return total, rows.value, rows.hard, *(like.new_empty(0) if g is None else g for g in grads)
+    rows, grads = shard_loops.forward_with_gradients(shard, weights, NeedsGrad(*needs_grad))
+    return sum_results(problem, rows, weights, grads[: len(INPUTS)])  # of no adapters
 
 
 def _sum_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch_streamkl.divergences.functional import NAMES, named
 
 Divergence = Literal["forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv"]
 Reduction = Literal["none", "mean", "sum", "batchmean"]
+DEFAULT_BETA = 0.5
 # other names that people know them by
 ALIASES = {
     "ce": "cross_entropy",
@@ -43,6 +44,11 @@ def divergence_text(
     """
     checks.one_of("divergence", divergence, NAMES, ALIASES)
     checks.in_unit_interval("beta", beta)
+    if divergence != "js" and beta.__float__() != DEFAULT_BETA:
+        raise ValueError(
+            f"beta is the teacher's share in divergence='js' and means nothing for "
+            f"{divergence!r}, got {beta}"
+        )
     guards = {
         "student_eps": student_eps,
         "teacher_eps": teacher_eps,

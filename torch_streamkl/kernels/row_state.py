@@ -238,10 +238,11 @@ def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constex
         zero = state.l_t * 0.0
         fill_t = zero + LOW
         fill_s = zero + LOW
+        # one of -inf is none: 0 keys at a distance of -inf would be NaN
         if CONFIG.T_SINK:
-            fill_t = zero + sink_t
+            fill_t = tl.maximum(zero + sink_t, LOW)
         if CONFIG.S_SINK:
-            fill_s = zero + sink_s
+            fill_s = tl.maximum(zero + sink_s, LOW)
         state = merge(
             state,
             State(fill_t, zero, fill_s, zero, zero, zero, state.low_t, state.low_s, zero),

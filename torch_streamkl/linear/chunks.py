@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import (
+    OUTPUTS,
+    PARTS,
     Head,
     LinearProblem,
     NeedsGrad,
@@ -36,6 +38,7 @@ from torch_streamkl.linear.problem import (
 )
 from torch_streamkl.runtime.streams import SideStream
 from torch_streamkl.runtime.workspace import MIB, Chunks, even_ranges, even_step, padded, ranges
+from torch_streamkl.spec import SIDES
 
 Gradients = tuple[Tensor | None, ...]  # in the order of `NeedsGrad`
 
@@ -236,34 +239,16 @@ class GradientSums:
 
     def __init__(self, problem: LinearProblem, side: int, needs_grad: NeedsGrad) -> None:
         self.head = problem.heads[side]
-        to_hidden = (needs_grad.student_hidden, needs_grad.teacher_hidden)[side]
-        to_weight = (needs_grad.student_weight, needs_grad.teacher_weight)[side]
-        to_bias = (needs_grad.student_bias, needs_grad.teacher_bias)[side]
-        to_adapter_hidden = (needs_grad.student_adapter_hidden, needs_grad.teacher_adapter_hidden)[
-            side
-        ]
-        to_adapter_weight = (needs_grad.student_adapter_weight, needs_grad.teacher_adapter_weight)[
-            side
-        ]
         # a shard without vocabulary entries adds nothing, and so does a mask that selects no row
         is_added = self.head.vocab_size and problem.num_tokens
         like = torch.empty_like if is_added else torch.zeros_like
-        self.hidden = like(self.head.hidden) if to_hidden else None
-        self.weight = like(self.head.weight) if to_weight else None
-        self.adapter_hidden: Tensor | None = None
-        self.adapter_weight: Tensor | None = None
-        if to_adapter_hidden and self.head.adapter_hidden is not None:
-            self.adapter_hidden = like(self.head.adapter_hidden)
-        if to_adapter_weight and self.head.adapter_weight is not None:
-            self.adapter_weight = like(self.head.adapter_weight)
-        self.bias: Tensor | None = None
-        self.bias_sum: Tensor | None = None
-        if to_bias:
-            assert self.head.bias is not None
-            self.bias = self.head.bias
-            self.bias_sum = torch.zeros(
-                self.bias.shape, dtype=problem.compute_dtype, device=self.bias.device
-            )
+        self.sums: dict[str, Tensor] = {}
+        for name in PARTS:
+            x: Tensor | None = getattr(self.head, name)
+            if x is None or not getattr(needs_grad, f"{SIDES[side]}_{name}"):
+                continue
+            of_bias = torch.zeros_like(x, dtype=problem.compute_dtype) if name == "bias" else None
+            self.sums[name] = like(x) if of_bias is None else of_bias
 
     def add(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
         """Adds a block of tokens and of the vocabulary; blocks come in order.
@@ -275,27 +260,26 @@ class GradientSums:
         self.add_to_bias(d_logits, vocab)
 
     def add_to_hidden(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
-        pairs = (
-            (self.hidden, self.head.weight),
-            (self.adapter_hidden, self.head.adapter_weight),
-        )
-        for total, weight in pairs:
-            if total is not None and weight is not None and d_logits.shape[1]:
+        for kind in ("", "adapter_"):
+            total, weight = self.sums.get(f"{kind}hidden"), getattr(self.head, f"{kind}weight")
+            if total is not None and d_logits.shape[1]:
                 _matmul_into(total[tokens], d_logits, weight[vocab], first=vocab.start == 0)
 
     def add_to_weight(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
-        pairs = (
-            (self.weight, self.head.hidden),
-            (self.adapter_weight, self.head.adapter_hidden),
-        )
-        for total, hidden in pairs:
-            if total is not None and hidden is not None and d_logits.shape[1]:
+        for kind in ("", "adapter_"):
+            total, hidden = self.sums.get(f"{kind}weight"), getattr(self.head, f"{kind}hidden")
+            if total is not None and d_logits.shape[1]:
                 first = tokens.start == 0
                 _matmul_into(total[vocab], d_logits.t(), hidden[tokens], first=first)
 
     def add_to_bias(self, d_logits: Tensor, vocab: slice) -> None:
-        if self.bias_sum is not None:
-            self.bias_sum[vocab] += d_logits.sum(0, dtype=self.bias_sum.dtype)
+        if (total := self.sums.get("bias")) is not None:
+            total[vocab] += d_logits.sum(0, dtype=total.dtype)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Returns a gradient in the dtype of what it belongs to."""
+        total = self.sums.get(name)
+        return None if total is None else total.to(getattr(self.head, name).dtype)
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -307,11 +291,4 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def gradients_of(sides: list[GradientSums]) -> Gradients:
     """Collects the gradients of both sides, in the order of the operators' outputs."""
-    student, teacher = sides
-    d_bias = [
-        None if side.bias is None or side.bias_sum is None else side.bias_sum.to(side.bias.dtype)
-        for side in sides
-    ]
-    heads = (student.hidden, student.weight, teacher.hidden, teacher.weight)
-    adapters = [x for side in sides for x in (side.adapter_hidden, side.adapter_weight)]
-    return (*heads, *d_bias, *adapters)
+    return tuple(sides[SIDES.index(side)].gradient(part) for side, part in OUTPUTS)

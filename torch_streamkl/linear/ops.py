@@ -21,7 +21,14 @@ from torch_streamkl.bounds import check_labels
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
-from torch_streamkl.linear.problem import SPEC, LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.linear.problem import (
+    OUTPUTS,
+    SPEC,
+    LinearProblem,
+    NeedsGrad,
+    RowValues,
+    RowWeights,
+)
 from torch_streamkl.registration import (
     NAMESPACE,
     register,
@@ -149,22 +156,10 @@ def _backward(
 
 def gradient_fakes(problem: LinearProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
     """Returns empty gradients: what a fake call returns."""
-    student, teacher = problem.heads
-    inputs = (
-        student.hidden,
-        student.weight,
-        teacher.hidden,
-        teacher.weight,
-        student.bias,
-        teacher.bias,
-        student.adapter_hidden,
-        student.adapter_weight,
-        teacher.adapter_hidden,
-        teacher.adapter_weight,
-    )
+    inputs = [getattr(getattr(problem, side), part) for side, part in OUTPUTS]
     flags = (*needs_grad, *(False,) * len(inputs))
     return tuple(
-        torch.empty_like(x) if need and x is not None else student.hidden.new_empty(0)
+        torch.empty_like(x) if need and x is not None else problem.student.hidden.new_empty(0)
         for x, need in zip(inputs, flags, strict=False)
     )
 
@@ -202,30 +197,37 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         *args, **kwargs
     )
     check_labels(problem.labels, problem.student.vocab_size, problem.ignore_index)
-    dtype, like = problem.compute_dtype, problem.student.hidden
-    weight = (
-        like.new_ones(problem.num_tokens, dtype=dtype)
-        if row_weight is None
-        else row_weight.to(dtype)
-    )
-    hard_weight = None
-    if problem.labels is not None:
-        hard_weight = (
-            like.new_ones(problem.num_tokens, dtype=dtype)
-            if hard_row_weight is None
-            else hard_row_weight.to(dtype)
-        )
+    weights = weights_of(problem, row_weight, hard_row_weight)
     rows, grads = linear_chunks.forward_with_gradients(
         problem,
-        RowWeights(weight, hard_weight),
+        weights,
         NeedsGrad(*needs_grad),
         workspace,
         rows_of(is_compiled, problem, impl),
     )
-    total = weighted_sum(rows.value, weight)
-    if hard_weight is not None:
-        total = total + weighted_sum(rows.hard, hard_weight)
-    return total, rows.value, rows.hard, *(like.new_empty(0) if g is None else g for g in grads)
+    return sum_results(problem, rows, weights, grads)
+
+
+def weights_of(
+    problem: LinearProblem, row_weight: Tensor | None, hard_row_weight: Tensor | None
+) -> RowWeights:
+    """Returns the factors of the rows of a sum: 1 where there are none."""
+    dtype = problem.compute_dtype
+    ones = problem.student.hidden.new_ones(problem.num_tokens, dtype=dtype)
+    value, hard = (ones if x is None else x.to(dtype) for x in (row_weight, hard_row_weight))
+    return RowWeights(value, None if problem.labels is None else hard)
+
+
+def sum_results(
+    problem: LinearProblem, rows: RowValues, weights: RowWeights, grads: Any
+) -> tuple[Tensor, ...]:
+    """Returns the results of the operators of sums."""
+    assert weights.value is not None
+    total = weighted_sum(rows.value, weights.value)
+    if weights.hard is not None:
+        total = total + weighted_sum(rows.hard, weights.hard)
+    nothing = problem.student.hidden.new_empty
+    return total, rows.value, rows.hard, *(nothing(0) if g is None else g for g in grads)
 
 
 def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:

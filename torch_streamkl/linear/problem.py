@@ -6,7 +6,7 @@ the chunk loops take it and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -210,13 +210,18 @@ class NeedsGrad:
 
     @property
     def student(self) -> bool:
-        adapter = self.student_adapter_hidden or self.student_adapter_weight
-        return self.student_hidden or self.student_weight or self.student_bias or adapter
+        return self._of("student")
 
     @property
     def teacher(self) -> bool:
-        adapter = self.teacher_adapter_hidden or self.teacher_adapter_weight
-        return self.teacher_hidden or self.teacher_weight or self.teacher_bias or adapter
+        return self._of("teacher")
+
+    def _of(self, side: str) -> bool:
+        return any(getattr(self, f"{side}_{part}") for part in PARTS)
+
+
+PARTS = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight")  # of a `Head`
+OUTPUTS = tuple((x.name.split("_", 1)[0], x.name.split("_", 1)[1]) for x in fields(NeedsGrad))
 
 
 def max_sums(problem: LinearProblem) -> int:

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from torch_streamkl.runtime.descriptors import Address, is_descriptor, with_base
 from torch_streamkl.runtime.devices import matmul_precision
+from torch_streamkl.runtime.events import Events
 from torch_streamkl.runtime.launch import observed_by, on_device
 
 Program = Callable[
     ..., Any
 ]  # of the tensors; None where it does not apply: call what was recorded
-ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 # whose effect depends on their arguments' metadata and contents only, and never waits for a GPU
 _OPERATIONS = {"sum", "mul", "zero_", "zeros", "new_zeros", "zeros_like", "clone", "_to_copy"}
 _OPERATIONS |= {"_unsafe_view"}  # of a clone: torch.reshape
@@ -86,7 +86,7 @@ def _told_apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [x if x is None or count[id(x)] == 1 else x.detach() for x in tensors]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Events):
     """Writes the lines of a program while its function runs."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -133,14 +133,10 @@ class Recorder(TorchDispatchMode):
         self._seen[id(x)] = weakref.ref(x, gone)
 
     # ------------------------------------------------------------------------- what happens
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def happened(self, call: tuple[Any, ...], out: Any) -> None:
+        self._read = set()
         with self._keeping_reasons():
-            self._operation(func, args, kwargs, out)
-        return out
+            super().happened(call, out)
 
     @contextmanager
     def _keeping_reasons(self) -> Iterator[None]:
@@ -149,37 +145,30 @@ class Recorder(TorchDispatchMode):
         except Unrecordable as error:
             self.why_unsupported = self.why_unsupported or str(error)
 
-    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        name = func._schema.name.removeprefix("aten::")
-        self._read = set()
-        if name in ALLOCATIONS:
-            self._allocation(out)
-        elif func.is_view and _is_view(out, args[0]):
-            parts = out if isinstance(out, (list, tuple)) else (out,)
-            for position, part in enumerate(parts):
-                if part is args[0]:
-                    continue
-                self._see(part)
-                self._views.setdefault(
-                    id(part), (func, args, kwargs, None if part is out else position)
-                )
-        elif name in _OPERATIONS:
-            is_here = isinstance(out, Tensor) and out.device == self.device
-            if not is_here and name not in _ON_THE_HOST:
-                raise Unrecordable(f"{name} of another device")
-            target = self._constant(func)
-            arguments = [self._value(x) for x in args]
-            arguments += [f"{key}={self._value(x)}" for key, x in kwargs.items()]
-            call = f"{target}({', '.join(arguments)})"
-            if id(out) in self._names:
-                self._line(call)
-            else:
-                self._makes[len(self.lines)] = name = self._named(out)
-                self._line(f"{name} = {call}")
-        else:
-            raise Unrecordable(f"the operation {name}")
+    def viewed(self, part: Tensor, position: int | None, call: tuple[Any, ...]) -> None:
+        if part is not call[1][0]:
+            self._see(part)
+            self._views.setdefault(id(part), (*call, position))
 
-    def _allocation(self, out: Tensor) -> None:
+    def computed(self, name: str, call: tuple[Any, ...], out: Any) -> None:
+        if name not in _OPERATIONS:
+            raise Unrecordable(f"the operation {name}")
+        is_here = isinstance(out, Tensor) and out.device == self.device
+        if not is_here and name not in _ON_THE_HOST:
+            raise Unrecordable(f"{name} of another device")
+        text = self._call(*call)
+        if id(out) in self._names:
+            self._line(text)
+        else:
+            self._makes[len(self.lines)] = name = self._named(out)
+            self._line(f"{name} = {text}")
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        arguments = [self._value(x) for x in args]
+        arguments += [f"{key}={self._value(x)}" for key, x in kwargs.items()]
+        return f"{self._constant(func)}({', '.join(arguments)})"
+
+    def allocated(self, out: Tensor) -> None:
         size, strides, dtype = tuple(out.shape), tuple(out.stride()), self._constant(out.dtype)
         if out.device != self.device:
             raise Unrecordable("an allocation on another device")
@@ -279,13 +268,11 @@ class Recorder(TorchDispatchMode):
             return name
         if id(x) not in self._views:
             raise Unrecordable("a tensor from elsewhere")
-        func, args, kwargs, position = self._views[id(x)]
-        target = self._constant(func)
-        arguments = [self._value(a) for a in args]
-        arguments += [f"{key}={self._value(a)}" for key, a in kwargs.items()]
+        *call, position = self._views[id(x)]
+        text = self._call(*call)
         part = "" if position is None else f"[{position}]"
         name = self._named(x)
-        self._line(f"{name} = {target}({', '.join(arguments)}){part}")
+        self._line(f"{name} = {text}{part}")
         return name
 
     def _pointer(self, x: Tensor) -> str:
@@ -430,13 +417,6 @@ def _empty_strided(device: torch.device) -> Callable[..., Tensor]:
     found: Callable[..., Tensor]
     found = guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
     return found
-
-
-def _is_view(out: Any, base: Tensor) -> bool:
-    """Whether tensors share another's memory: `to`, `contiguous` and `reshape` may also copy."""
-    parts = out if isinstance(out, (list, tuple)) else (out,)
-    memory = base.untyped_storage()._cdata
-    return all(part.untyped_storage()._cdata == memory for part in parts)
 
 
 def _has_tensor(x: Any) -> bool:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_streamkl.runtime import capture
+from torch_streamkl.runtime.events import Events
 from torch_streamkl.runtime.launch import observed_by
 
 # whose results are tensors of their own
@@ -65,7 +64,7 @@ class Launch:
 Step = Allocation | Operation | Launch
 
 
-class Trace(TorchDispatchMode):
+class Trace(Events):
     """Holds the steps of a function of fake tensors."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -82,31 +81,26 @@ class Trace(TorchDispatchMode):
             raise Untraceable("a tensor from elsewhere")
         return found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = str(func._schema.name).removeprefix("aten::")
+    def allocated(self, out: Tensor) -> None:
+        self._new(out)
+        self.steps.append(Allocation(out))
+
+    def viewed(self, part: Tensor, position: int | None, call: tuple[Any, ...]) -> None:
+        self._alive.append(part)
+        self._roots[id(part)] = self.root(call[1][0])
+
+    def computed(self, name: str, call: tuple[Any, ...], out: Any) -> None:
+        func, args, kwargs = call
         full_name = str(func).removeprefix("aten.").removesuffix(".default")
         if not isinstance(out, (Tensor, list, tuple)):
-            pass  # a question about metadata
-        elif name in capture.ALLOCATIONS:
+            return  # a question about metadata
+        if full_name in OPERATIONS:
             self._new(out)
-            self.steps.append(Allocation(out))
-        elif func.is_view:
-            for part in out if isinstance(out, (list, tuple)) else (out,):
-                self._alive.append(part)
-                self._roots[id(part)] = self.root(args[0])
-        elif full_name in OPERATIONS:
-            self._new(out)
-            self.steps.append(Operation(full_name, args, kwargs, out))
         elif full_name in WRITING:
             self.root(out)
-            self.steps.append(Operation(WRITING[full_name], args, kwargs, out))
         else:
             raise Untraceable(f"the operation {full_name}")
-        return out
+        self.steps.append(Operation(WRITING.get(full_name, full_name), args, kwargs, out))
 
     def _new(self, x: Tensor) -> None:
         self._alive.append(x)
