@@ -43,7 +43,7 @@ def is_of_probabilities(e: Expr) -> bool:
 
 
 def _of_one(e: Expr) -> Expr:
-    """The expression with one distribution in place of all."""
+    """Replaces all distributions of an expression by one."""
     if e.op in ("P", "logP"):
         return Expr(e.op)
     return apply(e.op, *map(_of_one, e.args)) if e.args else e

@@ -169,7 +169,7 @@ def _log(e: Expr) -> Expr:
 
 
 def _power(e: Expr) -> tuple[Expr | None, float]:
-    """A probability and its exponent: 1, or 1/2 below a square root."""
+    """Splits off a probability and its exponent: 1, or 1/2 inside of a square root."""
     if e.op == "P":
         return e, 1.0
     if e.op == "sqrt":
@@ -218,7 +218,7 @@ def _product(a: Expr, b: Expr) -> Expr:
 
 
 def _distributed(e: Expr, sign: float) -> list[tuple[float, Expr]]:
-    """The expression as a sum, products distributed over sums."""
+    """Writes the expression as a sum: distributes products over sums."""
     if e.op == "mul":
         for inner, other in ((0, 1), (1, 0)):
             if e.args[inner].op in ("add", "sub", "neg"):
@@ -382,7 +382,7 @@ def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Rows
 
 
 def _lse_of(a: Elements, k: int) -> LogSumExp:
-    """The log-sum-exp of a part's scores, in the dimensions of the elements."""
+    """Returns the log-sum-exp of a part's scores, in the dimensions of the elements."""
     part = a.parts[k]
     layout = lay.without(a.layouts[k], a.key_dim)
     return LogSumExp(part.scores, part.axis, layout)
@@ -434,7 +434,7 @@ def _addends(e: Expr, sign: float) -> list[tuple[float, Expr]]:
 
 
 def _factors(e: Expr) -> tuple[float, list[Expr]]:
-    """Constant and remaining factors of a product."""
+    """Splits a product into its constant and its remaining factors."""
     if e.op == "const":
         return e.value, []
     if e.op == "mul":

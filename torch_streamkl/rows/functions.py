@@ -259,7 +259,7 @@ def _over(name: str, axis: Any, dim: Any) -> Any:
 def _sum(
     input: Element, over: Any = None, keepdim: bool = True, *, dim: Any = None, block: Any = None
 ) -> Element:
-    """Over keys, blocks of them, or heads; the axis stays, whatever ``keepdim`` says."""
+    """Sums over keys, blocks of them, or heads; the axis stays, whatever ``keepdim`` says."""
     tracer, graph = input._tracer, input._tracer.graph
     if block is not None:
         _sums_of_blocks("sum", over if over is not None else dim, block)
