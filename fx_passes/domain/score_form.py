@@ -229,7 +229,7 @@ def _added(form: ScoreForm, step: Masking) -> ScoreForm:
 
 
 def _overlapping(form: ScoreForm, layer: Layer) -> ScoreForm:
-    """Refuses two masks if keys of an empty row differ by which mask removed them."""
+    """Combines two masks: in a row without any allowed key, it matters which one removed a key."""
     if form.fill > ABSORBING or layer.fill > ABSORBING:
         raise Unsupported(f"two masks with different values, {form.fill:g} and {layer.fill:g}")
     return replace(
