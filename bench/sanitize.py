@@ -42,9 +42,9 @@ from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_pro
 from torch_streamkl.attention import heuristics, hopper_tiles
 from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed.shard_rows import num_fields
-from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear.problem import RowValues
+from torch_streamkl.program.divergences import named
 from torch_streamkl.rows.triton import source
 
 FOLDERS = ("kernels", "attention.triton", "attention.hopper", "linear.triton", "rows.triton")

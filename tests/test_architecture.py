@@ -20,6 +20,7 @@ STAGES = (
     "options",
     "domain",
     "capture",
+    "reading",
     "analysis",
     "planning",
     "lowering",

@@ -13,7 +13,7 @@ from tests.support.problems import INPUTS
 from torch_streamkl import attention_kl
 from torch_streamkl.attention import ops, reference
 from torch_streamkl.divergences import row_state
-from torch_streamkl.divergences.functional import named
+from torch_streamkl.program.divergences import named
 
 IMPLS = ["reference", "torch"]
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():

@@ -28,8 +28,8 @@ from torch_streamkl import attention_kl
 from torch_streamkl.attention import heuristics, hopper_tiles, ops
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import RowStatistics
-from torch_streamkl.divergences.functional import named
 from torch_streamkl.kernels import tiles
+from torch_streamkl.program.divergences import named
 
 pytestmark = quiet
 slow = pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torch_streamkl.cpu import elementwise
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.divergences.row_state import state_of_scores
+from torch_streamkl.program.divergences import DIVERGENCES, Functional
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -21,9 +21,9 @@ from tests.test_gpu_guarantees import (
 )
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.distributed.shard_rows import num_fields
-from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear.problem import RowValues
+from torch_streamkl.program.divergences import named
 
 pytestmark = [
     pytest.mark.gpu,

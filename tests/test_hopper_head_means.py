@@ -24,7 +24,7 @@ from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.plans import Plan
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.attention.torch_impl import NeedsGrad
-from torch_streamkl.divergences.functional import DIVERGENCES, named
+from torch_streamkl.program.divergences import DIVERGENCES, named
 from torch_streamkl.runtime.devices import gpu_of
 
 hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper

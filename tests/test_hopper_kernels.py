@@ -16,7 +16,7 @@ from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl
 from torch_streamkl.attention import heuristics, hopper_tiles, limits, plans
 from torch_streamkl.attention.ops import problem_of
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
+from torch_streamkl.program.divergences import DIVERGENCES, Functional, named
 from torch_streamkl.runtime.devices import gpu_of
 
 hopper = torch.cuda.is_available() and gpu_of(torch.device("cuda")).is_hopper

@@ -17,8 +17,8 @@ from torch_streamkl.attention import heuristics, limits
 from torch_streamkl.attention.heuristics import triton_launch
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
-from torch_streamkl.divergences.functional import DIVERGENCES
 from torch_streamkl.kernels.tiles import TritonLaunch
+from torch_streamkl.program.divergences import DIVERGENCES
 from torch_streamkl.runtime import launch_table
 from torch_streamkl.runtime.launch_table import LaunchKey, LaunchTable, MeasuredLaunch
 

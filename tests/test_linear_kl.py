@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_streamkl import LinearKL, linear_kl
 from torch_streamkl.divergences import row_state
-from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
@@ -28,6 +27,7 @@ from torch_streamkl.linear.problem import (
     workspace_bytes,
 )
 from torch_streamkl.nitrobrew import forward_kl, reverse_kl
+from torch_streamkl.program.divergences import named
 from torch_streamkl.runtime.workspace import MAX_LOW_PRECISION_SUMS, even_ranges, even_step
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")

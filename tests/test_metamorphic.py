@@ -17,7 +17,7 @@ from tests.support.problems import CASES, build
 from torch_streamkl import attention_kl, attention_kl_varlen, row_program
 from torch_streamkl.attention import heuristics
 from torch_streamkl.divergences import row_state
-from torch_streamkl.divergences.functional import Functional, named
+from torch_streamkl.program.divergences import Functional, named
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv")
 IMPLS = ("torch", "reference")

@@ -19,8 +19,8 @@ from torch_streamkl.attention.hopper_tiles import HopperLaunch
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.attention.torch_impl import NeedsGrad
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
 from torch_streamkl.linear import problem as linear_problem
+from torch_streamkl.program.divergences import DIVERGENCES, Functional, named
 
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
 SQUARES = "(P-S)*(P-S)"

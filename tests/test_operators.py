@@ -24,15 +24,17 @@ from tests.test_attention_operator import arguments_of, operator_arguments
 from torch_streamkl import bounds
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
-from torch_streamkl.divergences.functional import DIVERGENCES, named
 from torch_streamkl.double_backward import double_backward_factor, once
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.program.divergences import DIVERGENCES, named
+from torch_streamkl.program.graph import FLOAT
+from torch_streamkl.program.masks import Keys
+from torch_streamkl.program.steps import Step
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 from torch_streamkl.rows import op as rows_op
-from torch_streamkl.rows.expressions import FLOAT, Node
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import KEY, Capture, Keys, Program
+from torch_streamkl.rows.program import KEY, Capture, Program
 from torch_streamkl.rows.trace import Tracer, trace
 
 ALL = [True, True, True, True]
@@ -136,11 +138,11 @@ def example_backward(args: Arguments) -> Arguments:
 def example_sum(args: Arguments, wanted: bool = True) -> Arguments:
     """The sum of a program's outputs times a tensor of rows."""
     tensors, text, *_ = args
-    nodes: list[Node] = []
+    nodes: list[Step] = []
     for c in Program.of(text).outputs:
         count = len(nodes)
-        more = Node("reduction", value=c), Node("capture"), Node("mul", (count, count + 1))
-        nodes += [*more, Node("add", (count - 1, count + 2))] if count else more
+        more = Step("reduction", value=c), Step("capture"), Step("mul", (count, count + 1))
+        nodes += [*more, Step("add", (count - 1, count + 2))] if count else more
     flags = [wanted and x.is_floating_point() for x in tensors]
     weights = [torch.rand(1, 1, tensors[0].shape[2])]
     return tensors, weights, text, RowLoss(tuple(nodes), True).text, flags, "torch"

@@ -17,11 +17,11 @@ from tests.support.tolerances import budget, check
 from tests.test_attention_operator import operator_arguments
 from torch_streamkl.attention import ops, query_tiles, torch_impl
 from torch_streamkl.attention.torch_impl import NeedsGrad
-from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights
 from torch_streamkl.linear.problem import NeedsGrad as LinearNeedsGrad
+from torch_streamkl.program.divergences import named
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.usefixtures("bodies_as_written", "small_panels")

@@ -204,13 +204,13 @@ def test_memory_is_that_of_rows_and_blocks(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_text_of_programs_without_blocks_is_as_it_was() -> None:
     """Compiled kernels and caches are known by it."""
-    from torch_streamkl.rows.program import Keys
+    from torch_streamkl.program.masks import Keys
     from torch_streamkl.rows.trace import Tracer
 
     tracer = Tracer((1,), (), Keys(), {})
     x = tracer.dot(0)
     whole = tracer.program([tracer.reduce("sum", x)])
-    by_blocks = tracer.program([tracer.block_sum(x, 4)])
+    by_blocks = tracer.program([tracer.reduce("block_sum", x, 4)])
     assert whole.text == (
         '[[1],[],[["dot",[],0,"float",1,true,true]],[["sum",0,1]],[0],[null,null,false,false]]'
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import attention_kl, linear_kl, row_program
-from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.program.divergences import Functional
 from torch_streamkl.rows import closed, named, op
 from torch_streamkl.rows.problem import RowProblem
 

@@ -16,11 +16,13 @@ from bench.offline import compile_launch, record_launches
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Case, Sizes, cast, leaves
 from torch_streamkl import row_program
+from torch_streamkl.program.graph import ROW, apply, capture
+from torch_streamkl.program.masks import Keys
+from torch_streamkl.program.steps import Step, row_value
 from torch_streamkl.rows import closed, op, torch_impl
-from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import Keys, Program
+from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import Tracer
 
 pytestmark = quiet
@@ -152,11 +154,9 @@ def test_what_a_kernel_computes_otherwise_is_torchs() -> None:
 
     program = _program_of_labels()
     for op_of_loss, is_known in (("log", True), ("tanh", False), ("clamp_min", False)):
-        graph = Graph()
-        x = graph.reduction(program.outputs[0], 0)
-        args = [x, graph.const(-1.0)] if op_of_loss == "clamp_min" else [x]
-        node = graph.apply("mul", graph.apply(op_of_loss, *args), x)
-        loss = RowLoss.of_nodes(graph.nodes, node, is_literal=False)
+        x = row_value(program.outputs[0])
+        args = [x, -1.0] if op_of_loss == "clamp_min" else [x]
+        loss = RowLoss.of_node(apply(op_of_loss, *args) * x, is_literal=False)
         assert (seeds._source(program, loss) is not None) == is_known, op_of_loss
 
 
@@ -166,10 +166,10 @@ def test_compiles(target: str) -> None:
     """Gradients to values of a block of rows, which a tensor of 16 bits weighs."""
     from torch_streamkl.rows.triton import seeds
 
-    program, graph = _program_of_labels(), Graph()
-    x = graph.reduction(program.outputs[0], 0)
-    scaled = graph.apply("mul", graph.capture(0, "float", 0, by_key=False), graph.apply("log", x))
-    loss = RowLoss.of_nodes(graph.nodes, scaled, is_literal=True)
+    program = _program_of_labels()
+    x = row_value(program.outputs[0])
+    scaled = capture(0, "float", frozenset((ROW,))) * apply("log", x)
+    loss = RowLoss.of_node(scaled, is_literal=True)
     with record_launches(target) as launches:
         heads = [torch.empty(1, 1, n, 8, device="cuda") for n in (300, 70)]
         problem = RowProblem.of(program.text, heads)
@@ -186,8 +186,7 @@ def test_compiles(target: str) -> None:
 def _program_of_labels() -> Program:
     tracer = Tracer((0,), (), Keys(), {})
     x = tracer.dot(0)
-    difference = tracer.graph.apply("sub", x, tracer.reduce("logsumexp", x))
-    total = tracer.reduce("sum", tracer.graph.apply("exp", difference))
+    total = tracer.reduce("sum", apply("exp", x - tracer.reduce("logsumexp", x)))
     return tracer.program([total])
 
 
@@ -453,10 +452,9 @@ def test_an_input_that_needs_a_gradient_that_was_not_wanted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowProblem, "of", spy)
         row_program(_z_loss, dots={"s": _head()}, reduction="mean")
-    from torch_streamkl.rows.expressions import Node
     from torch_streamkl.rows.losses import RowLoss
 
-    first = RowLoss((Node("reduction", value=0),), False)
+    first = RowLoss((Step("reduction", value=0),), False)
     total = op.row_program_sum([q, k], [], seen[0], first.text, [True, False], "auto")[0]
     with pytest.raises(RuntimeError, match="needs_grad="):
         total.backward()

@@ -16,11 +16,11 @@ from torch import Tensor
 from tests.support.covering import only
 from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl.distributed import shard_rows
-from torch_streamkl.divergences.functional import named
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.ops import problem_of
 from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.program.divergences import named
 
 pytestmark = quiet
 

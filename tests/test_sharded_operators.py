@@ -14,7 +14,7 @@ from tests.support.covering import every
 from tests.test_operators import Arguments, check_fake, detached, linear_arguments
 from torch_streamkl.distributed.linear_ops import linear_kl_sharded, linear_kl_sharded_sum
 from torch_streamkl.distributed.ring_ops import attention_kl_ring, attention_kl_ring_backward
-from torch_streamkl.divergences.functional import named
+from torch_streamkl.program.divergences import named
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 

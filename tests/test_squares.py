@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.support.interpreter import inside, quiet
 from torch_streamkl.attention import ops
-from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.row_state import empty_state, finish, merge, update
+from torch_streamkl.program.divergences import Functional
 
 pytestmark = quiet
 TEXTS = ["(P-S)*(P-S)", "0.5*(P*P)+0.5*(S*S)-P*S"]

@@ -15,13 +15,13 @@ from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.attention import heuristics, limits, ops
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import AttentionProblem
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.reporting import execution
 from torch_streamkl.kernels import tiles
 from torch_streamkl.kernels.tiles import Operands, TritonLaunch
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import problem as linear_problem
 from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.program.divergences import DIVERGENCES, Functional
 from torch_streamkl.runtime import devices
 
 CUDA = torch.device("cuda")

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from operator import itemgetter
 from typing import Any
 
-from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.program.divergences import Functional
 
 DIVERGENCE = "(P*(logP-logS))"
 SIDES = ("student", "teacher")

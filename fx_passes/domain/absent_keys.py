@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
-from torch_streamkl.divergences.functional import Expr, apply, evaluate, exact
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ScoreKey
 from torch_streamkl.fx_passes.domain.values import Elements
 from torch_streamkl.fx_passes.fx_utils.torch_names import unset_fake_temporarily
+from torch_streamkl.program.divergences import evaluate
+from torch_streamkl.program.graph import Node, apply
+from torch_streamkl.program.identities import variable
+from torch_streamkl.program.operations import exact
 
 
 def may_be_infinite(key: ScoreKey) -> bool:
@@ -29,7 +32,7 @@ def drops_absent_keys(x: Elements) -> bool:
     return at_absent_key(e) == 0.0
 
 
-def at_absent_key(e: Expr) -> float:
+def at_absent_key(e: Node) -> float:
     """Evaluates an expression at probability 0 and logarithm -inf; 0 * -inf counts as 0."""
     absent = {"P": 0.0, "logP": -math.inf}
     tensors = {name: exact(v) for name, v in absent.items()}
@@ -37,13 +40,13 @@ def at_absent_key(e: Expr) -> float:
         return float(evaluate(_of_one(e), tensors))
 
 
-def is_of_probabilities(e: Expr) -> bool:
+def is_of_probabilities(e: Node) -> bool:
     """Returns whether an expression has only probabilities and their logarithms."""
     return e.op not in ("lse", "within", "partly_within") and all(map(is_of_probabilities, e.args))
 
 
-def _of_one(e: Expr) -> Expr:
+def _of_one(e: Node) -> Node:
     """Replaces all distributions of an expression by one."""
     if e.op in ("P", "logP"):
-        return Expr(e.op)
+        return variable(e.op)
     return apply(e.op, *map(_of_one, e.args)) if e.args else e

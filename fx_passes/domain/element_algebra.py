@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.divergences.functional import FLOOR_OF_EXP, ONE, ZERO, Expr, apply, const
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.layout import Layout, Shape, axis_dim
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Mask, axes_in, to_axes
@@ -38,6 +37,8 @@ from torch_streamkl.fx_passes.domain.values import (
 )
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, product
+from torch_streamkl.program.divergences import FLOOR_OF_EXP
+from torch_streamkl.program.graph import ONE, ZERO, Node, apply, const
 
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 
@@ -54,7 +55,7 @@ def raw_scores(scores: Scores, dim: int) -> Elements:
     return _elements(value + const(shift) if shift else value, scores, dim)
 
 
-def _elements(expr: Expr, scores: Scores, dim: int) -> Elements:
+def _elements(expr: Node, scores: Scores, dim: int) -> Elements:
     distribution, shape = _distribution(scores, dim), lay.sizes_of(scores.layout)
     return Elements((Term(expr),), (distribution,), (scores.layout,), dim, shape)
 
@@ -130,7 +131,7 @@ def combined(op: str, a: Elements, b: Elements) -> Elements:
 
 def collected(terms: Sequence[Term]) -> tuple[Term, ...]:
     """Returns terms with equal row factors as one term."""
-    sums: dict[tuple[RowFactor, ...], Expr] = {}
+    sums: dict[tuple[RowFactor, ...], Node] = {}
     for term in terms:
         sums[term.factors] = sums[term.factors] + term.expr if term.factors in sums else term.expr
     return tuple(Term(expr, factors) for factors, expr in sums.items() if expr != ZERO) or (
@@ -152,7 +153,7 @@ def unary(op: str, a: Elements) -> Elements:
     return replace(a, terms=(Term(apply(op, e)),))
 
 
-def _log(e: Expr) -> Expr:
+def _log(e: Node) -> Node:
     """The logarithm, of a product as a sum: where a probability underflows its score has one."""
     coefficient, factors = _factors(e)
     powers = [_power(f) for f in factors]
@@ -168,7 +169,7 @@ def _log(e: Expr) -> Expr:
     return total
 
 
-def _power(e: Expr) -> tuple[Expr | None, float]:
+def _power(e: Node) -> tuple[Node | None, float]:
     """Splits off a probability and its exponent: 1, or 1/2 inside of a square root."""
     if e.op == "P":
         return e, 1.0
@@ -187,7 +188,7 @@ def takes_part(a: Elements) -> Elements:
     return replace(a, terms=(Term(apply("gt", log_prob(0), const(FLOOR_OF_EXP))),))
 
 
-def needs_probability(a: Elements, condition: Expr | None) -> bool:
+def needs_probability(a: Elements, condition: Node | None) -> bool:
     """Returns whether every addend has the condition's probability as a factor."""
     e = a.single()
     numbers = set() if condition is None else variables(condition)
@@ -198,7 +199,7 @@ def needs_probability(a: Elements, condition: Expr | None) -> bool:
     return all(wanted in _factors(addend)[1] for _, addend in _distributed(kept, 1.0))
 
 
-def kept_where(a: Elements, condition: Expr | None, *, inverted: bool) -> Elements:
+def kept_where(a: Elements, condition: Node | None, *, inverted: bool) -> Elements:
     """Returns the value where a condition on probabilities holds (or does not), 0 elsewhere."""
     e = a.single()
     if e is None or condition is None:
@@ -207,7 +208,7 @@ def kept_where(a: Elements, condition: Expr | None, *, inverted: bool) -> Elemen
     return replace(a, terms=(Term(apply("where", condition, *branches)),))
 
 
-def _product(a: Expr, b: Expr) -> Expr:
+def _product(a: Node, b: Node) -> Node:
     """a * b; a probability makes a condition on itself, ``P * where(P > 0, x, 0)``, needless."""
     for x, y in ((a, b), (b, a)):
         if y.op == "where" and y.args[0].op == "gt" and y.args[2] == ZERO:
@@ -217,7 +218,7 @@ def _product(a: Expr, b: Expr) -> Expr:
     return a * b
 
 
-def _distributed(e: Expr, sign: float) -> list[tuple[float, Expr]]:
+def _distributed(e: Node, sign: float) -> list[tuple[float, Node]]:
     """Writes the expression as a sum: distributes products over sums."""
     if e.op == "mul":
         for inner, other in ((0, 1), (1, 0)):
@@ -238,7 +239,7 @@ def not_negative(a: Elements) -> bool:
     return coefficient >= 0.0 and [f.op for f in factors] == ["P"]
 
 
-def _without_lse(e: Expr) -> Expr:
+def _without_lse(e: Node) -> Node:
     if mentions(e, "lse"):
         raise Unsupported("exp of raw scores")
     return e
@@ -262,7 +263,7 @@ def with_row_factor(a: Elements, factor: RowFactor) -> Elements:
     return replace(a, terms=tuple(replace(t, factors=(*t.factors, factor)) for t in a.terms))
 
 
-def chosen(condition: Expr, a: Elements, b: Elements, c: Elements) -> Elements:
+def chosen(condition: Node, a: Elements, b: Elements, c: Elements) -> Elements:
     """Reads where(condition, a, b); variables of the condition are those of ``c``."""
     x, y, z = a.single(), b.single(), c.single()
     if x is None or y is None or z is None:
@@ -399,7 +400,7 @@ def _share_within(a: Elements) -> float | None:
     return coefficient if conditions_in(e) == {within(int(factors[0].value))} else None
 
 
-def split_constants(e: Expr) -> tuple[Expr, list[tuple[int, float]], float]:
+def split_constants(e: Node) -> tuple[Node, list[tuple[int, float]], float]:
     """Returns the expression without its parts whose sum over keys is known.
 
     They are P (1) and P * lse (lse).
@@ -420,7 +421,7 @@ def split_constants(e: Expr) -> tuple[Expr, list[tuple[int, float]], float]:
     return rest, offsets, constant
 
 
-def _addends(e: Expr, sign: float) -> list[tuple[float, Expr]]:
+def _addends(e: Node, sign: float) -> list[tuple[float, Node]]:
     """The expression as a sum, products distributed over sums where a raw score is involved."""
     if e.op in ("add", "sub"):
         return _addends(e.args[0], sign) + _addends(e.args[1], sign if e.op == "add" else -sign)
@@ -433,7 +434,7 @@ def _addends(e: Expr, sign: float) -> list[tuple[float, Expr]]:
     return [(sign, e)]
 
 
-def _factors(e: Expr) -> tuple[float, list[Expr]]:
+def _factors(e: Node) -> tuple[float, list[Node]]:
     """Splits a product into its constant and its remaining factors."""
     if e.op == "const":
         return e.value, []

@@ -24,7 +24,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import exact
 from torch_streamkl.fx_passes.domain.masks import (
     Affine,
     BoolTensor,
@@ -39,6 +38,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
     elementwise_dtypes,
     statically_known_true,
 )
+from torch_streamkl.program.operations import exact
 
 # no tensor has as many elements along a dimension
 LARGEST_EXTENT = 2**40

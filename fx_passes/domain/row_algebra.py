@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch_streamkl.divergences.functional import ZERO, const
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.element_algebra import aligned, collected, with_rank
 from torch_streamkl.fx_passes.domain.values import LogSumExp, Rows
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import product, provably_equal
+from torch_streamkl.program.graph import ZERO, const
 
 
 def rows_combined(a: Rows, b: Rows, sign: float) -> Rows:

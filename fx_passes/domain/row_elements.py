@@ -199,7 +199,7 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """Represents one operation, by its name in `rows.operations`, or a leaf.
+    """Represents one operation, by its name in `program.operations`, or a leaf.
 
     Leaves: "dot" (data: `Dot`), "const" (a number), "capture" (a node and the axes of each of its
     dimensions), "linear" (coefficients by axis and a constant: whether their sum is not negative),

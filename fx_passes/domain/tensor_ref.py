@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from torch_streamkl.divergences.functional import Expr
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece
 from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
+from torch_streamkl.program.graph import Node
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def refs_in(value: object) -> Iterator[TensorRef]:
 
 def _may_hold_refs(value: object) -> bool:
     is_value = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_value and not isinstance(value, (Expr, Piece, Step))
+    return is_value and not isinstance(value, (Node, Piece, Step))
 
 
 def grad_flows(value: object) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torch_streamkl.divergences.functional import Expr, apply
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
 from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, grad_flows
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
+from torch_streamkl.program.graph import BOOL, Node, apply, intern
+from torch_streamkl.program.identities import variable
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 
@@ -52,7 +53,7 @@ class RowFactor:
 class Term:
     """Represents expression * row factors."""
 
-    expr: Expr
+    expr: Node
     factors: tuple[RowFactor, ...] = ()
 
 
@@ -82,10 +83,10 @@ class Elements:
     def rank(self) -> int:
         return len(self.layouts[0])
 
-    def map(self, change: Callable[[Expr], Expr]) -> Elements:
+    def map(self, change: Callable[[Node], Node]) -> Elements:
         return replace(self, terms=tuple(replace(t, expr=change(t.expr)) for t in self.terms))
 
-    def single(self) -> Expr | None:
+    def single(self) -> Node | None:
         """Returns the expression when there is one term without row factors."""
         return self.terms[0].expr if len(self.terms) == 1 and not self.terms[0].factors else None
 
@@ -95,36 +96,36 @@ class Elements:
         return self.parts[int(e.value)] if e is not None and e.op == "P" else None
 
 
-def prob(k: int) -> Expr:
+def prob(k: int) -> Node:
     """Makes the variable of distribution k's probabilities."""
-    return Expr("P", (), float(k))
+    return variable("P", k)
 
 
-def log_prob(k: int) -> Expr:
+def log_prob(k: int) -> Node:
     """Makes the variable of distribution k's log-probabilities."""
-    return Expr("logP", (), float(k))
+    return variable("logP", k)
 
 
-def lse(k: int) -> Expr:
+def lse(k: int) -> Node:
     """Returns the log-sum-exp of distribution k's scores: one value per row."""
-    return Expr("lse", (), float(k))
+    return intern("lse", (), float(k), is_finite=False)
 
 
-def within(k: int) -> Expr:
+def within(k: int) -> Node:
     """Creates the mask of distribution k applied after the softmax: 1 at allowed keys."""
-    return Expr("within", (), float(k))
+    return intern("within", (), float(k), BOOL)
 
 
-def partly_within(k: int) -> Expr:
+def partly_within(k: int) -> Node:
     """Creates a part of distribution k's mask: 1 at keys that some of its conditions allow."""
-    return Expr("partly_within", (), float(k))
+    return intern("partly_within", (), float(k), BOOL)
 
 
 # Expressions are trees: what uses a value twice has it twice, and loops would double it each time
 MAX_OPERATIONS = 256
 
 
-def num_operations(e: Expr, limit: int) -> int:
+def num_operations(e: Node, limit: int) -> int:
     """Counts an expression's operations, up to a limit."""
     count, stack = 0, [e]
     while stack and count <= limit:
@@ -134,15 +135,16 @@ def num_operations(e: Expr, limit: int) -> int:
     return count
 
 
-VARIABLES = ("P", "logP", "lse", "within", "partly_within")
+VARIABLES = {"P": prob, "logP": log_prob, "lse": lse, "within": within,
+             "partly_within": partly_within}  # fmt: skip
 
 
-def mentions(e: Expr, op: str) -> bool:
+def mentions(e: Node, op: str) -> bool:
     """Returns whether an expression contains an operation."""
     return e.op == op or any(mentions(a, op) for a in e.args)
 
 
-def variables(e: Expr) -> set[int]:
+def variables(e: Node) -> set[int]:
     """Returns indices of the distributions an expression mentions."""
     if e.op in VARIABLES:
         return {int(e.value)}
@@ -152,24 +154,25 @@ def variables(e: Expr) -> set[int]:
     return found
 
 
-def where_within(e: Expr, holds: bool) -> Expr:
+def where_within(e: Node, holds: bool) -> Node:
     """Returns the expression at keys at which every mask after the softmax holds, or none does."""
     if e.op == "where" and e.args[0].op in ("within", "partly_within"):
         return where_within(e.args[1 if holds else 2], holds)
     return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e
 
 
-def conditions_in(e: Expr) -> set[Expr]:
+def conditions_in(e: Node) -> set[Node]:
     """Returns the masks that were applied after a softmax."""
     if e.op in ("within", "partly_within"):
         return {e}
     return set().union(*(conditions_in(a) for a in e.args))
 
 
-def renumbered(e: Expr, number: dict[int, int]) -> Expr:
+def renumbered(e: Node, number: dict[int, int]) -> Node:
     """Returns the expression with distribution indices replaced."""
     if e.op in VARIABLES:
-        return Expr(e.op, (), float(number[int(e.value)]))
+        make = VARIABLES[e.op]
+        return make(number[int(e.value)])
     return apply(e.op, *(renumbered(a, number) for a in e.args)) if e.args else e
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.attention import ops
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
 from torch_streamkl.fx_passes.domain.score_form import read
@@ -32,6 +31,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
 )
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
+from torch_streamkl.program.divergences import DIVERGENCES, Functional
 
 
 def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:

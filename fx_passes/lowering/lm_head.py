@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.divergences.functional import DIVERGENCES, Functional
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.domain.masks import AxisExcept, Mask
 from torch_streamkl.fx_passes.domain.score_form import read
@@ -26,6 +25,7 @@ from torch_streamkl.fx_passes.lowering.operands import canonical, materialise, w
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, SideGeometry
 from torch_streamkl.fx_passes.planning.lm_heads import adapter, added_to_logits
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.program.divergences import DIVERGENCES, Functional
 
 STUDENT = "streamkl_student"  # of a call's metadata: its scores and their rows' order
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text

@@ -25,10 +25,11 @@ from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, name_o
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_unknown, is_zero, provably_equal
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.program.graph import FLOAT, ROW, Node, capture, const, literally
+from torch_streamkl.program.operations import MAX_POWER
+from torch_streamkl.program.steps import row_value
 from torch_streamkl.rows import op as row_op
-from torch_streamkl.rows.expressions import FLOAT, Literal, Node
 from torch_streamkl.rows.losses import RowLoss
-from torch_streamkl.rows.operations import MAX_POWER
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.trace import dtype_of
 
@@ -48,7 +49,7 @@ BINARY = {
 class Term:
     """Describes a node of the graph: a value for each row, or their sum over all rows."""
 
-    index: int  # in the graph of the loss
+    expr: Node
     is_sum: bool
 
 
@@ -119,7 +120,7 @@ class _Reader:
     """Follows the values of a call through the graph."""
 
     def __init__(self, call: fx.Node) -> None:
-        self.call, self.graph = call, Literal()
+        self.call = call
         self.terms: dict[fx.Node, Term] = {}
         self.known: list[KnownTensor] = []
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
@@ -138,7 +139,7 @@ class _Reader:
             number = int(part.args[1])  # type: ignore[arg-type]
             head = self.problem.program.reductions[number].head
             if _value(part).requires_grad:
-                self.terms[part] = Term(self.graph.reduction(number, head), False)
+                self.terms[part] = Term(row_value(number, head), False)
                 self.followed.append(part)
         following = self.call.next
         while following.op != "root":
@@ -155,7 +156,7 @@ class _Reader:
             later = descendants([node])
             before = tuple(n for n in self.followed if n not in later)
             if term.is_sum and self._is_all(node, before) and _has_finite_gradient(node):
-                loss = RowLoss.of_nodes(self.graph.nodes, term.index, is_literal=True)
+                loss = RowLoss.of_node(term.expr, is_literal=True)
                 return Chain(before, node, loss, tuple(self.known))
         return None
 
@@ -189,7 +190,7 @@ class _Reader:
             is_number = isinstance(exponent, (int, float)) and 0 < abs(exponent) <= MAX_POWER
             if not is_number or not _as_many(node, args[0]):
                 return None
-            return Term(self.graph.power(x.index, float(exponent)), False)
+            return Term(literally("pow", x.expr, float(exponent)), False)
         if name == "masked_fill" and len(args) == 3 and x is not None:
             return self._apply(node, "where", [args[1], args[2], args[0]])
         if name == "where" and len(args) == 3:
@@ -216,13 +217,13 @@ class _Reader:
         if "dtype" in node.kwargs or _value(node).dim() != 0 or _value(node.args[0]).dim() == 0:
             return None
         if name_of(node) == "sum":
-            return Term(x.index, True)
-        return Term(self.graph.apply("div", x.index, self._number_of_rows()), True)
+            return Term(x.expr, True)
+        return Term(literally("div", x.expr, self._number_of_rows()), True)
 
-    def _number_of_rows(self) -> int:
+    def _number_of_rows(self) -> Node:
         rows = self.problem.num_rows
         if isinstance(rows, int):
-            return self.graph.const(rows)
+            return const(rows)
         return self._capture(KnownTensor(None), FLOAT)
 
     def _apply(self, node: fx.Node, op: str, given: list[Any]) -> Term | None:
@@ -245,17 +246,17 @@ class _Reader:
             for i, a in enumerate(given)
         ]
         found = [a for a in arguments if a is not None]
-        return Term(self.graph.apply(op, *found), is_sum) if len(found) == len(given) else None
+        return Term(literally(op, *found), is_sum) if len(found) == len(given) else None
 
-    def _argument(self, x: Any, node: fx.Node, is_condition: bool) -> int | None:
+    def _argument(self, x: Any, node: fx.Node, is_condition: bool) -> Node | None:
         """A value of rows, a number, or a tensor that is known before the call."""
         if isinstance(x, (int, float)) and not isinstance(x, bool) and not is_condition:
-            return self.graph.const(float(x)) if math.isfinite(x) else None
+            return const(float(x)) if math.isfinite(x) else None
         if not isinstance(x, fx.Node):
             return None
         if x in self.terms:  # of one shape: else rows meet other rows
             fits = not is_condition and _same_shape(x, node)
-            return self.terms[x].index if fits else None
+            return self.terms[x].expr if fits else None
         value = example(x)
         if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:
             return None
@@ -267,11 +268,11 @@ class _Reader:
         known = KnownTensor(x, str(shape), shape)
         return self._capture(known, dtype_of(value))
 
-    def _capture(self, known: KnownTensor, dtype: str) -> int:
+    def _capture(self, known: KnownTensor, dtype: str) -> Node:
         if known not in self.known:
             self.known.append(known)
         place = self.known.index(known)
-        return self.graph.add(Node("capture", value=place, dtype=dtype))
+        return capture(place, dtype, frozenset((ROW,)))
 
 
 def _has_finite_gradient(total: fx.Node) -> bool:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch_streamkl.divergences.functional import (
-    DIVERGENCES,
-    LOG_P,
-    LOG_S,
-    Expr,
-    Functional,
-    P,
-    S,
-    const,
-)
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.program.divergences import DIVERGENCES, LOG_P, LOG_S, Functional, P, S
+from torch_streamkl.program.graph import Node, const
 
 Monomials = dict[tuple[tuple[str, int], ...], float]
 
 
-def monomials(e: Expr) -> Monomials | None:
+def monomials(e: Node) -> Monomials | None:
     """Returns the expression as a polynomial in its variables, or None."""
     if e.op == "const":
         return {(): e.value} if e.value else {}
@@ -63,7 +55,7 @@ def _coefficients(polynomial: Monomials) -> dict[tuple[int, int], float] | None:
     return result
 
 
-def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Expr, float] | None:
+def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Node, float] | None:
     """Returns the canonical expression and factor of a form that is linear in the
     log-probabilities.
     """
@@ -91,8 +83,8 @@ def bilinear_form(polynomial: Monomials, teacher: int, student: int) -> tuple[Ex
 
 
 def split_pairs(
-    expr: Expr, parts: Sequence[Distribution], used: Sequence[int]
-) -> list[tuple[Expr, int, int, float]]:
+    expr: Node, parts: Sequence[Distribution], used: Sequence[int]
+) -> list[tuple[Node, int, int, float]]:
     """Splits more than two distributions into a sum of divergences, one call each."""
     polynomial = monomials(expr)
     c = None if polynomial is None else _coefficients(polynomial)

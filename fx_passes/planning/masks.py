@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_streamkl.divergences.functional import ZERO, Expr, Functional, apply, evaluate, exact
 from torch_streamkl.fx_passes.domain.layout import Piece
 from torch_streamkl.fx_passes.domain.masks import (
     AxisCondition,
@@ -21,6 +20,10 @@ from torch_streamkl.fx_passes.domain.values import conditions_in, mentions, wher
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, provably_equal
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
+from torch_streamkl.program.divergences import Functional, evaluate
+from torch_streamkl.program.graph import ZERO, Node, apply
+from torch_streamkl.program.identities import variable
+from torch_streamkl.program.operations import exact
 
 # NOTE [Masks after the softmax]
 # A mask on keys that multiplies values after the softmax, or fills them with 0, is exact in two
@@ -130,7 +133,7 @@ def plan_masks_within(shape: Geometry, side: int) -> MaskPlan:
     )
 
 
-def within_of(expr: Expr) -> int | None:
+def within_of(expr: Node) -> int | None:
     """Returns the distribution whose keys alone give the expression a value, or None."""
     found = conditions_in(expr)
     if len(found) != 1 or where_within(expr, False) != ZERO:
@@ -139,7 +142,7 @@ def within_of(expr: Expr) -> int | None:
     return int(condition.value) if condition.op == "within" else None
 
 
-def drops_rows_without_keys(expr: Expr, keys: Sequence[ScoreKey]) -> bool:
+def drops_rows_without_keys(expr: Node, keys: Sequence[ScoreKey]) -> bool:
     """Returns whether a mask after the softmax, common to all sides, changes empty rows."""
     forms = [read(key) for key in keys]
     if all(form.fill == -math.inf for form in forms):
@@ -282,7 +285,7 @@ def _fill(
     return fill
 
 
-def _vanishes(e: Expr) -> bool:
+def _vanishes(e: Node) -> bool:
     """Whether an expression is 0 at a key of which all distributions have the same probability."""
     if mentions(e, "lse"):
         return False
@@ -295,7 +298,7 @@ def _vanishes(e: Expr) -> bool:
     return True
 
 
-def _of_one_distribution(e: Expr) -> Expr:
+def _of_one_distribution(e: Node) -> Node:
     if e.op in ("P", "logP"):
-        return Expr(e.op)
+        return variable(e.op)
     return apply(e.op, *(_of_one_distribution(a) for a in e.args)) if e.args else e

@@ -9,18 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.divergences.functional import (
-    FLOOR_OF_EXP,
-    LOG_P,
-    LOG_S,
-    Expr,
-    Functional,
-    P,
-    S,
-    apply,
-    const,
-    render,
-)
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.tensor_ref import grad_flows, refs_in, same_numbers
@@ -49,6 +37,9 @@ from torch_streamkl.fx_passes.planning.masks import (
     plan_masks_within,
     within_of,
 )
+from torch_streamkl.program.divergences import FLOOR_OF_EXP, LOG_P, LOG_S, Functional, P, S, render
+from torch_streamkl.program.graph import Node, apply, const
+from torch_streamkl.program.identities import variable
 
 
 @dataclass(frozen=True)
@@ -90,13 +81,13 @@ def plan(rows: Rows) -> Plan:
 class Pair:
     """Represents coefficient * a divergence of P, logP (teacher) and S, logS (student)."""
 
-    expr: Expr
+    expr: Node
     teacher: int
     student: int
     coefficient: float = 1.0
 
 
-def _calls(elements: Elements, expr: Expr, factors: tuple[RowFactor, ...]) -> list[Call]:
+def _calls(elements: Elements, expr: Node, factors: tuple[RowFactor, ...]) -> list[Call]:
     expr, parts, layouts = _without_duplicates(elements, expr)
     kept = where_within(expr, True)
     used = sorted(variables(kept))
@@ -156,7 +147,7 @@ def _call(pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...], drops_row
     return Call(functional, shape, is_head, pair.coefficient, factors, mask)
 
 
-def _call_within(expr: Expr, pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...]) -> Call:
+def _call_within(expr: Node, pair: Pair, shape: Geometry, factors: tuple[RowFactor, ...]) -> Call:
     """Sides with different masks, of which the sum takes the keys of the stricter one."""
     key = within_of(expr)
     if key is None or key not in (pair.teacher, pair.student):
@@ -176,7 +167,7 @@ def _forms(shape: Geometry) -> tuple[ScoreForm, ScoreForm]:
     return read(shape.teacher.distribution.scores), read(shape.student.distribution.scores)
 
 
-def _named(expr: Expr, teacher: int, student: int) -> Expr:
+def _named(expr: Node, teacher: int, student: int) -> Node:
     """Writes the expression over P, logP of the teacher and S, logS of the student."""
     lowest = const(FLOOR_OF_EXP)
     names = {
@@ -193,8 +184,8 @@ def _named(expr: Expr, teacher: int, student: int) -> Expr:
 
 
 def _without_duplicates(
-    elements: Elements, expr: Expr
-) -> tuple[Expr, list[Distribution], list[Layout]]:
+    elements: Elements, expr: Node
+) -> tuple[Node, list[Distribution], list[Layout]]:
     """One variable per distribution, if its detached and live uses can be told apart exactly.
 
     The gradient of sum_j P_j logP_j through logP is sum_j dP_j = 0, so whether the log of an
@@ -243,13 +234,13 @@ def _own(monomial: tuple[tuple[str, int], ...], v: int, twins: tuple[int, int]) 
     return len(monomial) == 2 and any(op == "P" and w in twins for op, w in monomial)
 
 
-def _replaced(e: Expr, k: int, other: int) -> Expr:
+def _replaced(e: Node, k: int, other: int) -> Node:
     if e.op in VARIABLES:
-        return Expr(e.op, (), float(other)) if e.value == k else e
+        return variable(e.op, other) if e.value == k else e
     return apply(e.op, *(_replaced(a, k, other) for a in e.args)) if e.args else e
 
 
-def _roles(expr: Expr, parts: Sequence[Distribution], used: Sequence[int]) -> tuple[int, int]:
+def _roles(expr: Node, parts: Sequence[Distribution], used: Sequence[int]) -> tuple[int, int]:
     """Teacher and student: the student is the one that is trained, or the one inside the log."""
     a, b = used
     if parts[a].averaged or parts[b].averaged:

@@ -32,9 +32,27 @@ from torch_streamkl.fx_passes.planning.special_elements import (
     UnderflowRead,
     check_readers_inside,
 )
+from torch_streamkl.program.derive import HeadJacobianError
+from torch_streamkl.program.graph import (
+    BLOCK_SUM,
+    FLOAT,
+    MAX,
+    HeadsError,
+    Node,
+    apply,
+    cast,
+    const,
+    index,
+    sum_heads,
+    walk,
+)
+from torch_streamkl.program.graph import KEY as KEYS
+from torch_streamkl.program.graph import ROW as ROWS
+from torch_streamkl.program.identities import exponentials_in
+from torch_streamkl.program.masks import Keys
+from torch_streamkl.program.steps import is_inside
 from torch_streamkl.rows import derive
-from torch_streamkl.rows.expressions import FLOAT, HeadsError
-from torch_streamkl.rows.program import COLUMNS, KEY, MAX, PAIR, ROW, Capture, Keys, Program
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, Capture, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of
 
 
@@ -214,7 +232,7 @@ class _Planner:
             program = self.tracer.program(different)
             derive.forward_plan(program, True)
             backward = derive.backward_plan(program)
-        except (derive.HeadJacobianError, ValueError) as reason:
+        except (HeadJacobianError, ValueError) as reason:
             raise Unsupported(str(reason)) from reason
         grad_flows: frozenset[object] = frozenset().union(*(r.grad_flows for r in self.roots))
         for dot, x in zip(self.dots, backward.dots, strict=True):
@@ -223,7 +241,6 @@ class _Planner:
         for captured, x in zip(self.captured.values(), backward.captures, strict=True):
             if x is None and captured.grad_flows and captured.node in grad_flows:
                 raise Unsupported("the gradient of a tensor that meets the scores is a constant")
-        graph = self.tracer.graph
         head_axes = {number: heads for heads, number in numbers.items()}
         slots = dict(zip(different, program.outputs, strict=True))
         return RowPlan(
@@ -232,18 +249,15 @@ class _Planner:
             tuple(self.swapped),
             grad_flows,
             groups,
-            {
-                f: (slots[x], head_axes[graph[x].head])
-                for f, x in zip(self.sums, outputs, strict=True)
-            },
+            {f: (slots[x], head_axes[x.head]) for f, x in zip(self.sums, outputs, strict=True)},
             tuple(self.captured.values()),
             tuple(Output(r, trace.outer[r], self.elements.placed[r]) for r in roots),
             self.elements,
         )
 
-    def _traced(self, tracer: Tracer, are_exact: bool) -> list[int]:
+    def _traced(self, tracer: Tracer, are_exact: bool) -> list[Node]:
         """The reductions that the sums are; with ``are_exact`` log 0 is -inf, as in eager code."""
-        self.tracer, self.nodes = tracer, dict[Formula, int]()
+        self.tracer, self.nodes = tracer, dict[Formula, Node]()
         self.logarithms_are_exact = are_exact
         used = {a for f in self.formulas for a in f.args}
         try:
@@ -253,12 +267,10 @@ class _Planner:
             outputs = [self._output(x) for x in self.sums]
         except (HeadsError, ValueError) as reason:
             raise Unsupported(str(reason)) from reason
-        check_readers_inside(
-            self.formulas, self.nodes, tracer.graph, logarithms_are_exact=are_exact
-        )
+        check_readers_inside(self.formulas, self.nodes, logarithms_are_exact=are_exact)
         return outputs
 
-    def _output(self, f: Formula) -> int:
+    def _output(self, f: Formula) -> Node:
         """The reduction that a sum is, over all keys or over blocks of them."""
         what, x = f.data, self.nodes[f.args[0]]
         inside = [a for a in self.keys if a in self.axes.atoms(what.over)]
@@ -267,7 +279,7 @@ class _Planner:
         size = expression(self.axes.extent(inside))
         if what.kind != "sum" or not isinstance(size, int):
             raise Unsupported("blocks of keys of a size that varies")
-        return self.tracer.block_sum(x, size)
+        return self.tracer.reduce(BLOCK_SUM, x, size)
 
     def _has_enough_digits(self, dot: Dot) -> bool:
         """Whether probabilities of eager code underflow where those of the program do."""
@@ -327,13 +339,12 @@ class _Planner:
             raise Unsupported("a tensor as large as the scores meets them and needs a gradient")
         return Captured(source, dims, kind, heads, bool(f.grad_flows))
 
-    def _node(self, f: Formula) -> int:
-        graph = self.tracer.graph
+    def _node(self, f: Formula) -> Node:
         match f.op:
             case "dot":
                 return self.tracer.dot(self.dots.index(f.data))
             case "const":
-                return graph.const(f.data)
+                return const(f.data)
             case "capture" | "columns":
                 key = self._capture_key(f)
                 return self.tracer.capture(list(self.captured).index(key))
@@ -346,74 +357,68 @@ class _Planner:
             case "log":
                 return self._log(args[0])
             case "pow":
-                return graph.power(graph.as_float(args[0]), f.data)
+                return apply("pow", cast(args[0], FLOAT), f.data)
             case "float":
-                return graph.as_float(args[0])
+                return cast(args[0], FLOAT)
             case "where" if not f.is_bool:
-                return graph.apply("where", args[0], *(graph.as_float(a) for a in args[1:]))
+                return apply("where", args[0], *(cast(a, FLOAT) for a in args[1:]))
             case "where":
                 condition, a, b = args
-                inside = graph.apply("and", condition, a)
-                outside = graph.apply("and", graph.apply("not", condition), b)
-                return graph.apply("or", inside, outside)
-        return graph.apply(f.op, *args)
+                inside = apply("and", condition, a)
+                outside = apply("and", apply("not", condition), b)
+                return apply("or", inside, outside)
+        return apply(f.op, *args)
 
-    def _log(self, x: int) -> int:
+    def _log(self, x: Node) -> Node:
         """The logarithm of a probability is what its score gives it, or -inf where it is masked.
 
         A mask of finite numbers makes probabilities 0 as one of -inf does.
         """
-        graph = self.tracer.graph
-        log = graph.apply("log", x)
-        over, under = graph.exponentials_in(x)
+        log = apply("log", x)
+        over, under = exponentials_in(x)
         for factors, limit in ((over, -math.inf), (under, math.inf)):
             for factor in factors:
-                if self.logarithms_are_exact or self._may_be_masked(graph[factor].args[0]):
-                    is_zero = graph.apply("eq", factor, graph.const(0.0))
-                    log = graph.apply("where", is_zero, graph.const(limit), log)
+                if self.logarithms_are_exact or self._may_be_masked(factor.args[0]):
+                    is_zero = apply("eq", factor, const(0.0))
+                    log = apply("where", is_zero, const(limit), log)
         return log
 
-    def _may_be_masked(self, exponent: int) -> bool:
+    def _may_be_masked(self, exponent: Node) -> bool:
         """Whether a number, or a tensor of keys, may hide some of the scores in an exponent."""
-        graph, stack = self.tracer.graph, [exponent]
-        for i in graph.used_by(stack):
-            node = graph[i]
+        for node in walk([exponent], is_inside):
             if node.op == "const" and HIDES <= abs(node.value) < math.inf:
                 return True
             if node.op == "capture" and node.dtype == FLOAT and node.by_key:
                 return True
         return False
 
-    def _linear(self, coefficients: Sequence[tuple[int, int]], constant: int) -> int:
+    def _linear(self, coefficients: Sequence[tuple[int, int]], constant: int) -> Node:
         """Sum of coefficient * index + constant >= 0, without negative terms."""
-        graph = self.tracer.graph
-        sides: dict[bool, int | None] = {True: None, False: None}
+        sides: dict[bool, Node | None] = {True: None, False: None}
 
-        def add(term: int, is_left: bool) -> None:
+        def add(term: Node, is_left: bool) -> None:
             before = sides[is_left]
-            sides[is_left] = term if before is None else graph.apply("add", before, term)
+            sides[is_left] = term if before is None else apply("add", before, term)
 
         for axis, coefficient in coefficients:
             atoms = self.axes.atoms((axis,))
             if atoms == self.groups.keys:
-                index = graph.index("key_index")
+                place = index(KEYS)
             elif atoms == self.groups.rows:
-                index = graph.index("row_index")
+                place = index(ROWS)
             else:
                 raise Unsupported("a mask that depends on the index of a batch or head")
             if abs(coefficient) != 1:
-                index = graph.apply("mul", index, graph.const(abs(coefficient)))
-            add(index, coefficient > 0)
+                place = apply("mul", place, float(abs(coefficient)))
+            add(place, coefficient > 0)
         if constant:
-            add(graph.const(abs(constant)), constant > 0)
-        left, right = (
-            x if x is not None else graph.const(0.0) for x in (sides[True], sides[False])
-        )
-        return graph.apply("ge", left, right)
+            add(const(abs(constant)), constant > 0)
+        left, right = (x if x is not None else const(0.0) for x in (sides[True], sides[False]))
+        return apply("ge", left, right)
 
-    def _reduction(self, f: Formula) -> int:
+    def _reduction(self, f: Formula) -> Node:
         """Adds a sum that elements use: over keys, over the heads of a product, or both."""
-        graph, what = self.tracer.graph, f.data
+        what = f.data
         assert isinstance(what, Sum)
         x = self.nodes[f.args[0]]
         over = set(self.axes.atoms(what.over))
@@ -424,10 +429,10 @@ class _Planner:
                 raise Unsupported(
                     "a sum over rows or some heads comes before the sum over the keys"
                 )
-            x = graph.as_float(x)
-            if graph[x].head != self.head_of[heads]:
+            x = cast(x, FLOAT)
+            if x.head != self.head_of[heads]:
                 raise Unsupported("a sum over heads of what does not vary with them")
-            x = graph.sum_heads(x)
+            x = sum_heads(x)
         if set(self.keys) <= over:
             x = self.tracer.reduce(what.kind, x)
         elif set(self.keys) & over:
@@ -436,7 +441,7 @@ class _Planner:
             return x
         factor = what.scale * math.prod(_number(n) for n in self._repeats(what))
         factor /= math.prod(_number(n) for n in what.divisors)
-        return x if factor == 1.0 else graph.apply("mul", graph.as_float(x), graph.const(factor))
+        return x if factor == 1.0 else apply("mul", cast(x, FLOAT), const(factor))
 
     def _repeats(self, what: Sum) -> list[Size]:
         """Lists the extents of dimensions along which nothing varies, which a sum counts."""

@@ -20,8 +20,10 @@ import torch
 
 from torch_streamkl.fx_passes.domain.row_elements import Formula, formulas_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.rows.expressions import Graph, Node
-from torch_streamkl.rows.program import LOGSUMEXP, MAX, SUM, Program
+from torch_streamkl.program.graph import LOGSUMEXP, MAX, SUM, Node
+from torch_streamkl.program.identities import exponentials_in
+from torch_streamkl.program.steps import Step
+from torch_streamkl.rows.program import Program
 
 COMPARISONS = {
     "lt": operator.lt,
@@ -49,16 +51,15 @@ class UnderflowRead(Unsupported):
 
 def check_readers_inside(
     formulas: Sequence[Formula],
-    nodes: Mapping[Formula, int],
-    graph: Graph,
+    nodes: Mapping[Formula, Node],
     *,
     logarithms_are_exact: bool,
 ) -> None:
     """Raises Unsupported if an operation on elements would see another number than in eager."""
-    _check_comparisons(formulas, nodes, graph)
-    _check_maxima(formulas, nodes, graph)
-    _check_logarithms(formulas, nodes, graph, are_exact=logarithms_are_exact)
-    _check_powers(formulas, nodes, graph)
+    _check_comparisons(formulas, nodes)
+    _check_maxima(formulas, nodes)
+    _check_logarithms(formulas, nodes, are_exact=logarithms_are_exact)
+    _check_powers(formulas, nodes)
 
 
 # what gives NaN and infinity of the same arguments as eager code does
@@ -108,7 +109,7 @@ def is_never_infinite(program: Program, sums: Iterable[Formula]) -> bool:
     )
 
 
-def _is_probability(program: Program, node: Node) -> bool:
+def _is_probability(program: Program, node: Step) -> bool:
     """Whether a formula is the exponential of a score minus its own log-sum-exp."""
     difference = program.nodes[node.args[0]]
     if difference.op != "sub" or program.nodes[difference.args[1]].op != "reduction":
@@ -117,33 +118,31 @@ def _is_probability(program: Program, node: Node) -> bool:
     return of.kind == LOGSUMEXP and of.node == difference.args[0]
 
 
-def _is_scale(program: Program, node: Node) -> bool:
+def _is_scale(program: Program, node: Step) -> bool:
     """Whether a formula is a quotient by a number other than 0."""
     divisor = program.nodes[node.args[1]] if node.op == "div" else None
     return divisor is not None and divisor.op == "const" and divisor.value != 0.0
 
 
-def _check_comparisons(
-    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph
-) -> None:
+def _check_comparisons(formulas: Sequence[Formula], nodes: Mapping[Formula, Node]) -> None:
     may_be_nan: set[Formula] = set()
     for f in formulas:
         if f.op in COMPARISONS:
             for i, a in enumerate(f.args):
-                if a in may_be_nan and not _compares_as_nan(f, i, nodes, graph):
+                if a in may_be_nan and not _compares_as_nan(f, i, nodes):
                     raise Unsupported(
                         "a comparison reads NaN, which eager has in a row without keys"
                     )
-        elif any(a in may_be_nan for a in f.args) or _may_be_nan(f, nodes, graph):
+        elif any(a in may_be_nan for a in f.args) or _may_be_nan(f, nodes):
             may_be_nan.add(f)
 
 
-def _check_maxima(formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph) -> None:
+def _check_maxima(formulas: Sequence[Formula], nodes: Mapping[Formula, Node]) -> None:
     """The maximum of a row without keys is 0 in a program: it may be subtracted, no more."""
     maxima: set[Formula] = set()
     for f in formulas:
         is_maximum = f.op == "reduce" and f.data.kind == "max"
-        if (is_maximum and not graph[nodes[f.args[0]]].is_finite) or (
+        if (is_maximum and not nodes[f.args[0]].is_finite) or (
             f.op == "detach" and f.args[0] in maxima
         ):
             maxima.add(f)
@@ -152,7 +151,7 @@ def _check_maxima(formulas: Sequence[Formula], nodes: Mapping[Formula, int], gra
 
 
 def _check_logarithms(
-    formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph, *, are_exact: bool
+    formulas: Sequence[Formula], nodes: Mapping[Formula, Node], *, are_exact: bool
 ) -> None:
     logs: set[Formula] = set()  # of what may underflow
     behind: set[Formula] = set()
@@ -168,7 +167,7 @@ def _check_logarithms(
         if f.op in SATURATING or _is_logsumexp(f):
             if f.args[0] in scaled and not (are_exact and _is_steep(f, scaled[f.args[0]])):
                 raise UnderflowRead(f"{f.op} of {UNDERFLOWN}")
-        elif (f.op == "log" and _has_exponential(f.args[0], nodes, graph)) or (
+        elif (f.op == "log" and _has_exponential(f.args[0], nodes)) or (
             f.op == "detach" and f.args[0] in logs
         ):
             logs.add(f)
@@ -179,8 +178,8 @@ def _check_logarithms(
                 scaled[f] = _scale(f) * min(scaled.get(a, 1.0) for a in f.args if a in behind)
 
 
-def _has_exponential(x: Formula, nodes: Mapping[Formula, int], graph: Graph) -> bool:
-    return x in nodes and any(graph.exponentials_in(nodes[x]))
+def _has_exponential(x: Formula, nodes: Mapping[Formula, Node]) -> bool:
+    return x in nodes and any(exponentials_in(nodes[x]))
 
 
 def _scale(f: Formula) -> float:
@@ -198,13 +197,13 @@ def _is_steep(f: Formula, scale: float) -> bool:
     return scale * _smallest(f) < math.log(_precision(f))
 
 
-def _check_powers(formulas: Sequence[Formula], nodes: Mapping[Formula, int], graph: Graph) -> None:
+def _check_powers(formulas: Sequence[Formula], nodes: Mapping[Formula, Node]) -> None:
     """A power of a probability has none of its underflow: eager has 0 ** 0.01, a program 0.4."""
     exponents: dict[Formula, float] = {}
     for f in formulas:
         if f.op not in ("pow", "sqrt") or f.args[0] not in nodes:
             continue
-        if graph[nodes[f.args[0]]].op != "exp":
+        if nodes[f.args[0]].op != "exp":
             continue
         exponent = exponents.get(f.args[0], 1.0) * (0.5 if f.op == "sqrt" else f.data)
         exponents[f] = exponent
@@ -212,11 +211,11 @@ def _check_powers(formulas: Sequence[Formula], nodes: Mapping[Formula, int], gra
             raise Unsupported("a small power of a probability that may underflow")
 
 
-def _may_be_nan(f: Formula, nodes: Mapping[Formula, int], graph: Graph) -> bool:
+def _may_be_nan(f: Formula, nodes: Mapping[Formula, Node]) -> bool:
     """Whether eager has NaN, and the program a number, first here."""
     if _is_logsumexp(f):
-        return not graph[nodes[f.args[0]]].is_finite
-    return f in nodes and graph[nodes[f]].op in ("mul0", "div0")
+        return not nodes[f.args[0]].is_finite
+    return f in nodes and (nodes[f].is_guarded or nodes[f].op == "div0")
 
 
 def _is_logsumexp(f: Formula) -> bool:
@@ -242,12 +241,10 @@ def _constant(f: Formula) -> float:
     return float(f.data) if f.op == "const" else -math.inf
 
 
-def _compares_as_nan(
-    f: Formula, position: int, nodes: Mapping[Formula, int], graph: Graph
-) -> bool:
+def _compares_as_nan(f: Formula, position: int, nodes: Mapping[Formula, Node]) -> bool:
     """Whether the number that an argument is in an empty row compares as NaN does."""
     a, b = f.args[position], f.args[1 - position]
-    here = {"exp": 0.0, "sub": -math.inf}.get(graph[nodes[a]].op)
+    here = {"exp": 0.0, "sub": -math.inf}.get(nodes[a].op)
     if _is_logsumexp(a):
         return True  # -inf in eager too
     if here is None or b.op != "const":

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from torch_streamkl.divergences.functional import Functional, render
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import read
@@ -24,6 +23,7 @@ from torch_streamkl.fx_passes.reporting.spoken import (
     spoken,
 )
 from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.program.divergences import Functional, render
 
 BOTH_TRAINED = ", student and teacher both need a gradient"
 SWAPPED = (

@@ -8,26 +8,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from torch_streamkl.divergences.functional import DIVERGENCES, Expr, Functional
+from torch_streamkl.fx_passes.fx_utils.torch_names import unset_fake_temporarily
+from torch_streamkl.program.divergences import DIVERGENCES, NAMES_IN_TEXT, Functional, evaluate
+from torch_streamkl.program.graph import Node
+from torch_streamkl.program.operations import exact
 
 _POINTS = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (0.2, 0.2), (0.9, 0.5), (1e-3, 0.4))
 _CLOSE = 1e-9
 _CLOSE_IN_FLOAT32 = 5e-7  # such as log(torch.tensor(0.1)), where nothing is as small as an eps
 _LARGEST_EPS = 0.1
-_BINARY: dict[str, Callable[[float, float], float]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "max": max,
-    "min": min,
-    "ge": lambda a, b: float(a >= b),
-    "gt": lambda a, b: float(a > b),
-    "logaddexp": lambda a, b: max(a, b) + math.log1p(math.exp(-abs(a - b))),
-}
-_UNARY: dict[str, Callable[[float], float]] = {
-    "neg": lambda a: -a, "exp": math.exp, "log": math.log, "abs": abs, "sqrt": math.sqrt
-}  # fmt: skip
 
 
 def spoken(functional: Functional) -> str:
@@ -64,13 +53,13 @@ def is_swapped(functional: Functional) -> bool:
         return False
 
 
-def has_log_of_log(e: Expr) -> bool:
+def has_log_of_log(e: Node) -> bool:
     """Whether it is NaN everywhere: the logarithm of a log-probability, which is negative."""
     is_of_log = e.op == "log" and e.args[0].op in ("logP", "logS")
     return is_of_log or any(map(has_log_of_log, e.args))
 
 
-def has_exp_of_probability(e: Expr) -> bool:
+def has_exp_of_probability(e: Node) -> bool:
     """Whether a probability is taken for a log-probability."""
     is_of_exp = e.op == "exp" and e.args[0].op in ("P", "S")
     return is_of_exp or any(map(has_exp_of_probability, e.args))
@@ -91,22 +80,14 @@ def _by_form(functional: Functional) -> str:
     return ""
 
 
-def value_of(e: Expr, p: float, s: float) -> float:
+def value_of(e: Node, p: float, s: float) -> float:
     """Returns the value of an expression at one key's probabilities."""
-    variables = {"P": p, "S": s, "logP": math.log(p), "logS": math.log(s), "const": e.value}
-    if e.op in variables:
-        return variables[e.op]
-    args = [value_of(a, p, s) for a in e.args]
-    if e.op == "where":
-        return args[1] if args[0] else args[2]
-    unary = _UNARY.get(e.op)
-    if unary is not None:
-        return unary(*args)
-    binary = _BINARY[e.op]
-    return binary(*args)
+    numbers = {"P": p, "S": s, "logP": math.log(p), "logS": math.log(s)}
+    with unset_fake_temporarily():
+        return float(evaluate(e, {name: exact(x) for name, x in numbers.items()}))
 
 
-def _constants(e: Expr) -> Iterator[float]:
+def _constants(e: Node) -> Iterator[float]:
     if e.op == "const":
         yield e.value
     for a in e.args:
@@ -192,7 +173,7 @@ _MIXED: dict[str, Callable[[float, float, float], float]] = {
 _LONGEST = 72
 
 
-def _readable(e: Expr) -> str:
+def _readable(e: Node) -> str:
     """The sum over keys as it is computed, in the notation of formulas; never a page."""
     text = _written(e)[0]
     if len(text) > _LONGEST:
@@ -203,7 +184,7 @@ def _readable(e: Expr) -> str:
 _SUM, _PRODUCT, _ATOM = 0, 1, 2  # how tightly the outermost operation of a text binds
 
 
-def _written(e: Expr) -> tuple[str, int]:
+def _written(e: Node) -> tuple[str, int]:
     if e.op == "const":
         return f"{e.value:g}", _ATOM if e.value >= 0 else _SUM
     if not e.args:
@@ -225,9 +206,9 @@ def _written(e: Expr) -> tuple[str, int]:
         if e.op == "add" and right.startswith("-"):
             return f"{left} - {right[1:]}", _SUM
         return f"{left} {'+' if e.op == 'add' else '-'} {right}", _SUM
-    return f"{e.op}({', '.join(_written(a)[0] for a in e.args)})", _ATOM
+    return f"{NAMES_IN_TEXT.get(e.op, e.op)}({', '.join(_written(a)[0] for a in e.args)})", _ATOM
 
 
-def _at_least(e: Expr, level: int) -> str:
+def _at_least(e: Node, level: int) -> str:
     text, binds = _written(e)
     return text if binds >= level else f"({text})"

@@ -45,7 +45,7 @@ class RoundedNumber(float):
 
 
 def rounded_number(x: float, like: Any) -> RoundedNumber:
-    """Returns a number that rounds its results as ``like`` does."""
+    """Returns a number that is rounded as another one is."""
     number = RoundedNumber(x)
     number.eps, number.signs = like.eps, like.signs
     return number

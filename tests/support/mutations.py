@@ -25,7 +25,10 @@ def _triton(*names: str) -> str:
     return " ".join(f"{file}::test_feature[{name}]" for name in names)
 
 
-FUNCTIONAL = "torch_streamkl/divergences/functional.py"
+FUNCTIONAL = "torch_streamkl/program/divergences.py"
+IDENTITIES = "torch_streamkl/program/identities.py"
+OPERATIONS = "torch_streamkl/program/operations.py"
+ADJOINTS = "torch_streamkl/program/derive.py"
 ROWSTATE = "torch_streamkl/divergences/row_state.py"
 STREAMING = "torch_streamkl/attention/torch_impl.py"
 ATTENTION = "torch_streamkl/attention/interface.py"
@@ -53,45 +56,45 @@ SEQUENCE = "torch_streamkl/distributed/sequence.py"
 FAULTS = (
     # ------------------------------------------------------------------------------ functional
     Fault(
-        FUNCTIONAL,
-        'case "sub" if a == ZERO:\n            return apply("neg", b)',
-        'case "sub" if a == ZERO:\n            return b',
+        IDENTITIES,
+        'if op == "sub" and va == 0:\n        return apply("neg", b)',
+        'if op == "sub" and va == 0:\n        return b',
         "test_functional.py",
     ),
     Fault(
-        FUNCTIONAL,
-        "return d[0] * a[1] + a[0] * d[1]",
-        "return d[0] * a[1]",
+        OPERATIONS,
+        'return node if t is node.args[arg] else f("mul", t, node.args[1 - arg])',
+        'return node if t is node.args[arg] else f("mul", t, node.args[arg])',
         _streaming("js", "eps"),
     ),
     Fault(
-        FUNCTIONAL,
-        "return d[0] / a[1] - a[0] * d[1] / (a[1] * a[1])",
-        "return d[0] / a[1]",
+        OPERATIONS,
+        'return quotient if arg == 0 else f("neg", f("mul", quotient, node))',
+        "return quotient",
         "test_functional.py",
     ),
     Fault(
-        FUNCTIONAL,
-        'apply("where", apply("gt", ZERO, a[0]), -d[0], ZERO)',
-        'apply("where", apply("gt", ZERO, a[0]), d[0], ZERO)',
+        OPERATIONS,
+        '_by(lambda f, n, x: f("sign", x))',
+        '_by(lambda f, n, x: f("sign", n))',
         _streaming("tv"),
     ),
     Fault(
-        FUNCTIONAL,
-        'return apply("where", apply("ge", a[0], a[1]), d[0], d[1])',
-        'return apply("where", apply("ge", a[1], a[0]), d[0], d[1])',
+        OPERATIONS,
+        "takes = f(inside if arg == 0 else outside, *node.args)",
+        "takes = f(outside if arg == 0 else inside, *node.args)",
         _streaming("clamp_reached"),
     ),
     Fault(
-        FUNCTIONAL,
-        'return apply("exp", a[0] - e) * d[0] + apply("exp", a[1] - e) * d[1]',
-        'return apply("exp", a[0] - e) * d[0]',
+        OPERATIONS,
+        'share = f("sigmoid", f("sub", mine, other))',
+        'share = f("sigmoid", f("sub", other, mine))',
         "test_functional.py",
     ),
     Fault(
         FUNCTIONAL,
-        "result[i, j, m, n] = result.get((i, j, m, n), 0.0) + v1 * v2",
-        "result[i, j, m, n] = v1 * v2",
+        "result[m] = result.get(m, 0.0) + c1 * c2",
+        "result[m] = c1 * c2",
         "test_functional.py",
     ),
     Fault(
@@ -464,20 +467,20 @@ FAULTS = (
     # ---------------------------------------------------------------------------- row programs
     Fault(
         DERIVE,
-        'node, level = graph.apply("mul", _softmax(graph, program, c), node), level + 1',
-        'node, level = graph.apply("mul", _softmax(graph, program, c), node), level',
+        "t, level = _softmax(value) * t, level + 1",
+        "t, level = _softmax(value) * t, level",
         "test_row_program_rules.py",
     ),
     Fault(
-        DERIVE,
-        't = t if index not in adjoints else graph.apply("add", adjoints[index], t)',
-        "t = t",
+        ADJOINTS,
+        'found[x] = build("add", found[x], t) if x in found else t',
+        "found[x] = t",
         "test_row_programs.py",
     ),
     Fault(
         DERIVE,
-        'seed = graph.apply("mul", seed, _softmax(graph, program, c))',
-        "seed = seed",
+        "t * _softmax(value) if value.value.kind == LOGSUMEXP else t",
+        "t",
         "test_row_programs.py",
     ),
     Fault(
@@ -521,8 +524,8 @@ FAULTS = (
     ),
     Fault(
         LOSSES,
-        'adjoints[a] = graph.apply("add", adjoints[a], each) if a in adjoints else each',
-        "adjoints[a] = each",
+        "x.value: schedule[gradients.get(x, ZERO)]",
+        "x.value: schedule[ONE]",
         "test_row_program_sums.py::test_by_blocks",
     ),
     Fault(
@@ -565,8 +568,8 @@ FAULTS = (
     ),
     Fault(
         ROW_SUMS,
-        'return Term(self.graph.apply("div", x.index, self._number_of_rows()), True)',
-        "return Term(x.index, True)",
+        'return Term(literally("div", x.expr, self._number_of_rows()), True)',
+        "return Term(x.expr, True)",
         "test_row_sums_in_graphs.py",
     ),
     # ---------------------------------------------------------------------------------- Hopper

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.cpu.compiled import Inputs
-from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.divergences.row_state import without_infinity
+from torch_streamkl.program.divergences import Functional
 
 # Of the input "numbers", in this order:
 NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature",

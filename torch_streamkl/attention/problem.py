@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.program.divergences import Functional
 from torch_streamkl.spec import Spec, option
 
 
@@ -158,11 +158,11 @@ class RowStatistics:
     The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
     unit is the implementation's (LSE_UNIT in attention/heuristics.py): converting would cost large
     scores their last digits. The sums are over keys (NOTE [Row gradient] in
-    divergences/functional.py).
+    program/divergences.py).
     """
 
     # [2, batch, num_heads, seqlen_q]: softmax_lse, then delta, the sum over keys of df/dlogS (H in
-    # NOTE [Row gradient], divergences/functional.py), as FlashAttention's dPsum
+    # NOTE [Row gradient], program/divergences.py), as FlashAttention's dPsum
     student: Tensor
     teacher: Tensor  # [2, batch, num_teacher_heads, seqlen_q]: the same with df/dlogP (G)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention.problem import AttentionProblem, Side, bottom_right_offset
-from torch_streamkl.divergences.functional import evaluate_logs
 from torch_streamkl.divergences.infinite_rows import with_infinite_rows
+from torch_streamkl.program.divergences import evaluate_logs
 
 
 def attention_kl_rows(problem: AttentionProblem) -> Tensor:

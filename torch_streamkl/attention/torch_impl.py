@@ -1,7 +1,7 @@
 """Implements `attention_kl` in plain torch, block by block: bounded memory on every device.
 
 The forward streams blocks of keys through the row state. If the functional is not linear in the
-log-probabilities, a second pass sums it (NOTE [One pass or two] in divergences/functional.py). The
+log-probabilities, a second pass sums it (NOTE [One pass or two] in program/divergences.py). The
 backward recomputes the probabilities block by block. Beyond inputs and gradients, the memory is a
 few blocks.
 """
@@ -24,7 +24,6 @@ from torch_streamkl.attention.problem import (
     bottom_right_offset,
 )
 from torch_streamkl.cpu import elementwise
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.divergences.row_state import (
     RowState,
     far_below,
@@ -35,6 +34,7 @@ from torch_streamkl.divergences.row_state import (
     state_of_scores,
     without_infinity,
 )
+from torch_streamkl.program.divergences import Bilinear
 
 
 @dataclass(frozen=True)

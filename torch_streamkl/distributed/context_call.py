@@ -17,8 +17,8 @@ from torch_streamkl.distributed.agreement import agree, together
 from torch_streamkl.distributed.arguments import bound, defaults, described
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.sequence import LOAD_BALANCES
-from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.divergences.names import divergence_text
+from torch_streamkl.program.divergences import Functional
 
 METHODS = ("gather", "heads", "ring")
 QUERIES_AND_KEYS = ("student_q", "student_k", "teacher_q", "teacher_k")

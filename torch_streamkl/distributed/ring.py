@@ -24,8 +24,8 @@ from torch_streamkl.attention.heuristics import LSE_UNIT, select_implementation
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.sequence import HEAD_TAIL, chunks_of
-from torch_streamkl.divergences.functional import Bilinear, Functional
 from torch_streamkl.divergences.row_state import RowState, finish, merge
+from torch_streamkl.program.divergences import Bilinear, Functional
 
 
 @dataclass(frozen=True)

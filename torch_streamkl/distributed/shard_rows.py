@@ -14,11 +14,11 @@ import math
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.divergences.row_state import RowState, finish, merge
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import LinearProblem, RowValues
 from torch_streamkl.linear.rows import gradient
+from torch_streamkl.program.divergences import Bilinear
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch_streamkl import checks
 from torch_streamkl.compiler_marks import assume_constant_result
-from torch_streamkl.divergences.functional import NAMES, named
+from torch_streamkl.program.divergences import NAMES, named
 
 Divergence = Literal["forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv"]
 Reduction = Literal["none", "mean", "sum", "batchmean"]

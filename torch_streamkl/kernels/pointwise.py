@@ -16,43 +16,22 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from torch_streamkl.divergences.functional import (
-    Expr,
-    Functional,
-    is_lifted,
-    is_weight,
-    mixture_shares,
-)
+from torch_streamkl.program.divergences import Functional, is_lifted, mixture_shares
+from torch_streamkl.program.graph import Node, walk
+from torch_streamkl.program.operations import OPERATIONS
 
 _ONE_INSTRUCTION = (
     'tl.inline_asm_elementwise("{0}.approx.ftz.f32 $0, $1;", "=f,f", [{1}], tl.float32, True, 1)'
 )
 # The logarithm of the smallest number is finite, and P and S below it are 0.
 _FAST_LOG2 = _ONE_INSTRUCTION.format("lg2", f"tl.maximum({{0}}, {2.0**-126!r})")
-# of a probability and a number that is far above the smallest (functional.is_lifted)
+# of a probability and a number that is far above the smallest (divergences.is_lifted)
 _FAST_CALLS = {
     "log": f"{_ONE_INSTRUCTION.format('lg2', '{0}')} * {math.log(2.0)!r}",
     "div": f"{{0}} * {_ONE_INSTRUCTION.format('rcp', '{1}')}",
 }
-_CALLS = {
-    "exp": "tl.exp({0})",
-    "log": "tl.log({0})",
-    "abs": "tl.abs({0})",
-    "sqrt": "tl.sqrt({0})",
-    "neg": "-{0}",
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "mul": "{0} * {1}",
-    "div": "{0} / {1}",
-    "max": "tl.maximum({0}, {1})",
-    "min": "tl.minimum({0}, {1})",
-    "ge": "{0} >= {1}",
-    "gt": "{0} > {1}",
-    "where": "tl.where({0}, {1}, {2})",
-    # both -inf: the maximum is returned, and every factor before it is 0
-    "logaddexp": "tl.where({0} == {1}, {0} + 0.6931471805599453, "
-    "tl.maximum({0}, {1}) + tl.log(1.0 + tl.exp(-tl.abs({0} - {1}))))",
-}
+# where kernels compute a divergence, no probability of a key that counts is NaN
+_PROPAGATE = ", propagate_nan=tl.PropagateNan.ALL"
 
 
 def source(functional: Functional, of_half: bool = False) -> str:
@@ -63,45 +42,43 @@ def source(functional: Functional, of_half: bool = False) -> str:
     log(P + eps) and 1 / (P + eps).
     """
     lines: list[str] = []
-    names: dict[Expr, str] = {}
-
-    def name_of(e: Expr) -> str:
-        if e.op == "const":
-            return (
-                f"float('{e.value}')"
-                if e.value in (float("inf"), -float("inf"))
-                else repr(e.value)
-            )
-        if not e.args:
-            return e.op
+    names: dict[Node, str] = {}
+    roots = (functional.expr, functional.student_grad, functional.teacher_grad)
+    for e in walk(roots, lambda e: not (of_half and mixture_shares(e))):
         splits = mixture_shares(e) if of_half else None
-        if splits is not None and e not in names:
-            mixture = f"{splits[0]!r} * P + {splits[1]!r} * S"
-            names[e] = f"x{len(names)}"
-            lines.append(f"{names[e]} = {_FAST_LOG2.format(mixture)} * {math.log(2.0)!r}")
-        if e not in names:
-            args = [name_of(a) for a in e.args]
-            if e.op == "mul":  # a key without probability contributes 0, whatever the other factor
-                for weight, other in ((0, 1), (1, 0)):
-                    if is_weight(e.args[weight]) and not _is_finite(e.args[other], of_half):
-                        args[other] = f"tl.where({args[weight]} == 0.0, 0.0, {args[other]})"
-            if e.op == "where" and e.args[0].op not in ("ge", "gt"):
-                args[0] = f"{args[0]} != 0.0"
-            is_fast = of_half and e.op in _FAST_CALLS and is_lifted(e.args[-1])
-            call = (_FAST_CALLS if is_fast else _CALLS)[e.op]
-            names[e] = f"x{len(names)}"
-            lines.append(f"{names[e]} = {call.format(*args)}")
-        return names[e]
-
-    results = [
-        name_of(e) for e in (functional.expr, functional.student_grad, functional.teacher_grad)
-    ]
+        if e.op == "const":
+            is_infinite = e.value in (math.inf, -math.inf)
+            names[e] = f"float('{e.value}')" if is_infinite else repr(e.value)
+            continue
+        if not e.args:
+            names[e] = e.op
+            continue
+        if splits is not None:
+            call = _FAST_LOG2.format(f"{splits[0]!r} * P + {splits[1]!r} * S")
+            call += f" * {math.log(2.0)!r}"
+        else:
+            call = _call(e, [names[a] for a in e.args], of_half)
+        names[e] = f"x{len(lines)}"
+        lines.append(f"{names[e]} = {call}")
+    results = [names[e] for e in roots]
     returned = ", ".join(f"{r} + 0.0 * P" if r[0] not in "xPSl" else r for r in results)
     body = "\n    ".join([*lines, f"return {returned}"])
     return f"@triton.jit\ndef helper(P, S, logP, logS):\n    # {functional.text}\n    {body}\n"
 
 
-def _is_finite(e: Expr, of_half: bool) -> bool:
+def _call(e: Node, args: list[str], of_half: bool) -> str:
+    if of_half and e.op in _FAST_CALLS and is_lifted(e.args[-1]):
+        return _FAST_CALLS[e.op].format(*args)
+    if e.is_guarded:  # a key without probability contributes 0, whatever the other factor
+        are_finite = [_is_finite(a, of_half) for a in e.args]
+        args = [
+            x if is_finite else f"tl.where({other} == 0.0, 0.0, {x})"
+            for x, other, is_finite in zip(args, args[::-1], are_finite, strict=True)
+        ]
+    return OPERATIONS[e.op].triton.replace(_PROPAGATE, "").format(*args)
+
+
+def _is_finite(e: Node, of_half: bool) -> bool:
     """Whether an expression cannot be infinite.
 
     Where helpers are ``of_half`` logarithms of probabilities are finite: the kernels that take
@@ -114,7 +91,7 @@ def _is_finite(e: Expr, of_half: bool) -> bool:
         return True
     if e.op in ("add", "sub", "mul", "neg", "abs"):
         return all(_is_finite(a, of_half) for a in e.args)
-    return is_weight(e) or (e.op == "const" and math.isfinite(e.value))
+    return e.is_finite
 
 
 @functools.lru_cache(maxsize=256)

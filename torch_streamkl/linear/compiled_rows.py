@@ -19,8 +19,8 @@ from torch_streamkl.attention.compiled_rows import (
     sums_of_terms,
     variables_of,
 )
-from torch_streamkl.divergences.functional import Functional
 from torch_streamkl.divergences.row_state import without_infinity
+from torch_streamkl.program.divergences import Functional
 
 # Of the input "numbers", in this order:
 NUMBERS = ("student_scale", "teacher_scale", "student_softcap", "teacher_softcap", "temperature")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Functional
+from torch_streamkl.program.divergences import Functional
 from torch_streamkl.runtime.workspace import (
     CPU_SHARE_OF_WEIGHTS,
     DEFAULT_WORKSPACE_MIB,
@@ -121,7 +121,7 @@ class RowValues:
     nats.
 
     ``statistics`` [7, num_tokens] has the lse of the student's and the teacher's scores, their
-    deltas (NOTE [Row gradient] in divergences/functional.py), the lse of the student's y, and the
+    deltas (NOTE [Row gradient] in program/divergences.py), the lse of the student's y, and the
     rounding errors of the first two.
 
     NOTE [Rounding of log-sum-exps]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_streamkl.divergences.functional import evaluate_logs
 from torch_streamkl.divergences.infinite_rows import with_infinite_rows
 from torch_streamkl.linear.problem import Head, LinearProblem
+from torch_streamkl.program.divergences import evaluate_logs
 
 
 def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:

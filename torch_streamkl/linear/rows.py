@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.cpu import elementwise
-from torch_streamkl.divergences.functional import Bilinear, Expr, evaluate
 from torch_streamkl.divergences.row_state import (
     RowState,
     finish,
@@ -24,6 +23,8 @@ from torch_streamkl.divergences.row_state import (
     without_infinity,
 )
 from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.program.divergences import Bilinear, evaluate
+from torch_streamkl.program.graph import Node
 from torch_streamkl.runtime.workspace import ranges
 
 BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive
@@ -116,7 +117,7 @@ def gradient(
             d_teacher = d_student
         else:
             variables = _variables(s.score, t.score, rows)
-            memo: dict[Expr, Tensor] = {}
+            memo: dict[Node, Tensor] = {}
             h = evaluate(functional.student_grad, variables, memo)
             g = evaluate(functional.teacher_grad, variables, memo)
             d_student = h - variables["S"] * rows.student_delta[:, None]

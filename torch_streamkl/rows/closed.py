@@ -1,8 +1,9 @@
-"""Recognises row programs that are a divergence which `attention_kl` or `linear_kl` computes.
+"""Recognises row programs that are divergences which `attention_kl` or `linear_kl` computes.
 
-With P and S the softmaxes of two plain products, times a number each, a program that is
-``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One meaning
-has one implementation (named.py): one pass where f allows it, Hopper kernels, few queries.
+With P and S the softmaxes of two plain products, times a number each, a program ``sum_j f(P_j,
+S_j, log P_j, log S_j)`` is what these operators compute. They have one implementation of it
+(named.py), with one pass if f allows it, Hopper kernels, and few queries. Program and divergence
+are expressions of one graph: f is the program with logP and logS for the logarithms.
 """
 
 from __future__ import annotations
@@ -11,25 +12,35 @@ import functools
 import math
 from dataclasses import dataclass
 
-from torch_streamkl.divergences.functional import (
+from torch_streamkl.program.divergences import (
     LOG_P,
     LOG_S,
-    Expr,
     Functional,
     P,
     S,
-    apply,
-    const,
     mixture_terms,
     render,
 )
+from torch_streamkl.program.graph import (
+    LOGSUMEXP,
+    SUM,
+    Node,
+    apply,
+    constant,
+    made,
+    rebuilt,
+    walk,
+    with_args,
+)
+from torch_streamkl.program.identities import is_weight, log_variable, multiple
+from torch_streamkl.program.masks import Keys
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import LOGSUMEXP, SUM, Keys, Program
+from torch_streamkl.rows.program import Program
 
 
 @dataclass(frozen=True)
 class Side:
-    """A softmax of a program."""
+    """Holds one softmax of a program."""
 
     dot: int
     scale: float
@@ -39,7 +50,7 @@ class Side:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """f as the operators take it, and what its sides are."""
+    """Holds f as the operators take it, and the two sides."""
 
     teacher: Side
     student: Side
@@ -74,165 +85,114 @@ def _form(program: Program) -> ClosedForm | None:
         or (not any(program.dot_heads) and program.keys != Keys())
     ):
         return None
-    value = program.reductions[program.outputs[0]]
+    value = program.reduced[program.outputs[0]]
     sides = [_side(program, number) for number in program.logsumexps]
-    if value.kind != SUM or None in sides:
+    if value.value.kind != SUM or None in sides:
         return None
     first, second = (s for s in sides if s is not None)
-    if {first.dot, second.dot} != {0, 1} or not _agree(program, value.node, (first, second)):
+    if {first.dot, second.dot} != {0, 1}:
         return None
     # the side without gradients is the teacher's
     teacher, student = (second, first) if second.is_detached else (first, second)
-    logs = {teacher.normaliser: LOG_P, student.normaliser: LOG_S}
-    expr = _Reader(program, logs).read(value.node)
-    return None if expr is None else ClosedForm(teacher, student, render(_teacher_first(expr)))
-
-
-def _teacher_first(e: Expr) -> Expr:
-    """A Jensen-Shannon divergence with its terms in the order in which it is known."""
-    if e.op == "add" and mixture_terms(swapped := Expr("add", e.args[::-1])) is not None:
-        return swapped
-    return e
+    logs = {program.reduced[x.normaliser]: v for x, v in ((teacher, LOG_P), (student, LOG_S))}
+    expr = _divergence(value.args[0], logs)
+    return None if expr is None else ClosedForm(teacher, student, render(expr))
 
 
 def _side(program: Program, number: int) -> Side | None:
     """A log-sum-exp of a product times a number."""
     scale, is_detached = 1.0, False
-    node = program.nodes[program.reductions[number].node]
-    while node.op != "dot":
-        match node.op:
-            case "detach":
-                is_detached = True
-                node = program.nodes[node.args[0]]
-            case "mul" | "div":
-                a, b = (program.nodes[x] for x in node.args)
-                if node.op == "mul" and a.op == "const":
-                    a, b = b, a
-                if b.op != "const" or not 0.0 < abs(b.value) < math.inf:
-                    return None
-                scale *= b.value if node.op == "mul" else 1.0 / b.value
-                node = a
-            case _:
-                return None
-    return Side(int(node.value), scale, number, is_detached)
-
-
-def _agree(program: Program, root: int, sides: tuple[Side, Side]) -> bool:
-    """Whether every use of a product is the side's score: with gradient, or without.
-
-    Scores are one node each (`Graph`), so that another score of a product is another node.
-    """
-    scores = {program.reductions[s.normaliser].node for s in sides}
-    stack, seen = [root], set()
-    while stack:
-        i = stack.pop()
-        if i in scores or i in seen:
+    x = program.reduced[number].args[0]
+    while x.op != "dot":
+        if x.op == "detach":
+            is_detached, x = True, x.args[0]
             continue
-        seen.add(i)
-        if program.nodes[i].op in ("dot", "detach"):
-            return False
-        stack += program.nodes[i].args
-    return True
+        factor, of = multiple(x)
+        if of is x or x.op == "neg" or not 0.0 < abs(factor) < math.inf:
+            return None
+        scale, x = scale * factor, of
+    return Side(int(x.value), scale, number, is_detached)
 
 
 MAX_OPERATIONS = 128  # more are a row program, whose values are computed once
 
 
-class _Reader:
+def _divergence(value: Node, logs: dict[Node, Node]) -> Node | None:
     """An element as an expression over P, S and their logarithms.
 
     Division, roots, and logarithms of what may be 0 are not read: a row program says what a
-    product with an infinity is, `attention_kl` what one with a probability of 0 is.
+    product with an infinity is, `attention_kl` what one with a probability of 0 is. Each product
+    of the program is read as the side's score, with gradient or without, or not at all.
     """
 
-    def __init__(self, program: Program, logs: dict[int, Expr]) -> None:
-        self.program, self.logs = program, logs
-        self.known: dict[int, Expr | None] = {}
-        self.sizes: dict[int, int] = {}
+    def is_logarithm(x: Node) -> bool:
+        """Whether a node is a score minus its own log-sum-exp."""
+        return x.op == "sub" and x.args[1] in logs and x.args[1].args[0] is x.args[0]
 
-    def read(self, index: int) -> Expr | None:
-        for i in range(index + 1):  # operands stand before what is made of them
-            if i not in self.known:
-                self._read_operation(i)
-        return self.known[index]
-
-    def _read_operation(self, index: int) -> None:
-        """An expression is a tree, in which a value that is used twice stands twice."""
-        args = self.program.nodes[index].args
-        self.sizes[index] = 1 + sum(self.sizes[a] for a in args)
-        fits = self.sizes[index] <= MAX_OPERATIONS
-        self.known[index] = self._read(index) if fits else None
-
-    def _read(self, index: int) -> Expr | None:
-        node = self.program.nodes[index]
-        if node.op == "const":
-            return const(node.value) if math.isfinite(node.value) else None
-        if node.op == "sub" and (log := self._logarithm(*node.args)) is not None:
-            return log
-        args = [self.known[a] for a in node.args] if node.op in _READ else [None]
-        found = [a for a in args if a is not None]
-        if len(found) != len(args):
-            return None
-        match node.op:
-            case "mul" | "mul0":
-                return _product(*found)
-            case "clamp_min":
-                return apply("max", *found) if found[1].op == "const" else None
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        if is_logarithm(x):
+            return logs[x.args[1]]
+        match x.op:
+            case "mul":
+                return _product(*args)
+            case "add":
+                return _sum(*args)
             case "log":
-                return _log(found[0])
-        if node.op == "add" and found[0].op == "const":
-            found.reverse()
-        return apply(node.op, *found)
+                return _mixture(args[0]) or apply("log", *args)
+        return with_args(x, args)
 
-    def _logarithm(self, a: int, b: int) -> Expr | None:
-        """score - its own log-sum-exp."""
-        node = self.program.nodes[b]
-        number = int(node.value)
-        if node.op != "reduction" or number not in self.logs:
+    if any(x.op == "logaddexp" for x in walk([value])):
+        return None
+    expr = rebuilt([value], change, lambda x: not is_logarithm(x))[value]
+    size: dict[Node, int] = {}
+    for x in walk([expr]):  # a text is a tree, in which a value that is used twice stands twice
+        size[x] = 1 + sum(size[a] for a in x.args)
+        if size[x] > MAX_OPERATIONS or not _is_read(x):
             return None
-        return self.logs[number] if self.program.reductions[number].node == a else None
+    return expr
 
 
-_READ = ("add", "sub", "mul", "mul0", "neg", "exp", "abs", "clamp_min", "log")
+def _is_read(x: Node) -> bool:
+    match x.op:
+        case "P" | "S" | "logP" | "logS" | "add" | "sub" | "mul" | "neg" | "exp" | "abs":
+            return True
+        case "const":
+            return math.isfinite(x.value)
+        case "clamp_min":
+            return x.args[1].op == "const"
+        case "logaddexp":
+            return all(_is_read(a) for a in x.args)
+        case "log":
+            (a,) = x.args
+            if a.op == "clamp_min" and (constant(a.args[1]) or 0.0) > 0.0:
+                a = a.args[0]
+            return a.op == "add" and is_weight(a.args[0]) and (constant(a.args[1]) or 0.0) > 0.0
+    return False
 
 
-def _product(a: Expr, b: Expr) -> Expr:
-    """With its numbers in front."""
+def _product(a: Node, b: Node) -> Node:
+    """With its numbers in front, and a probability after them."""
     for x, y in ((a, b), (b, a)):
         if x.op == "mul" and x.args[0].op == "const":
             return apply("mul", x.args[0], _product(x.args[1], y))
-    return apply("mul", b, a) if b.op == "const" else apply("mul", a, b)
+    is_later = a.op != "const" and (b.op == "const" or (is_weight(b) and not is_weight(a)))
+    return apply("mul", b, a) if is_later else apply("mul", a, b)
 
 
-def _log(a: Expr) -> Expr | None:
-    """Reads the logarithm of a mixture of P and S, or of a probability that something keeps above
-    0.
-    """
-    if a.op in ("P", "S", "exp"):
-        return apply("log", a)
-    if a.op == "max" and a.args[1].op == "const" and a.args[1].value > 0.0:
-        return apply("log", a) if _is_read_log(a.args[0]) else None
-    if a.op != "add":
+def _sum(a: Node, b: Node) -> Node:
+    """With its numbers last, and the teacher's term first in a Jensen-Shannon divergence."""
+    if a.op == "const" or mixture_terms(made("add", (b, a))) is not None:
+        a, b = b, a
+    return apply("add", a, b)
+
+
+def _mixture(x: Node) -> Node | None:
+    """The logarithm of a P + b S."""
+    if x.op != "add":
         return None
-    if _is_read_log(a):
-        return apply("log", a)
-    splits = dict(_share(x) for x in a.args)
-    if set(splits) != {P, S} or min(splits.values()) <= 0.0:
+    shares = {of: factor for factor, of in map(multiple, x.args)}
+    if set(shares) != {P, S} or min(shares.values()) <= 0.0:
         return None
-    terms = (apply("add", x, const(math.log(splits[y]))) for x, y in ((LOG_P, P), (LOG_S, S)))
+    logs = [log_variable(v) for v in (P, S)]
+    terms = (log + math.log(shares[v]) for v, log in zip((P, S), logs, strict=True) if log)
     return apply("logaddexp", *terms)
-
-
-def _is_read_log(a: Expr) -> bool:
-    """A probability, or one plus a positive number."""
-    if a.op == "add":
-        x, y = a.args if a.args[1].op == "const" else a.args[::-1]
-        return x in (P, S) and y.op == "const" and y.value > 0.0
-    return a in (P, S)
-
-
-def _share(x: Expr) -> tuple[Expr, float]:
-    """A distribution and its factor, if it is that."""
-    if x.op == "mul" and x.args[0].op == "const":
-        return x.args[1], x.args[0].value
-    return x, 1.0

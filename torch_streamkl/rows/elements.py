@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torch_streamkl.rows.expressions import BOOL, FLOAT, INT
+from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node, apply, const
 
 if TYPE_CHECKING:
     from torch_streamkl.rows.trace import Tracer
@@ -41,16 +41,15 @@ class Element:
 
     __array_ufunc__ = None  # a number of NumPy leaves its operators to these
 
-    def __init__(self, tracer: Tracer, index: int) -> None:
-        self._tracer, self._index = tracer, index
+    def __init__(self, tracer: Tracer, node: Node) -> None:
+        self._tracer, self._node = tracer, node
 
     def _apply(self, op: str, *args: Any) -> Element:
-        indices = [index_of(self._tracer, a) for a in args]
-        return Element(self._tracer, self._tracer.graph.apply(op, *indices))
+        return Element(self._tracer, apply(op, *(node_of(self._tracer, a) for a in args)))
 
     @property
     def _dtype(self) -> str:
-        return self._tracer.graph[self._index].dtype
+        return self._node.dtype
 
     def __pos__(self) -> Element:
         return self
@@ -81,9 +80,9 @@ class Element:
         tracer = next(x._tracer for x in every if isinstance(x, Element))
         given = dict(kwargs or {})
         if args and not isinstance(args[0], Element):
-            args = (Element(tracer, index_of(tracer, args[0])), *args[1:])
+            args = (Element(tracer, node_of(tracer, args[0])), *args[1:])
         elif not args and not isinstance(given.get("input"), Element):
-            given["input"] = Element(tracer, index_of(tracer, given.get("input")))
+            given["input"] = Element(tracer, node_of(tracer, given.get("input")))
         return _call(name, *args, **given)
 
     if TYPE_CHECKING:  # the operators, which are set below
@@ -145,13 +144,13 @@ def _call(name: str, /, *args: Any, **kwargs: Any) -> Element:
     return function(*bound.args, **bound.kwargs)
 
 
-def index_of(tracer: Tracer, value: Any) -> int:
+def node_of(tracer: Tracer, value: Any) -> Node:
     """Returns the node of an element or a number."""
     if isinstance(value, Element):
         if value._tracer is not tracer:
             raise ValueError("elements of two row programs cannot be combined")
-        return value._index
-    return tracer.graph.const(*number_of("", value))
+        return value._node
+    return const(*number_of("", value))
 
 
 def number_of(name: str, value: Any) -> tuple[float, str]:

@@ -11,17 +11,27 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch_streamkl.rows import operations
+from torch_streamkl.program import operations
+from torch_streamkl.program.graph import (
+    BLOCK_SUM,
+    BOOL,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    SUM,
+    apply,
+    cast,
+    const,
+    constant,
+)
 from torch_streamkl.rows.elements import (
     ALIASES,
     FUNCTIONS,
     Element,
     condition_of,
-    index_of,
+    node_of,
     number_of,
 )
-from torch_streamkl.rows.expressions import BOOL, INT
-from torch_streamkl.rows.program import LOGSUMEXP, SUM
 
 if TYPE_CHECKING:
     from torch_streamkl.rows.trace import Tracer
@@ -35,7 +45,7 @@ _OF_NUMBERS = {"sub", "neg", "abs", "relu", "floor", "ceil", "trunc", "remainder
 def _applied(op: str, x: Element, *others: Any) -> Element:
     """An operation of the table, refused where torch has none for conditions."""
     if op in _OF_NUMBERS:
-        are = [x._tracer.graph[index_of(x._tracer, a)].dtype == BOOL for a in (x, *others)]
+        are = [node_of(x._tracer, a).dtype == BOOL for a in (x, *others)]
         if all(are) or (op == "sub" and any(are)):
             raise TypeError(f"{op} takes numbers, as torch's, got a condition; use & | ^ ~")
     return x._apply(op, x, *others)
@@ -59,7 +69,7 @@ def _times(x: Any, alpha: Any, tracer: Tracer) -> Any:
     number, _ = number_of("alpha", alpha)
     if number == 1 and not isinstance(alpha, float):
         return x
-    scaled = Element(tracer, index_of(tracer, x))
+    scaled = Element(tracer, node_of(tracer, x))
     if scaled._dtype == BOOL:
         raise TypeError(f"alpha takes numbers, got a condition for alpha={alpha!r}")
     return scaled._apply("mul", x, alpha)
@@ -74,7 +84,7 @@ def _sub(input: Element, other: Any, *, alpha: Any = 1) -> Element:
 
 
 def _rsub(input: Element, other: Any, alpha: Any = 1) -> Element:
-    first = Element(input._tracer, index_of(input._tracer, other))
+    first = Element(input._tracer, node_of(input._tracer, other))
     return _applied("sub", first, _times(input, alpha, input._tracer))
 
 
@@ -85,7 +95,7 @@ def _div(input: Element, other: Any, *, rounding_mode: str | None = None) -> Ele
         case "floor":
             return _applied("floor_divide", input, other)
         case "trunc":
-            divisor = Element(input._tracer, index_of(input._tracer, other))
+            divisor = Element(input._tracer, node_of(input._tracer, other))
             if {input._dtype, divisor._dtype} <= {BOOL, INT}:
                 sizes = (x if x._dtype == BOOL else _applied("abs", x) for x in (input, divisor))
                 quotient = _applied("floor_divide", *sizes)
@@ -96,9 +106,9 @@ def _div(input: Element, other: Any, *, rounding_mode: str | None = None) -> Ele
 
 
 def _pow(input: Element, exponent: Any) -> Element:
-    tracer, graph = input._tracer, input._tracer.graph
+    tracer = input._tracer
     if isinstance(exponent, Element):
-        base = graph.constant(input._index)
+        base = constant(input._node)
         if base is None:
             raise NotImplementedError(
                 "a row program cannot express pow with an exponent that varies and a base that "
@@ -116,12 +126,11 @@ def _pow(input: Element, exponent: Any) -> Element:
         return (exponent * math.log(base))._apply("exp", exponent * math.log(base))
     number, dtype = number_of("the exponent of pow", exponent)
     if input._dtype == "float" or dtype == "float":
-        return Element(tracer, graph.power(graph.as_float(input._index), number))
+        return Element(tracer, apply("pow", cast(input._node, FLOAT), number))
     if number < 0:
         raise ValueError(f"integers have no negative powers, got {exponent}")
     operations.check_power(number)
-    node = graph[input._index]
-    one = Element(tracer, graph.const(1.0, INT, node.head, node.by_key))
+    one = Element(tracer, const(1.0, INT, input._node.axes))
     return functools.reduce(_binary("mul"), [input] * int(number), one)
 
 
@@ -134,7 +143,7 @@ def _sign(input: Element) -> Element:
 
 
 def _rpow(exponent: Element, base: Any) -> Element:
-    return _pow(Element(exponent._tracer, index_of(exponent._tracer, base)), exponent)
+    return _pow(Element(exponent._tracer, node_of(exponent._tracer, base)), exponent)
 
 
 def _clamp(input: Element, min: Any = None, max: Any = None) -> Element:
@@ -156,7 +165,7 @@ def _clamp_max(input: Element, max: Any) -> Element:
 
 def _reversed(function: Callable[..., Element]) -> Callable[[Element, Any], Element]:
     def method(self: Element, other: Any) -> Element:
-        return function(Element(self._tracer, index_of(self._tracer, other)), self)
+        return function(Element(self._tracer, node_of(self._tracer, other)), self)
 
     return method
 
@@ -260,15 +269,15 @@ def _sum(
     input: Element, over: Any = None, keepdim: bool = True, *, dim: Any = None, block: Any = None
 ) -> Element:
     """Sums over keys, blocks of them, or heads; the axis stays, whatever ``keepdim`` says."""
-    tracer, graph = input._tracer, input._tracer.graph
+    tracer = input._tracer
     if block is not None:
         _sums_of_blocks("sum", over if over is not None else dim, block)
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
             raise ValueError(f"block must be a positive number of keys, got {block!r}")
-        return Element(tracer, tracer.block_sum(input._index, block))
+        return Element(tracer, tracer.reduce(BLOCK_SUM, input._node, block))
     if _over("sum", over, dim) == "head":
-        return Element(tracer, graph.sum_heads(graph.as_float(input._index)))
-    return Element(tracer, tracer.reduce(SUM, input._index))
+        return Element(tracer, tracer.sum_heads(input._node))
+    return Element(tracer, tracer.reduce(SUM, input._node))
 
 
 def _sums_of_blocks(name: str, over: Any, block: Any) -> None:
@@ -280,16 +289,15 @@ def _mean(
     input: Element, over: Any = None, keepdim: bool = True, *, dim: Any = None, block: Any = None
 ) -> Element:
     _sums_of_blocks("mean", over, block)
-    tracer, graph = input._tracer, input._tracer.graph
+    tracer, head = input._tracer, input._node.head
     _over("mean", over, dim)
-    head = graph[input._index].head
-    total = Element(tracer, graph.sum_heads(graph.as_float(input._index)))
+    total = Element(tracer, tracer.sum_heads(input._node))
     return total * (1.0 / tracer.num_heads[head]) if head else total
 
 
 def _lse(name: str, input: Element, over: Any, dim: Any) -> Element:
     _over(name, over, dim)
-    return Element(input._tracer, input._tracer.reduce(LOGSUMEXP, input._index))
+    return Element(input._tracer, input._tracer.reduce(LOGSUMEXP, input._node))
 
 
 def _logsumexp(

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch_streamkl import checks, flop_counts
 from torch_streamkl.compiler_marks import disable
 from torch_streamkl.double_backward import differentiable_once
+from torch_streamkl.program.graph import Node, rebuilt, walk, with_args
+from torch_streamkl.program.steps import is_inside, row_value
 from torch_streamkl.registration import without_autocast
 from torch_streamkl.rows import derive, op, reference, tensors, trace_cache
-from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.tensors import Columns, Inputs
@@ -205,7 +206,7 @@ def row_program(
         every = op.row_program(inputs.tensors, program.text, is_differentiated, impl)
         results = [every[c] for c in program.outputs]
     values = dict(zip(traced.reductions, results, strict=True))
-    finished = reference.of_rows(problem, traced.nodes, traced.roots, values)
+    finished = reference.of_rows(problem, traced.roots, values)
     if inputs.row_shape is not None:
         finished = [x.reshape(*inputs.row_shape, *x.shape[3:]) for x in finished]
     names = traced.names
@@ -268,18 +269,17 @@ def _loss_of(
     traced: Traced, reduction: str, num_rows: int, learned: tuple[bool, ...]
 ) -> RowLoss | None:
     """Builds that loss from a traced program; None if it uses a tensor that needs a gradient."""
-    graph = Graph(list(traced.nodes))
     (root,) = traced.roots
-    if reduction == "mean":
-        root = graph.apply("mul", root, graph.const(1.0 / num_rows))
     numbers = dict(zip(traced.reductions, traced.program.outputs, strict=True))
-    for i in graph.used_by([root]):
-        node = graph[i]
-        if node.op == "capture" and learned[int(node.value)]:
-            return None
-        if node.op == "reduction":
-            graph.nodes[i] = node._replace(value=numbers[int(node.value)])
-    return RowLoss.of_nodes(graph.nodes, root, is_literal=False)
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        return row_value(numbers[x], x.head) if x in numbers else with_args(x, args)
+
+    if reduction == "mean":
+        root = root * (1.0 / num_rows)
+    if any(x.op == "capture" and learned[x.value] for x in walk([root], is_inside)):
+        return None
+    return RowLoss.of_node(rebuilt([root], change, is_inside)[root], is_literal=False)
 
 
 def _constants(inputs: tensors.Normalised) -> set[str]:

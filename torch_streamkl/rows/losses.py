@@ -14,34 +14,32 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torch_streamkl.program.derive import adjoints
+from torch_streamkl.program.graph import ONE, ROW, ZERO, Node, apply, literally, walk
+from torch_streamkl.program.steps import Schedule, Step, nodes_of, used_by
 from torch_streamkl.rows import tile
-from torch_streamkl.rows.expressions import FLOAT, Graph, Literal, Node
-from torch_streamkl.rows.operations import OPERATIONS
 from torch_streamkl.rows.problem import RowProblem, Slices, part
 from torch_streamkl.rows.tile import RowValue
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Holds nodes of a formula, the last of which is the value that each row adds.
+    """Holds steps of a formula, the last of which is the value that each row adds.
 
     "reduction" is a value of the program, by its number; "capture" a tensor of rows, by its place
     among those that come with the loss. A literal one computes what torch does of the same
     operations; one of a row program's function has that one's rules for 0 and infinity.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Step, ...]
     is_literal: bool
 
     @staticmethod
-    def of_nodes(nodes: Sequence[Node], root: int, is_literal: bool) -> RowLoss:
-        """Keeps what one node needs, and nothing else."""
-        moved: dict[int, int] = {}
-        found: list[Node] = []
-        for i in Graph(list(nodes)).used_by([root]):
-            moved[i] = len(found)
-            found.append(nodes[i]._replace(args=tuple(moved[a] for a in nodes[i].args)))
-        return RowLoss(tuple(found), is_literal)
+    def of_node(root: Node, is_literal: bool) -> RowLoss:
+        """Returns the loss of an expression of `steps.row_value` and tensors of rows."""
+        schedule = Schedule(is_literal=is_literal)
+        last = schedule[root]
+        return RowLoss(tuple(schedule.steps[: last + 1]), is_literal)
 
     @functools.cached_property
     def text(self) -> str:
@@ -57,36 +55,29 @@ class RowLoss:
     def of(text: str) -> RowLoss:
         """Returns the loss of a text."""
         nodes, is_literal = json.loads(text)
-        return RowLoss(tuple(Node(n[0], tuple(n[1]), *n[2:]) for n in nodes), is_literal)
+        return RowLoss(tuple(Step(n[0], tuple(n[1]), *n[2:]) for n in nodes), is_literal)
 
     @functools.cached_property
-    def slopes(self) -> tuple[tuple[Node, ...], dict[int, int]]:
-        """Returns the derivative by each reduction, as nodes after those of the loss."""
-        graph = (Literal if self.is_literal else Graph).of(self.nodes)
-        root = len(self.nodes) - 1
-        adjoints = {root: graph.const(1.0)}
-        found: dict[int, int] = {}
-        for i in range(root, -1, -1):
-            t, node = adjoints.get(i), self.nodes[i]
-            if t is None or node.op == "capture":
-                continue
-            if node.op == "reduction":
-                found[int(node.value)] = t
-                continue
-            rule = OPERATIONS[node.op].rule if node.op in OPERATIONS else None
-            for position, a in enumerate(node.args):
-                if rule is None or graph[a].dtype != FLOAT or graph[a].op == "const":
-                    continue
-                each = rule(graph, i, position, t)
-                adjoints[a] = graph.apply("add", adjoints[a], each) if a in adjoints else each
-        return tuple(graph.nodes), found
+    def slopes(self) -> tuple[tuple[Step, ...], dict[int, int]]:
+        """Returns the derivative by each reduction, as steps after those of the loss."""
+        build = literally if self.is_literal else apply
+        count = 1 + max((int(n.value) for n in self.nodes if n.op == "capture"), default=-1)
+        exprs = nodes_of(self.nodes, (), [frozenset((ROW,))] * count)
+        schedule = Schedule(is_literal=self.is_literal)
+        schedule.begin_with(self.nodes, exprs)
+        gradients = adjoints([(exprs[-1], ONE)], build)
+        found = {
+            x.value: schedule[gradients.get(x, ZERO)]
+            for x in walk(exprs[-1:])
+            if x.op == "reduction"
+        }
+        return tuple(schedule.steps), found
 
     @functools.cached_property
     def is_linear(self) -> bool:
         """Returns whether the derivatives are known before the values."""
         nodes, found = self.slopes
-        used = Graph(list(nodes)).used_by(list(found.values()))
-        return not any(nodes[i].op == "reduction" for i in used)
+        return not any(nodes[i].op == "reduction" for i in used_by(nodes, found.values()))
 
 
 def values(
@@ -117,7 +108,7 @@ def gradients(
 
 def _evaluated(
     problem: RowProblem,
-    nodes: Sequence[Node],
+    nodes: Sequence[Step],
     roots: Sequence[int],
     reductions: dict[int, Tensor],
     tensors: Sequence[Tensor],

@@ -35,10 +35,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.rows.expressions import BLOCK_SUM, Graph, Node
-from torch_streamkl.rows.operations import OPERATIONS
+from torch_streamkl.program.graph import (
+    BLOCK_SUM,
+    LOGSUMEXP,
+    Axis,
+    Node,
+    reduce,
+)
+from torch_streamkl.program.graph import (
+    KEY as KEYS,
+)
+from torch_streamkl.program.graph import (
+    ROW as ROWS,
+)
+from torch_streamkl.program.masks import ALL_KEYS, Keys
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.steps import Reduced, Schedule, Step, head_axes, nodes_of
 
-SUM, LOGSUMEXP, MAX = "sum", "logsumexp", "max"
 ROW, KEY, PAIR, COLUMNS, VALUES = "row", "key", "pair", "columns", "values"
 CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
 
@@ -58,36 +71,11 @@ class Capture:
     head: int
     ids: int = -1  # of values: the capture with the ids
 
-
-@dataclass(frozen=True)
-class Keys:
-    """Says which keys a row has. Row i is at the position of key i + num_keys - num_rows.
-
-    Blocks outside are skipped; keys that are not allowed take part in no reduction.
-    """
-
-    left: int | None = None  # keys before that position
-    right: int | None = None  # keys after it; 0 is causal
-    has_lengths: bool = False
-    has_mask: bool = False
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """Describes a per-row value: a reduction over the keys of a row.
-
-    A maximum has no derivative here.
-    """
-
-    kind: str
-    node: int
-    head: int
-    size: int = 0  # of a block_sum: keys of a block
-
     @property
-    def is_added(self) -> bool:
-        """Returns whether elements are added up, for each row or each of its blocks."""
-        return self.kind in (SUM, BLOCK_SUM)
+    def axes(self) -> frozenset[Axis]:
+        """Returns the axes of its elements."""
+        along = {ROW: {ROWS}, KEY: {KEYS}}.get(self.kind, {ROWS, KEYS})
+        return head_axes(self.head) | along
 
 
 @dataclass(frozen=True)
@@ -96,10 +84,10 @@ class Program:
 
     dot_heads: tuple[int, ...]
     captures: tuple[Capture, ...]
-    nodes: tuple[Node, ...]
-    reductions: tuple[Reduction, ...]
+    nodes: tuple[Step, ...]
+    reductions: tuple[Reduced, ...]
     outputs: tuple[int, ...]
-    keys: Keys = Keys()
+    keys: Keys = ALL_KEYS
 
     def __hash__(self) -> int:
         return self._hash  # every launch looks for its kernel by the program
@@ -131,8 +119,8 @@ class Program:
         return Program(
             tuple(heads),
             tuple(Capture(*c) for c in captures),
-            tuple(Node(n[0], tuple(n[1]), *n[2:]) for n in nodes),
-            tuple(Reduction(*r) for r in reductions),
+            tuple(Step(n[0], tuple(n[1]), *n[2:]) for n in nodes),
+            tuple(Reduced(*r) for r in reductions),
             tuple(outputs),
             Keys(*keys),
         )
@@ -168,6 +156,24 @@ class Program:
         return tuple(levels)
 
     @functools.cached_property
+    def exprs(self) -> tuple[Node, ...]:
+        """Returns the expressions that the steps compute."""
+        return tuple(nodes_of(self.nodes, self.reductions, [c.axes for c in self.captures]))
+
+    @functools.cached_property
+    def reduced(self) -> tuple[Node, ...]:
+        """Returns the reductions as expressions."""
+        return tuple(reduce(r.kind, KEYS, self.exprs[r.node], r.size) for r in self.reductions)
+
+    def schedule(self) -> Schedule:
+        """Returns a schedule that begins with the program's own steps."""
+        schedule = Schedule()
+        schedule.begin_with(self.nodes, self.exprs)
+        for x in self.reduced:
+            schedule.reduction(x)
+        return schedule
+
+    @functools.cached_property
     def logsumexps(self) -> tuple[int, ...]:
         """Returns the numbers of the log-sum-exps."""
         return tuple(c for c, r in enumerate(self.reductions) if r.kind == LOGSUMEXP)
@@ -185,81 +191,18 @@ class Program:
         return (*names, *["lengths"] * self.keys.has_lengths, *["mask"] * self.keys.has_mask)
 
 
-def canonical(program: Program) -> Program:
-    """Returns the same program without dead nodes, numbered in one order.
+def program_of(
+    dot_heads: tuple[int, ...], captures: tuple[Capture, ...], outputs: Sequence[Node], keys: Keys
+) -> Program:
+    """Returns the program of reductions: one, whatever order it was written in.
 
     Arguments of commutative operations are sorted by what they compute, and reductions stand in
     the order in which the outputs first need them.
     """
-    graph = Graph()
-    numbers: dict[int, int] = {}  # new number of each reduction
-    reductions: list[Reduction] = []
-    moved: dict[int, int] = {}
-    digests = _digests(program)
-
-    def move(index: int) -> int:
-        # operands before operations, without recursion: programs may be deep
-        stack = [index]
-        while stack:
-            i = stack[-1]
-            if i in moved:
-                stack.pop()
-                continue
-            node = program.nodes[i]
-            args = node.args
-            if node.op in OPERATIONS and OPERATIONS[node.op].is_commutative:
-                args = tuple(sorted(args, key=digests.__getitem__))
-            waiting = [a for a in reversed(args) if a not in moved]
-            if node.op == "reduction":
-                c = int(node.value)
-                if c not in numbers and program.reductions[c].node not in moved:
-                    waiting = [program.reductions[c].node]
-            if waiting:
-                stack += waiting
-                continue
-            if node.op == "reduction":
-                node = node._replace(value=number_of(int(node.value)))
-            moved[i] = graph.add(node._replace(args=tuple(moved[a] for a in args)))
-            stack.pop()
-        return moved[index]
-
-    def number_of(c: int) -> int:
-        if c not in numbers:
-            reduction = program.reductions[c]
-            node = move(reduction.node)
-            numbers[c] = len(reductions)
-            reductions.append(replace(reduction, node=node))
-        return numbers[c]
-
-    outputs = tuple([number_of(c) for c in program.outputs])
-    return Program(
-        program.dot_heads,
-        program.captures,
-        tuple(graph.nodes),
-        tuple(reductions),
-        outputs,
-        program.keys,
-    )
-
-
-def _digests(program: Program) -> list[str]:
-    """Computes a digest of each node's computation, whatever its number."""
-    digests: list[str] = []
-    of_reduction: dict[int, str] = {}
-    for node in program.nodes:
-        args = [digests[a] for a in node.args]
-        if node.op in OPERATIONS and OPERATIONS[node.op].is_commutative:
-            args.sort()
-        value: float | str = node.value
-        if node.op == "reduction":
-            c = int(node.value)
-            if c not in of_reduction:
-                reduction = program.reductions[c]
-                of_reduction[c] = reduction.kind + digests[reduction.node]
-            value = of_reduction[c]
-        text = f"{node.op}|{value}|{node.dtype}|{node.head}|{args}"
-        digests.append(hashlib.sha256(text.encode()).hexdigest())
-    return digests
+    schedule = Schedule(is_sorted=True)
+    numbers = tuple(schedule.reduction(x) for x in outputs)
+    steps, reductions = tuple(schedule.steps), tuple(schedule.reductions)
+    return Program(dot_heads, captures, steps, reductions, numbers, keys)
 
 
 def check(program: Program) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows.expressions import BLOCK_SUM, Node
+from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, MAX, Node
+from torch_streamkl.program.steps import Schedule
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import LOGSUMEXP, MAX
 from torch_streamkl.rows.tile import RowValue, RowValues, Values, allowed, evaluate, whole
 
-# NOTE [Zero annihilates] in expressions.py, for autograd: a gradient of 0 stays 0 next to an
+# NOTE [Zero annihilates] in program/graph.py, for autograd: a gradient of 0 stays 0 next to an
 # infinite slope.
 
 
@@ -160,18 +160,15 @@ def _connected(problem: RowProblem, value: Tensor) -> Tensor:
 
 
 def of_rows(
-    problem: RowProblem, nodes: tuple[Node, ...], roots: list[int], values: Values
+    problem: RowProblem, roots: Sequence[Node], values: dict[Node, Tensor]
 ) -> list[Tensor]:
     """Returns per-row values that are computed from reductions, differentiated by autograd."""
-    plain = {
-        i: values[int(nodes[i].value)] for i in roots if nodes[i].op in ("reduction", BLOCK_SUM)
-    }
-    rest = [i for i in roots if i not in plain]
+    schedule = Schedule()
+    rest = [schedule[x] for x in roots if x not in values]
     if not rest:
-        return [plain[i] for i in roots]
-    rows = {c: RowValue(x) for c, x in values.items()}
-    found = evaluate(problem, nodes, rest, whole(problem), rows, {}, run=GUARDED)
+        return [values[x] for x in roots]
+    rows = {schedule.reduction(x): RowValue(value) for x, value in values.items()}
+    found = evaluate(problem, schedule.steps, rest, whole(problem), rows, {}, run=GUARDED)
     size = (problem.batch, -1, problem.num_rows)
     shaped = (x.expand(problem.batch, -1, -1, 1)[..., 0].expand(size) for x in found)
-    every = plain | dict(zip(rest, shaped, strict=True))
-    return [every[i] for i in roots]
+    return [values[x] if x in values else next(shaped) for x in roots]

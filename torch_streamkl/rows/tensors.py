@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
+from torch_streamkl.program.masks import Keys
 from torch_streamkl.rows.program import (
     COLUMNS,
     KEY,
@@ -16,7 +17,6 @@ from torch_streamkl.rows.program import (
     ROW,
     VALUES,
     Capture,
-    Keys,
 )
 from torch_streamkl.rows.trace import POSITIONS, dtype_of
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows.expressions import Node
-from torch_streamkl.rows.operations import OPERATIONS
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.steps import Step, used_by
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW
 
@@ -154,7 +154,7 @@ def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> 
 
 def evaluate(
     problem: RowProblem,
-    nodes: Sequence[Node],
+    nodes: Sequence[Step],
     roots: Sequence[int],
     at: Slices,
     reductions: RowValues,
@@ -170,7 +170,7 @@ def evaluate(
     device, dtype = problem.operands[0][0].device, problem.compute_dtype
     results: dict[int, Tensor] = {}
     last_use: dict[int, int] = {}
-    order = _order(tuple(nodes), tuple(roots))
+    order = used_by(nodes, roots)
     for i in order:
         for a in nodes[i].args:
             last_use[a] = i
@@ -225,13 +225,3 @@ def evaluate(
             if last_use[a] == i and a not in keep:
                 del results[a]
     return [results[i] for i in roots]
-
-
-def _order(nodes: tuple[Node, ...], roots: tuple[int, ...]) -> list[int]:
-    needed, stack = set(roots), list(roots)
-    while stack:
-        for a in nodes[stack.pop()].args:
-            if a not in needed:
-                needed.add(a)
-                stack.append(a)
-    return sorted(needed)

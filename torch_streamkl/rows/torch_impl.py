@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_streamkl.rows import derive, losses, operations, tile
-from torch_streamkl.rows.expressions import Node
+from torch_streamkl.program import operations
+from torch_streamkl.program.steps import Step
+from torch_streamkl.rows import derive, losses, tile
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import KEY, PAIR, ROW, VALUES, Program
@@ -111,7 +112,7 @@ ON_CPU: dict[str, Callable[..., Tensor]] = {"mul0": _mul0, "div0": _div0}
 
 def _evaluate(
     problem: RowProblem,
-    nodes: Sequence[Node],
+    nodes: Sequence[Step],
     roots: Sequence[int],
     at: Slices,
     reductions: RowValues,

@@ -81,7 +81,7 @@ class ElementAlgebra:
         return None
 
     def combined(self, op: str, *operands: Placed, data: Any = None) -> Placed:
-        """Returns a pointwise operation by its name in `rows.operations`."""
+        """Returns a pointwise operation by its name in `program.operations`."""
         dims = self.aligned(*operands)
         return Placed(self.formula(op, *(x.formula for x in operands), data=data), dims)
 

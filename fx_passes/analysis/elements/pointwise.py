@@ -13,7 +13,7 @@ from torch_streamkl.fx_passes.analysis.elements.registry import Rule, rule
 from torch_streamkl.fx_passes.analysis.registry import Arguments
 from torch_streamkl.fx_passes.domain.row_elements import Formula, Placed
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.rows.operations import MAX_POWER
+from torch_streamkl.program.operations import MAX_POWER
 
 aten = torch.ops.aten
 

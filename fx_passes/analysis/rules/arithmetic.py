@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.divergences.functional import ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.softmax import (
     SoftmaxRules,
@@ -43,6 +42,7 @@ from torch_streamkl.fx_passes.domain.values import (
 )
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal, shape_of
+from torch_streamkl.program.graph import ZERO
 
 aten = torch.ops.aten
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from torch_streamkl.divergences.functional import ZERO, apply, const
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
@@ -23,6 +22,7 @@ from torch_streamkl.fx_passes.domain.values import (
     Shifted,
 )
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.program.graph import ZERO, apply
 
 aten = torch.ops.aten
 
@@ -106,13 +106,13 @@ class FunctionRules(MaskRules):
         if e is None:
             raise Unsupported("clamp of values that carry row weights")
         if low is not None:
-            x = x.map(lambda e: apply("max", e, const(low)))
+            x = x.map(lambda e: apply("clamp_min", e, low))
         if (
             high is not None
             and not (high >= 1.0 and e.op == "P")
             and not (high >= 0.0 and e.op == "logP")
         ):
-            x = x.map(lambda e: apply("min", e, const(high)))
+            x = x.map(lambda e: apply("clamp_max", e, high))
         return x
 
     @rule(aten.clamp_min.default, aten.clamp_min_.default)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.divergences.functional import ONE, ZERO
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.indices import IndexRules
 from torch_streamkl.fx_passes.domain.index_values import first_index, is_exact, promote, promoted
@@ -31,6 +30,7 @@ from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_one, shape_of
+from torch_streamkl.program.graph import ONE, ZERO
 
 aten = torch.ops.aten
 _EXPANSIONS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}

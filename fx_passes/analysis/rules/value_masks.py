@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.divergences.functional import ONE, ZERO, apply
 from torch_streamkl.fx_passes.analysis.registry import Arguments, rule
 from torch_streamkl.fx_passes.analysis.rules.masks import MaskRules
 from torch_streamkl.fx_passes.domain import element_algebra as elements
@@ -25,6 +24,7 @@ from torch_streamkl.fx_passes.domain.scores import IMPROBABLE, Masking, Scores
 from torch_streamkl.fx_passes.domain.values import Elements, Infinite, Number, Rows
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, provably_equal, shape_of
+from torch_streamkl.program.graph import ONE, ZERO, apply
 
 aten = torch.ops.aten
 

@@ -37,7 +37,7 @@ other; the bias is then read once for both. Two different biases keep running ma
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
-[One pass or two] in divergences/functional.py). So the lowest scores of a clamped side are kept,
+[One pass or two] in program/divergences.py). So the lowest scores of a clamped side are kept,
 and a row with a probability below its clamp gets NaN, as a row that fails does.
 """
 

@@ -19,7 +19,7 @@ known from their number, or from the bits of a mask.
 
 NOTE [Clamps]
 COEFFICIENTS is what a clamped divergence is for a row without a probability below a clamp (NOTE
-[One pass or two] in functional.py). So the lowest scores of a clamped side are kept, and a row
+[One pass or two] in divergences.py). So the lowest scores of a clamped side are kept, and a row
 with a probability below its clamp gets NaN, as a row that fails does.
 """
 

@@ -9,7 +9,6 @@ import os
 
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Form
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
@@ -19,6 +18,7 @@ from torch_streamkl.linear.triton.rows import (
     RowArgs,
     row_kernel,
 )
+from torch_streamkl.program.divergences import Bilinear
 from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import State
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
@@ -29,6 +28,7 @@ from torch_streamkl.linear.triton.launches import (
 )
 from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums, rest_of
 from torch_streamkl.linear.triton.rows import state_of_vocab as next_state
+from torch_streamkl.program.divergences import Bilinear
 from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]

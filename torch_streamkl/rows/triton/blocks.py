@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from torch_streamkl.program.graph import SUM
 from torch_streamkl.rows import derive, losses, tile, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
-from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, SUM, VALUES, Program
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, VALUES, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import maps

@@ -26,9 +26,11 @@ from torch_streamkl.kernels.tiles import (
     row_program_launch,
     shared_bytes,
 )
+from torch_streamkl.program.graph import BLOCK_SUM, SUM
+from torch_streamkl.program.steps import used_by
 from torch_streamkl.rows import derive, torch_impl
 from torch_streamkl.rows.problem import RowProblem
-from torch_streamkl.rows.program import BLOCK_SUM, ROW, SUM, Program
+from torch_streamkl.rows.program import ROW, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import source as row_source
 from torch_streamkl.rows.triton.lanes import (
@@ -39,7 +41,7 @@ from torch_streamkl.rows.triton.lanes import (
     store_blocks,
     store_last_block,
 )
-from torch_streamkl.rows.triton.writer import Source, used_by
+from torch_streamkl.rows.triton.writer import Source
 from torch_streamkl.runtime import launch as runtime
 from torch_streamkl.runtime.devices import dot_precision, gpu_limit, gpu_of, matmul_limit
 from torch_streamkl.runtime.launch import COMPILE_OPTIONS

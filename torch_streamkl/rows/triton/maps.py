@@ -24,10 +24,11 @@ from torch_streamkl.kernels.tiles import (
     one_dot_launch,
     sum_of_heads_launch,
 )
+from torch_streamkl.program.masks import Keys
+from torch_streamkl.program.steps import Step
 from torch_streamkl.rows import derive, tile
-from torch_streamkl.rows.expressions import Node
 from torch_streamkl.rows.problem import ALL, RowProblem, part
-from torch_streamkl.rows.program import COLUMNS, VALUES, Keys, Program
+from torch_streamkl.rows.program import COLUMNS, VALUES, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import source as row_source
@@ -47,7 +48,7 @@ INTERPRETED = TritonLaunch(4, 32, 4, 1)
 
 
 @functools.lru_cache(maxsize=256)
-def nodes_of(program: Program, which: str) -> tuple[Node, ...]:
+def nodes_of(program: Program, which: str) -> tuple[Step, ...]:
     """Returns the nodes that the forward, with or without derivatives, or the backward
     computes.
     """
@@ -65,7 +66,7 @@ def _behind_maps(program: Program, which: str) -> tuple[bool, ...]:
     return tuple(found)
 
 
-def _is_own_map(program: Program, node: Node) -> bool:
+def _is_own_map(program: Program, node: Step) -> bool:
     """Tells nodes that no kernel computes inside of a tile."""
     if node.op == "capture":
         return program.captures[int(node.value)].kind in (COLUMNS, VALUES)
@@ -75,7 +76,7 @@ def _is_own_map(program: Program, node: Node) -> bool:
 @functools.lru_cache(maxsize=512)
 def _with_maps(
     program: Program, which: str, roots: tuple[int, ...], axis: int
-) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+) -> tuple[tuple[Step, ...], tuple[int, ...]]:
     """Rewrites nodes for a kernel over the heads of an axis, and lists the tensors it reads.
 
     Elements that all heads share, and that come from maps, are one map.
@@ -95,7 +96,7 @@ def _with_maps(
                 seen.add(a)
                 stack.append(a)
     for i in found:
-        nodes[i] = Node("map", (), i, nodes[i].dtype, 0, True, nodes[i].is_finite)
+        nodes[i] = Step("map", (), i, nodes[i].dtype, 0, True, nodes[i].is_finite)
     return tuple(nodes), tuple(sorted(found))
 
 
@@ -119,7 +120,7 @@ def dots_of(program: Program, axis: int) -> list[int]:
     return [i for i, head in enumerate(program.dot_heads) if head == axis]
 
 
-def _insides(nodes: Sequence[Node], i: int) -> list[tuple[int, int]]:
+def _insides(nodes: Sequence[Step], i: int) -> list[tuple[int, int]]:
     """Returns what a map is computed from, with the axis of heads."""
     node = nodes[i]
     if node.op == "sum_heads":

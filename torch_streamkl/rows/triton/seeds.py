@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_streamkl.kernels.tiles import TritonLaunch, ceil_div
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.steps import used_by
 from torch_streamkl.rows import derive, losses
-from torch_streamkl.rows.expressions import Graph
 from torch_streamkl.rows.losses import RowLoss
-from torch_streamkl.rows.operations import OPERATIONS
 from torch_streamkl.rows.problem import RowProblem, Slices, part
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.torch_impl import Result
@@ -65,7 +65,7 @@ def _source(program: Program, loss: RowLoss) -> Source | None:
     def take(*names: str) -> None:
         arguments.extend(name for name in names if name not in arguments)
 
-    for i in Graph(list(nodes)).used_by(list(slopes.values())):
+    for i in used_by(nodes, slopes.values()):
         node = nodes[i]
         number = int(node.value) if node.op in ("reduction", "capture") else 0
         match node.op:

@@ -9,18 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, MAX, SUM
+from torch_streamkl.program.steps import Step, used_by
 from torch_streamkl.rows.derive import HEAD_OPERATIONS, BackwardPlan, forward_plan
-from torch_streamkl.rows.expressions import Node
-from torch_streamkl.rows.program import (
-    BLOCK_SUM,
-    COLUMNS,
-    LOGSUMEXP,
-    MAX,
-    SUM,
-    VALUES,
-    Program,
-)
-from torch_streamkl.rows.triton.writer import LOG2E, Source, Writer, used_by
+from torch_streamkl.rows.program import COLUMNS, VALUES, Program
+from torch_streamkl.rows.triton.writer import LOG2E, Source, Writer
 
 LOW, HIGH = "float('-inf')", "float('inf')"
 
@@ -57,7 +50,7 @@ def _start(w: Writer, block: str, positions: str) -> None:
 
 def sums_kernel(
     program: Program,
-    nodes: Sequence[Node],
+    nodes: Sequence[Step],
     slots: Mapping[int, tuple[int, str]],
     is_exact: bool,
 ) -> Source:
@@ -160,7 +153,7 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
 
 def rows_kernel(
     program: Program,
-    nodes: Sequence[Node],
+    nodes: Sequence[Step],
     roots: Mapping[int, int],
     sums: Mapping[int, int],
     is_exact: bool,
@@ -198,7 +191,7 @@ def rows_kernel(
 
 
 def columns_kernel(
-    program: Program, nodes: Sequence[Node], dot: int, node: int, is_exact: bool
+    program: Program, nodes: Sequence[Step], dot: int, node: int, is_exact: bool
 ) -> Source:
     """Writes the kernel of the gradient to a dot's column operand, summed over the heads that
     share it.
@@ -239,7 +232,7 @@ def columns_kernel(
 
 def maps_kernel(
     program: Program,
-    nodes: Sequence[Node],
+    nodes: Sequence[Step],
     roots: Sequence[int],
     is_exact: bool,
     is_summed: bool,
@@ -297,7 +290,7 @@ def maps_kernel(
     return w.source("row_program_sum_of_heads" if is_summed else "row_program_elements")
 
 
-def _dots_of(nodes: Sequence[Node], dots: Sequence[int]) -> list[int]:
+def _dots_of(nodes: Sequence[Step], dots: Sequence[int]) -> list[int]:
     """Lists the nodes of dots whose operands a gradient multiplies, computed or not."""
     return [i for i, n in enumerate(nodes) if n.op == "dot" and int(n.value) in dots]
 

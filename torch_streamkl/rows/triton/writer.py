@@ -12,9 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.rows.expressions import Node
-from torch_streamkl.rows.operations import OPERATIONS
-from torch_streamkl.rows.program import KEY, LOGSUMEXP, MAX, ROW, Program
+from torch_streamkl.program.graph import LOGSUMEXP, MAX
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.steps import Step, used_by
+from torch_streamkl.rows.program import KEY, ROW, Program
 
 CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
 LOG2E = math.log2(math.e)
@@ -48,7 +49,7 @@ class Writer:
     """
 
     def __init__(
-        self, program: Program, nodes: Sequence[Node], roots: Sequence[int], is_exact: bool
+        self, program: Program, nodes: Sequence[Step], roots: Sequence[int], is_exact: bool
     ) -> None:
         self.program, self.nodes, self.is_exact = program, nodes, is_exact
         self.order = used_by(nodes, roots)
@@ -468,17 +469,6 @@ class Writer:
         body = "\n".join(self.lines)
         text = f"@triton.jit\ndef {name}({head}):\n{body}\n"
         return Source(text, name, (*self.arguments, *constants), len(constants))
-
-
-def used_by(nodes: Sequence[Node], roots: Sequence[int]) -> list[int]:
-    """Returns what the wanted nodes need, in the order of computation."""
-    needed, stack = set(roots), list(roots)
-    while stack:
-        for a in nodes[stack.pop()].args:
-            if a not in needed:
-                needed.add(a)
-                stack.append(a)
-    return sorted(needed)
 
 
 def _power(x: str, exponent: float) -> str:

@@ -1,0 +1,1 @@
+"""Reads the user's graph into programs (torch_streamkl/program)."""

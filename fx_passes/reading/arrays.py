@@ -1,0 +1,237 @@
+"""Represents tensors as an expression, and for each dimension the axes that it runs through.
+
+Every view, slice, gather and selection substitutes index expressions for axes
+(`reductions.substitute`). Axes are variables: if two tensors meet, those of one are renamed. There
+are no strides. A dimension is an ordered list of whole axes, the leading one first, and an axis
+that is split elsewhere becomes two axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative, product
+from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, intern, size_of
+from torch_streamkl.program.reductions import fresh_axis, substitute
+
+Dim = tuple[Axis, ...]
+
+
+class NoView(ValueError):
+    """Raised for a view that no substitution of whole axes is."""
+
+
+class Sizes:
+    """Multiplies and divides sizes. A reader of symbolic sizes has its own, with its extents."""
+
+    def product(self, sizes: Iterable[Size]) -> Size:
+        return math.prod(sizes)  # type: ignore[arg-type]  # of numbers
+
+    def quotient(self, a: Size, b: Size) -> Size | None:
+        """Returns a / b where it is provably an integer."""
+        if a is b:
+            return 1
+        if not (isinstance(a, int) and isinstance(b, int)):
+            return a if b == 1 else None
+        return a // b if b and a % b == 0 else None
+
+
+NUMBERS = Sizes()
+
+
+@dataclass(frozen=True)
+class Array:
+    """Represents a tensor; a dimension without axes has size 1."""
+
+    expr: Node
+    dims: tuple[Dim, ...] = ()
+    sizes: Sizes = NUMBERS
+
+    def size(self, d: int) -> Size:
+        return self.sizes.product(a.size for a in self.dims[d])  # type: ignore[misc]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return tuple(self.size(d) for d in range(len(self.dims)))
+
+    def map(self, function: Callable[[Node], Node]) -> Array:
+        return replace(self, expr=function(self.expr))
+
+
+def new_dims(shape: Sequence[Size]) -> tuple[Dim, ...]:
+    """Returns a new axis for each dimension that has an index."""
+    return tuple(() if size == 1 else (fresh_axis(size),) for size in shape)
+
+
+def position(dim: Dim) -> Node:
+    """Returns the index of a dimension as an expression of its axes."""
+    terms, stride = list[tuple[float, Node]](), const(1, INT)
+    for a in reversed(dim):
+        assert a.size is not None
+        terms.append((1.0, product(stride, index(a))))
+        stride = product(stride, size_of(a.size))
+    return linear(0.0, terms)
+
+
+def renamed(x: Array, names: dict[Axis, Axis]) -> Array:
+    """Returns a tensor with other axes in place of some."""
+    expr = substitute(x.expr, {a: index(b) for a, b in names.items()})
+    return replace(x, expr=expr, dims=tuple(tuple(names.get(a, a) for a in d) for d in x.dims))
+
+
+def _split(x: Array, axis: Axis, outer: Size, inner: Size) -> Array:
+    """An axis as two: index = outer * size of inner + inner."""
+    parts = fresh_axis(outer), fresh_axis(inner)
+    expr = substitute(x.expr, {axis: position(parts)})
+    dims = (tuple(b for a in d for b in (parts if a == axis else (a,))) for d in x.dims)
+    return replace(x, expr=expr, dims=tuple(dims))
+
+
+def refined(x: Array, d: int, sizes: Sequence[Size]) -> Array:
+    """Splits the axes of a dimension, so that a product of leading ones is each of the sizes."""
+    k, rest = 0, [s for s in sizes if s != 1]
+    while k < len(x.dims[d]) and rest:
+        axis, wanted = x.dims[d][k], rest[0]
+        assert axis.size is not None
+        if (left := x.sizes.quotient(wanted, axis.size)) is not None:
+            rest = [left, *rest[1:]] if left != 1 else rest[1:]
+        elif (inner := x.sizes.quotient(axis.size, wanted)) is not None:
+            x, rest = _split(x, axis, wanted, inner), rest[1:]
+        else:
+            raise NoView(f"axes of {axis.size} and {wanted} do not divide each other")
+        k += 1
+    return x
+
+
+def reshaped(x: Array, shape: Sequence[Size]) -> Array:
+    """Returns a view of another shape; -1 is not among its sizes."""
+    flat = refined(replace(x, dims=(tuple(a for d in x.dims for a in d),)), 0, shape)
+    axes, dims = list(flat.dims[0]), list[Dim]()
+    for size in shape:
+        own, left = list[Axis](), size
+        while left != 1:
+            if not axes or axes[0].size is None:
+                raise NoView(f"a view of {x.shape} as {tuple(shape)}")
+            rest = x.sizes.quotient(left, axes[0].size)
+            if rest is None:
+                raise NoView(f"a view of {x.shape} as {tuple(shape)}")
+            own.append(axes.pop(0))
+            left = rest
+        dims.append(tuple(own))
+    if axes:
+        raise NoView(f"a view of {x.shape} as {tuple(shape)}")
+    return replace(flat, dims=tuple(dims))
+
+
+def expanded(x: Array, shape: Sequence[Size]) -> Array:
+    """Returns a tensor broadcast to a shape: along axes that its expression lacks."""
+    dims = ((),) * (len(shape) - len(x.dims)) + x.dims
+    new = (d or ((fresh_axis(n),) if n != 1 else ()) for d, n in zip(dims, shape, strict=True))
+    return replace(x, dims=tuple(new))
+
+
+def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
+    """Returns the expressions of tensors that broadcast together, with the same axes in each."""
+    rank = max(len(x.dims) for x in arrays)
+    every = [replace(x, dims=((),) * (rank - len(x.dims)) + x.dims) for x in arrays]
+    for d in range(rank):
+        for _ in every:  # boundaries of one split others
+            for i, x in enumerate(every):
+                for y in every:
+                    if x.dims[d] and y.dims[d] and x.dims[d] != y.dims[d]:
+                        x = every[i] = refined(x, d, [a.size or 1 for a in y.dims[d]])
+    dims = list[Dim]()
+    taken = set[Axis]()
+    for d in range(rank):
+        own = next((x.dims[d] for x in every if x.dims[d]), ())
+        own = tuple(fresh_axis(a.size) if a in taken else a for a in own)
+        taken |= set(own)
+        for x in every:
+            if x.dims[d] and [a.size for a in x.dims[d]] != [a.size for a in own]:
+                raise NoView(f"tensors of {x.shape} and {own} meet")
+        dims.append(own)
+    exprs = []
+    for x in every:
+        names = dict[Axis, Axis]()
+        for d, own in enumerate(dims):
+            names |= dict(zip(x.dims[d], own, strict=False)) if x.dims[d] else {}
+        exprs.append(substitute(x.expr, {a: index(b) for a, b in names.items() if a != b}))
+    return exprs, tuple(dims)
+
+
+def with_one_axis(x: Array, d: int) -> Array:
+    """Returns a tensor whose dimension runs through one axis: others are digits of it."""
+    if len(x.dims[d]) <= 1:
+        return x
+    axis = fresh_axis(x.size(d))
+    theta, stride = dict[Axis, Node](), const(1, INT)
+    for a in reversed(x.dims[d]):
+        assert a.size is not None
+        digit = _divided("floor_divide", index(axis), stride)
+        is_leading = a == x.dims[d][0]
+        theta[a] = digit if is_leading else _divided("remainder", digit, size_of(a.size))
+        stride = product(stride, size_of(a.size))
+    dims = tuple((axis,) if i == d else y for i, y in enumerate(x.dims))
+    return replace(x, expr=substitute(x.expr, theta), dims=dims)
+
+
+def _divided(op: str, a: Node, b: Node) -> Node:
+    if b.op == "const" and b.value == 1.0:
+        return a if op == "floor_divide" else const(0, INT)
+    high = b.range[1] - 1.0 if op == "remainder" else a.range[1]
+    axes = a.axes | b.axes
+    return intern(op, (a, b), None, INT, axes, True, (0.0, max(high, 0.0)))
+
+
+def indexed(x: Array, d: int, at: Node, dims: Sequence[Dim]) -> Array:
+    """Returns a dimension read at an index expression, whose dimensions take its place.
+
+    A select has none and a constant, a slice ``start + step * f``, a gather a captured index.
+    """
+    x = with_one_axis(x, d)
+    axis = x.dims[d]
+    expr = substitute(x.expr, {axis[0]: at}) if axis else x.expr
+    return replace(x, expr=expr, dims=(*x.dims[:d], *dims, *x.dims[d + 1 :]))
+
+
+def sliced(x: Array, d: int, start: int, count: Size, step: int = 1) -> Array:
+    """Returns a slice, read along a new axis."""
+    if count == x.size(d) and start == 0 and step == 1:
+        return x
+    if count == 1:
+        return indexed(x, d, const(start, INT), [()])
+    axis = fresh_axis(count)
+    return indexed(x, d, linear(float(start), [(float(step), index(axis))]), [(axis,)])
+
+
+def padded(x: Array, d: int, before: int, size: Size, fill: float) -> Array:
+    """Returns a tensor padded to a size with a number: read inside, the number outside."""
+    inside, axis = size_of(x.size(d)), fresh_axis(size)
+    at = linear(-float(before), [(1.0, index(axis))])
+    shifted = indexed(x, d, at, [(axis,)])
+    is_inside = all_of(nonnegative(at), nonnegative(linear(-1.0, [(1.0, inside), (-1.0, at)])))
+    return shifted.map(lambda e: choose(is_inside, e, const(fill, e.dtype)))
+
+
+def concatenated(parts: Sequence[Array], d: int) -> Array:
+    """Returns tensors after each other: a `where` of the position."""
+    sizes = parts[0].sizes
+    counts = [x.size(d) for x in parts]
+    if not all(isinstance(n, int) for n in counts):
+        raise NoView("tensors of symbolic sizes are concatenated")
+    axis = fresh_axis(sum(counts))  # type: ignore[arg-type]  # numbers
+    shifted, offset = list[Array](), 0
+    for x, n in zip(parts, counts, strict=True):
+        at = linear(-float(offset), [(1.0, index(axis))])
+        shifted.append(indexed(x, d, at, [(axis,)]))
+        offset += n  # type: ignore[operator]
+    exprs, dims = met(*shifted)
+    result, start = exprs[-1], offset - counts[-1]  # type: ignore[operator]
+    for expr, n in zip(exprs[-2::-1], counts[-2::-1], strict=True):
+        result = choose(
+            nonnegative(linear(start - 1.0, [(-1.0, index(dims[d][0]))])), expr, result
+        )
+        start -= n  # type: ignore[operator]
+    return Array(result, dims, sizes)

@@ -1,0 +1,146 @@
+"""Evaluates an expression on tensors: the meaning of the graph, in float64, for tests and checks.
+
+One dimension an axis. Nothing is fast here: what runs is written by rows/ and kernels/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, Node, ordered, walk
+from torch_streamkl.program.operations import OPERATIONS, mul0
+
+_TYPES = {"bool": torch.bool, INT: torch.int64, FLOAT: torch.float64}
+Placed = tuple[Tensor, tuple[Axis, ...]]
+
+
+def evaluate(
+    root: Node,
+    tensors: Mapping[Any, Tensor],
+    sizes: Mapping[Axis | Any, int] | None = None,
+    order: Sequence[Axis] | None = None,
+) -> Tensor:
+    """Returns the values of an expression, with its free axes as dimensions in this order.
+
+    ``tensors`` are those of captures and variables by their values, ``sizes`` those of axes and
+    extents that are no numbers. An index that is out of range reads some element: what selects
+    it is a `where` that does not.
+    """
+    return _Evaluation(tensors, sizes or {}).run(root, order)
+
+
+class _Evaluation:
+    def __init__(self, tensors: Mapping[Any, Tensor], sizes: Mapping[Any, int]) -> None:
+        self.tensors, self.sizes = tensors, sizes
+        self.bound: dict[Axis, Tensor] = {}
+
+    def size(self, axis: Axis) -> int:
+        known = self.sizes.get(axis, axis.size)
+        return known if isinstance(known, int) else self.sizes[known]
+
+    def run(self, root: Node, order: Sequence[Axis] | None) -> Tensor:
+        done: dict[Node, Placed] = {}
+        for x in walk([root]):
+            done[x] = self._value(x, [done[a] for a in x.args])
+        value, axes = done[root]
+        wanted = tuple(axes if order is None else order)
+        for a in wanted:
+            if a not in axes:
+                value, axes = value.unsqueeze(-1).expand(*value.shape, self.size(a)), (*axes, a)
+        return value.permute([axes.index(a) for a in wanted])
+
+    def _value(self, x: Node, args: Sequence[Placed]) -> Placed:
+        match x.op:
+            case "const":
+                return torch.tensor(x.value).to(_TYPES[x.dtype]), ()
+            case "index":
+                return torch.arange(self.size(x.value)), (x.value,)
+            case "size":
+                return torch.tensor(self.sizes[x.value]), ()
+            case "P" | "S" | "logP" | "logS":
+                return self.tensors[x.op, x.value], ()
+        tensors, axes = _aligned(args)
+        if x.op in ("capture", "dot"):
+            return self._captured(x, tensors, axes)
+        if x.op in ("reduce", "log_softmax"):
+            axis = x.value.axis if x.op == "reduce" else x.value
+            if axis not in axes:
+                tensors = [tensors[0].unsqueeze(-1)]
+                tensors[0] = tensors[0].expand(*tensors[0].shape[:-1], self.size(axis))
+                axes = (*axes, axis)
+            d = axes.index(axis)
+            if x.op == "log_softmax":
+                return tensors[0].log_softmax(d), axes
+            reduction = _REDUCTIONS[x.value.kind]
+            return reduction(tensors[0], d), axes[:d] + axes[d + 1 :]
+        return self._pointwise(x, tensors), axes
+
+    def _captured(self, x: Node, at: Sequence[Tensor], axes: tuple[Axis, ...]) -> Placed:
+        tensor = self.tensors[x.value if x.op == "capture" else (x.op, x.value)]
+        if tensor.is_floating_point():
+            tensor = tensor.double()
+        if not at:
+            return tensor, tuple(ordered(x.axes))
+        places = [t.long().clamp(0, n - 1) for t, n in zip(at, tensor.shape, strict=True)]
+        return tensor[tuple(torch.broadcast_tensors(*places))], axes
+
+    def _pointwise(self, x: Node, args: Sequence[Tensor]) -> Tensor:
+        match x.op:
+            case "linear":
+                total = torch.tensor(x.value[0]).to(_TYPES[x.dtype])
+                for c, t in zip(x.value[1], args, strict=True):
+                    total = total + torch.tensor(c).to(_TYPES[x.dtype]) * t
+                return total
+            case "product" | "mul":
+                total = args[0]
+                for t in args[1:]:
+                    total = mul0(total, t)
+                return total
+            case "nonnegative":
+                return args[0] >= 0
+            case "and" | "or":
+                total = torch.tensor(x.op == "and")
+                for t in args:
+                    total = total & t if x.op == "and" else total | t
+                return total
+            case "logaddexp" if len(args) > 2:
+                return torch.stack(torch.broadcast_tensors(*args)).logsumexp(0)
+            case "where":
+                condition, a, b = args
+                return torch.where(condition, a.to(_TYPES[x.dtype]), b.to(_TYPES[x.dtype]))
+            case "round":
+                return args[0].to(getattr(torch, x.value)).to(args[0].dtype)
+            case "pow":
+                return args[0] ** x.value
+        return OPERATIONS[x.op].run(*args)
+
+
+def _log_sum_exp(x: Tensor, d: int) -> Tensor:
+    """-inf where all are, with a gradient of 0."""
+    is_empty = (x == -math.inf).all(d, keepdim=True)
+    total = x.masked_fill(is_empty, 0.0).logsumexp(d)
+    return total.masked_fill(is_empty.squeeze(d), -math.inf)
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sum": lambda x, d: x.sum(d),
+    LOGSUMEXP: _log_sum_exp,
+    MAX: lambda x, d: x.amax(d),
+    ANY: lambda x, d: x.any(d),
+}
+
+
+def _aligned(args: Sequence[Placed]) -> tuple[list[Tensor], tuple[Axis, ...]]:
+    """Tensors with one dimension for each of their axes."""
+    axes = tuple(dict.fromkeys(a for _, own in args for a in own))
+    found = []
+    for tensor, own in args:
+        permuted = tensor.permute(sorted(range(len(own)), key=lambda i: axes.index(own[i])))
+        shape = iter(permuted.shape)
+        found.append(permuted.reshape([next(shape) if a in own else 1 for a in axes]))
+    return found, axes

@@ -1,0 +1,345 @@
+"""The expression graph: its normal form means what is written, and views are substitutions.
+
+Each identity is evaluated in float64 on finite scores, on scores with -inf and NaN, and with a row
+that has no key. The normal form may have a number where what is written is NaN, nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.evaluate_program import evaluate
+from torch_streamkl.fx_passes.reading import arrays
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.program import canonical, masks
+from torch_streamkl.program.graph import (
+    ANY,
+    BOOL,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    MAX,
+    SUM,
+    Axis,
+    Extent,
+    Node,
+    apply,
+    capture,
+    const,
+    index,
+    literally,
+    reduce,
+    size_of,
+    walk,
+)
+from torch_streamkl.program.reductions import (
+    Source,
+    detached,
+    fresh_axis,
+    rounded,
+    substitute,
+)
+from torch_streamkl.program.reductions import canonical as normal
+
+NUM_ROWS, NUM_KEYS = 5, 7
+ROW, KEY = Axis("row", NUM_ROWS), Axis("key", NUM_KEYS)
+X, Y = (capture(name, FLOAT, frozenset((ROW, KEY))) for name in "xy")
+M = capture("m", BOOL, frozenset((ROW, KEY)))
+R = capture("r", FLOAT, frozenset((ROW,)))
+K = capture("k", BOOL, frozenset((KEY,)))
+CAUSAL = apply("le", index(KEY), index(ROW))
+
+
+def lse(x: Node) -> Node:
+    return reduce(LOGSUMEXP, KEY, x)
+
+
+def total(x: Node) -> Node:
+    return reduce(SUM, KEY, x)
+
+
+def exp(x: Node) -> Node:
+    return apply("exp", x)
+
+
+def log(x: Node) -> Node:
+    return apply("log", x)
+
+
+def where(c: Node, a: Node | float, b: Node | float) -> Node:
+    return apply("where", c, a, b)
+
+
+def softmax(x: Node) -> Node:
+    return exp(x - lse(x))
+
+
+MASKED = where(M, X, -math.inf)
+# what is written, and another way to write it
+SAME: dict[str, tuple[Node, Node]] = {
+    "order of a sum": (X + Y + R, R + (Y + X)),
+    "scale and temperature": ((X * 0.5) / 4.0 + 1.0 - 1.0, X * 0.125),
+    "a difference of nothing": (X - X + Y, Y),
+    "a product's order": (X * (Y * R), (R * X) * Y),
+    "a number of a product": ((X * 2.0) * (Y * 3.0), (X * Y) * 6.0),
+    "a softmax by hand": (exp(X) / total(exp(X)), softmax(X)),
+    "a softmax shifted by hand": (
+        exp(X - reduce(MAX, KEY, X)) / total(exp(X - reduce(MAX, KEY, X))),
+        softmax(X),
+    ),
+    "a log-softmax of scaled scores": (X * 0.5 - lse(X * 0.5), log(softmax(X * 0.5))),
+    "a log-softmax in pieces": ((Y + X) - (R + lse(X)), Y + ((X - lse(X)) - R)),
+    "the logarithm of a softmax by hand": (log(exp(X) / total(exp(X))), X - lse(X)),
+    "the shift of a log-sum-exp": (lse(X + R), lse(X) + R),
+    "a sum of exponentials": (log(total(exp(X))), lse(X)),
+    "a softmax sums to one": (total(softmax(X)), total(softmax(Y))),
+    "a log-softmax has no normaliser": (lse(X - lse(X)), lse(Y - lse(Y))),
+    "a factor of the row": (total(X * R), R * total(X)),
+    "a divisor of the row": (total(X / R), total(X) / R),
+    "a mixture": (
+        log(softmax(X) * 0.25 + softmax(Y) * 0.75),
+        apply("logaddexp", (Y - lse(Y)) + math.log(0.75), (X - lse(X)) + math.log(0.25)),
+    ),
+    "a mask that is multiplied": (X * M, where(M, X, 0.0)),
+    "masks after each other": (
+        where(M, where(K, X, -math.inf), -math.inf),
+        where(apply("and", K, M), X, -math.inf),
+    ),
+    "a fill on the left": (where(apply("not", CAUSAL), -math.inf, X), where(CAUSAL, X, -math.inf)),
+    "what a mask hides": (where(M, where(M, X, Y), R), where(M, X, R)),
+    "a comparison of positions": (
+        where(apply("gt", index(KEY), index(ROW)), 0.0, X),
+        where(apply("ge", index(ROW), index(KEY)), X, 0.0),
+    ),
+    "exp of a filled score": (exp(MASKED), where(M, exp(X), 0.0)),
+    "a probability that is clamped": (
+        log(apply("clamp_min", softmax(X), 1e-6)),
+        apply("clamp_min", X - lse(X), math.log(1e-6)),
+    ),
+    "log of a quotient": (log(softmax(X) / softmax(Y)), (X - lse(X)) - (Y - lse(Y))),
+    "the square": (apply("pow", X - Y, 2.0), (X - Y) * (X - Y)),
+    "conditions of a row": (
+        total(where(apply("and", M, apply("gt", R, 0.0)), X, 0.0)),
+        where(apply("gt", R, 0.0), total(where(M, X, 0.0)), 0.0),
+    ),
+    "a divergence": (
+        total(softmax(MASKED) * (log(softmax(MASKED)) - log(softmax(Y)))),
+        total((MASKED - lse(MASKED) - Y + lse(Y)) * softmax(MASKED)),
+    ),
+}
+
+
+def _tensors(kind: str) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(NUM_ROWS, NUM_KEYS, generator=g, dtype=torch.float64) for _ in range(2))
+    m = torch.rand(NUM_ROWS, NUM_KEYS, generator=g) < 0.6
+    m[:, 0] = True
+    if kind == "infinite":
+        x[1, 2], x[2, 3], y[1, 2] = -math.inf, math.nan, -math.inf
+    if kind == "empty":
+        x[3], m[1] = -math.inf, False
+    r = torch.randn(NUM_ROWS, generator=g, dtype=torch.float64)
+    return {"x": x, "y": y, "m": m, "r": r, "k": torch.arange(NUM_KEYS) != 2}
+
+
+@pytest.mark.parametrize("kind", ["finite", "infinite", "empty"])
+@pytest.mark.parametrize("name", SAME)
+def test_normal_form_means_what_is_written(name: str, kind: str) -> None:
+    tensors = _tensors(kind)
+    for written in SAME[name]:
+        expected = evaluate(written, tensors, order=[ROW, KEY])
+        found = evaluate(normal(written), tensors, order=[ROW, KEY])
+        known = ~expected.isnan()
+        assert known.any() and (kind != "finite" or known.all())
+        torch.testing.assert_close(found[known], expected[known])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_ways_to_write_one_thing_have_one_form(name: str) -> None:
+    a, b = map(normal, SAME[name])
+    assert a is b
+    assert normal(a) is a
+
+
+def test_expressions_that_differ_have_different_forms() -> None:
+    for a, b in [
+        (softmax(X), softmax(Y)),
+        (lse(X), lse(X * 2.0)),
+        (where(M, X, 0.0), where(K, X, 0.0)),
+        (where(M, X, -1e4), X),
+        (rounded(X, "bfloat16"), X),
+        (total(X * Y), total(X) * total(Y)),
+        (where(M, softmax(X), 0.0), softmax(MASKED)),
+    ]:
+        assert normal(a) is not normal(b)
+
+
+def test_masked_probabilities_sum_to_one_in_rows_with_a_key() -> None:
+    form = normal(total(softmax(MASKED)))
+    assert form.op == "where" and form.args[0].value.kind == ANY
+    causal = where(CAUSAL, X, -math.inf)
+    assert normal(total(softmax(causal))) is const(1.0)  # every row has its first key
+
+
+def test_nodes_exist_once() -> None:
+    assert X + Y is X + Y and X + Y is not Y + X
+    for e in (softmax(X), normal(softmax(X))):
+        assert copy.deepcopy(e) is e
+    assert pickle.loads(pickle.dumps(X * 2.0 + R)) is X * 2.0 + R
+    assert len({x.digest for x in walk([softmax(X), softmax(Y), MASKED])}) == len(
+        walk([softmax(X), softmax(Y), MASKED])
+    )
+
+
+def test_types_are_promoted_as_tensors_are() -> None:
+    i = index(KEY)
+    assert (i + 1.0).dtype == FLOAT and apply("add", i, const(1, INT)).dtype == INT
+    assert apply("add", M, K).op == "or" and (M * X).args[0].op == "float"
+    assert apply("lt", i, const(3, INT)).dtype == BOOL and apply("div", i, i).dtype == FLOAT
+
+
+def test_what_is_written_literally_is_left_alone() -> None:
+    assert literally("log", literally("exp", X)).op == "log"
+    assert literally("add", X, 0.0).op == "add"
+
+
+def test_ranges() -> None:
+    assert softmax(X).range == (0.0, math.inf)
+    assert normal(softmax(X)).range == (0.0, 1.0)
+    assert apply("sigmoid", X).range == (0.0, 1.0)
+    assert apply("clamp_max", apply("abs", X), 3.0).range == (0.0, 3.0)
+    assert where(M, 1.0, -2.0).range == (-2.0, 1.0)
+    assert apply("sub", 1.0, apply("tanh", X)).range == (0.0, 2.0)
+    assert (-(exp(X) + 1.0)).range == (-math.inf, -1.0)
+    i = index(Axis("i", 8))
+    assert canonical.linear(3.0, [(-2.0, i)]).range == (-11.0, 3.0)
+
+
+def test_symbolic_sizes_prove_what_intervals_do_not() -> None:
+    n = Extent("n", low=2)
+    i = index(Axis("i", n))
+    last = canonical.linear(-1.0, [(1.0, size_of(n)), (-1.0, i)])
+    assert canonical.nonnegative(last) is canonical.TRUE
+    shorter = canonical.linear(-2.0, [(1.0, size_of(n)), (-1.0, i)])
+    assert canonical.nonnegative(shorter).op == "nonnegative"
+    other = index(Axis("i", Extent("n", low=2)))
+    assert other is not i
+
+
+def test_deep_expressions_need_no_recursion() -> None:
+    x = X
+    for _ in range(20_000):
+        x = apply("tanh", x + R)
+    assert len(walk([normal(x)])) > 20_000
+    detached(normal(x))
+
+
+def test_detach_is_a_property_of_captured_tensors() -> None:
+    trained = capture(Source("w", grad_flows=True), FLOAT, at=[index(KEY)])
+    known = capture(Source("w"), FLOAT, at=[index(KEY)])
+    assert trained is not known
+    e = exp(trained * 2.0) - lse(trained)
+    assert normal(apply("detach", e)) is normal(exp(known * 2.0) - lse(known))
+    later = capture(Source("w", version=1), FLOAT, at=[index(KEY)])
+    assert later is not known
+
+
+def test_selected_keys_keep_the_normaliser_of_all() -> None:
+    r, j, s = Axis("r", NUM_ROWS), Axis("j", NUM_KEYS), Axis("s", 2)
+    x = capture("x", FLOAT, at=[index(r), index(j)])
+    ids = capture("ids", INT, at=[index(r), index(s)])
+    atom = canonical.log_softmax(x, j)
+    tensors = _tensors("finite") | {"ids": torch.randint(0, NUM_KEYS, (NUM_ROWS, 2))}
+    found = evaluate(substitute(atom, {j: ids}), tensors, order=[r, s])
+    expected = tensors["x"].log_softmax(-1).gather(1, tensors["ids"])
+    torch.testing.assert_close(found, expected)
+
+
+def test_windows_are_structure_again() -> None:
+    row, key = Axis("i", 6), Axis("j", 8)
+    shift = masks.shift_of(6, 8)
+    condition = masks.window(row, key, 3, 0, shift)
+    x = capture("z", FLOAT, at=[index(row), index(key)])
+    score = canonical.choose(condition, x, const(-math.inf))
+    tensor = capture("m", BOOL, at=[index(row), index(key)])
+    found = masks.structure_of({*canonical.literals(score.args[0]), tensor}, row, key)
+    assert found == masks.Mask(1.0, 2.0, None, frozenset((tensor,)))
+    lengths = canonical.nonnegative(canonical.linear(4.0, [(-1.0, index(key))]))
+    assert masks.structure_of([lengths], row, key).num_keys == 5.0
+
+
+Views = dict[str, tuple[tuple[int, ...], Callable[[Array], Array], Callable[[Tensor], Tensor]]]
+VIEWS: Views = {
+    "split": ((4, 6), lambda a: arrays.reshaped(a, (4, 2, 3)), lambda t: t.reshape(4, 2, 3)),
+    "merge": ((4, 2, 3), lambda a: arrays.reshaped(a, (8, 3)), lambda t: t.reshape(8, 3)),
+    "merge and split": (
+        (4, 6),
+        lambda a: arrays.reshaped(arrays.reshaped(a, (24,)), (2, 2, 1, 6)),
+        lambda t: t.reshape(2, 2, 1, 6),
+    ),
+    "expand": ((1, 3), lambda a: arrays.expanded(a, (2, 4, 3)), lambda t: t.expand(2, 4, 3)),
+    "slice": ((4, 6), lambda a: arrays.sliced(a, 1, 1, 2, 3), lambda t: t[:, 1:6:3]),
+    "select": (
+        (4, 6),
+        lambda a: arrays.indexed(a, 0, const(2, INT), []),
+        lambda t: t[2],
+    ),
+    "slice of merged": (
+        (4, 6),
+        lambda a: arrays.sliced(arrays.reshaped(a, (24,)), 0, 5, 10),
+        lambda t: t.reshape(24)[5:15],
+    ),
+    "pad": (
+        (4, 6),
+        lambda a: arrays.padded(a, 1, 2, 9, 7.0),
+        lambda t: torch.nn.functional.pad(t, (2, 1), value=7.0),
+    ),
+    "cat": (
+        (4, 6),
+        lambda a: arrays.concatenated([a, arrays.sliced(a, 1, 0, 2)], 1),
+        lambda t: torch.cat([t, t[:, :2]], 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_substitute_positions(name: str) -> None:
+    shape, view, expected = VIEWS[name]
+    tensor = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    dims = arrays.new_dims(shape)
+    array = view(Array(capture("t", FLOAT, at=[arrays.position(d) for d in dims]), dims))
+    order = [a for d in array.dims for a in d]
+    found = evaluate(array.expr, {"t": tensor}, order=order).reshape(array.shape)
+    torch.testing.assert_close(found, expected(tensor))
+
+
+def test_tensors_meet_in_the_axes_of_one_of_them() -> None:
+    def tensor(name: str, shape: tuple[int, ...]) -> Array:
+        dims = arrays.new_dims(shape)
+        return Array(capture(name, FLOAT, at=[arrays.position(d) for d in dims]), dims)
+
+    a = arrays.reshaped(tensor("a", (2, 3, 4)), (6, 4))
+    b, c = tensor("b", (6, 1)), tensor("c", (4,))
+    exprs, dims = arrays.met(a, b, c)
+    sizes = {"a": (2, 3, 4), "b": (6, 1), "c": (4,)}
+    given = {n: torch.randn(s, dtype=torch.float64) for n, s in sizes.items()}
+    value = canonical.linear(0.0, [(1.0, e) for e in exprs])
+    found = evaluate(value, given, order=[x for d in dims for x in d]).reshape(6, 4)
+    torch.testing.assert_close(found, given["a"].reshape(6, 4) + given["b"] + given["c"])
+
+
+def test_one_axis_may_stand_in_two_places() -> None:
+    """A padding mask of rows and keys is one tensor at two positions."""
+    mask, n = "m", 5
+    row, key = fresh_axis(n), fresh_axis(n)
+    pair = canonical.all_of(*(capture(mask, BOOL, at=[index(a)]) for a in (row, key)))
+    given = {mask: torch.tensor([True, True, False, True, False])}
+    found = evaluate(pair, given, order=[row, key])
+    assert torch.equal(found, given[mask][:, None] & given[mask])

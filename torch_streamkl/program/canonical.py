@@ -1,0 +1,398 @@
+"""Normalises expressions over real numbers, so that a program is recognised in any spelling.
+
+The canonical form of an expression is one node. Sums are `linear` (a number and sorted
+coefficients), and products have all of their factors. Comparisons of positions are ``expression >=
+0``, and conditions are conjunctions. A score minus its own log-sum-exp is the atom `log_softmax`,
+and a fill is the right argument of its `where`. The axis of a reduction is named by the depth of
+the reductions inside, so that equal reductions are one node.
+
+NOTE [What the normal form may change]
+It is exact for real numbers. If a row has no key, or something is infinite, it may have a number
+where the written expression has NaN. Kernels compute the written expression. Code that replaces
+one by the other has to know that nothing observes the difference (fx_passes/planning).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch_streamkl.program import operations
+from torch_streamkl.program.graph import (
+    BOOL,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    SUM,
+    Axis,
+    Extent,
+    Node,
+    const,
+    index,
+    intern,
+    made,
+    size_of,
+)
+from torch_streamkl.program.operations import EVERY, OPERATIONS, UNIT, Range, product_range, times
+
+Theta = Mapping[Axis, Node]
+TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled
+
+
+def node(
+    op: str,
+    args: Sequence[Node],
+    value: Any = None,
+    dtype: str = FLOAT,
+    range: Range = EVERY,
+    is_finite: bool | None = None,
+) -> Node:
+    """Returns a node as it is, with the axes of its arguments."""
+    axes = frozenset[Axis]().union(*(a.axes for a in args))
+    finite = all(a.is_finite for a in args) if is_finite is None else is_finite
+    return intern(op, tuple(args), value, dtype, axes, finite, range)
+
+
+# ------------------------------------------------------------------------ sums and products
+
+
+def terms_of(x: Node) -> tuple[float, list[tuple[float, Node]]]:
+    """Returns an expression as a number and coefficients of others."""
+    if x.op == "linear":
+        return x.value[0], list(zip(x.value[1], x.args, strict=True))
+    return (x.value, []) if x.op == "const" else (0.0, [(1.0, x)])
+
+
+def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
+    """Returns ``constant + sum of coefficient * expression``: the form of + - and scales."""
+    total: dict[Node, float] = {}
+    largest: dict[Node, float] = {}
+    todo = list(terms)
+    while todo:
+        c, x = todo.pop()
+        if c == 0.0:
+            continue
+        if x.op == "const":
+            constant += c * x.value
+        elif x.op == "linear":
+            constant += c * x.value[0]
+            todo += [(c * k, y) for k, y in zip(x.value[1], x.args, strict=True)]
+        else:
+            x = numeric(x)
+            total[x] = total.get(x, 0.0) + c
+            largest[x] = max(largest.get(x, 0.0), abs(c))
+    total = {x: c for x, c in total.items() if abs(c) > TINY * largest[x]}
+    constant, total = _with_log_softmax(constant, total)
+    dtype = INT if constant == int(_finite(constant)) else FLOAT
+    if any(x.dtype != INT or c != int(c) for x, c in total.items()):
+        dtype = FLOAT
+    if not total:
+        return const(constant, dtype)
+    items = sorted(total.items(), key=lambda item: item[0].digest)
+    if constant == 0.0 and len(items) == 1 and items[0][1] == 1.0:
+        return items[0][0]
+    value = (float(constant) + 0.0, tuple(float(c) for _, c in items))
+    return node("linear", [x for x, _ in items], value, dtype, _linear_range(constant, items))
+
+
+def _finite(x: float) -> float:
+    return x if math.isfinite(x) else 0.5
+
+
+def _linear_range(constant: float, items: Sequence[tuple[Node, float]]) -> Range:
+    low = high = constant
+    rest = dict(items)
+    for x, c in items:  # an index and its own size: n - 1 - i is at least 0
+        size = x.value.size if x.op == "index" else None
+        if not isinstance(size, Extent):
+            continue
+        n = size_of(size)
+        take = -c
+        if rest.get(n, 0.0) * take > 0.0 and abs(rest[n]) >= abs(take):
+            rest[n] -= take
+            del rest[x]
+            low, high = (low + take, math.inf) if take > 0 else (-math.inf, high + take)
+    for x, c in rest.items():
+        ends = [times(c, bound) for bound in x.range]
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _with_log_softmax(
+    constant: float, total: dict[Node, float]
+) -> tuple[float, dict[Node, float]]:
+    """x - lse(x) as one atom, however it was spelt."""
+    from torch_streamkl.program.reductions import substitute  # reductions have sums, sums these
+
+    for lse in [x for x in total if x.op == "reduce" and x.value.kind == LOGSUMEXP]:
+        c, size = total[lse], lse.value.axis.size
+        free = {a for x in total for a in x.axes if a.size is size or a.size == size} - lse.axes
+        for axis in sorted(free, key=repr):
+            x = substitute(lse.args[0], {lse.value.axis: index(axis)})
+            k0, terms = terms_of(x)
+            if terms and all(_cancels(total.get(t, 0.0), c * k) for k, t in terms):
+                total = {y: v for y, v in total.items() if y is not lse}
+                for _, t in terms:
+                    total.pop(t)
+                atom = log_softmax(x, axis)
+                total[atom] = total.get(atom, 0.0) - c
+                constant += c * k0
+                break
+    return constant, total
+
+
+def _cancels(a: float, b: float) -> bool:
+    return abs(a + b) <= TINY * abs(b)
+
+
+def log_softmax(x: Node, axis: Axis) -> Node:
+    """Returns the atom ``x - logsumexp(x)`` along an axis."""
+    return node("log_softmax", [x], axis, range=(-math.inf, 0.0), is_finite=False)
+
+
+def scaled(c: float, x: Node) -> Node:
+    """Returns a multiple."""
+    return linear(0.0, [(c, x)])
+
+
+def subtracted(a: Node, b: Node) -> Node:
+    """Returns a difference."""
+    return linear(0.0, [(1.0, a), (-1.0, b)])
+
+
+def numeric(x: Node) -> Node:
+    """Returns a condition as 1 and 0."""
+    return choose(x, const(1.0), const(0.0)) if x.dtype == BOOL else x
+
+
+def product(*factors: Node) -> Node:
+    """Returns a product. What multiplies 1 and 0 of a condition is a `where` of it."""
+    c, found = 1.0, list[Node]()
+    todo = list(factors)
+    while todo:
+        x = numeric(todo.pop())
+        if x.op == "const":
+            c *= x.value
+        elif x.op == "linear" and x.value[0] == 0.0 and len(x.args) == 1:
+            c *= x.value[1][0]
+            todo.append(x.args[0])
+        elif x.op == "product":
+            todo += x.args
+        else:
+            found.append(x)
+    if c == 0.0:
+        return const(0.0)
+    masks = [x for x in found if x.op == "where" and [y.value for y in x.args[1:]] == [1.0, 0.0]]
+    if masks:
+        rest = [x for x in found if x not in masks]
+        return choose(all_of(*(x.args[0] for x in masks)), product(const(c), *rest), const(0.0))
+    if len(found) == 1:
+        return scaled(c, found[0])
+    if not found:
+        return const(c)
+    found.sort(key=lambda x: x.digest)
+    dtype = INT if all(x.dtype == INT for x in found) else FLOAT
+    bounds = product_range([x.range for x in found])
+    if len(found) == 2 and found[0] is found[1]:
+        bounds = max(bounds[0], 0.0), bounds[1]
+    return scaled(c, node("product", found, dtype=dtype, range=bounds))
+
+
+def quotient(a: Node, b: Node) -> Node:
+    """Returns a quotient; of exponentials, by hand a softmax, the exponential of a difference."""
+    a, b = numeric(a), numeric(b)
+    if b.op == "const" and b.value:
+        return scaled(1.0 / b.value, a)
+    if b.op == "linear" and b.value[0] == 0.0 and len(b.args) == 1:
+        return scaled(1.0 / b.value[1][0], quotient(a, b.args[0]))
+    c, terms = terms_of(a)
+    if not terms and c == 0.0:
+        return a
+    if c == 0.0 and len(terms) == 1 and terms[0][0] != 1.0:
+        return scaled(terms[0][0], quotient(terms[0][1], b))
+    if a.op == "exp":
+        if b.op == "exp":
+            return exponential(subtracted(a.args[0], b.args[0]))
+        if b.op == "reduce" and b.value.kind == SUM and b.args[0].op == "exp":
+            return exponential(subtracted(a.args[0], _log_of_sum(b)))
+    return made("div", (a, b))
+
+
+# ------------------------------------------------------------------------ functions
+
+
+def exponential(x: Node) -> Node:
+    """Returns e^x: of a logarithm its argument, of a score that a mask fills with -inf 0."""
+    if x.op == "log":
+        return x.args[0]
+    if x.op == "where" and x.args[2].op == "const" and x.args[2].value == -math.inf:
+        return choose(x.args[0], exponential(x.args[1]), const(0.0))
+    return function("exp", x)
+
+
+def logarithm(x: Node) -> Node:
+    """Returns the logarithm: of a product or quotient with exponentials as a sum."""
+    if x.op == "exp":
+        return x.args[0]
+    if x.op == "reduce" and x.value.kind == SUM and x.args[0].op == "exp":
+        return _log_of_sum(x)
+    constant, terms = terms_of(x)
+    if constant == 0.0 and all(c > 0.0 and t.op == "exp" for c, t in terms) and terms:
+        logs = [linear(math.log(c), [(1.0, t.args[0])]) for c, t in terms]
+        return logs[0] if len(logs) == 1 else log_add_exp(*logs)
+    if constant == 0.0 and len(terms) == 1 and terms[0][0] > 0.0 and terms[0][0] != 1.0:
+        return linear(math.log(terms[0][0]), [(1.0, logarithm(terms[0][1]))])
+    if x.op == "div" and all(a.range[0] >= 0.0 for a in x.args):
+        return subtracted(*map(logarithm, x.args))
+    if x.op == "product" and all(a.range[0] >= 0.0 for a in x.args):
+        if any(a.op == "exp" for a in x.args):
+            return linear(0.0, [(1.0, logarithm(a)) for a in x.args])
+    if x.op in ("clamp_min", "clamp_max") and x.args[0].op == "exp" and x.args[1].op == "const":
+        bound = x.args[1].value
+        if bound > 0.0:
+            return function(x.op, x.args[0].args[0], const(math.log(bound)))
+    return function("log", x)
+
+
+def _log_of_sum(x: Node) -> Node:
+    """The log-sum-exp that a sum of exponentials is the exponential of."""
+    from torch_streamkl.program.reductions import reopened
+
+    return reopened(LOGSUMEXP, x, x.args[0].args[0])
+
+
+def log_add_exp(*terms: Node) -> Node:
+    """Returns log(e^a + e^b + ...), one spelling of the mixture in a Jensen-Shannon divergence."""
+    terms = tuple(sorted(terms, key=lambda x: x.digest))
+    return made("logaddexp", terms) if len(terms) == 2 else node("logaddexp", terms)
+
+
+def function(op: str, *args: Node) -> Node:
+    """Returns an operation of the table that has no form of its own."""
+    args = tuple(map(numeric, args))
+    if all(a.op == "const" for a in args):
+        dtypes = [a.dtype for a in args]
+        return const(operations.of_numbers(op, [a.value for a in args], dtypes))
+    if op == "clamp_min" and args[0].range[0] >= args[1].range[1]:
+        return args[0]
+    if op == "clamp_max" and args[0].range[1] <= args[1].range[0]:
+        return args[0]
+    if OPERATIONS[op].is_commutative:
+        args = tuple(sorted(args, key=lambda x: x.digest))
+    return made(op, args)
+
+
+# ------------------------------------------------------------------------ conditions
+
+TRUE = intern("and", (), None, BOOL, frozenset(), True, UNIT)
+FALSE = intern("or", (), None, BOOL, frozenset(), True, UNIT)
+
+
+def _joined(op: str, conditions: Sequence[Node], neutral: Node, other: Node) -> Node:
+    found: dict[Node, None] = {}
+    for c in conditions:
+        found |= dict.fromkeys(c.args if c.op == op else (c,))
+    found.pop(neutral, None)
+    if other in found or any(c.op == "not" and c.args[0] in found for c in found):
+        return other
+    if any(c.op == "nonnegative" and negation(c) in found for c in found):
+        return other
+    if len(found) < 2:
+        return next(iter(found), neutral)
+    return node(op, sorted(found, key=lambda x: x.digest), None, BOOL, UNIT)
+
+
+def all_of(*conditions: Node) -> Node:
+    """Returns the conjunction."""
+    return _joined("and", conditions, TRUE, FALSE)
+
+
+def any_of(*conditions: Node) -> Node:
+    """Returns the disjunction."""
+    return _joined("or", conditions, FALSE, TRUE)
+
+
+def negation(condition: Node) -> Node:
+    """Returns the opposite of a condition."""
+    match condition.op:
+        case "not":
+            return condition.args[0]
+        case "nonnegative":
+            return nonnegative(linear(-1.0, [(-1.0, condition.args[0])]))
+        case "or":
+            return all_of(*map(negation, condition.args))
+        case "and" if not condition.args:
+            return FALSE
+    return node("not", [condition], None, BOOL, UNIT)
+
+
+def nonnegative(x: Node) -> Node:
+    """Returns whether an integer expression is at least 0, as positions are compared."""
+    if x.range[0] >= 0.0:
+        return TRUE
+    if x.range[1] < 0.0:
+        return FALSE
+    return node("nonnegative", [x], None, BOOL, UNIT)
+
+
+def truth(x: Node) -> Node:
+    """Returns whether a number is not 0."""
+    return x if x.dtype == BOOL else compare("ne", x, const(0.0))
+
+
+def compare(op: str, a: Node, b: Node) -> Node:
+    """Returns a comparison: of integers as what is not negative, of a `where` by its branches."""
+    if op in ("lt", "le"):
+        return compare({"lt": "gt", "le": "ge"}[op], b, a)
+    if op == "ne":
+        return negation(compare("eq", a, b))
+    if op == "eq" and a.dtype == BOOL and b.op == "const":
+        return a if b.value else negation(a)
+    if op == "eq" and a is b:
+        return TRUE
+    for x, y in ((a, b), (b, a)):
+        if x.op == "where" and {y.op, x.args[1].op, x.args[2].op} == {"const"}:
+            yes, no = (compare(op, *((z, y) if x is a else (y, z))) for z in x.args[1:])
+            return any_of(all_of(x.args[0], yes), all_of(negation(x.args[0]), no))
+    if a.op == b.op == "const":
+        holds = operations.of_numbers(op, [a.value, b.value], [a.dtype, b.dtype])
+        return TRUE if holds else FALSE
+    if op != "eq" and a.dtype == b.dtype == INT:
+        return nonnegative(linear(-1.0 if op == "gt" else 0.0, [(1.0, a), (-1.0, b)]))
+    if op == "gt" and a.range[0] > b.range[1]:
+        return TRUE
+    if op == "eq":
+        a, b = sorted((a, b), key=lambda x: (x.op == "const", x.digest))
+    return made(op, (numeric(a), numeric(b)))
+
+
+def literals(condition: Node) -> frozenset[Node]:
+    """Returns the conditions of a conjunction."""
+    return frozenset(condition.args) if condition.op == "and" else frozenset((condition,))
+
+
+def choose(condition: Node, a: Node, b: Node) -> Node:
+    """Returns ``where(condition, a, b)``, its branches as they are where it holds or does not.
+
+    A number that fills the rest of an expression stands on the right.
+    """
+    from torch_streamkl.program.reductions import assume
+
+    if condition is TRUE or a is b:
+        return a
+    if condition is FALSE:
+        return b
+    if condition.op == "not":
+        return choose(condition.args[0], b, a)
+    if a.op == "const" and b.op != "const" and negation(condition).op != "not":
+        return choose(negation(condition), b, a)
+    a = assume(a, dict.fromkeys(literals(condition), True))
+    b = assume(b, {condition: False})
+    if b.op == "const" and a.op == "where" and a.args[2] is b:
+        return choose(all_of(condition, a.args[0]), a.args[1], b)
+    if a is b:
+        return a
+    dtype = a.dtype if a.dtype == b.dtype else FLOAT
+    bounds = min(a.range[0], b.range[0]), max(a.range[1], b.range[1])
+    return node("where", [condition, a, b], None, dtype, bounds)

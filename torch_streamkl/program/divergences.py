@@ -1,0 +1,563 @@
+"""Defines divergences: programs of the probabilities of one key and their logarithms.
+
+A divergence of a row is a sum over keys, ``sum_j f(P_j, S_j, logP_j, logS_j)``, with the
+teacher's probabilities P and the student's S. Here f is an expression of the graph. All code that
+computes a divergence (reference, streaming, kernels) reads it from a `Functional`, so a new one is
+a line in `DIVERGENCES`, and a recognised loss with eps and clamps is just another expression.
+
+NOTE [One pass or two]
+An expression that is linear in the log-probabilities (`Bilinear`) needs one pass over the keys:
+its row sums come from running moments. Any other needs the two log-sum-exps first and the sums
+second. A lower clamp that no key of the row reaches is inactive, and then the clamped expression
+equals its `unguarded` form; `GuardedBilinear` holds that form and the floors to test the row
+minima against.
+
+NOTE [Squares]
+The sum of ``c (P - S)^2`` comes from one pass, too, and not as a small difference of large sums:
+what is squared are differences with the ratio of the row sums so far, and the sums are moved when
+that moves (kernels/row_state.py). Other polynomials of degree two take two passes.
+
+NOTE [Row gradient]
+With h_j = df/dlogS_j and H = sum_j h_j, the gradient of the row's value to the student's score is
+h_j - S_j H, because logS_j = s_j - lse(s). The teacher's likewise with g_j = df/dlogP_j and G.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from torch_streamkl.program.derive import tangent
+from torch_streamkl.program.graph import (
+    BOOL,
+    ONE,
+    SMALLEST,
+    Node,
+    apply,
+    const,
+    rebuilt,
+    walk,
+    with_args,
+)
+from torch_streamkl.program.identities import VARIABLES, is_weight, log_variable, variable
+from torch_streamkl.program.operations import OPERATIONS, exact
+
+P, S, LOG_P, LOG_S = map(variable, VARIABLES)
+FLOOR_OF_EXP = -1e30  # an exponent whose exponential is 0 in every dtype we compute in
+
+# the operations that the text of a divergence has, by the names that it has for them
+_CALLS = {"max": "clamp_min", "min": "clamp_max"}
+_CALLS |= {op: op for op in ("exp", "log", "abs", "sqrt", "ge", "gt", "where", "logaddexp")}
+NAMES_IN_TEXT = {op: name for name, op in _CALLS.items()}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_FROM_AST = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
+
+
+def render(e: Node) -> str:
+    """Returns the text that `parse` reads back to the same expression."""
+    args = [render(a) for a in e.args]
+    if e.op == "const":
+        return repr(e.value) if math.isfinite(e.value) else f"float('{e.value}')"
+    if e.op in _INFIX:
+        return f"({args[0]}{_INFIX[e.op]}{args[1]})"
+    match e.op:
+        case "neg":
+            return f"(-{args[0]})"
+        case "float":
+            return args[0]
+        case "log_div":
+            return f"log(({args[0]}/{args[1]}))"
+    return f"{NAMES_IN_TEXT.get(e.op, e.op)}({','.join(args)})" if args else e.op
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Node:
+    """Returns the expression of a text such as ``P*(logP-max(logS,-27.6))``."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(
+            f"a divergence expression must be a formula over {VARIABLES}, got {text!r}"
+        ) from error
+    return _parse_node(tree, text)
+
+
+def _parse_node(node: ast.AST, text: str) -> Node:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return const(value)
+        case ast.Name(id=name) if name in VARIABLES:
+            return variable(name)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _FROM_AST:
+            return apply(_FROM_AST[type(op)], _parse_node(left, text), _parse_node(right, text))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return apply("neg", _parse_node(operand, text))
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(value))]):
+            return const(float(value))
+        case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS:
+            return apply(_CALLS[name], *(_parse_node(a, text) for a in args))
+    raise ValueError(
+        f"a divergence expression may use {', '.join(VARIABLES)}, numbers, + - * / and "
+        f"{', '.join(sorted(_CALLS))}, got {ast.unparse(node)!r} in {text!r}"
+    )
+
+
+def derivative(e: Node, log: Node) -> Node:
+    """Returns the derivative to logP or logS, with P = exp(logP) and torch's conventions at kinks.
+
+    ``max(x, c)`` passes the gradient where x >= c, as ``clamp(min=c)`` does.
+    """
+
+    def known(x: Node) -> Node | None:
+        if x is log:
+            return ONE
+        return x if log_variable(x) is log else None
+
+    return tangent(e, known)
+
+
+def is_lifted(e: Node) -> bool:
+    """Returns whether an expression is a probability and an epsilon far above the smallest
+    numbers.
+    """
+    if e.op != "add":
+        return False
+    a, b = e.args
+    return is_weight(a) and b.op == "const" and SMALLEST <= b.value < math.inf
+
+
+def evaluate(
+    e: Node, variables: dict[str, Tensor], memo: dict[Node, Tensor] | None = None
+) -> Tensor:
+    """Returns the expression's value on tensors of one shape; a key without probability
+    contributes 0.
+
+    A product is 0 where a factor is, as 0 * log 0 = 0: NOTE [Zero annihilates] in graph.py.
+    """
+    memo = {} if memo is None else memo
+    like = variables["P"]
+    for x in walk([e]):
+        if x in memo:
+            continue
+        if x.op == "const":
+            dtype = torch.bool if x.dtype == BOOL else like.dtype
+            memo[x] = torch.full((), x.value, dtype=dtype, device=like.device)
+        elif not x.args:
+            memo[x] = variables[x.op]
+        elif x.op == "float":
+            memo[x] = memo[x.args[0]].to(like.dtype)
+        else:
+            args = [memo[a] for a in x.args]
+            if x.is_guarded:  # the other factor is 0 instead, and has no gradient there
+                args = [
+                    y if a.is_finite else torch.where(other == 0, torch.zeros_like(other), y)
+                    for a, y, other in zip(x.args, args, args[::-1], strict=True)
+                ]
+            memo[x] = OPERATIONS[x.op].run(*args)
+    return memo[e]
+
+
+def evaluate_logs(e: Node, log_t: Tensor, log_s: Tensor) -> Tensor:
+    """Returns the expression's value of every key, from log-probabilities; differentiable by
+    autograd.
+    """
+    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+    return evaluate(e, variables).expand_as(log_t)
+
+
+Polynomial = dict[tuple[Node, ...], float]  # by the variables that a term multiplies
+
+
+def polynomial(e: Node) -> Polynomial | None:
+    """Returns the expression as a polynomial in its variables, or None."""
+    found: dict[Node, Polynomial] = {}
+    for x in walk([e]):
+        args = [found[a] for a in x.args]
+        result: Polynomial = {}
+        match x.op:
+            case "const":
+                result = {(): x.value}
+            case "P" | "S" | "logP" | "logS":
+                result = {(x,): 1.0}
+            case "add" | "sub" | "neg":
+                signs = {"add": (1.0, 1.0), "sub": (1.0, -1.0), "neg": (-1.0,)}[x.op]
+                for sign, part in zip(signs, args, strict=True):
+                    for m, c in part.items():
+                        result[m] = result.get(m, 0.0) + sign * c
+            case "mul":
+                for m1, c1 in args[0].items():
+                    for m2, c2 in args[1].items():
+                        m = tuple(sorted(m1 + m2, key=lambda v: (v.op, v.value)))
+                        result[m] = result.get(m, 0.0) + c1 * c2
+            case "div" if set(args[1]) == {()}:
+                result = {m: c / args[1][()] for m, c in args[0].items()}
+            case _:
+                return None
+        found[x] = {m: c for m, c in result.items() if c != 0.0}
+    return found[e]
+
+
+@dataclass(frozen=True)
+class Bilinear:
+    """Holds coefficients of P_j (tt logP_j + ts logS_j) + S_j (st logP_j + ss logS_j) + t P_j + s
+    S_j.
+    """
+
+    tt: float = 0.0
+    ts: float = 0.0
+    st: float = 0.0
+    ss: float = 0.0
+    t: float = 0.0
+    s: float = 0.0
+
+    @property
+    def has_teacher_moment(self) -> bool:
+        return self.tt != 0.0 or self.ts != 0.0
+
+    @property
+    def has_student_moment(self) -> bool:
+        return self.st != 0.0 or self.ss != 0.0
+
+
+_BILINEAR_FIELDS: dict[tuple[Node, ...], str] = {
+    (P, LOG_P): "tt", (P, LOG_S): "ts", (S, LOG_P): "st", (S, LOG_S): "ss", (P,): "t", (S,): "s",
+}  # fmt: skip
+
+
+def bilinear(e: Node) -> Bilinear | None:
+    """Returns the six coefficients when the expression is linear in the log-probabilities, else
+    None.
+    """
+    terms = polynomial(e)
+    if terms is None or not set(terms) <= set(_BILINEAR_FIELDS):
+        return None
+    return Bilinear(**{_BILINEAR_FIELDS[k]: v for k, v in terms.items()})
+
+
+def squares(e: Node) -> float | None:
+    """Returns the factor c of an expression c (P - S)^2, else None."""
+    terms = polynomial(e) or {}
+    factor = terms.get((P, P), 0.0)
+    square = {(P, P): factor, (P, S): -2.0 * factor, (S, S): factor}
+    return factor if factor and terms == square else None
+
+
+def _square_terms(factor: float | None) -> tuple[Node, Node] | None:
+    """df/dlogS and df/dlogP of c (P - S)^2."""
+    if factor is None:
+        return None
+    return S * (const(-2.0 * factor) * (P - S)), P * (const(2.0 * factor) * (P - S))
+
+
+@dataclass(frozen=True)
+class GuardedBilinear:
+    """Holds a clamped expression's form in rows whose log-probabilities are above the floors."""
+
+    form: Bilinear
+    teacher_floor: float
+    student_floor: float
+
+
+@dataclass(frozen=True)
+class LiftedQuotient:
+    """Holds W (log(W + own_eps) - log(V + other_eps)): W is P and V is S if ``by_teacher``, else
+    reversed.
+    """
+
+    own_eps: float
+    other_eps: float
+    by_teacher: bool
+
+
+def _without_clamps(e: Node, floors: dict[Node, float]) -> Node:
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        log = (
+            x.args[0]
+            if x.args and x.args[0] in floors
+            else log_variable(x.args[0])
+            if x.args
+            else None
+        )
+        if x.op != "clamp_min" or x.args[1].op != "const" or log is None:
+            return with_args(x, args)
+        c = x.args[1].value
+        floor = c if log is x.args[0] else math.log(c) if c > 0 else -math.inf
+        floors[log] = max(floors[log], floor)
+        return x.args[0]
+
+    return rebuilt([e], change)[e]
+
+
+def _where_clamped(e: Node, branch: int, floors: set[float]) -> Node:
+    """The expression with branch 1 or 2 of every ``where(logS >= floor, ...)``; adds floors."""
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        if x.op == "where" and x.args[0].op == "ge":
+            log, floor = x.args[0].args
+            if log is LOG_S and floor.op == "const":
+                floors.add(floor.value)
+                return args[branch]
+        return with_args(x, args)
+
+    return rebuilt([e], change)[e]
+
+
+_KINKS = {"ge", "gt", "le", "lt", "ne", "sign", "abs", "clamp_min", "clamp_max"}
+
+
+@dataclass(frozen=True)
+class Functional:
+    """Holds a parsed divergence with everything an implementation needs of it (see the NOTEs
+    above).
+    """
+
+    text: str
+    expr: Node
+    student_grad: Node
+    teacher_grad: Node
+    bilinear: Bilinear | None
+    guarded: GuardedBilinear | None
+    absent: float
+    squares: float | None
+    _memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(text: str) -> Functional:
+        expr = parse(text)
+        guarded = None
+        form = bilinear(expr)
+        if form is None:
+            floors = {LOG_P: -math.inf, LOG_S: -math.inf}
+            inner = bilinear(_without_clamps(expr, floors))
+            if inner is not None:
+                guarded = GuardedBilinear(inner, floors[LOG_P], floors[LOG_S])
+        nothing = {"P": 0.0, "S": 0.0, "logP": -math.inf, "logS": -math.inf}
+        with unset_fake_temporarily():  # a fake operator may be the first to ask
+            absent = evaluate(expr, {k: exact(v) for k, v in nothing.items()}).item()
+        factor = squares(expr)
+        student_grad, teacher_grad = (
+            mixture_terms(expr)
+            or _square_terms(factor)
+            or (derivative(expr, LOG_S), derivative(expr, LOG_P))
+        )
+        return Functional(
+            render(expr),
+            expr,
+            student_grad,
+            teacher_grad,
+            form,
+            guarded,
+            absent,
+            factor,
+        )
+
+    @property
+    def closed_form(self) -> Bilinear | None:
+        """Returns what one pass computes: for every row, or for those that reach no clamp."""
+        return self.guarded.form if self.guarded else self.bilinear
+
+    @functools.cached_property
+    def mixture(self) -> tuple[float, float] | None:
+        """Matches JS and returns its b and c: b P (logP - logM) + c S (logS - logM) with M = b P +
+        c S.
+        """
+        if mixture_terms(self.expr) is None:
+            return None
+        _, of_p = self.expr.args[0].args  # P (logP - logM)
+        return mixture_shares(of_p.args[1].args[1])
+
+    @functools.cached_property
+    def has_jumps(self) -> bool:
+        """Returns whether the gradient jumps where a function of P equals one of S.
+
+        At a clamp it jumps by no more than the clamp, which is small.
+        """
+        return any(
+            x.op in _KINKS and not any(a.op == "const" for a in x.args) for x in walk([self.expr])
+        )
+
+    @functools.cached_property
+    def variation(self) -> float | None:
+        """Returns the number c of an expression c |P - S|."""
+        e = self.expr
+        c = 1.0
+        if e.op == "mul" and e.args[0].op == "const":
+            c, e = e.args[0].value, e.args[1]
+        return c if c and e in (apply("abs", P - S), apply("abs", S - P)) else None
+
+    @functools.cached_property
+    def quotient(self) -> LiftedQuotient | None:
+        """Matches P (log(P + e) - log(S + f)), or S (log(S + f) - log(P + e)), and returns its
+        numbers.
+        """
+        if self.expr.op != "mul" or self.expr.args[1].op != "sub":
+            return None
+        own, (log_own, log_other) = self.expr.args[0], self.expr.args[1].args
+        if not (log_own.op == log_other.op == "log" and is_weight(own)):
+            return None
+        (lifted_own,), (lifted_other,) = log_own.args, log_other.args
+        if not (is_lifted(lifted_own) and is_lifted(lifted_other)):
+            return None
+        (own_too, own_eps), (other, other_eps) = lifted_own.args, lifted_other.args
+        if own_too != own or other == own:
+            return None
+        if own_eps.value * other_eps.value < SMALLEST:
+            return None
+        return LiftedQuotient(own_eps.value, other_eps.value, own == P)
+
+    @functools.cached_property
+    def is_short(self) -> bool:
+        """Returns whether its value and derivatives are expressions that `is_short` names."""
+        return all(is_short(e) for e in (self.expr, self.student_grad, self.teacher_grad))
+
+    @functools.cached_property
+    def has_kinks(self) -> bool:
+        """Returns whether a derivative jumps, where the rounding of a probability decides."""
+        return any(x.op in _KINKS for x in walk([self.student_grad, self.teacher_grad]))
+
+    @functools.cached_property
+    def plain_student_floor(self) -> float | None:
+        """Returns the floor with h = c P where logS >= floor and h = 0 below, -inf where h = c P
+        always.
+
+        None where h is anything else. The constant c is the form's ``ts``.
+        """
+        floors: set[float] = set()
+        above = polynomial(_where_clamped(self.student_grad, 1, floors))
+        below = polynomial(_where_clamped(self.student_grad, 2, floors))
+        if above is None or not set(above) <= {(P,)}:
+            return None
+        if not floors:
+            return -math.inf
+        return floors.pop() if above and below == {} and len(floors) == 1 else None
+
+    def sums(self, variables: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns f, h = df/dlogS and g = df/dlogP of every key (shapes as the variables)."""
+        f, h, g = self.terms("fhg", variables)
+        return f, h, g
+
+    def terms(self, names: str, variables: dict[str, Tensor]) -> list[Tensor]:
+        """Returns the named ones among f, h and g, in that order."""
+        memo: dict[Node, Tensor] = {}
+        exprs = {"f": self.expr, "h": self.student_grad, "g": self.teacher_grad}
+        return [evaluate(exprs[n], variables, memo).expand_as(variables["P"]) for n in names]
+
+
+def _js(beta: float) -> Node:
+    if beta in (0.0, 1.0):  # the limits vanish; GKD and its users mean the two KLs there
+        return parse(DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"])
+    b, c = const(beta), const(1.0 - beta)
+    mixture = apply(
+        "logaddexp", LOG_P + const(math.log(beta)), LOG_S + const(math.log(1.0 - beta))
+    )
+    return b * (P * (LOG_P - mixture)) + c * (S * (LOG_S - mixture))
+
+
+def mixture_terms(e: Node) -> tuple[Node, Node] | None:
+    """Returns df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c
+    S.
+
+    They are f's own terms of S and of P: what M's derivative adds to both cancels.
+    """
+    if e.op != "add":
+        return None
+    weights = []
+    for term, weight, log in ((e.args[0], P, LOG_P), (e.args[1], S, LOG_S)):
+        if term.op != "mul" or term.args[0].op != "const" or term.args[1].op != "mul":
+            return None
+        share, (factor, difference) = term.args[0], term.args[1].args
+        if factor != weight or difference.op != "sub" or difference.args[0] != log:
+            return None
+        weights.append((share.value, difference.args[1]))
+    (b, mixture), (c, same) = weights
+    if min(b, c) <= 0.0 or mixture != same:
+        return None
+    splits = mixture_shares(mixture)
+    if splits is None or any(
+        not math.isclose(x, y, rel_tol=1e-12) for x, y in zip(splits, (b, c), strict=True)
+    ):
+        return None
+    return e.args[1], e.args[0]
+
+
+def mixture_shares(e: Node) -> tuple[float, float] | None:
+    """Matches log(b P + c S) and returns b and c."""
+    if e.op != "logaddexp":
+        return None
+    splits = []
+    for term, log in zip(e.args, (LOG_P, LOG_S), strict=True):
+        if term.op != "add" or term.args[0] != log or term.args[1].op != "const":
+            return None
+        splits.append(math.exp(term.args[1].value))
+    return splits[0], splits[1]
+
+
+# a GPU has an instruction for each, or two
+_SHORT = {"P", "S", "logP", "logS", "const", "add", "sub", "mul", "neg", "abs", "sign"}
+_SHORT |= {"clamp_min", "clamp_max", "ge", "gt", "le", "lt", "where"}
+
+
+def is_short(e: Node) -> bool:
+    """Returns whether kernels compute an expression of half-precision inputs without series of
+    terms.
+    """
+    if mixture_shares(e) is not None:
+        return True
+    is_one = e.op in _SHORT or (e.op in ("log", "div") and is_lifted(e.args[-1]))
+    return is_one and all(is_short(a) for a in e.args)
+
+
+DIVERGENCES = {
+    "forward_kl": "P*(logP-logS)",
+    "reverse_kl": "S*(logS-logP)",
+    "cross_entropy": "-(P*logS)",
+    "jeffreys": "P*(logP-logS)+S*(logS-logP)",
+    "tv": "0.5*abs(P-S)",
+}
+NAMES = (*DIVERGENCES, "js")
+
+
+@functools.lru_cache(maxsize=256)
+def named(
+    divergence: str,
+    beta: float = 0.5,
+    student_eps: float = 0.0,
+    teacher_eps: float = 0.0,
+    student_clamp: float = 0.0,
+    teacher_clamp: float = 0.0,
+) -> Functional:
+    """Returns the functional of a named divergence with guards on the probabilities before the
+    log.
+
+    A guard replaces ``logP`` by ``log(max(P + eps, clamp))``; the weights P and S stay as they
+    are.
+    """
+    expr = _js(beta) if divergence == "js" else parse(DIVERGENCES[divergence])
+    logs = {
+        LOG_P: _guard(P, teacher_eps, teacher_clamp),
+        LOG_S: _guard(S, student_eps, student_clamp),
+    }
+    return Functional.of(render(substitute(expr, logs.__getitem__)))
+
+
+def _guard(probability: Node, eps: float, clamp: float) -> Node:
+    inner = probability + const(eps)
+    return apply("log", apply("clamp_min", inner, clamp) if clamp > 0.0 else inner)
+
+
+def substitute(e: Node, log_of: Callable[[Node], Node]) -> Node:
+    """Returns the expression with every logP and logS replaced."""
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        return log_of(x) if x in (LOG_P, LOG_S) else with_args(x, args)
+
+    return rebuilt([e], change)[e]

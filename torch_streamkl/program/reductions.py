@@ -1,0 +1,379 @@
+"""Reduces and substitutes in canonical form, and normalises what is written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch_streamkl.program import graph
+from torch_streamkl.program.canonical import (
+    FALSE,
+    TRUE,
+    all_of,
+    any_of,
+    choose,
+    compare,
+    exponential,
+    function,
+    linear,
+    literals,
+    log_add_exp,
+    log_softmax,
+    logarithm,
+    negation,
+    node,
+    nonnegative,
+    numeric,
+    product,
+    quotient,
+    scaled,
+    subtracted,
+    terms_of,
+    truth,
+)
+from torch_streamkl.program.graph import (
+    ANY,
+    BOOL,
+    BOUND,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    MAX,
+    SUM,
+    Axis,
+    Node,
+    const,
+    index,
+    rebuilt,
+    reduce,
+    size_of,
+)
+from torch_streamkl.program.identities import log_variable
+from torch_streamkl.program.operations import OPERATIONS
+
+Theta = Mapping[Axis, Node]
+_fresh = itertools.count()
+
+
+def fresh_axis(size: graph.Size | None) -> Axis:
+    """Returns an axis that no other expression has."""
+    return Axis(("fresh", next(_fresh)), size)
+
+
+ATOMS = ("dot", "reduce", "capture", "log_softmax")
+
+
+def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
+    """Returns the expression where conditions are known to hold, or not to hold."""
+
+    def change(y: Node, args: tuple[Node, ...]) -> Node:
+        if y in facts:
+            return TRUE if facts[y] else FALSE
+        if y.op == "and" and y.args and all(facts.get(z) for z in y.args):
+            return TRUE
+        return remade(y, args)
+
+    if not facts or not any(y in facts for y in graph.walk([x])):
+        return x
+    return rebuilt([x], change, lambda y: y.op not in ATOMS and y not in facts)[x]
+
+
+# ------------------------------------------------------------------------ reductions
+
+
+def reduced(kind: str, axis: Axis, body: Node) -> Node:
+    """Returns a reduction over an axis, which becomes bound. What does not vary goes outside."""
+    if axis not in body.axes and (body.op != "const" or axis.size is not None):
+        if kind in (MAX, ANY):
+            return body
+        if kind == SUM and axis.size is not None:
+            return product(size_of(axis.size), body)
+        if kind == LOGSUMEXP and isinstance(axis.size, int):
+            return linear(math.log(axis.size), [(1.0, body)]) if axis.size else const(-math.inf)
+    simple = {SUM: _sum, LOGSUMEXP: _log_sum_exp, ANY: _any}.get(kind, _no_form)(axis, body)
+    if simple is not None:
+        return simple
+    bound = Axis((BOUND, body.level + 1), axis.size)
+    return reduce(kind, bound, substitute(body, {axis: index(bound)}))
+
+
+def _no_form(axis: Axis, body: Node) -> Node | None:
+    return None
+
+
+def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
+    """A shift of a row leaves the log-sum-exp; that of a log-softmax is 0."""
+    if body.op == "log_softmax" and body.value == axis:
+        return const(0.0)
+    constant, terms = terms_of(body)
+    outside = [(c, t) for c, t in terms if axis not in t.axes]
+    if (constant and math.isfinite(constant)) or outside:
+        inside = [(c, t) for c, t in terms if axis in t.axes]
+        if inside:
+            lse = reduced(LOGSUMEXP, axis, linear(0.0, inside))
+            return linear(constant, [*outside, (1.0, lse)])
+    return None
+
+
+def _sum(axis: Axis, body: Node) -> Node | None:
+    """Factors of the row leave the sum; a softmax sums to 1 if its row has a key."""
+    constant, terms = terms_of(body)
+    if constant or len(terms) != 1:
+        return None
+    c, x = terms[0]
+    if c != 1.0:
+        return scaled(c, reduced(SUM, axis, x))
+    if x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == axis:
+        score = x.args[0].args[0]
+        kept = kept_by(score)
+        return const(1.0) if not kept else choose(_has_key(axis, kept), const(1.0), const(0.0))
+    if x.op == "product":
+        outside = [f for f in x.args if axis not in f.axes]
+        if outside:
+            inside = product(*(f for f in x.args if axis in f.axes))
+            return product(*outside, reduced(SUM, axis, inside))
+    if x.op == "div" and axis not in x.args[1].axes:
+        return quotient(reduced(SUM, axis, x.args[0]), x.args[1])
+    if x.op == "where" and x.args[2].op == "const" and x.args[2].value == 0.0:
+        known = literals(x.args[0])
+        outside = [k for k in known if axis not in k.axes]
+        rest = all_of(*(known - set(outside)))
+        if outside:
+            inside = choose(rest, x.args[1], const(0.0))
+            return choose(all_of(*outside), reduced(SUM, axis, inside), const(0.0))
+        y = x.args[1]
+        is_softmax = y.op == "exp" and y.args[0].op == "log_softmax" and y.args[0].value == axis
+        if is_softmax and kept_by(y.args[0].args[0]) == known:
+            return choose(_has_key(axis, known), const(1.0), const(0.0))
+    return None
+
+
+LOWEST = -1e8  # a fill at or below it leaves a key no probability
+
+
+def kept_by(score: Node) -> frozenset[Node]:
+    """Returns the conditions under which a score is none of a mask's fills."""
+    if score.op == "where" and score.args[2].op == "const" and score.args[2].value <= LOWEST:
+        return literals(score.args[0]) | kept_by(score.args[1])
+    if score.op == "linear":
+        terms = zip(score.value[1], score.args, strict=True)
+        return frozenset[Node]().union(*(kept_by(t) for c, t in terms if c > 0.0))
+    return frozenset()
+
+
+def _has_key(axis: Axis, conditions: frozenset[Node]) -> Node:
+    return reduced(ANY, axis, all_of(*conditions))
+
+
+def _any(axis: Axis, body: Node) -> Node | None:
+    """Whether some position meets a condition: of one on positions, the most favourable."""
+    known = literals(body)
+    outside = [k for k in known if axis not in k.axes]
+    if outside and len(known) > len(outside):
+        return all_of(*outside, reduced(ANY, axis, all_of(*(known - set(outside)))))
+    if body.op == "nonnegative" and axis.size is not None:
+        _, terms = terms_of(body.args[0])
+        c = next((c for c, t in terms if t is index(axis)), None)
+        if c is not None and sum(axis in t.axes for _, t in terms) == 1:
+            last = linear(-1.0, [(1.0, size_of(axis.size))])
+            return nonnegative(substitute(body.args[0], {axis: const(0.0) if c < 0 else last}))
+    return None
+
+
+def reopened(kind: str, reduction: Node, part: Node) -> Node:
+    """Creates another reduction over the axis of one, of a part of its body."""
+    bound = reduction.value.axis
+    free = fresh_axis(bound.size)
+    return reduced(kind, free, substitute(part, {bound: index(free)}))
+
+
+def opened(reduction: Node, axis: Axis) -> Node:
+    """Returns the body of a reduction as a function of an axis."""
+    return substitute(reduction.args[0], {reduction.value.axis: index(axis)})
+
+
+# ------------------------------------------------------------------------ substitution
+
+
+def substitute(x: Node, theta: Theta) -> Node:
+    """Returns an expression with index expressions in place of axes.
+
+    This one operation is every view, slice, gather and selection. Of selected keys the
+    log-softmax keeps the normaliser of all keys.
+    """
+    wanted = frozenset(theta)
+
+    def change(y: Node, args: tuple[Node, ...]) -> Node:
+        if not y.axes & wanted:
+            return y
+        if y.op == "index":
+            return theta[y.value]
+        if y.op == "log_softmax":
+            return _substituted_log_softmax(y, theta)
+        if y.op == "reduce":
+            about, free = y.value, fresh_axis(y.value.axis.size)
+            inner = {**theta, about.axis: index(free)}
+            return reduced(about.kind, free, substitute(y.args[0], inner))
+        return remade(y, args)
+
+    def enter(y: Node) -> bool:
+        return bool(y.axes & wanted) and y.op not in ("reduce", "log_softmax")
+
+    return rebuilt([x], change, enter)[x] if x.axes & wanted else x
+
+
+def _substituted_log_softmax(x: Node, theta: Theta) -> Node:
+    axis, score = x.value, x.args[0]
+    place = theta.get(axis)
+    if place is None:
+        return log_softmax(substitute(score, theta), axis)
+    if place.op == "index" and place.value.size == axis.size:
+        return log_softmax(substitute(score, theta), place.value)
+    free = fresh_axis(axis.size)
+    every = substitute(score, {**theta, axis: index(free)})
+    return subtracted(substitute(score, theta), reduced(LOGSUMEXP, free, every))
+
+
+def remade(x: Node, args: tuple[Node, ...]) -> Node:
+    """Returns a node of canonical form with other arguments, in canonical form."""
+    if args == x.args:
+        return x
+    match x.op:
+        case "linear":
+            return linear(x.value[0], list(zip(x.value[1], args, strict=True)))
+        case "capture":
+            axes = frozenset[Axis]() if args else x.axes
+            return graph.capture(x.value, x.dtype, axes, args, x.range)
+        case "log_softmax":
+            return log_softmax(args[0], x.value)
+        case "reduce":
+            return reduce(x.value.kind, x.value.axis, args[0], x.value.size)
+    maker = _MAKERS.get(x.op)
+    if maker is not None:
+        return maker(*args)
+    if x.op in ("gt", "ge", "eq"):
+        return compare(x.op, *args)
+    if x.op == "pow":
+        return graph.made_power(args[0], x.value)
+    if x.op in OPERATIONS:
+        return function(x.op, *args)
+    return node(x.op, args, x.value, x.dtype, x.range, x.is_finite)
+
+
+_MAKERS: dict[str, Callable[..., Node]] = {
+    "product": product,
+    "div": quotient,
+    "exp": exponential,
+    "log": logarithm,
+    "where": choose,
+    "and": all_of,
+    "or": any_of,
+    "not": negation,
+    "nonnegative": nonnegative,
+    "logaddexp": log_add_exp,
+}
+
+
+# ------------------------------------------------------------------------ of what is written
+
+
+def canonical(x: Node) -> Node:
+    """Returns the normal form of an expression as it is written (`graph.apply`)."""
+    done = x.canonical
+    if done is not None:
+        return done
+    for y in graph.walk([x], lambda y: y.canonical is None):
+        if y.canonical is None:
+            args = tuple(a.canonical or a for a in y.args)
+            y.canonical = _of_written(y, args)
+            y.canonical.canonical = y.canonical
+    assert x.canonical is not None
+    return x.canonical
+
+
+def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
+    match x.op:
+        case "const":
+            return const(x.value, x.dtype if x.dtype != BOOL else INT) if x.axes else x
+        case "add" | "sub":
+            return linear(0.0, [(1.0, args[0]), (1.0 if x.op == "add" else -1.0, args[1])])
+        case "neg":
+            return scaled(-1.0, args[0])
+        case "mul" | "mul0":
+            return product(*args)
+        case "div" | "div0":
+            return quotient(*args)
+        case "log_div":
+            return logarithm(quotient(*args))
+        case "pow" if x.value == 2.0:
+            return product(args[0], args[0])
+        case "float" | "int":
+            return numeric(args[0])
+        case "detach":
+            return detached(args[0])
+        case "lt" | "le" | "gt" | "ge" | "eq" | "ne":
+            return compare(x.op, *args)
+        case "where":
+            return choose(truth(args[0]), args[1], args[2])
+        case "reduce":
+            bound = x.value.axis
+            if bound.level or x.value.size:
+                return remade(x, args)
+            return reduced(x.value.kind, bound, args[0])
+        case "log1p":
+            return logarithm(linear(1.0, [(1.0, args[0])]))
+        case "P" | "S":  # a probability of a divergence
+            log = log_variable(x)
+            assert log is not None
+            return function("exp", log)
+    if not args and x.axes and x.op != "index":  # a leaf of a row program, at its own axes
+        at = [index(a) for a in graph.ordered(x.axes)]
+        return node(x.op, at, x.value, x.dtype, x.range, x.is_finite)
+    return remade(x, args) if args else x
+
+
+class Source:
+    """Names a captured tensor: a tensor of the user's program, and whether gradient flows.
+
+    ``version`` counts the writes before. Sources are equal if all three are.
+    """
+
+    __slots__ = ("grad_flows", "name", "version")
+
+    def __init__(self, name: Any, version: int = 0, grad_flows: bool = False) -> None:
+        self.name, self.version, self.grad_flows = name, version, grad_flows
+
+    def _key(self) -> tuple[Any, int, bool]:
+        return self.name, self.version, self.grad_flows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        flow = "*" if self.grad_flows else ""
+        return f"{self.name}{flow}" + (f"'{self.version}" if self.version else "")
+
+
+def detached(x: Node) -> Node:
+    """Returns an expression without gradient, which is a property of its captured tensors."""
+
+    def change(y: Node, args: tuple[Node, ...]) -> Node:
+        if y.op == "capture" and isinstance(y.value, Source) and y.value.grad_flows:
+            source = Source(y.value.name, y.value.version)
+            axes = frozenset[Axis]() if args else y.axes
+            return graph.capture(source, y.dtype, axes, args, y.range)
+        if y.op in ("dot", "capture") and not isinstance(y.value, Source) and y.dtype == FLOAT:
+            return node("detach", [y], None, FLOAT, y.range)  # a row program's may be trained
+        return y if args == y.args else remade(y, args)
+
+    return rebuilt([x], change, lambda y: y.op != "detach")[x]
+
+
+def rounded(x: Node, dtype: str) -> Node:
+    """Returns a value rounded to a narrower type, which is not the value."""
+    return node("round", [x], dtype, x.dtype, x.range)
