@@ -244,7 +244,7 @@ class _Factors:
 
 
 def _read_inputs(given: Any, needs_grad: Any) -> list[fx.Node]:
-    """The inputs of the graph that backwards of the two products read."""
+    """Lists the inputs of the graph that backwards of the two products read."""
     read = [
         given[i] for i in range(4) if needs_grad[i] and needs_grad[i ^ 1]
     ]  # q, k of both sides
@@ -264,7 +264,7 @@ def _same_shape(a: Any, b: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """A constant, a size, or a tensor without dimensions."""
+    """Whether a value is a constant, a size, or a tensor without dimensions."""
     if not isinstance(x, fx.Node):
         return True
     value = x.meta["val"]
@@ -280,7 +280,7 @@ def _is_zero(node: Any) -> bool:
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node with the fake value of its result, which the partitioner asks for."""
+    """Inserts a node with the fake value of its result, which the partitioner needs."""
     node = graph.call_function(target, args, kwargs)
     values: Any = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     mode = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)).meta["val"]

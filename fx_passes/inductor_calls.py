@@ -75,7 +75,7 @@ def _write_backward(node: Any, writeline: Callable[[str], None]) -> None:
 
 
 def _fixed_arguments(node: Any) -> list[str] | None:
-    """The source of the operator's positional arguments; None where an option varies."""
+    """Writes the source of the operator's positional arguments; None if an option varies."""
     from torch._inductor.virtualized import V
 
     arguments: list[str] = list(node.codegen_args())

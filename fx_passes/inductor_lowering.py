@@ -109,7 +109,7 @@ class Lowering:
         return fake
 
     def _box(self, x: Tensor) -> Any:
-        """The tensor of Inductor that a fake one stands for, maybe a view."""
+        """Returns Inductor's tensor of a fake one, maybe a view."""
         root = self.trace.root(x)
         box = self.boxes[id(root)]
         if x is root:

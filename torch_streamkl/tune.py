@@ -248,7 +248,7 @@ def _trial(
 def _decide(
     workload: Workload, kernel: str, best: Trial, default: Trial, timer: Timer
 ) -> tuple[Trial, Trial]:
-    """The winner and the default, timed alternately."""
+    """Times the winner and the default alternately, and returns both."""
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
         for times, trial in zip(taken, (best, default), strict=True):

@@ -137,7 +137,7 @@ class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRul
             self.values[base] = scores
 
     def _number(self, node: fx.Node) -> fx.Node:
-        """The first node that computes the same: equal pure operations on equal inputs."""
+        """Finds the first node that computes the same: equal pure operations on equal inputs."""
         if node.op != "call_function" or not _is_pure(node):
             return node
         if any(storage_of(n) in self.written_storages for n in (node, *node.all_input_nodes)):

@@ -85,7 +85,7 @@ def _meet(marks: frozenset[Mark]) -> bool:
 
 
 def _is_call(node: fx.Node, name: str) -> bool:
-    """kl_div, or cross_entropy with probabilities as its target."""
+    """Whether a node calls kl_div, or cross_entropy with probabilities as its target."""
     if name == "cross_entropy_loss":
         target = node.args[1]
         return isinstance(target, fx.Node) and target.meta["val"].is_floating_point()
@@ -148,7 +148,7 @@ def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:
 
 
 def _near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
-    """Nodes in one direction, the nearest first, the node itself included."""
+    """Yields nodes in one direction, the nearest first, the node itself included."""
     queue, seen = [node], {node}
     while queue:
         current = queue.pop(0)

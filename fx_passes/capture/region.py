@@ -146,7 +146,7 @@ def _is_seed(node: fx.Node) -> bool:
 
 
 def _is_softmax_by_hand(node: fx.Node) -> bool:
-    """``exp(scores - max)``: an exponential of what a matmul made, up to a few steps."""
+    """Whether a node is ``exp(scores - max)``: an exponential of a matmul, up to a few steps."""
     return name_of(node) == "exp" and is_tensor(node) and _is_of_product(node)
 
 

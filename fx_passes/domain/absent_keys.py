@@ -46,7 +46,7 @@ def is_of_probabilities(e: Node) -> bool:
 
 
 def _of_one(e: Node) -> Node:
-    """The expression with one distribution in place of all."""
+    """Replaces all distributions of an expression by one."""
     if e.op in ("P", "logP"):
         return variable(e.op)
     return apply(e.op, *map(_of_one, e.args)) if e.args else e

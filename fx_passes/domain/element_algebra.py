@@ -170,7 +170,7 @@ def _log(e: Node) -> Node:
 
 
 def _power(e: Node) -> tuple[Node | None, float]:
-    """A probability and its exponent: 1, or 1/2 below a square root."""
+    """Splits off a probability and its exponent: 1, or 1/2 inside of a square root."""
     if e.op == "P":
         return e, 1.0
     if e.op == "sqrt":
@@ -219,7 +219,7 @@ def _product(a: Node, b: Node) -> Node:
 
 
 def _distributed(e: Node, sign: float) -> list[tuple[float, Node]]:
-    """The expression as a sum, products distributed over sums."""
+    """Writes the expression as a sum: distributes products over sums."""
     if e.op == "mul":
         for inner, other in ((0, 1), (1, 0)):
             if e.args[inner].op in ("add", "sub", "neg"):
@@ -383,7 +383,7 @@ def reduced(a: Elements, dims: Sequence[int], keepdim: bool, mean: bool) -> Rows
 
 
 def _lse_of(a: Elements, k: int) -> LogSumExp:
-    """The log-sum-exp of a part's scores, in the dimensions of the elements."""
+    """Returns the log-sum-exp of a part's scores, in the dimensions of the elements."""
     part = a.parts[k]
     layout = lay.without(a.layouts[k], a.key_dim)
     return LogSumExp(part.scores, part.axis, layout)
@@ -435,7 +435,7 @@ def _addends(e: Node, sign: float) -> list[tuple[float, Node]]:
 
 
 def _factors(e: Node) -> tuple[float, list[Node]]:
-    """Constant and remaining factors of a product."""
+    """Splits a product into its constant and its remaining factors."""
     if e.op == "const":
         return e.value, []
     if e.op == "mul":

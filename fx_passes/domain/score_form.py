@@ -131,7 +131,7 @@ def _scaled(form: ScoreForm, number: float) -> ScoreForm:
 
 
 def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
-    """A tensor: a scalar, or one value per row."""
+    """Multiplies by a tensor: a scalar, or one value per row."""
     if form.softcap:
         raise Unsupported("scores are multiplied by a tensor after a softcap")
     if form.biases and factor.tensor.layout:
@@ -229,7 +229,7 @@ def _added(form: ScoreForm, step: Masking) -> ScoreForm:
 
 
 def _overlapping(form: ScoreForm, layer: Layer) -> ScoreForm:
-    """Two masks: keys of a row without any allowed key differ by which of them removed them."""
+    """Combines two masks: in a row without any allowed key, it matters which one removed a key."""
     if form.fill > ABSORBING or layer.fill > ABSORBING:
         raise Unsupported(f"two masks with different values, {form.fill:g} and {layer.fill:g}")
     return replace(

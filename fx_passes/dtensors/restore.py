@@ -274,7 +274,8 @@ class Restore:
             node.replace_input_with(source, whole)
 
     def _dims_of_vocab(self, node: fx.Node) -> set[int]:
-        """Mesh dimensions whose ranks shard the vocabulary of every call with these hidden states.
+        """Returns mesh dimensions that shard the vocabulary of every call with these hidden
+        states.
 
         Empty where something else reads the node.
         """
@@ -327,7 +328,7 @@ class Restore:
         return {n.name for n in self._steps_to(node) if n.name in self.user}
 
     def _steps_to(self, node: fx.Node) -> set[fx.Node]:
-        """The new tensors that lead to a node, and the user's at their beginning."""
+        """Lists the new tensors that lead to a node, from the user's tensors on."""
         found, stack = set[fx.Node](), [node]
         while stack:
             current = stack.pop()

@@ -190,7 +190,7 @@ def _moves_data_only(node: fx.Node) -> bool:
 
 
 def _head_of_own_vocab(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Hidden states, weight and bias of ``from_local(linear(x, w.to_local(), b.to_local()))``.
+    """Reads hidden states, weight and bias of ``from_local(linear(x, w.to_local(), ...))``.
 
     Every rank multiplies what it has of ``x`` by its vocabulary entries: whole logits as much as
     those of DTensors. None where the node is something else.

@@ -184,7 +184,7 @@ class Builder:
 
 
 def _present(node: fx.Node) -> Any:
-    """An input's value. Equal masks have one meaning, and what made the first may be gone."""
+    """Returns an input's value."""
     if node._erased:
         raise Unsupported("a tensor that it reads was removed with the code that was replaced")
     return example(node)

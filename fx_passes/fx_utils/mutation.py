@@ -192,7 +192,7 @@ def _marked_as_written(
 
 
 def _asks_for_in_place(node: fx.Node) -> bool:
-    """``F.relu(x, True)``, ``F.dropout(x, 0.1, True, inplace=True)``."""
+    """Whether a call asks for in-place work: ``F.relu(x, True)``, ``dropout(inplace=True)``."""
     if node.kwargs.get("inplace", False) is True:
         return True
     if not callable(node.target) or not any(a is True for a in node.args):

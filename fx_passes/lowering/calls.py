@@ -72,7 +72,7 @@ def emit(build: Builder, planned: Plan, like: Tensor, outer: Mapping[fx.Node, fx
 
 
 def _broadcast(build: Builder, total: fx.Node, rows: Rows, tensors: list[fx.Node]) -> fx.Node:
-    """Row values at the extents of the user's tensor, which a sum over them counts."""
+    """Expands row values to the extents of the user's tensor, which a sum over them counts."""
     value, wanted = example(total), rows.elements.shape
     assert isinstance(value, Tensor)
     smaller = [
@@ -293,7 +293,7 @@ def _removed_on(
 def _with_factors(
     build: Builder, value: fx.Node, call: Call, outer: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Row weights and row masks, as the user's code applies them."""
+    """Applies row weights and row masks as the user's code does."""
     for factor in call.factors:
         node = materialise(build, factor.tensor, outer)
         if factor.selects:

@@ -87,7 +87,7 @@ def _adapter(
     operands: list[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> dict[str, fx.Node]:
-    """A second product of the logits, with its weight in its narrow hidden states."""
+    """Inserts a second product of the logits, with its weight in its narrow hidden states."""
     side = geometry.side(index)
     found, key = adapter(side), side.distribution.scores
     if found is None:
@@ -114,7 +114,7 @@ def _adapter(
 
 
 def _removed_vocab_entries(build: Builder, mask: Mask, head: fx.Node) -> fx.Node:
-    """-inf at the vocabulary entries that the mask leaves out, as [vocab_size]."""
+    """Inserts -inf at the vocabulary entries that the mask excludes, as [vocab_size]."""
     matrix = example(head)
     assert isinstance(matrix, Tensor)
     vocab = build.call(torch.arange, build.size(matrix.shape[0], [head]), device=matrix.device)

@@ -115,7 +115,7 @@ class SubDim:
 
 
 def _split(layout: Layout, side: int, geometry: Geometry) -> list[SubDim]:
-    """A tensor's dimensions split so that each belongs to one slot."""
+    """Splits a tensor's dimensions so that each belongs to one slot."""
     distribution = geometry.side(side).distribution
     keys = _Pieces("key", [p for d in layout for p in d if p.axis == distribution.axis])
     contracted = _Pieces("dim", [p for d in layout for p in d if p.axis < 0])
@@ -190,7 +190,7 @@ def _query_place(geometry: Geometry) -> Place:
 def _places(
     geometry: Geometry, own: SideGeometry, pieces: Sequence[SubDim], *, is_keys: bool
 ) -> list[Place]:
-    """The dimensions of an operand in the operator's order, those that it lacks included.
+    """Lists the dimensions of an operand in the operator's order, missing ones included.
 
     Keys lack the last ones of the query heads: query head h uses key head h // group.
     """
@@ -248,7 +248,7 @@ def _dtype(x: fx.Node) -> torch.dtype:
 
 
 def _requires_grad(x: fx.Node) -> bool:
-    """Also where dropout in eval returns its input under no_grad: that one keeps its gradient."""
+    """Whether an operand keeps its gradient, as dropout's input in eval under no_grad does."""
     value = example(x)
     if isinstance(value, Tensor) and value.requires_grad:
         return True
@@ -284,7 +284,7 @@ def _with_factors(
     geometry: Geometry,
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
-    """The queries times tensors that multiply all scores: scalars, or one value per row."""
+    """Multiplies queries by tensors that multiply all scores: scalars, or one value per row."""
     dtype = _dtype(x)
     for factor in factors:
         node = materialise(build, factor.tensor, outer)
@@ -304,7 +304,7 @@ def _placed(
     side: int,
     geometry: Geometry,
 ) -> fx.Node:
-    """A tensor over row digits, viewed so that it broadcasts against dimensions ``slots``."""
+    """Views a tensor over row digits so that it broadcasts against dimensions ``slots``."""
     pieces = _split(layout, side, geometry)
     by_slot = {p.slot: d for d, p in enumerate(pieces) if p.slot.kind != "one"}
     if set(by_slot) - set(slots):
@@ -325,7 +325,7 @@ def _to_four_dimensions(
     present: set[Slot],
     tensors: Sequence[fx.Node],
 ) -> fx.Node:
-    """Missing digits expanded, groups of dimensions flattened."""
+    """Expands missing digits, and flattens groups of dimensions."""
     missing = [i for i, p in enumerate(places) if p.slot not in present]
     for i in missing:
         x = build.method("unsqueeze", x, i)
@@ -346,7 +346,7 @@ def _in_groups(build: Builder, x: fx.Node, places: Sequence[Place], rank: int) -
 
 
 def _grouped(build: Builder, x: fx.Node, groups: Sequence[tuple[int, int]]) -> fx.Node:
-    """Each group of neighbouring dimensions as one dimension; an empty group as one of size 1."""
+    """Flattens each group of neighbouring dimensions; an empty group has size 1."""
     for start, stop in reversed(groups):
         if stop - start > 1:
             x = build.method("flatten", x, start, stop - 1)

@@ -262,7 +262,7 @@ class _Lowering:
         values: Mapping[Formula, tuple[fx.Node, Dim]],
         like: torch.dtype,
     ) -> fx.Node | float:
-        """A value of rows in the dimensions of an output."""
+        """Returns a per-row value in the dimensions of an output."""
         made: dict[Formula, fx.Node | float] = {}
         stack = [f]
         while stack:
@@ -280,7 +280,7 @@ class _Lowering:
         return made[f]
 
     def _step(self, f: Formula, arguments: Sequence[fx.Node | float]) -> fx.Node | float:
-        """One operation on per-row values."""
+        """Inserts one operation on per-row values."""
         if f.op == "const":
             return float(f.data)
         if f.op == "pow":
@@ -295,7 +295,7 @@ class _Lowering:
     def _summed(
         self, f: Formula, dims: Sequence[Dim], value: fx.Node, heads: Dim, like: torch.dtype
     ) -> fx.Node:
-        """A sum over keys and perhaps rows, from the program's per-row values, and of blocks."""
+        """Inserts a sum over keys and perhaps rows, from per-row values and values of blocks."""
         build, what, groups = self.build, f.data, self.plan.groups
         summed = set(self.axes.atoms(what.over))
         blocks = (a for a in groups.keys if a not in summed)

@@ -54,7 +54,7 @@ def selected(
 
 
 def _mask_of_rows(build: Builder, mask: fx.Node, selection: RowSelection) -> fx.Node:
-    """The mask with an entry a row."""
+    """Returns the mask with one entry per row."""
     if selection.kind != MASK_ENTRIES:
         return mask
     rows = build.method("select", mask, -1, 0)

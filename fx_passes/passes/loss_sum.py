@@ -92,7 +92,7 @@ def _needs_grad(call: fx.Node) -> list[bool]:
 
 
 def _chain(call: fx.Node) -> Chain | None:
-    """The operations from the operator's rows to a scalar, or None when not linear in them."""
+    """Returns the operations from the operator's rows to a scalar; None if not linear in them."""
     if len(call.users) != 1:
         return None
     (current,) = call.users
@@ -184,7 +184,7 @@ def _unless_no_row(total: fx.Node, chain: Chain, ones: fx.Node, build: Builder) 
 
 
 def _ones(call: fx.Node, build: Builder) -> fx.Node:
-    """A one for each row."""
+    """Inserts a one for each row."""
     (rows,) = call.users
     value = _value(rows)
     size = value.shape[0]

@@ -52,7 +52,7 @@ def reread_counts(
 
 
 def _counts(trace: Trace, recognised: Recogniser, selections: Selections) -> Counts:
-    """The user's symbols for numbers of selected rows, or of their entries."""
+    """Returns the user's symbols for numbers of selected rows, or of their entries."""
     counts: Counts = {}
     for inner, (selection, dim, width) in recognised.counted.items():
         positions, node = selections.positions.get(selection), trace.outer.get(inner)

@@ -204,7 +204,7 @@ class _Reader:
         return is_kind and dtype.itemsize <= most.itemsize and value.device == self.device
 
     def _view(self, node: fx.Node, x: Term) -> Term | None:
-        """Another shape, or another floating type, of the same values in the same order."""
+        """Reads another shape, or another floating type, of the same values in the same order."""
         rest = (*node.args[1:], *node.kwargs.values())
         reads = any(isinstance(a, fx.Node) and isinstance(example(a), Tensor) for a in rest)
         is_cast = name_of(node) == "view" and any(isinstance(a, torch.dtype) for a in rest)
@@ -358,7 +358,7 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
 
 
 def _tensor_of_rows(known: KnownTensor, call: fx.Node, build: Builder) -> fx.Node:
-    """[1, 1, rows], or [1, 1, 1] of one number."""
+    """Views values as [1, 1, rows], or one number as [1, 1, 1]."""
     operands: Any = call.args[0]
     if known.node is None:
         value, rows = _value(operands[0]), _value(operands[0]).shape[2]

@@ -265,7 +265,7 @@ class Leftovers:
         nodes: list[fx.Node],
         dtype: torch.dtype,
     ) -> fx.Node:
-        """An additive mask at the smallest shape that holds it."""
+        """Builds an additive mask at the smallest shape that holds it."""
         form = read(place.student.distribution.scores)
         identity = (form.mask, form.fill, form.biases, dtype, str(place.digits))
         made = self.masks.get(identity)

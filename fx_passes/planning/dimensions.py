@@ -147,7 +147,7 @@ def geometry(
 
 
 def _digits(dim: int, t: Dim, s: Dim) -> list[Digit]:
-    """The common refinement of one dimension."""
+    """Computes the common refinement of one dimension."""
     if not t or not s:
         return [Digit(dim, p.size, (p if t else None, p if s else None)) for p in t or s]
     result: list[Digit] = []
@@ -229,7 +229,7 @@ def _averaged(distribution: Distribution, operands: Sequence[TensorRef]) -> tupl
 
 
 def _operands(distribution: Distribution) -> tuple[TensorRef, TensorRef]:
-    """The operands with the query rows and with the keys."""
+    """Returns the operands with the query rows and with the keys."""
     key = distribution.scores
     holders = [o for o in (key.lhs, key.rhs) if distribution.axis in axes_of(o.layout)]
     if len(holders) != 1:
@@ -323,10 +323,10 @@ def _axes_of_conditions(distribution: Distribution) -> Iterator[int]:
 def _heads(
     rest: Sequence[int], digits: Sequence[Digit], sides: Sequence[SideGeometry]
 ) -> tuple[int, ...]:
-    """The last digit, and with it those before where queries of several heads share keys.
+    """Returns the last digit, and digits before it if queries of several heads share keys.
 
-    One is left for the batch, unless they are one dimension after another, a batch of size 1.
-    And as many are as a mask or bias asks for that varies along some of them only.
+    One is left for the batch, unless they are one dimension after another, a batch of size 1. And
+    as many are as a mask or bias asks for that varies along some of them only.
     """
     heads = tuple(rest[-1:])
     found = [heads]

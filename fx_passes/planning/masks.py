@@ -175,7 +175,7 @@ def _check_improbable(forms: Iterable[ScoreForm]) -> None:
 def _sorted_out(
     literals: Literals,
 ) -> tuple[Size | None, Size | None, tuple[AxisTensor, ...], tuple[AxisTensor, ...]]:
-    """Window left, window right, mask tensors and masks of whole rows."""
+    """Returns window left, window right, mask tensors and masks of whole rows."""
     left = right = None
     tensors, row_tensors = [], []
     for literal, source in literals.items():
@@ -239,7 +239,7 @@ def _roles(piece: Piece, side: int, shape: Geometry) -> list[object]:
 
 
 def _band(literal: AxisCondition, side: int, shape: Geometry) -> tuple[str, Size]:
-    """A condition on query and key index as a bound of the operator's window.
+    """Converts a condition on query and key index to a bound of the operator's window.
 
     ``j - i + c >= 0`` is ``j >= i - c``; with o = j - (i + M - N) that is o >= -(c + M - N).
     """

@@ -168,7 +168,7 @@ def _forms(shape: Geometry) -> tuple[ScoreForm, ScoreForm]:
 
 
 def _named(expr: Node, teacher: int, student: int) -> Node:
-    """The expression over P, logP of the teacher and S, logS of the student."""
+    """Writes the expression over P, logP of the teacher and S, logS of the student."""
     lowest = const(FLOOR_OF_EXP)
     names = {
         ("P", teacher): P,

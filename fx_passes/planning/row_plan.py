@@ -194,7 +194,7 @@ class _Planner:
         return tuple(dict.fromkeys((*self.row_axes(i), *self.column_axes(i))))
 
     def _shared_last(self, heads: Iterable[int], products: list[int]) -> Dim:
-        """Axes that the keys lack stand last: query head h uses key head h // group."""
+        """Moves axes that the keys lack to the end: query head h uses key head h // group."""
         return tuple(
             sorted(heads, key=lambda a: any(a not in self.column_axes(i) for i in products))
         )
@@ -417,7 +417,7 @@ class _Planner:
         return apply("ge", left, right)
 
     def _reduction(self, f: Formula) -> Node:
-        """A sum that elements use: over keys, over the heads of a product, or both."""
+        """Adds a sum that elements use: over keys, over the heads of a product, or both."""
         what = f.data
         assert isinstance(what, Sum)
         x = self.nodes[f.args[0]]
@@ -444,7 +444,7 @@ class _Planner:
         return x if factor == 1.0 else apply("mul", cast(x, FLOAT), const(factor))
 
     def _repeats(self, what: Sum) -> list[Size]:
-        """The extents of dimensions along which nothing varies, which a sum counts."""
+        """Lists the extents of dimensions along which nothing varies, which a sum counts."""
         return [
             what.shape[d]
             for d in what.dims

@@ -110,7 +110,7 @@ def is_never_infinite(program: Program, sums: Iterable[Formula]) -> bool:
 
 
 def _is_probability(program: Program, node: Step) -> bool:
-    """The exponential of a score and its own log-sum-exp's difference."""
+    """Whether a formula is the exponential of a score minus its own log-sum-exp."""
     difference = program.nodes[node.args[0]]
     if difference.op != "sub" or program.nodes[difference.args[1]].op != "reduction":
         return False
@@ -119,7 +119,7 @@ def _is_probability(program: Program, node: Step) -> bool:
 
 
 def _is_scale(program: Program, node: Step) -> bool:
-    """A quotient by a number other than 0."""
+    """Whether a formula is a quotient by a number other than 0."""
     divisor = program.nodes[node.args[1]] if node.op == "div" else None
     return divisor is not None and divisor.op == "const" and divisor.value != 0.0
 

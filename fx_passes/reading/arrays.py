@@ -1,8 +1,8 @@
-"""Represents tensors: an expression, and for each dimension the axes that it runs through.
+"""Represents tensors as an expression, and for each dimension the axes that it runs through.
 
 Every view, slice, gather and selection substitutes index expressions for axes
-(`reductions.substitute`). Axes are variables: where two tensors meet, those of one are renamed.
-There are no strides: a dimension is an ordered list of whole axes, the leading one first, and one
+(`reductions.substitute`). Axes are variables: if two tensors meet, those of one are renamed. There
+are no strides. A dimension is an ordered list of whole axes, the leading one first, and an axis
 that is split elsewhere becomes two axes.
 """
 
@@ -20,7 +20,7 @@ Dim = tuple[Axis, ...]
 
 
 class NoView(ValueError):
-    """A view that no substitution of whole axes is."""
+    """Raised for a view that no substitution of whole axes is."""
 
 
 class Sizes:
@@ -43,7 +43,7 @@ NUMBERS = Sizes()
 
 @dataclass(frozen=True)
 class Array:
-    """A tensor; a dimension without axes has size 1."""
+    """Represents a tensor; a dimension without axes has size 1."""
 
     expr: Node
     dims: tuple[Dim, ...] = ()

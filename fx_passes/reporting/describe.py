@@ -122,7 +122,7 @@ def warning_of(planned: Plan) -> str:
 
 
 def _without_condition(call: Call) -> Functional:
-    """The divergence without the comparison that stands for a mask after the softmax."""
+    """Removes the comparison that stands for a mask after the softmax from a divergence."""
     e = call.functional.expr
     is_conditional = call.mask.stricter is not None and e.op == "where"
     return Functional.of(render(e.args[1])) if is_conditional else call.functional

@@ -32,7 +32,7 @@ def graph_outputs(graph: fx.Graph) -> list[Outside]:
 
 
 def _is_logits(node: fx.Node) -> bool:
-    """The result of a linear layer with far more outputs than inputs."""
+    """Whether a node is the result of a linear layer with far more outputs than inputs."""
     source = _before(node, CASTS | OPERAND_VIEWS | SOFTCAP)
     made = example(source)
     inputs = [x for a in source.all_input_nodes if isinstance(x := example(a), Tensor)]
@@ -46,7 +46,7 @@ def _is_logits(node: fx.Node) -> bool:
 
 
 def _is_map(node: fx.Node) -> bool:
-    """Probabilities of a softmax of a product of two batched tensors."""
+    """Whether a node is a softmax of a product of two batched tensors."""
     softmax = _before(node, CASTS | OPERAND_VIEWS | {"dropout"})
     if name_of(softmax) not in SOFTMAXES:
         return False

@@ -212,7 +212,7 @@ def _is_large_product(node: fx.Node, inputs: Sequence[Tensor]) -> bool:
 
 
 def _width(node: fx.Node, rows: Tensor) -> int:
-    """The width of the hidden states that a linear layer reads.
+    """Returns the hidden size that a linear layer reads.
 
     A low-rank adapter has two layers: that of what the first one reads.
     """

@@ -288,6 +288,6 @@ def _holds_reduction(node: fx.Node) -> bool:
 
 
 def _place(node: fx.Node, trace: Trace) -> tuple[str, str]:
-    """Location and code of a node of the trace."""
+    """Returns location and code of a node of the trace."""
     origin = node_of(trace, node)
     return location_of(origin) if origin is not None else (UNKNOWN, "")

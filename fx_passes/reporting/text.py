@@ -136,7 +136,7 @@ CHECK_SKIPPED = "check skipped"
 
 
 def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
-    """The lines of a loss that occurs ``count`` times, such as in every layer."""
+    """Formats the lines of a loss that occurs ``count`` times, such as in every layer."""
     verdict = verdict_of(site) + (f" {count}x" if count > 1 else "")
     rows = [("code", site.code), ("form", _form(site)), ("roles", site.roles)]
     rows.append(("also", site.also))

@@ -192,5 +192,5 @@ def _of_an_input(node: fx.Node) -> str:
 
 
 def _have_one_shape(x: Tensor, y: Tensor) -> bool:
-    """Provably: to compare symbolic shapes guards, or fails where data decide them."""
+    """Whether shapes are provably equal: a plain comparison guards, or fails on data."""
     return x.dim() == y.dim() and all(map(provably_equal, x.shape, y.shape))

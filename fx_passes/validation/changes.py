@@ -73,7 +73,7 @@ def compare_graphs(before: fx.Graph, after: fx.Graph) -> Comparison:
 
 
 def _read_otherwise(old: fx.Node, new: fx.Node) -> list[Change] | None:
-    """The inputs in which two nodes differ; None when they differ in more than that."""
+    """Returns the inputs in which two nodes differ; None if they differ in more than that."""
     pairs: list[Change] = []
     if old.op != new.op or old.target != new.target:
         return None

@@ -149,7 +149,7 @@ def _mask(shape: list[int], uniform: Tensor, first: bool | None) -> Tensor:
 
 
 def _diagonals(shape: list[int], device: torch.device) -> tuple[Tensor, int] | None:
-    """The sum of the last two indices modulo the size of the longer dimension."""
+    """Adds the last two indices modulo the size of the longer dimension."""
     if not shape or max(shape[-2:]) < 2:
         return None
     column = torch.arange(shape[-1], device=device)

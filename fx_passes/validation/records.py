@@ -152,7 +152,7 @@ def forget() -> None:
 
 
 def _path(fingerprint: Fingerprint, options: CheckOptions) -> Path | None:
-    """A file in Inductor's cache, of this version of the sources, of torch and of the device."""
+    """Returns the file in Inductor's cache for this version of the sources, torch and device."""
     config = optional("torch._inductor", "config")
     cache_dir: Any = optional("torch._inductor.runtime.cache_dir_utils", "cache_dir")
     caches = cache_dir is not None and not getattr(config, "force_disable_caches", True)

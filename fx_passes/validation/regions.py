@@ -75,7 +75,7 @@ def replacement_of(change: Change, graphs: Comparison) -> set[fx.Node]:
 
 
 def _with_modes(graph: Graph, chosen: set[fx.Node]) -> tuple[fx.Node, ...]:
-    """The chosen nodes in order, and the changes of modes that they run under."""
+    """Returns the chosen nodes in order, and the changes of modes that they run under."""
     kept: list[fx.Node] = []
     recording = torch.is_grad_enabled()  # at the start of the graph
     last: list[bool] = [recording]  # the mode of the operation before
@@ -106,7 +106,7 @@ def _latest_mode(node: fx.Node, recording: bool) -> fx.Node:
 
 
 def _walk(start: fx.Node, stops: frozenset[str]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes from a node backwards to ``stops`` and to leaves, and which of these it met."""
+    """Returns the nodes from a node backwards to ``stops`` and leaves, and those it met."""
     inside: set[fx.Node] = set()
     met: set[fx.Node] = set()
     stack = [start]

@@ -93,7 +93,7 @@ def run(
 
 
 def _largest(x: Any) -> float:
-    """Largest absolute entry, what masks fill in left out."""
+    """Returns the largest absolute entry, without what masks fill in."""
     if not isinstance(x, Tensor) or not x.numel() or x.dtype not in (*NARROW, torch.float64):
         return 0.0
     size = x.detach().abs()
@@ -113,7 +113,7 @@ def _kept_dtypes(leaves: Mapping[str, Any]) -> frozenset[torch.dtype]:
 def _rounded_otherwise(
     made: Any, node: fx.Node, generator: torch.Generator, largest_input: float = 0.0
 ) -> Any:
-    """A new floating tensor with each entry moved by one rounding, up or down.
+    """Returns a new floating tensor with each entry moved by one rounding, up or down.
 
     What an exponential gives is moved by as much as roundings of its argument do: a streaming
     operator makes probabilities again as exp(score - normaliser), for two distributions.

@@ -135,7 +135,7 @@ def _described(x: Any) -> str:
 
 
 def _numbers(x: Any) -> Tensor | None:
-    """Floating-point results in float64; None for all others."""
+    """Returns floating-point results in float64; None for all others."""
     if isinstance(x, bool) or not isinstance(x, (float, complex, Tensor)):
         return None
     if not isinstance(x, Tensor):

@@ -151,7 +151,7 @@ def _is_mutable(x: Any) -> bool:
 
 
 def _random_state_of(x: Any) -> bytes | None:
-    """The state of a generator of random numbers; None of other objects."""
+    """Returns the state of a generator of random numbers; None for other objects."""
     numpy = sys.modules.get("numpy")
     if isinstance(x, torch.Generator):
         return pickle.dumps(x.get_state().tolist())

@@ -160,7 +160,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _largest(x: Tensor) -> float:
-    """Largest absolute entry, what masks fill in left out."""
+    """Returns the largest absolute entry, without what masks fill in."""
     if not x.numel() or not x.is_floating_point():
         return 0.0
     size = x.abs()

@@ -272,7 +272,7 @@ def _fresh_copies(given: list[Any], wide: bool, finite: bool) -> list[Any]:
 
 
 def _move(tensors: list[Any], seed: int) -> None:
-    """Every number of the arguments up or down by one rounding."""
+    """Moves every number of the arguments up or down by one rounding."""
     for x in tensors:
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype in (*NARROW, torch.float64):
             draw = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Models as transformers has them: KL of their maps and of their logits, the table of the docs.
+"""Distils models of transformers by attention and by logits, and writes the table of the docs.
 
 ``python -m tests.integrations.test_models`` writes the table into docs/reference/libraries.md.
 """
@@ -63,18 +63,18 @@ def whisper(width: int) -> nn.Module:
 
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
-    "BERT, maps": (text_model("BertModel"), "attentions"),
+    "BERT, attention": (text_model("BertModel"), "attentions"),
     "BERT, logits": (text_model("BertForMaskedLM"), "logits"),
-    "ModernBERT, maps": (text_model("ModernBertModel"), "attentions"),
+    "ModernBERT, attention": (text_model("ModernBertModel"), "attentions"),
     "ModernBERT, logits": (text_model("ModernBertForMaskedLM"), "logits"),
-    "Llama, maps": (text_model("LlamaModel", **GROUPED), "attentions"),
+    "Llama, attention": (text_model("LlamaModel", **GROUPED), "attentions"),
     "Llama, logits": (text_model("LlamaForCausalLM", **GROUPED), "logits"),
-    "Qwen3, maps": (text_model("Qwen3Model", **GROUPED), "attentions"),
+    "Qwen3, attention": (text_model("Qwen3Model", **GROUPED), "attentions"),
     "Qwen3, logits": (text_model("Qwen3ForCausalLM", **GROUPED), "logits"),
-    "Gemma2, maps": (text_model("Gemma2Model", **GROUPED), "attentions"),
+    "Gemma2, attention": (text_model("Gemma2Model", **GROUPED), "attentions"),
     "Gemma2, logits": (text_model("Gemma2ForCausalLM", **GROUPED), "logits"),
-    "ViT, maps": (image_model("ViT"), "attentions"),
-    "DeiT, maps": (image_model("DeiT"), "attentions"),
+    "ViT, attention": (image_model("ViT"), "attentions"),
+    "DeiT, attention": (image_model("DeiT"), "attentions"),
     "Whisper, cross-attention": (whisper, "cross_attentions"),
     "Whisper, logits": (whisper, "logits"),
 }
@@ -135,7 +135,7 @@ def distilled(name: str) -> Report:
 
 
 # what is left next to a fused divergence, and why
-LEFT = {"Gemma2, maps": "of the softcapped attention; none on a GPU, by FlexAttention"}
+LEFT = {"Gemma2, attention": "of the softcapped attention; none on a GPU, by FlexAttention"}
 
 
 def row(name: str, report: Report) -> str:
@@ -145,12 +145,13 @@ def row(name: str, report: Report) -> str:
     return f"| {name} | {report.num_fused} of {len(report.sites)} | {left} |"
 
 
-# An LM head reads what any encoder gives, Qwen3's maps are made like Llama's, and DeiT's like
-# ViT's; test_libraries.py has maps of Llama, test_examples.py of ViT, and the test below of
+# An LM head reads what any encoder gives, Qwen3's attention is made like Llama's, and DeiT's like
+# ViT's; test_libraries.py has attention of Llama, test_examples.py of ViT, and the test below of
 # Gemma2. Whisper's cross-attention takes longest. `make test-integrations` has them all.
 ALIKE = (
     "Whisper, cross-attention",
-    "BERT, maps", "Llama, maps", "Gemma2, maps", "ViT, maps", "DeiT, maps", "Qwen3, maps",
+    "BERT, attention", "Llama, attention", "Gemma2, attention", "ViT, attention",
+    "DeiT, attention", "Qwen3, attention",
     "ModernBERT, logits", "Llama, logits", "Qwen3, logits", "Gemma2, logits", "Whisper, logits",
 )  # fmt: skip
 
@@ -173,7 +174,7 @@ def test_model(name: str) -> None:
 def test_softcapped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU gets, with FlexAttention run as it is: nothing is left of Gemma2's maps."""
     monkeypatch.setattr(softcapped, "_why_not_on_cpu", lambda: "")
-    report = distilled("Gemma2, maps")
+    report = distilled("Gemma2, attention")
     assert report.num_fused == LAYERS
     assert not report.remaining, report
 

@@ -175,8 +175,8 @@ FAULTS = (
     ),
     Fault(
         STREAMING,
-        "lse = torch.logaddexp(lse, torch.logsumexp(block, dim=-1))",
-        "lse = torch.logsumexp(block, dim=-1)",
+        "return higher, total * (high - base).exp() + added",
+        "return higher, total + added",
         _streaming("head_mean"),
     ),
     Fault(

@@ -25,7 +25,7 @@ class ReplayByBias:
     """Replays launches that differ by whether both sides have the same bias."""
 
     def __init__(self, function: Callable[..., Tensors], num_before: int) -> None:
-        """``num_before`` tensors precede those of the operator."""
+        """Takes ``num_before``: how many tensors precede those of the operator."""
         self._calls = (Replay(function), Replay(function))
         self._biases = tuple(num_before + i for i in ops.BIASES)
 
@@ -39,7 +39,7 @@ class BoundOp:
     """Computes values and gradients of attention_kl; `Replay` says what is kept between calls."""
 
     def __init__(self, options: tuple[Any, ...], is_compiled: bool = False) -> None:
-        """``is_compiled``: the call belongs to a graph that Inductor compiles."""
+        """Takes ``is_compiled``: whether the call belongs to a graph that Inductor compiles."""
         self.options = options
         self.is_compiled = is_compiled
         self._forward: Callable[..., Tensors] | None = None

@@ -98,7 +98,7 @@ def _module_for(is_compiled: bool, problem: AttentionProblem, backward: bool = F
 
 @functools.cache
 def _module(implementation: str) -> Any:
-    """The module with an implementation's forward and backward, imported when first used."""
+    """Imports the module with an implementation's forward and backward when first used."""
     if implementation == "hopper":
         from torch_streamkl.attention.hopper import launches as hopper
 

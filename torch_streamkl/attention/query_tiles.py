@@ -376,7 +376,7 @@ def _bounds(problem: AttentionProblem) -> dict[str, Tensor]:
 
 
 def _visible_keys(problem: AttentionProblem, queries: slice) -> slice:
-    """Keys that the window admits for at least one of the queries; at least one key."""
+    """Returns the keys that the window admits for some of the queries; at least one key."""
     offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
     start, stop = 0, problem.seqlen_k
     if problem.window_left is not None:

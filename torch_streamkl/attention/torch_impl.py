@@ -197,7 +197,7 @@ def _with_masked_keys(
 
 
 def _count(mask: Mask | None, keys: slice, rows: Rows) -> Tensor | int:
-    """Allowed keys of a block, per row."""
+    """Counts the allowed keys of a block, per row."""
     if mask is None:
         return keys.stop - keys.start
     copies = (keys.stop - keys.start) // mask.allowed.shape[-1]  # it may broadcast over keys
@@ -228,7 +228,7 @@ def _head_mean_lse(
     stats: RowStatistics,
     rests: Rests,
 ) -> None:
-    """Log-sum-exps of the student's heads and of every teacher head of their groups."""
+    """Computes log-sum-exps of the student's heads and of all teacher heads of their groups."""
     sides = [(problem.student, rows, stats.student_lse, rests.student)]
     if problem.teacher_lse is None:
         sides.append((problem.teacher, teacher_rows, stats.teacher_lse, rests.teacher))
@@ -260,7 +260,7 @@ def _head_mean_lse(
 def _with_scores(
     state: tuple[Tensor, Tensor], scores: Tensor, copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of exponentials relative to it, with those of more scores [..., keys]."""
+    """Adds more scores [..., keys] to a maximum and the sum of exponentials relative to it."""
     high, total = state
     higher = torch.maximum(high, scores.amax(-1))
     base = without_infinity(higher)
@@ -589,14 +589,14 @@ def _log_probabilities(
     mask: Mask | None,
     lse: Tensor,
 ) -> ScoreBlock:
-    """Scores minus log-sum-exps, those `without_infinity`."""
+    """Subtracts log-sum-exps, those `without_infinity`, from scores."""
     block = score_block(side, problem, rows, keys, mask)
     block.scores.sub_(lse.unsqueeze(-1))
     return block
 
 
 def _folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Queries [batch, kv_heads, group * queries, head_dim]: grouped heads (GQA) as rows."""
+    """Views queries as [batch, kv_heads, group * queries, head_dim]: GQA heads as rows."""
     kv_heads = _kv_heads(side, rows)
     q = rows.of(side.q).to(dtype)
     return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)
@@ -613,7 +613,7 @@ def _teacher_rows(problem: AttentionProblem, rows: Rows) -> Rows:
 
 
 def _sink_of(side: Side) -> Tensor | None:
-    """[heads, 1], which broadcasts to rows."""
+    """Views a sink as [heads, 1], which broadcasts to rows."""
     if side.sink is None:
         return None
     return side.sink.to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]
@@ -631,7 +631,7 @@ def _row_blocks(problem: AttentionProblem, blocks: StreamingBlocks) -> Iterator[
 
 
 def _key_blocks(problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows) -> Iterator[slice]:
-    """Blocks of keys that the window admits for at least one of the rows."""
+    """Yields the blocks of keys that the window admits for some of the rows."""
     offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
     start, stop = 0, problem.seqlen_k
     if problem.window_left is not None:
@@ -672,7 +672,7 @@ def _mask_of(problem: AttentionProblem, rows: Rows, keys: slice) -> Mask | None:
 
 
 def _broadcast_block(x: Tensor, rows: Rows, keys: slice) -> Tensor:
-    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
+    """Returns a block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
     index = (rows.batch, rows.heads, rows.queries, keys)
     return x[tuple(r if size > 1 else slice(None) for r, size in zip(index, x.shape, strict=True))]
 

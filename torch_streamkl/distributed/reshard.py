@@ -163,7 +163,7 @@ def _exchanged(
 
 
 def _pairs(ranges: Any) -> list[tuple[int, int]]:
-    """``ranges`` as pairs of integers."""
+    """Converts ``ranges`` to pairs of integers."""
     if isinstance(ranges, Tensor):
         ranges = ranges.tolist()
     is_list = isinstance(ranges, Iterable) and not isinstance(ranges, str)

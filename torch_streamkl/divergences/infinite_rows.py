@@ -1,10 +1,10 @@
-"""Rows whose value is infinite, for the reference: gradients as naive code has them.
+"""Gives rows of infinite value the gradients of naive code, for the reference.
 
-The student may exclude a key that the teacher has: forward KL is infinite then. Its gradient to
-the student's scores is S - P all the same, and the teacher's is infinity minus infinity. Autograd
+The student may exclude a key that the teacher has; the forward KL is then infinite. Its gradient
+to the student's scores is still S - P, and the teacher's is infinity minus infinity. Autograd
 would multiply both by the row's incoming gradient, and 0 times infinity is NaN: a caller who
-leaves such a row out would lose the gradients of all others. Here a row whose incoming gradient
-is 0 adds nothing.
+excludes such a row would lose the gradients of all others. Here a row whose incoming gradient is 0
+adds nothing.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ FAR = 1e3  # nats: the exponential of its negative is 0 in every dtype we comput
 
 @dataclass
 class RowState:
-    """State of a set of rows; every tensor has the rows' shape."""
+    """Holds the state of a set of rows; every tensor has the rows' shape."""
 
     m_t: Tensor
     l_t: Tensor
@@ -179,7 +179,7 @@ def far_below(state: RowState, fill_t: Tensor, fill_s: Tensor) -> Tensor:
 
 @dataclass
 class RowSums:
-    """Log-sum-exps, value of a row, H = sum_j df/dlogS_j and G = sum_j df/dlogP_j.
+    """Holds log-sum-exps, values and deltas of rows: sum_j df/dlogS_j and sum_j df/dlogP_j.
 
     The rests are what rounding has taken from the log-sum-exps: NOTE [Rounding of log-sum-exps] in
     linear/problem.py.

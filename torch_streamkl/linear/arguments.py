@@ -142,7 +142,10 @@ def _check_head(
             f"{side}_weight": checks.matmul_dtype(weight),
         },
     )
-    sizes = {f"{side}_hidden": hidden.shape[-1], f"{side}_weight": weight.shape[1]}
+    sizes: dict[str, object] = {
+        f"{side}_hidden": hidden.shape[-1],
+        f"{side}_weight": weight.shape[1],
+    }
     checks.same("hidden_size", sizes)
     for size, what in ((weight.shape[1], "hidden_size"), (weight.shape[0], "vocabulary")):
         if size == 0 and not (is_shard and what == "vocabulary"):

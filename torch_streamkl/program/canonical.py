@@ -1,15 +1,15 @@
-"""Normalises expressions over real numbers, so that programs are recognised however written.
+"""Normalises expressions over real numbers, so that a program is recognised in any spelling.
 
-However something is written, its canonical form is one node: sums are `linear` (a number and
-sorted coefficients), products have all of their factors, comparisons of positions are
-``expression >= 0``, conditions are conjunctions, a score minus its own log-sum-exp is the atom
-`log_softmax`, and a fill stands on the right of its `where`. The axis of a reduction is named by
-the depth of the reductions inside, so that equal reductions are one node.
+The canonical form of an expression is one node. Sums are `linear` (a number and sorted
+coefficients), and products have all of their factors. Comparisons of positions are ``expression >=
+0``, and conditions are conjunctions. A score minus its own log-sum-exp is the atom `log_softmax`,
+and a fill is the right argument of its `where`. The axis of a reduction is named by the depth of
+the reductions inside, so that equal reductions are one node.
 
 NOTE [What the normal form may change]
-It is exact for real numbers. Where a row has no key, or something is infinite, it may have a
-number where the written expression has NaN: what kernels compute is the written expression, and
-whoever replaces one by the other has to know that nobody looks (fx_passes/planning).
+It is exact for real numbers. If a row has no key, or something is infinite, it may have a number
+where the written expression has NaN. Kernels compute the written expression. Code that replaces
+one by the other has to know that nothing observes the difference (fx_passes/planning).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Derives expressions by the rules of the table of operations, in both directions.
 
-Both stop at reductions over keys, whose values are numbers by then: what a whole program's
-gradient is made of is in rows/derive.py.
+Both directions stop at reductions over keys, whose values are numbers by then. rows/derive.py
+composes the gradient of a whole program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_streamkl.program.steps import expand_heads, is_inside, is_over_keys
 
 
 class HeadJacobianError(ValueError):
-    """A Jacobian between per-row values of different heads, which is not kept."""
+    """Raised for a Jacobian between per-row values of different heads, which is not kept."""
 
 
 def tangent(root: Node, known: Callable[[Node], Node | None], by: Node | None = None) -> Node:

@@ -207,7 +207,9 @@ def polynomial(e: Node) -> Polynomial | None:
 
 @dataclass(frozen=True)
 class Bilinear:
-    """``sum_j P_j (tt logP_j + ts logS_j) + S_j (st logP_j + ss logS_j) + t P_j + s S_j``."""
+    """Holds coefficients of P_j (tt logP_j + ts logS_j) + S_j (st logP_j + ss logS_j) + t P_j + s
+    S_j.
+    """
 
     tt: float = 0.0
     ts: float = 0.0
@@ -257,9 +259,7 @@ def _square_terms(factor: float | None) -> tuple[Node, Node] | None:
 
 @dataclass(frozen=True)
 class GuardedBilinear:
-    """Holds the form of a clamped expression for rows whose log-probabilities lie above the
-    floors.
-    """
+    """Holds a clamped expression's form in rows whose log-probabilities are above the floors."""
 
     form: Bilinear
     teacher_floor: float
@@ -268,7 +268,9 @@ class GuardedBilinear:
 
 @dataclass(frozen=True)
 class LiftedQuotient:
-    """W (log(W + own_eps) - log(V + other_eps)): W is P, V is S (``by_teacher``), or S and P."""
+    """Holds W (log(W + own_eps) - log(V + other_eps)): W is P and V is S if ``by_teacher``, else
+    reversed.
+    """
 
     own_eps: float
     other_eps: float

@@ -1,16 +1,16 @@
 """Defines the expression graph: immutable nodes with axes, each of which exists once.
 
 A node is an operation on nodes. Nodes that compute the same by the same operations are one object
-(hash-consing), so that equality is identity. `apply` makes a node as it is written, with the
-identities that hold for floating-point numbers too (identities.py); canonical.py has the normal
+(hash-consing), so equality is identity. `apply` creates a node as it is written, with the
+identities that also hold for floating-point numbers (identities.py). canonical.py has the normal
 form over real numbers, by which programs are recognised.
 
 NOTE [Zero annihilates]
-A probability that is 0 removes its key from a sum, whatever stands next to it: 0 log 0 is 0, and
-so is the gradient of such a term. A product is therefore 0 where a factor is, and `is_guarded`
-says which products need to look: those with a factor that may be infinite. A quotient in a
-derivative is `div0`. The rule holds for whole products: in P * d * d both products are guarded,
-in P * (d * d) the outer one is. Steps of a program (rows/program.py) name a guarded one `mul0`.
+A probability of 0 removes its key from a sum, whatever its other factors are: 0 log 0 is 0, and so
+is the gradient of such a term. So a product is 0 if a factor is. `is_guarded` tells the products
+that need a check: those with a factor that may be infinite. A quotient in a derivative is `div0`.
+The rule holds for whole products: in P * d * d both products are guarded, in P * (d * d) the outer
+one is. Steps of a program (rows/program.py) name a guarded product `mul0`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SMALLEST = 2.0**-100  # what is as large is far above the smallest numbers of ev
 
 
 class HeadsError(ValueError):
-    """Elements with different numbers of heads meet."""
+    """Raised if elements with different numbers of heads meet."""
 
 
 class Extent:
-    """A size that is not a number: it is equal to itself alone.
+    """Represents a size that is not a number: it equals itself alone.
 
     Whoever reads a graph with symbolic sizes makes one for each of its different expressions, so
     that no comparison looks at an expression again.
@@ -58,7 +58,7 @@ Size = int | Extent
 
 
 class Axis(NamedTuple):
-    """A variable that an expression is a function of; ``size`` is None where nobody asks."""
+    """Represents a variable that an expression is a function of; ``size`` is None if unknown."""
 
     name: Any
     size: Size | None = None
@@ -93,11 +93,11 @@ class Reduction(NamedTuple):
 
 
 class Node:
-    """One expression: an operation, its arguments, and what the operation has besides them.
+    """Represents one expression: an operation, its arguments, and its further data.
 
-    ``axes`` are what it is a function of, ``range`` bounds its values where they are numbers;
-    with ``is_finite`` they are not infinite if those of the leaves are not. ``digest`` is equal
-    in every process, and for each order of a commutative operation's arguments. Leaves have a
+    ``axes`` are what it is a function of, ``range`` bounds its values where they are numbers; with
+    ``is_finite`` they are not infinite if those of the leaves are not. ``digest`` is equal in
+    every process, and for each order of a commutative operation's arguments. Leaves have a
     ``value``: a constant's, the number of a dot or capture.
     """
 

@@ -1,9 +1,9 @@
-"""Applies the identities that hold in floating point too, as a node is made.
+"""Applies the identities that also hold in floating point, as a node is created.
 
 They fold constants, avoid the underflow of a probability (``log(exp(x))`` is ``x``), and keep the
 digits of differences. None of them reorders a sum of more than a row's own values.
 
-A divergence's leaves are P and S, the probabilities of a key, and their logarithms: to the
+The leaves of a divergence are P and S, the probabilities of a key, and their logarithms. To the
 identities, P is an exponential whose exponent is logP.
 """
 

@@ -1,7 +1,8 @@
-"""Holds masks as data that kernels skip keys by, and as conditions of an expression.
+"""Represents masks as data by which kernels skip keys, and as conditions of an expression.
 
-Row i stands at key i + num_keys - num_rows. A mask enters an expression as ``where(condition,
-score, fill)``, whose condition is a conjunction; `structure_of` reads the structure back from it.
+Row i is at the position of key i + num_keys - num_rows. A mask enters an expression as
+``where(condition, score, fill)``, whose condition is a conjunction. `structure_of` reads the
+structure back from it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch_streamkl.program.graph import Axis, Node, Size, index, size_of
 
 @dataclass(frozen=True)
 class Keys:
-    """Says which keys a row has. Row i stands at key i + num_keys - num_rows.
+    """Says which keys a row has. Row i is at the position of key i + num_keys - num_rows.
 
     Blocks outside are skipped; keys that are not allowed take part in no reduction.
     """
@@ -31,7 +32,7 @@ ALL_KEYS = Keys()
 
 @dataclass(frozen=True)
 class Mask:
-    """A condition on rows and keys, taken apart.
+    """Holds the parts of a condition on rows and keys.
 
     ``left`` and ``right`` bound the key's position relative to the row's index: right is 0 where
     key <= row. ``num_keys`` is the first key of no row. ``others`` are conditions without that

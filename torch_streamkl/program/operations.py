@@ -30,7 +30,7 @@ EVERY: Range = (-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of the table."""
+    """Defines one operation: a row of the table."""
 
     arity: int
     run: Callable[..., Tensor]

@@ -183,7 +183,7 @@ def _any(axis: Axis, body: Node) -> Node | None:
 
 
 def reopened(kind: str, reduction: Node, part: Node) -> Node:
-    """Another reduction over the axis of one, of a part of its body."""
+    """Creates another reduction over the axis of one, of a part of its body."""
     bound = reduction.value.axis
     free = fresh_axis(bound.size)
     return reduced(kind, free, substitute(part, {bound: index(free)}))

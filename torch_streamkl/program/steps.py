@@ -1,8 +1,8 @@
-"""Lists expressions as steps, each after its arguments: the form that programs run from.
+"""Lists expressions as steps, each after its arguments: the form that implementations run.
 
 The text of a program, the evaluation of a tile and the writers of kernels go through steps in
 order, and name values by their numbers. A reduction over keys is a step without arguments: its
-value is there before the keys are read again.
+value exists before the keys are read again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Step(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """A value of a row, over the keys that it has. A maximum has no derivative here."""
+    """Describes a per-row value: a reduction over the keys of a row.
+
+    A maximum has no derivative here.
+    """
 
     kind: str
     node: int
@@ -85,7 +88,7 @@ def expand_heads(x: Node, like: Node) -> Node:
 
 
 class Schedule:
-    """Steps that grow by what is asked for.
+    """Collects steps, and grows by what is asked for.
 
     With ``is_sorted`` the arguments of commutative operations stand in one order, whichever way
     they were written. A literal one computes products as torch does, NaN where torch has it.

@@ -1,9 +1,9 @@
-"""Recognises row programs that are a divergence which `attention_kl` or `linear_kl` computes.
+"""Recognises row programs that are divergences which `attention_kl` or `linear_kl` computes.
 
-With P and S the softmaxes of two plain products, times a number each, a program that is
-``sum_j f(P_j, S_j, log P_j, log S_j)`` is what `attention_kl` and `linear_kl` compute. One meaning
-has one implementation (named.py): one pass where f allows it, Hopper kernels, few queries. Both
-are expressions of one graph, so that f is the program with logP and logS for the logarithms.
+With P and S the softmaxes of two plain products, times a number each, a program ``sum_j f(P_j,
+S_j, log P_j, log S_j)`` is what these operators compute. They have one implementation of it
+(named.py), with one pass if f allows it, Hopper kernels, and few queries. Program and divergence
+are expressions of one graph: f is the program with logP and logS for the logarithms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch_streamkl.rows.program import Program
 
 @dataclass(frozen=True)
 class Side:
-    """A softmax of a program."""
+    """Holds one softmax of a program."""
 
     dot: int
     scale: float
@@ -50,7 +50,7 @@ class Side:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """f as the operators take it, and what its sides are."""
+    """Holds f as the operators take it, and the two sides."""
 
     teacher: Side
     student: Side
@@ -126,7 +126,7 @@ def _divergence(value: Node, logs: dict[Node, Node]) -> Node | None:
     """
 
     def is_logarithm(x: Node) -> bool:
-        """score - its own log-sum-exp."""
+        """Whether a node is a score minus its own log-sum-exp."""
         return x.op == "sub" and x.args[1] in logs and x.args[1].args[0] is x.args[0]
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:

@@ -29,7 +29,7 @@ HEAD_OPERATIONS = ("sum_heads", "expand_heads")
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over keys that a pass of the forward gathers, over blocks of them if c is one."""
+    """Describes a sum over keys in a pass of the forward, over blocks of them if c is one."""
 
     level: int
     node: int
@@ -50,7 +50,7 @@ class ForwardPlan:
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """Gradients to dot products and captured tensors, as elements."""
+    """Plans the backward: gradients to dot products and captured tensors, as elements."""
 
     nodes: tuple[Step, ...]
     dots: tuple[int | None, ...]

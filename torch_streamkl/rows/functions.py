@@ -268,7 +268,7 @@ def _over(name: str, axis: Any, dim: Any) -> Any:
 def _sum(
     input: Element, over: Any = None, keepdim: bool = True, *, dim: Any = None, block: Any = None
 ) -> Element:
-    """Over keys, blocks of them, or heads; the axis stays, whatever ``keepdim`` says."""
+    """Sums over keys, blocks of them, or heads; the axis stays, whatever ``keepdim`` says."""
     tracer = input._tracer
     if block is not None:
         _sums_of_blocks("sum", over if over is not None else dim, block)

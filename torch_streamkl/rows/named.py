@@ -157,7 +157,7 @@ def _gradients(
     grad: Tensor,
     flags: list[bool],
 ) -> Sequence[Tensor | None]:
-    """To the operands of the student, then of the teacher."""
+    """Returns gradients to the operands of the student, then of the teacher."""
     arguments = _arguments(problem, form)
     student = saved[form.student.normaliser]
     if _is_of_vocab(problem):

@@ -314,7 +314,7 @@ def _backward_flops(
     *_: Any,
     **__: Any,
 ) -> int:
-    """The recomputed dots and one matmul for each gradient."""
+    """Counts the recomputed dots, and one matmul for each gradient."""
     dots = range(len(RowProblem.of(program, shapes).program.dot_heads))
     return sum(
         _matmul_flops(shapes, i) * (1 + needs_grad[2 * i] + needs_grad[2 * i + 1]) for i in dots
@@ -322,7 +322,7 @@ def _backward_flops(
 
 
 def _sum_flops(shapes: Any, _: Any, program: str, _loss: str, needs_grad: Any, *__: Any) -> int:
-    """The dots and one matmul for each gradient."""
+    """Counts the dots, and one matmul for each gradient."""
     return _backward_flops((), (), (), needs_grad, shapes, program)
 
 
@@ -332,7 +332,7 @@ register(_lib, "row_program_sum", _sum, _sum_fake, _sum_flops)
 
 
 def _batched_backward(backward: Any) -> Callable[..., list[Tensor]]:
-    """For several gradients at once, in a compiled graph: ``is_grads_batched=True``, one by one.
+    """Computes several gradients one by one in a compiled graph (``is_grads_batched=True``).
 
     Those are tensors of torch's older vmap, which makes no rule of its own for lists of tensors.
     """

@@ -175,7 +175,7 @@ def _forward_of(
     rows: slice,
     dot: DotProducts = tile.dots,
 ) -> None:
-    """All passes of a block of rows."""
+    """Makes all passes of a block of rows."""
     known: RowValues = {}
     for level in range(1, plan.num_passes + 1):
         gathered, parts = _pass(problem, plan, level, batch, rows, known, dot)
@@ -289,7 +289,7 @@ def _pass(
 
 
 def _add(x: Tensor, first: int, size: int, total: Tensor) -> None:
-    """Elements from the key ``first`` on to the sums of their rows, or of their blocks."""
+    """Adds elements from the key ``first`` on to the sums of their rows, or of their blocks."""
     if not size:
         total += x.sum(-1, dtype=total.dtype)
         return

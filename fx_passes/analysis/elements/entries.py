@@ -23,7 +23,7 @@ SAME = {aten.detach.default, aten.alias.default, aten.contiguous.default}
 
 @rule(aten.scatter.value, aten.scatter_.value, aten.scatter.src, aten.scatter_.src)
 def _scatter(self: Operands, node: fx.Node, a: Arguments) -> Placed:
-    """A number at given ids of a constant: a mask of labels."""
+    """Reads a number written at given ids of a constant: a mask of labels."""
     base = self.recognised.values.get(a["self"])
     value = self.recognised.values.get(a["src"]) if "src" in a else a["value"]
     if isinstance(value, Number):

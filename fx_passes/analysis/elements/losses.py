@@ -43,7 +43,7 @@ def _cosine_similarity(self: Operands, node: fx.Node, a: Arguments) -> Placed:
 
 
 def _total(self: Operands, node: fx.Node, x: Placed, shape: Any, reduction: int) -> Placed:
-    """The reduction that a loss of torch ends with."""
+    """Applies the reduction with which a torch loss ends."""
     how = REDUCTIONS[reduction]
     x = replace(x, shape=tuple(shape))
     if how == "none":

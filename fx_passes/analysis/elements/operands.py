@@ -84,7 +84,7 @@ class Operands(ElementAlgebra):
     def _capture_at(
         self, source: fx.Node, layout: Any, dims: tuple[Dim, ...], grad_flows: bool
     ) -> Placed:
-        """A tensor laid out in dimensions of a product."""
+        """Captures a tensor in dimensions of a product."""
         places: list[Dim] = []
         mine: dict[int, Dim] = {}
         for pieces in layout:

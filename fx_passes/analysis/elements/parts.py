@@ -63,7 +63,7 @@ def _range(self: Operands, node: fx.Node, a: Arguments, dim: int) -> Placed:
 
 
 def _part(self: Operands, x: Placed, dim: int, start: Size, length: Size | None) -> Placed:
-    """``narrow(dim, start, length)``, or ``select(dim, start)`` without a length."""
+    """Reads ``narrow(dim, start, length)``, or ``select(dim, start)`` without a length."""
     if any(self.chosen_in(d) is not None for d in x.dims):
         raise Unsupported("chosen entries of rows are sliced")
     if is_row_level(x, self.axes):

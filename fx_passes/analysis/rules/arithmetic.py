@@ -226,7 +226,7 @@ class ArithmeticRules(ValueMaskRules, SoftmaxRules):
         return Factor(self._dense(other, x.layout), divides)
 
     def _raw(self, x: Scores, like: Elements) -> Elements:
-        """Raw scores next to probabilities: log-probability + log-sum-exp along one dimension."""
+        """Reads raw scores next to probabilities: log-probability + log-sum-exp."""
         dim = like.key_dim - (like.rank - len(x.layout))
         if dim < 0:
             raise Unsupported("scores and probabilities of different ranks are combined")

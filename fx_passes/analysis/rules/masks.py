@@ -187,7 +187,7 @@ class MaskRules(IndexRules):
         return None
 
     def _integer(self, x: object) -> Affine | Size | None:
-        """An index expression: an affine tensor or an integer, symbolic or not."""
+        """Reads an index expression: an affine tensor or an integer, symbolic or not."""
         known = self.value(x)
         if isinstance(known, Affine):
             return known
@@ -206,7 +206,7 @@ class MaskRules(IndexRules):
     def _integers(
         self, node: fx.Node, left: object, right: object
     ) -> tuple[Affine | Size | None, Affine | Size | None]:
-        """Both operands as index expressions, where torch's promotion changes neither."""
+        """Reads both operands as index expressions, if torch's promotion changes neither."""
         x, y = self._integer(left), self._integer(right)
         dtype = promoted(_recorded(left), _recorded(right))
         if not is_exact(x, _shape(left), dtype) or not is_exact(y, _shape(right), dtype):
@@ -479,7 +479,7 @@ def _difference(x: object, y: object) -> Affine | None:
 
 
 def _conditions(op: str, d: Affine) -> BoolTensor:
-    """The condition ``d op 0``."""
+    """Returns the condition ``d op 0``."""
     rank = len(d.coefficients)
     at_least = Linear(d.coefficients, d.constant)
     at_most = Linear(d.scaled(-1).coefficients, -d.constant)

@@ -119,7 +119,7 @@ def scores_of_einsum(
 
 
 def _without_dots(equation: str, ranks: Sequence[int]) -> str:
-    """The equation with labels in place of ``...``, the last of the leading dimensions."""
+    """Replaces ``...`` in an equation by labels, the last of the leading dimensions."""
     equation = equation.replace(" ", "")
     left, arrow, out = equation.partition("->")
     terms = left.split(",")
@@ -270,7 +270,7 @@ def _unexpanded(layout: Layout, shape: Sequence[Size]) -> Layout:
 
 
 def _without_repeats(layout: Layout, shape: Sequence[Size]) -> Layout | None:
-    """Below repeat_interleave: each dimension keeps the leading digit of its axis."""
+    """Removes repeat_interleave: each dimension keeps the leading digit of its axis."""
     if len(layout) != len(shape):
         return None
     result: list[Dim] = []

@@ -75,7 +75,7 @@ class SelectionRules(ViewRules):
     def _rows_where(
         self, mask: fx.Node, sizes: Sequence[Size], shape: Shape, *, of_entries: bool = False
     ) -> RowSelection:
-        """The rows where a mask holds: one selection for all masks that say the same."""
+        """Returns the rows at which a mask holds: one selection for all equal masks."""
         found = self.boolean(mask)
         condition = found if isinstance(found, BoolTensor) else opaque(mask, shape_of(mask))
         rank = len(sizes)
@@ -170,7 +170,7 @@ class SelectionRules(ViewRules):
         return self._selected(x, 0, selection)
 
     def _unrepeated(self, node: fx.Node) -> tuple[fx.Node, tuple[int | None, ...]]:
-        """The tensor below expand and repeat, and which of its dimensions each one comes from."""
+        """Returns the tensor before expand and repeat, and the origin of each dimension."""
         node, dims = self.unexpanded(node)
         while True:
             source = node.args[0] if node.args else None

@@ -153,7 +153,7 @@ class ValueMaskRules(MaskRules):
         return elements.with_row_factor(x, self._row_factor(x, node, selects=True, keeps=keeps))
 
     def _where_expression(self, condition: Elements, x: object, y: object) -> Elements:
-        """where with a condition on probabilities, such as P > 0."""
+        """Reads where() with a condition on probabilities, such as P > 0."""
         e = condition.single()
         kept, dropped = (y, x) if e is not None and e.op == "ge" else (x, y)
         if e is not None and e.op in ("gt", "ge") and isinstance(kept, Elements):
@@ -170,7 +170,7 @@ class ValueMaskRules(MaskRules):
         raise Unsupported("where with a condition on probabilities that is not always true")
 
     def _times_mask(self, x: Elements, mask: object, node: object) -> Elements:
-        """Values times a 0/1 mask."""
+        """Multiplies values by a 0/1 mask."""
         if isinstance(mask, Choice):
             if (mask.inside, mask.outside) == (0.0, 1.0):
                 mask = Choice(mask.mask.inverted(), 1.0, 0.0)

@@ -144,7 +144,7 @@ def _workspace(problem: RowProblem, has_kept: bool) -> int:
 def _row_blocks(
     problem: RowProblem, bytes_of_pair: int, has_kept: bool
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of batch elements and rows, with all keys."""
+    """Yields blocks of batch elements and rows, with all keys."""
     keys = slice(0, problem.num_keys)
     room = max(1, _workspace(problem, has_kept) // (bytes_of_pair * padded(problem.num_keys)))
     batch = max(1, min(problem.batch, room // problem.num_rows))
@@ -254,7 +254,7 @@ def _add_rows(
     at: Slices,
     logits: dict[int, Tensor],
 ) -> None:
-    """The values of some rows, and their gradients in the place of the logits, by dot."""
+    """Computes values of some rows, and by dot their gradients in place of the logits."""
     program = problem.program
     given = {
         i: logits[int(n.value)]
@@ -291,7 +291,7 @@ def _in_two_passes(
 
 
 def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
-    """Tokens of a chunk and of its parts: those that move the fewest bytes.
+    """Chooses the tokens of a chunk and of its parts: those that move the fewest bytes.
 
     A chunk reads the weights twice and reads and writes their gradients, which no other work
     hides: counted twice. A part reads the weights of the other dots, and has its launches.
@@ -390,7 +390,7 @@ class _Gradients:
         return torch.float32 if is_added else x.dtype
 
     def _allocated(self, n: int) -> Tensor:
-        """0 where blocks add to each other from the first one on."""
+        """Allocates a gradient: zeros if blocks add to each other from the first one on."""
         x, dtype = self.tensors[n], self._dtype(n)
         is_written = n // 2 in self.dots and n < 2 * len(self.problem.operands)
         if is_written and n % 2:  # of a dot with heads, kernels add
@@ -444,7 +444,7 @@ class _Gradients:
             _matmul_into(into, each.t(), tokens, rows.start == 0)
 
     def _matrix(self, n: int, batch: int) -> Tensor:
-        """An operand without heads."""
+        """Views an operand without heads as a matrix."""
         x = self.tensors[n]
         return x.select(0, batch if x.shape[0] > 1 else 0).select(0, 0)
 
@@ -470,7 +470,7 @@ class _Gradients:
         return self.problem.captures[i].shape == self.problem.row_shape(axis)
 
     def _add_headed(self, block: maps.Block, i: int, node: int) -> set[int]:
-        """Operands of a dot with heads, and the captured tensors whose gradients come with it."""
+        """Adds to operands of a dot with heads, and to captured tensors that come with it."""
         batch, rows, _ = block.at
         axis = self.program.dot_heads[i]
         at_dot = [j for j, n in enumerate(block.nodes) if n.op == "dot" and n.value == i]
@@ -529,7 +529,7 @@ class _Gradients:
         return part(target, block.at[0], ALL, block.at[1])
 
     def _add_rows(self, block: maps.Block, i: int, d: Tensor) -> None:
-        """The gradient of a block to a tensor of rows."""
+        """Adds a block's gradient to a tensor of rows."""
         into = self._place_of(block, i)
         into += d if d.shape == into.shape else d.sum_to_size(into.shape)
 

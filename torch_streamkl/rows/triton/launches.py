@@ -142,7 +142,7 @@ def compiled(source: Source) -> Any:
 def _sums(
     program: Program, is_differentiated: bool, level: int, axis: int, is_exact: bool
 ) -> Source | None:
-    """The pass of a level over the heads of an axis; None where it gathers nothing."""
+    """Returns the pass of a level over the heads of an axis, or None if it sums nothing."""
     plan = derive.forward_plan(program, is_differentiated)
     slots = slots_of(program, plan, level)
     own = {slot: slots[slot][:2] for slot in slots if slots[slot][2] == axis}
@@ -277,7 +277,7 @@ def _is_of_rows(program: Program, capture: int) -> bool:
 def _row_gradient(
     problem: RowProblem, capture: int, x: Tensor, arguments: Mapping[str, Any]
 ) -> Tensor:
-    """The gradient to a captured tensor of rows."""
+    """Computes the gradient to a captured tensor of rows."""
     plan = derive.backward_plan(problem.program)
     node = plan.captures[capture]
     assert node is not None
@@ -338,7 +338,7 @@ def arguments_of(
 
 
 def _stride(x: Tensor, dim: int) -> int:
-    """0 where a dimension broadcasts."""
+    """Returns a dimension's stride, 0 if it broadcasts."""
     return 0 if x.shape[dim] == 1 else x.stride(dim)
 
 

@@ -77,7 +77,7 @@ def _is_own_map(program: Program, node: Step) -> bool:
 def _with_maps(
     program: Program, which: str, roots: tuple[int, ...], axis: int
 ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-    """The nodes as a kernel over the heads of an axis reads them, and the maps that it reads.
+    """Rewrites nodes for a kernel over the heads of an axis, and lists the tensors it reads.
 
     Elements that all heads share, and that come from maps, are one map.
     """
@@ -400,7 +400,7 @@ class Block:
         )
 
     def _row_sums(self) -> TritonLaunch:
-        """A tile no longer than the keys."""
+        """Chooses a tile no longer than the keys."""
         keys = max(256, next_power_of_2(self.problem.num_keys))
         if keys >= ROW_SUMS.block_n:
             return ROW_SUMS

@@ -100,7 +100,7 @@ def sums_kernel(
 
 
 def _tile_of_keys(w: Writer, is_masked: bool) -> None:
-    """The elements of the keys from j on."""
+    """Writes the elements of the keys from j on."""
     # a loop that is not empty begins at a tile's first key (scores.tiles), which the compiler
     # cannot know: without it maps and pairs are loaded element by element
     w.line("n = tl.multiple_of(j + tl.arange(0, BLOCK_N), BLOCK_N)")
@@ -291,7 +291,7 @@ def maps_kernel(
 
 
 def _dots_of(nodes: Sequence[Step], dots: Sequence[int]) -> list[int]:
-    """The nodes of dots whose operands a gradient multiplies, computed or not."""
+    """Lists the nodes of dots whose operands a gradient multiplies, computed or not."""
     return [i for i, n in enumerate(nodes) if n.op == "dot" and int(n.value) in dots]
 
 

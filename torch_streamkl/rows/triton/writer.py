@@ -129,7 +129,7 @@ class Writer:
         return None
 
     def _log_sum_exp(self, index: int) -> int | None:
-        """The number of a log-sum-exp."""
+        """Returns the number of a log-sum-exp."""
         node = self.nodes[index]
         if node.op == "reduction" and self.program.reductions[int(node.value)].kind == LOGSUMEXP:
             return int(node.value)
@@ -164,7 +164,7 @@ class Writer:
         return (operation.triton_int if is_int else operation.triton).format(*args)
 
     def _in_log2(self, index: int) -> str:
-        """The argument of an exponential, times log2(e)."""
+        """Writes the argument of an exponential, times log2(e)."""
         node = self.nodes[index]
         if node.op == "sub" and self.shape[index] != OF_ROW:
             x, row = node.args
