@@ -13,8 +13,7 @@ import torch
 
 from bench.offline import TARGETS, Launch, record_launches
 from torch_streamkl.attention.ops import problem_of
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics
 from torch_streamkl.divergences.functional import DIVERGENCES, Functional, named
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights
 from torch_streamkl.linear.problem import NeedsGrad as OfHeads
