@@ -13,8 +13,7 @@ import torch
 
 from bench.offline import TARGETS, Launch, record_launches
 from torch_streamkl.attention.ops import problem_of
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights
 from torch_streamkl.linear.problem import NeedsGrad as OfHeads
 from torch_streamkl.program.divergences import DIVERGENCES, Functional, named
@@ -35,11 +34,10 @@ HOPPER_VARIANTS = (*VARIANTS, "lengths", "window", "packed", "any order")
 PADDING = "padding"  # a mask of keys, for the portable kernels of attention in two dtypes
 EVERY_VARIANT = (*HOPPER_VARIANTS, PADDING)
 # a head-averaged teacher has kernels of its own; few queries split keys over programs; LM heads,
-# whole and as shards of the vocabulary, have rows of logits instead of a head_dim; "whole heads"
-# of few keys have one kernel for dQ and dK
+# whole and as shards of the vocabulary, have rows of logits instead of a head_dim
 OF_VOCAB = ("LM head", "row program of LM heads")
 WORK = (
-    "attention", "teacher", "few queries", "whole heads", "head mean", "hopper", "LM head",
+    "attention", "teacher", "few queries", "head mean", "hopper", "LM head",
     "row program", "row program of heads", "row program of LM heads",
 )  # fmt: skip
 
@@ -62,13 +60,6 @@ def can_run(cell: Cell) -> bool:
     no_units = cell.dtype == "tf32" or (cell.dtype == "bf16" and cell.work not in OF_VOCAB)
     if cell.target == "sm_75" and (no_units or (cell.dtype == "fp16" and cell.head_dim > 128)):
         return False  # the blocked implementation runs it
-    if cell.work == "whole heads":
-        return (
-            cell.target in ("sm_90", "sm_100", "sm_103")
-            and cell.dtype in ("bf16", "fp16")
-            and cell.head_dim in (32, 64)
-            and cell.variant in ("plain", "clamped", "js", PADDING)
-        )
     if cell.variant == PADDING:
         return cell.work == "attention" and cell.head_dim > 0 and cell.dtype in ("bf16", "fp32")
     if cell.work == "hopper":
@@ -91,8 +82,7 @@ def can_run(cell: Cell) -> bool:
 def problem(cell: Cell) -> AttentionProblem:
     """A causal problem of 32 query heads and 8 key heads (32 averaged ones for "head mean")."""
     long = 4096 if cell.variant == "any order" else 1024  # small problems are summed in order
-    seqlens = {"few queries": (1, 8192), "whole heads": (128, 128)}
-    seqlen_q, seqlen_k = seqlens.get(cell.work, (long, long))
+    seqlen_q, seqlen_k = (1, 8192) if cell.work == "few queries" else (long, long)
     head_mean = cell.work == "head mean"
 
     def empty(*shape: int, dtype: torch.dtype = DTYPES[cell.dtype]) -> torch.Tensor:
@@ -307,7 +297,6 @@ def launches_of(cell: Cell) -> list[Launch]:
                 "attention": (portable, True, student),
                 "teacher": (portable, False, teacher),
                 "few queries": (portable, True, None),
-                "whole heads": (portable, False, NeedsGrad(True, True, True, True)),
                 "head mean": (head_mean_launches, True, NeedsGrad(True, True, True, True)),
                 "hopper": (hopper, True, student),
             }[cell.work]

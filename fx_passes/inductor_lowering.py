@@ -19,16 +19,18 @@ from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from torch_streamkl.attention import ops
+from torch_streamkl.attention import problem as attention_problem
 from torch_streamkl.attention.heuristics import select_implementation
 from torch_streamkl.attention.limits import hopper_limit
 from torch_streamkl.fx_passes.inductor_launch import KernelLaunch
 from torch_streamkl.kernels.entries import Entry, entry_of
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear import problem as linear_problem
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.runtime.trace import Allocation, Launch, Operation, Untraceable, trace
 
 aten = torch.ops.aten
-ATTENTION, LINEAR = ops.SPEC.names, linear_ops.SPEC.names
+ATTENTION, LINEAR = attention_problem.SPEC.names, linear_problem.SPEC.names
 
 
 def attention_implementation(given: dict[str, Any]) -> str:
@@ -80,7 +82,8 @@ class Lowering:
                 if found != "triton":
                     raise Untraceable(f"impl={given['impl']!r} runs as {found!r} here")
                 given["impl"] = found
-                self.trace, outputs = trace(lambda *_: run(*given.values()), tensors)
+                self.trace, found_outputs = trace(lambda *_: run(*given.values()), tensors)
+        outputs: Sequence[Any] = found_outputs
         steps = self.trace.steps
         entries = {id(x): entry_of(x) for x in steps if isinstance(x, Launch)}
 

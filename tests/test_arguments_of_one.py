@@ -20,7 +20,7 @@ from tests.support.covering import only
 outside = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded without one")
 # one of each kernel and variant; `make test-slow` has the others
 QUICK = (
-    ("attention", "masks"), ("few queries", "js"), ("whole heads", "padding"),
+    ("attention", "masks"), ("few queries", "js"), ("attention", "padding"),
     ("head mean", "masks"), ("hopper", "packed"), ("LM head", "js"),
     ("row program of heads", "masks"), ("row program of LM heads", "plain"),
 )  # fmt: skip
@@ -34,8 +34,6 @@ CELLS = [
         ("attention", "padding"),
         ("few queries", "plain"),
         ("few queries", "js"),
-        ("whole heads", "padding"),
-        ("whole heads", "js"),
         ("head mean", "masks"),
         ("hopper", "js"),
         ("hopper", "masks"),

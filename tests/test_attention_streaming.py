@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check
-from torch_streamkl.attention import heuristics, ops, torch_impl
+from torch_streamkl.attention import ops, torch_impl, torch_scores
+from torch_streamkl.attention.problem import NeedsGrad
 from torch_streamkl.divergences.names import functional_text
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -20,8 +21,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a small problem has several of each kind."""
-    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 96)
-    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 16)
+    monkeypatch.setattr(torch_scores, "STREAMING_BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(torch_scores, "STREAMING_MAX_KEYS", 16)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -118,8 +119,8 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["causal", "js", "clamp_reached", "mask_bool", "head_mean"])
 def test_memory_is_a_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 2**12)
-    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 64)
+    monkeypatch.setattr(torch_scores, "STREAMING_BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr(torch_scores, "STREAMING_MAX_KEYS", 64)
     call = build(replace(CASES[name], seqlen_q=300, seqlen_k=400))
     tensors = [call.tensors[n].detach() for n in INPUTS]
     mask = call.options.get("attn_mask")
@@ -128,7 +129,7 @@ def test_memory_is_a_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     problem, _ = ops.problem_of(*tensors, functional=text, **options)
     with LargestTensor(*tensors, mask) as largest:
         value, stats = torch_impl.forward(problem)
-        torch_impl.backward(problem, stats, value, torch_impl.NeedsGrad(True, True, True, True))
+        torch_impl.backward(problem, stats, value, NeedsGrad(True, True, True, True))
     gradients = max(x.untyped_storage().nbytes() for x in tensors)
     block = 4 * 2**12
     assert largest.size <= max(block, gradients)

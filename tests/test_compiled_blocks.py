@@ -21,7 +21,7 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.tolerances import budget, check
 from tests.test_query_tiles import linear_problem
 from torch_streamkl.attention import ops, query_tiles, torch_impl
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import NeedsGrad
 from torch_streamkl.cpu import compiled
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles

@@ -14,7 +14,7 @@ from tests.support.covering import every
 from tests.support.problems import CASES, build
 from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
 from torch_streamkl import linear_kl
-from torch_streamkl.attention import heuristics, ops, query_tiles, torch_impl
+from torch_streamkl.attention import ops, query_tiles, torch_impl, torch_scores
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import token_tiles
@@ -25,8 +25,8 @@ PACKED = ((2, 4), (3, 1))
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("name", every(3, CASES))
 def test_attention(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 8)  # several blocks of each kind
-    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 3)
+    monkeypatch.setattr(torch_scores, "STREAMING_BLOCK_ELEMENTS", 8)  # several blocks of each kind
+    monkeypatch.setattr(torch_scores, "STREAMING_MAX_KEYS", 3)
     spec = CASES[name]
     spec = replace(spec, dtype=torch.float64, student_dim=3, teacher_dim=2)
     spec = replace(spec, seqlen_q=min(3, spec.seqlen_q), seqlen_k=5)

@@ -22,8 +22,7 @@ from tests.support.tolerances import budget, check
 from torch_streamkl.attention import heuristics, limits, ops
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.plans import Plan
-from torch_streamkl.attention.problem import AttentionProblem
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad
 from torch_streamkl.program.divergences import DIVERGENCES, named
 from torch_streamkl.runtime.devices import gpu_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.covering import every
 from tests.support.problems import CASES, build
 from torch_streamkl import attention_kl, attention_kl_varlen, row_program
-from torch_streamkl.attention import heuristics
+from torch_streamkl.attention import torch_scores
 from torch_streamkl.divergences import row_state
 from torch_streamkl.program.divergences import Functional, named
 
@@ -27,8 +27,8 @@ SIZES = st.sampled_from([1, 2, 7, 33])
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 8)
+    monkeypatch.setattr(torch_scores, "STREAMING_BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(torch_scores, "STREAMING_MAX_KEYS", 8)
 
 
 def inputs(seed: int, rows: int, keys: int, heads: int = 2, batch: int = 2) -> list[Tensor]:

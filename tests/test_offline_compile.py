@@ -17,8 +17,7 @@ from bench.offline import (
 )
 from torch_streamkl.attention.hopper_tiles import HopperLaunch
 from torch_streamkl.attention.ops import problem_of
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics
 from torch_streamkl.linear import problem as linear_problem
 from torch_streamkl.program.divergences import DIVERGENCES, Functional, named
 

@@ -20,7 +20,7 @@ from tests.support.row_cases import Sizes, cast, example, value_and_gradients
 from tests.support.tolerances import budget, check
 from tests.test_shard_kernels import problem, sharded
 from torch_streamkl import linear_kl
-from torch_streamkl.attention import heuristics
+from torch_streamkl.attention import torch_scores
 from torch_streamkl.attention.problem import RowStatistics
 from torch_streamkl.distributed import shard_rows
 
@@ -45,8 +45,8 @@ def test_allocations_are_poisoned() -> None:
 @outside
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heuristics, "STREAMING_BLOCK_ELEMENTS", 96)
-    monkeypatch.setattr(heuristics, "STREAMING_MAX_KEYS", 16)
+    monkeypatch.setattr(torch_scores, "STREAMING_BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(torch_scores, "STREAMING_MAX_KEYS", 16)
     call = build(padded(CASES[name]))
     check(call.value_and_gradients("torch"), budget(call))
 

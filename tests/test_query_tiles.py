@@ -16,7 +16,7 @@ from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
 from tests.support.tolerances import budget, check
 from tests.test_attention_operator import operator_arguments
 from torch_streamkl.attention import ops, query_tiles, torch_impl
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import NeedsGrad
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
 from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWeights

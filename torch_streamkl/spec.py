@@ -9,7 +9,7 @@ So a new option is a new field, and the code that reads it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from operator import itemgetter
 from typing import Any
@@ -68,9 +68,9 @@ class Spec:
         problem: type,
         side: type,
         *,
-        first: Container[str] = (),
-        last: Container[str] = (),
-        without: Container[str] = (),
+        first: Collection[str] = (),
+        last: Collection[str] = (),
+        without: Collection[str] = (),
     ) -> None:
         """``first``: tensors of the problem before optional ones of the sides. ``last``: fields of
         a side after everything else. ``without``: fields that the operator has not.

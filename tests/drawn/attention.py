@@ -16,7 +16,7 @@ from tests.drawn import formulas
 from tests.drawn.judge import Drawn
 from tests.support.subgraphs import _as_written
 from torch_streamkl import attention_kl, attention_kl_varlen
-from torch_streamkl.attention import heuristics, interface, ops, query_tiles
+from torch_streamkl.attention import interface, ops, query_tiles, torch_scores
 from torch_streamkl.cpu import compiled
 
 INF = math.inf
@@ -310,8 +310,8 @@ def small_blocks(call: Drawn) -> Iterator[None]:
     """Plain torch cuts the call's blocks as large problems are cut."""
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (heuristics, "STREAMING_BLOCK_ELEMENTS", call.blocks["elements"]),
-            (heuristics, "STREAMING_MAX_KEYS", call.blocks["keys"]),
+            (torch_scores, "STREAMING_BLOCK_ELEMENTS", call.blocks["elements"]),
+            (torch_scores, "STREAMING_MAX_KEYS", call.blocks["keys"]),
             (query_tiles, "QUERY_TILE_ELEMENTS", call.blocks["elements"]),
             (query_tiles, "LEAST_QUERIES", 2),
         ):

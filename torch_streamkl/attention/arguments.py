@@ -140,7 +140,7 @@ def checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         _check_side(side, q, given, inputs, settings)
     _check_head_reduction(inputs, settings, q_t)
     left, right = window_bounds(settings.is_causal, settings.window)
-    given = {
+    values = {
         **settings._asdict(),
         "functional": _functional(settings),
         "student_scale": _scale(settings.student_scale, q_s),
@@ -153,7 +153,7 @@ def checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         "head_mean": settings.head_reduction == "mean",
     }
     arguments = SPEC.arguments
-    return tuple([given.get(x, arguments[x].default) for x in SPEC.option_names])
+    return tuple([values.get(x, arguments[x].default) for x in SPEC.option_names])
 
 
 def _functional(settings: Settings) -> str:

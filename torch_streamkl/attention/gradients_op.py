@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.attention import ops, query_tiles, torch_impl
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import Gradients, NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, Gradients, NeedsGrad, RowStatistics
 from torch_streamkl.registration import NAMESPACE, register
 
 Compute = Callable[

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torch_streamkl.attention.heuristics import head_mean_splits
 from torch_streamkl.attention.plans import LOG2E, Plan, Stage, plan_of, tensors_of
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics, Side
 from torch_streamkl.attention.triton import head_mean, head_mean_gradients, head_mean_sums
 from torch_streamkl.kernels.arguments import Mean
 from torch_streamkl.kernels.splits import combine_splits, new_splits, num_splits, split_strides

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -34,44 +34,6 @@ from torch_streamkl.runtime.devices import (
     warn_once,
 )
 from torch_streamkl.runtime.launch_table import LaunchKey, MeasuredLaunch
-
-# Scores of one side in one block. About ten temporaries of this size are alive in a block, and
-# they should stay in a core's cache.
-STREAMING_BLOCK_ELEMENTS = 2**18
-
-STREAMING_MAX_KEYS = 512
-
-
-@dataclass(frozen=True)
-class StreamingBlocks:
-    """Holds the block sizes of the plain torch implementation."""
-
-    batch: int
-    heads: int  # student heads, a multiple of every group of heads that shares keys
-    queries: int
-    keys: int
-
-
-def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
-    """Chooses long runs of keys first, then queries, then as many heads and batches as fit."""
-    teacher_ratio = problem.teacher.num_heads // problem.num_heads
-    teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
-    group = math.lcm(
-        problem.num_heads // problem.student.num_kv_heads,
-        # the fewest student heads whose teacher heads are whole groups; divides num_heads
-        teacher_group // math.gcd(teacher_group, teacher_ratio),
-    )
-    keys = min(problem.seqlen_k, STREAMING_MAX_KEYS)
-    queries = min(
-        problem.seqlen_q,
-        max(16, STREAMING_BLOCK_ELEMENTS // max(1, keys * group * teacher_ratio)),
-        256,
-    )
-    room = max(1, STREAMING_BLOCK_ELEMENTS // max(1, keys * queries * teacher_ratio))
-    heads = min(problem.num_heads, max(1, room // group) * group)
-    batch = max(1, room // heads) if heads == problem.num_heads else 1
-    return StreamingBlocks(batch, heads, max(1, queries), max(1, keys))
-
 
 IMPLEMENTATIONS = ("auto", "hopper", "triton", "torch", "reference")
 

@@ -19,8 +19,13 @@ from torch.library import Library
 
 from torch_streamkl.attention import query_tiles, torch_impl
 from torch_streamkl.attention.heuristics import LSE_UNIT, select_implementation
-from torch_streamkl.attention.problem import SPEC, AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import Gradients, NeedsGrad
+from torch_streamkl.attention.problem import (
+    SPEC,
+    AttentionProblem,
+    Gradients,
+    NeedsGrad,
+    RowStatistics,
+)
 from torch_streamkl.checks import is_plain
 from torch_streamkl.registration import (
     NAMESPACE,

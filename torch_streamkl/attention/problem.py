@@ -212,6 +212,57 @@ def _empty_statistics(q: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
+# to student_q, student_k, teacher_q, teacher_k, None where not needed
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class NeedsGrad:
+    """Says which gradients a backward pass computes: the output mask."""
+
+    student_q: bool
+    student_k: bool
+    teacher_q: bool
+    teacher_k: bool
+
+    @property
+    def student(self) -> bool:
+        return self.student_q or self.student_k
+
+    @property
+    def teacher(self) -> bool:
+        return self.teacher_q or self.teacher_k
+
+
+def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor | None]:
+    """Allocates zeros to which gradients are added, in the order of `Gradients`."""
+    flags = (
+        needs_grad.student_q,
+        needs_grad.student_k,
+        needs_grad.teacher_q,
+        needs_grad.teacher_k,
+    )
+    return [
+        x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None
+        for x, w in zip(problem.queries_and_keys, flags, strict=True)
+    ]
+
+
+def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) -> Gradients:
+    """Returns gradients of their sums."""
+    a, b, c, d = (
+        None if x is None else x.to(like.dtype)
+        for x, like in zip(sums, problem.queries_and_keys, strict=True)
+    )
+    return a, b, c, d
+
+
+def sums_of_sequence(sums: list[Tensor | None], rows: slice, keys: slice) -> list[Tensor | None]:
+    """Returns views of the sums that one of several packed sequences adds to."""
+    ranges = (rows, keys, rows, keys)
+    return [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
+
+
 def bottom_right_offset(seqlen_q: int, seqlen_k: int) -> int:
     """Returns the position of query 0 among the keys when the last query is aligned with the last
     key.

@@ -29,11 +29,15 @@ from torch_streamkl.attention.compiled_rows import (
 )
 from torch_streamkl.attention.problem import (
     AttentionProblem,
+    Gradients,
+    NeedsGrad,
     RowStatistics,
     Side,
     bottom_right_offset,
+    in_dtypes_of_inputs,
+    sums_of_sequence,
+    zero_sums,
 )
-from torch_streamkl.attention.torch_impl import Gradients, NeedsGrad
 from torch_streamkl.cpu import compiled
 from torch_streamkl.cpu.compiled import Described
 
@@ -120,7 +124,7 @@ def backward(
         except NotCompiledError:
             pass
         else:
-            return torch_impl.in_dtypes_of_inputs(problem, sums)
+            return in_dtypes_of_inputs(problem, sums)
     return torch_impl.backward(problem, stats, grad, needs_grad)
 
 
@@ -139,7 +143,7 @@ def _forward(
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     q = problem.student.q
     results = q.new_empty((*q.shape[:3], 5), dtype=problem.compute_dtype)
-    sums = torch_impl.zero_sums(problem, needs_grad)
+    sums = zero_sums(problem, needs_grad)
     form = _form(problem, needs_grad)
     for rows, keys, sequence in _sequences(problem):
         if sequence.seqlen_k == 0:
@@ -147,7 +151,7 @@ def _forward(
             parts = (value[None], stats.student, stats.teacher)
             results[:, :, rows] = torch.cat(parts).permute(1, 2, 3, 0)
             continue
-        work = _Work(sequence, needs_grad, torch_impl.sums_of_sequence(sums, rows, keys))
+        work = _Work(sequence, needs_grad, sums_of_sequence(sums, rows, keys))
         weight = _weight_of(sequence, row_weight, rows) if needs_grad != NOTHING else None
         for query_tile in work.query_tiles():
             inputs = work.inputs(query_tile)
@@ -168,13 +172,13 @@ def _forward(
 def _backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> list[Tensor | None]:
-    sums = torch_impl.zero_sums(problem, needs_grad)
+    sums = zero_sums(problem, needs_grad)
     form = _form(problem, needs_grad)
     statistics = torch.cat((stats.student, stats.teacher)).permute(1, 2, 3, 0)
     for rows, keys, sequence in _sequences(problem):
         if sequence.seqlen_k == 0:
             continue
-        work = _Work(sequence, needs_grad, torch_impl.sums_of_sequence(sums, rows, keys))
+        work = _Work(sequence, needs_grad, sums_of_sequence(sums, rows, keys))
         weight = _weight_of(sequence, grad, rows)
         for query_tile in work.query_tiles():
             known = statistics[:, :, rows][query_tile.batch, query_tile.heads, query_tile.queries]

@@ -8,20 +8,29 @@ few blocks.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torch_streamkl.attention.heuristics import StreamingBlocks, torch_blocks
 from torch_streamkl.attention.problem import (
     AttentionProblem,
+    Gradients,
+    NeedsGrad,
     RowStatistics,
     Side,
-    bottom_right_offset,
+    in_dtypes_of_inputs,
+    sums_of_sequence,
+    zero_sums,
+)
+from torch_streamkl.attention.torch_scores import (
+    Blocks,
+    Mask,
+    Rows,
+    folded_queries,
+    kv_heads_of,
+    per_head,
 )
 from torch_streamkl.cpu import elementwise
 from torch_streamkl.divergences.row_state import (
@@ -35,18 +44,6 @@ from torch_streamkl.divergences.row_state import (
     without_infinity,
 )
 from torch_streamkl.program.divergences import Bilinear
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Holds one block of query rows: ranges over batch, student heads and queries."""
-
-    batch: slice
-    heads: slice
-    queries: slice
-
-    def of(self, x: Tensor) -> Tensor:
-        return x[self.batch, self.heads, self.queries]
 
 
 @dataclass
@@ -65,27 +62,6 @@ class Rests:
     teacher: Tensor
 
 
-@dataclass
-class ScoreBlock:
-    """Holds scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
-
-    scores: Tensor  # [batch, heads, queries, keys]
-    slope: Tensor | float
-    is_finite: bool  # known of those of allowed keys
-
-
-@dataclass
-class Mask:
-    """Marks the allowed keys of a block, [batch or 1, heads or 1, queries or 1, keys or 1]."""
-
-    allowed: Tensor
-
-    @functools.cached_property
-    def limit(self) -> Tensor:
-        """Returns inf where a key is allowed, -inf elsewhere."""
-        return elementwise.limits(self.allowed)
-
-
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Returns per-row values and what the backward needs, in the compute dtype."""
     value, stats = RowStatistics.allocate(problem)
@@ -100,36 +76,35 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
 def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatistics) -> None:
     # What is per row is computed for all rows at once: for the rows of one block its many small
     # operations would take longer than those on the scores.
-    blocks = torch_blocks(problem)
-    left = list(_row_blocks(problem, blocks))
+    blocks = Blocks(problem)
+    left = list(blocks.rows())
     # the values are summed with what rounding takes from the log-sum-exps, which is not kept
     rests = Rests(torch.zeros_like(stats.student_lse), torch.zeros_like(stats.teacher_lse))
     if problem.head_mean:
         for rows in left:
-            _head_mean_lse(problem, blocks, rows, _teacher_rows(problem, rows), stats, rests)
+            _head_mean_lse(blocks, rows, stats, rests)
     else:
-        left = _first_pass(problem, blocks, left, value, stats, rests)
+        left = _first_pass(blocks, left, value, stats, rests)
     for rows in left:
-        _second_pass(problem, blocks, rows, _teacher_rows(problem, rows), value, stats, rests)
+        _second_pass(blocks, rows, value, stats, rests)
 
 
 def _first_pass(
-    problem: AttentionProblem,
-    blocks: StreamingBlocks,
+    blocks: Blocks,
     row_blocks: list[Rows],
     value: Tensor,
     stats: RowStatistics,
     rests: Rests,
 ) -> list[Rows]:
     """Computes log-sum-exps, values and deltas with a closed form; lists blocks without one."""
-    functional = problem.functional
+    problem, functional = blocks.problem, blocks.problem.functional
     guard, form = functional.guarded, functional.closed_form or Bilinear()
     state = RowState.allocate(value)
     low_t, low_s = value.new_full((2, *value.shape), math.inf).unbind(0)
     num_allowed = torch.zeros_like(value)
     for rows in row_blocks:
         lowest = None if guard is None else (rows.of(low_t), rows.of(low_s))
-        found = _row_state(problem, blocks, rows, form, lowest, rows.of(num_allowed))
+        found = _row_state(blocks, rows, form, lowest, rows.of(num_allowed))
         for whole, piece in zip(state.tensors(), found.tensors(), strict=True):
             rows.of(whole).copy_(piece)
     if problem.mask_value != -math.inf:
@@ -154,8 +129,7 @@ def _first_pass(
 
 
 def _row_state(
-    problem: AttentionProblem,
-    blocks: StreamingBlocks,
+    blocks: Blocks,
     rows: Rows,
     form: Bilinear,
     lowest: tuple[Tensor, Tensor] | None,
@@ -166,11 +140,11 @@ def _row_state(
     If asked, it updates the rows' lowest teacher and student scores, and the number of allowed
     keys for rows whose other keys have a finite score.
     """
+    problem = blocks.problem
     state: RowState | None = None
-    for keys in _key_blocks(problem, blocks, rows):
-        mask = _mask_of(problem, rows, keys)
-        t = score_block(problem.teacher, problem, rows, keys, mask)
-        s = score_block(problem.student, problem, rows, keys, mask)
+    for keys, mask in blocks.keys(rows):
+        t = blocks.scores(problem.teacher, rows, keys, mask)
+        s = blocks.scores(problem.student, rows, keys, mask)
         if lowest is not None:
             for low, x in zip(lowest, (t, s), strict=True):
                 torch.minimum(low, _lowest(x.scores, mask), out=low)
@@ -201,7 +175,7 @@ def _count(mask: Mask | None, keys: slice, rows: Rows) -> Tensor | int:
     if mask is None:
         return keys.stop - keys.start
     copies = (keys.stop - keys.start) // mask.allowed.shape[-1]  # it may broadcast over keys
-    return _per_head(mask.allowed, rows.heads.stop - rows.heads.start).sum(-1) * copies
+    return per_head(mask.allowed, rows.heads.stop - rows.heads.start).sum(-1) * copies
 
 
 def _masked_fill_value(problem: AttentionProblem, side: Side, num_allowed: Tensor) -> Tensor:
@@ -216,19 +190,13 @@ def _masked_fill_value(problem: AttentionProblem, side: Side, num_allowed: Tenso
 
 def _lowest(scores: Tensor, mask: Mask | None) -> Tensor:
     return (
-        scores if mask is None else torch.maximum(scores, -_per_head(mask.limit, scores.shape[1]))
+        scores if mask is None else torch.maximum(scores, -per_head(mask.limit, scores.shape[1]))
     ).amin(-1)
 
 
-def _head_mean_lse(
-    problem: AttentionProblem,
-    blocks: StreamingBlocks,
-    rows: Rows,
-    teacher_rows: Rows,
-    stats: RowStatistics,
-    rests: Rests,
-) -> None:
+def _head_mean_lse(blocks: Blocks, rows: Rows, stats: RowStatistics, rests: Rests) -> None:
     """Computes log-sum-exps of the student's heads and of all teacher heads of their groups."""
+    problem, teacher_rows = blocks.problem, blocks.teacher_rows(rows)
     sides = [(problem.student, rows, stats.student_lse, rests.student)]
     if problem.teacher_lse is None:
         sides.append((problem.teacher, teacher_rows, stats.teacher_lse, rests.teacher))
@@ -237,10 +205,8 @@ def _head_mean_lse(
     for side, side_rows, out, rest in sides:
         state = torch.full_like(side_rows.of(out), -math.inf), torch.zeros_like(side_rows.of(out))
         num_allowed = torch.zeros_like(state[0])
-        for keys in _key_blocks(problem, blocks, rows):
-            mask = _mask_of(problem, rows, keys)
-            block = score_block(side, problem, side_rows, keys, mask).scores
-            state = _with_scores(state, block, 1.0)
+        for keys, mask in blocks.keys(rows):
+            state = _with_scores(state, blocks.scores(side, side_rows, keys, mask).scores, 1.0)
             num_allowed += _count(mask, keys, side_rows)
         if problem.mask_value != -math.inf:
             absent = problem.seqlen_k - num_allowed
@@ -260,7 +226,7 @@ def _head_mean_lse(
 def _with_scores(
     state: tuple[Tensor, Tensor], scores: Tensor, copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Adds more scores [..., keys] to a maximum and the sum of exponentials relative to it."""
+    """Adds more scores [..., keys] to a maximum and a sum of exponentials relative to it."""
     high, total = state
     higher = torch.maximum(high, scores.amax(-1))
     base = without_infinity(higher)
@@ -269,29 +235,25 @@ def _with_scores(
 
 
 def _second_pass(
-    problem: AttentionProblem,
-    blocks: StreamingBlocks,
+    blocks: Blocks,
     rows: Rows,
-    teacher_rows: Rows,
     value: Tensor,
     stats: RowStatistics,
     rests: Rests,
 ) -> None:
     """Sums f, h and g with the log-sum-exps of the first pass."""
+    problem, teacher_rows = blocks.problem, blocks.teacher_rows(rows)
     lse_s = without_infinity(rows.of(stats.student_lse))
     lse_t = without_infinity(teacher_rows.of(stats.teacher_lse))
     rest_s, rest_t = rows.of(rests.student), teacher_rows.of(rests.teacher)
     total, h_total = torch.zeros_like(lse_s), torch.zeros_like(lse_s)
     g_total = torch.zeros_like(lse_t)
     num_allowed = torch.zeros_like(lse_s)
-    for keys in _key_blocks(problem, blocks, rows):
-        mask = _mask_of(problem, rows, keys)
-        log_t = _log_probabilities(
-            problem.teacher, problem, teacher_rows, keys, mask, lse_t
-        ).scores.sub_(rest_t.unsqueeze(-1))
-        log_s = _log_probabilities(problem.student, problem, rows, keys, mask, lse_s).scores.sub_(
-            rest_s.unsqueeze(-1)
-        )
+    for keys, mask in blocks.keys(rows):
+        log_t = blocks.log_probabilities(problem.teacher, teacher_rows, keys, mask, lse_t).scores
+        log_s = blocks.log_probabilities(problem.student, rows, keys, mask, lse_s).scores
+        log_t.sub_(rest_t.unsqueeze(-1))
+        log_s.sub_(rest_s.unsqueeze(-1))
         f, h, g = deltas(problem, log_t, log_s, mask)
         total += f.sum(-1)
         h_total += h.sum(-1)
@@ -302,9 +264,7 @@ def _second_pass(
         absent = problem.seqlen_k - num_allowed
         log_t, log_s = (
             (
-                _per_head(_masked_fill_value(problem, side, num_allowed), lse.shape[1])
-                - lse
-                - rest
+                per_head(_masked_fill_value(problem, side, num_allowed), lse.shape[1]) - lse - rest
             ).unsqueeze(-1)
             for side, lse, rest in (
                 (problem.teacher, lse_t, rest_t),
@@ -316,7 +276,7 @@ def _second_pass(
         )
         total += f * absent
         h_total += h * absent
-        g_total += g * _per_head(absent, g.shape[1])
+        g_total += g * per_head(absent, g.shape[1])
     rows.of(value).copy_(total)
     rows.of(stats.student_delta).copy_(h_total)
     teacher_rows.of(stats.teacher_delta).copy_(g_total)
@@ -348,7 +308,7 @@ def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[
 def _per_teacher_head(
     problem: AttentionProblem, g: Tensor, log_t: Tensor, variables: dict[str, Tensor]
 ) -> Tensor:
-    """g for every teacher head: d logP / d logP_head = P_head / (P heads) is a head's share."""
+    """Returns g for every teacher head, whose share d logP / d logP_head is P_head / (P heads)."""
     if not problem.head_mean:
         return g
     mean = variables["logP"].clamp_min(-1e30).unsqueeze(2)
@@ -357,29 +317,7 @@ def _per_teacher_head(
 
 
 def _where_allowed(mask: Mask, x: Tensor) -> Tensor:
-    return torch.where(_per_head(mask.allowed, x.shape[1]), x, torch.zeros_like(x))
-
-
-# to student_q, student_k, teacher_q, teacher_k, None where not needed
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-@dataclass(frozen=True)
-class NeedsGrad:
-    """Says which gradients a backward pass computes: the output mask."""
-
-    student_q: bool
-    student_k: bool
-    teacher_q: bool
-    teacher_k: bool
-
-    @property
-    def student(self) -> bool:
-        return self.student_q or self.student_k
-
-    @property
-    def teacher(self) -> bool:
-        return self.teacher_q or self.teacher_k
+    return torch.where(per_head(mask.allowed, x.shape[1]), x, torch.zeros_like(x))
 
 
 def backward(
@@ -403,35 +341,6 @@ def forward_with_gradients(
     return value, stats, (sums[0], sums[1], sums[2], sums[3])
 
 
-def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor | None]:
-    """Allocates zeros to which gradients are added, in the order of `Gradients`."""
-    flags = (
-        needs_grad.student_q,
-        needs_grad.student_k,
-        needs_grad.teacher_q,
-        needs_grad.teacher_k,
-    )
-    return [
-        x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None
-        for x, w in zip(problem.queries_and_keys, flags, strict=True)
-    ]
-
-
-def in_dtypes_of_inputs(problem: AttentionProblem, sums: list[Tensor | None]) -> Gradients:
-    """Casts sums of gradients to the dtypes of the inputs."""
-    a, b, c, d = (
-        None if x is None else x.to(like.dtype)
-        for x, like in zip(sums, problem.queries_and_keys, strict=True)
-    )
-    return a, b, c, d
-
-
-def sums_of_sequence(sums: list[Tensor | None], rows: slice, keys: slice) -> list[Tensor | None]:
-    """Returns views of the sums that one of several packed sequences adds to."""
-    ranges = (rows, keys, rows, keys)
-    return [None if x is None else x[:, :, r] for x, r in zip(sums, ranges, strict=True)]
-
-
 def _backward_sums(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
 ) -> list[Tensor | None]:
@@ -452,7 +361,7 @@ def _backward_sequence(
     needs_grad: NeedsGrad,
     sums: list[Tensor | None],
 ) -> None:
-    blocks = torch_blocks(problem)
+    blocks = Blocks(problem)
     grad = grad.to(problem.compute_dtype)
     is_plain = (
         problem.functional.plain_student_floor is not None
@@ -464,16 +373,15 @@ def _backward_sequence(
     has_zeros = grad.device.type != "cpu" or bool((grad == 0).any())
     all_lse_s = without_infinity(stats.student_lse)
     all_lse_t = without_infinity(stats.teacher_lse)
-    for rows in _row_blocks(problem, blocks):
-        teacher_rows = _teacher_rows(problem, rows)
+    for rows in blocks.rows():
+        teacher_rows = blocks.teacher_rows(rows)
         row_grad = RowGradient(rows.of(grad).unsqueeze(-1), has_zeros)
         lse_s, lse_t = rows.of(all_lse_s), teacher_rows.of(all_lse_t)
         student_delta = rows.of(stats.student_delta).unsqueeze(-1)
         teacher_delta = teacher_rows.of(stats.teacher_delta).unsqueeze(-1)
-        for keys in _key_blocks(problem, blocks, rows):
-            mask = _mask_of(problem, rows, keys)
-            block_t = _log_probabilities(problem.teacher, problem, teacher_rows, keys, mask, lse_t)
-            block_s = _log_probabilities(problem.student, problem, rows, keys, mask, lse_s)
+        for keys, mask in blocks.keys(rows):
+            block_t = blocks.log_probabilities(problem.teacher, teacher_rows, keys, mask, lse_t)
+            block_s = blocks.log_probabilities(problem.student, rows, keys, mask, lse_s)
             if is_plain:
                 slope = block_s.slope
                 ds = _plain_gradient(problem, block_t.scores, block_s.scores, student_delta)
@@ -499,7 +407,7 @@ def _backward_sequence(
                     keys,
                     dt,
                     block_t.slope,
-                    RowGradient(_per_head(row_grad.grad, g.shape[1]), has_zeros),
+                    RowGradient(per_head(row_grad.grad, g.shape[1]), has_zeros),
                     *sums[2:],
                 )
 
@@ -527,13 +435,13 @@ def _add_gradient(
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> None:
-    """Add what a block contributes to dQ and dK; overwrites ``d_score``."""
+    """Adds what a block contributes to dQ and dK; overwrites ``d_score``."""
     d_dot = d_score.mul_(row_grad.grad * (side.scale / problem.temperature))
     if row_grad.has_zeros:
         d_dot.masked_fill_(row_grad.grad == 0, 0.0)
     if isinstance(slope, Tensor):
         d_dot.mul_(slope)
-    kv_heads = _kv_heads(side, rows)
+    kv_heads = kv_heads_of(side, rows)
     folded = d_dot.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(
         2, 3
     )  # [b, kv, g * queries, keys]
@@ -542,142 +450,12 @@ def _add_gradient(
         rows.of(dq).add_((folded @ k).reshape(rows.of(dq).shape))
     if dk is not None:
         dk[rows.batch, kv_heads, keys].add_(
-            folded.transpose(-1, -2) @ _folded_queries(side, rows, d_dot.dtype)
+            folded.transpose(-1, -2) @ folded_queries(side, rows, d_dot.dtype)
         )
 
 
-def score_block(
-    side: Side, problem: AttentionProblem, rows: Rows, keys: slice, mask: Mask | None
-) -> ScoreBlock:
-    """Returns scores of a block, -inf where a key is not allowed."""
-    dtype = problem.compute_dtype
-    kv_heads = _kv_heads(side, rows)
-    k = side.k[rows.batch, kv_heads, keys].to(dtype)
-    x = _folded_queries(side, rows, dtype) @ k.transpose(-1, -2)  # [b, kv, g * queries, keys]
-    shape = (
-        x.shape[0],
-        rows.heads.stop - rows.heads.start,
-        rows.queries.stop - rows.queries.start,
-        x.shape[-1],
-    )
-    x = x.view(shape).mul_(side.scale)
-    slope: Tensor | float = 1.0
-    if side.softcap:
-        x.div_(side.softcap).tanh_()
-        slope = 1.0 - x * x
-        x.mul_(side.softcap)
-    if side.bias is not None:
-        x.add_(_broadcast_block(side.bias, rows, keys).to(dtype))
-    if side.alibi_slopes is not None:
-        offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
-        i = torch.arange(rows.queries.start, rows.queries.stop, device=x.device)[:, None] + offset
-        j = torch.arange(keys.start, keys.stop, device=x.device)[None, :]
-        x.sub_(side.alibi_slopes[rows.heads].to(dtype)[:, None, None] * (i - j).abs().to(dtype))
-    if problem.temperature != 1.0:
-        x.div_(problem.temperature)
-    is_finite = side.bias is None
-    if mask is not None:
-        is_finite = elementwise.mask_(x, _per_head(mask.limit, x.shape[1]))
-    return ScoreBlock(x, slope, is_finite)
-
-
-def _log_probabilities(
-    side: Side,
-    problem: AttentionProblem,
-    rows: Rows,
-    keys: slice,
-    mask: Mask | None,
-    lse: Tensor,
-) -> ScoreBlock:
-    """Subtracts log-sum-exps, those `without_infinity`, from scores."""
-    block = score_block(side, problem, rows, keys, mask)
-    block.scores.sub_(lse.unsqueeze(-1))
-    return block
-
-
-def _folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Views queries as [batch, kv_heads, group * queries, head_dim]: GQA heads as rows."""
-    kv_heads = _kv_heads(side, rows)
-    q = rows.of(side.q).to(dtype)
-    return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)
-
-
-def _kv_heads(side: Side, rows: Rows) -> slice:
-    group = side.num_heads // side.num_kv_heads
-    return slice(rows.heads.start // group, -(-rows.heads.stop // group))
-
-
-def _teacher_rows(problem: AttentionProblem, rows: Rows) -> Rows:
-    ratio = problem.teacher.num_heads // problem.num_heads
-    return Rows(rows.batch, slice(rows.heads.start * ratio, rows.heads.stop * ratio), rows.queries)
-
-
 def _sink_of(side: Side) -> Tensor | None:
-    """Views a sink as [heads, 1], which broadcasts to rows."""
+    """[heads, 1], which broadcasts to rows."""
     if side.sink is None:
         return None
     return side.sink.to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]
-
-
-def _row_blocks(problem: AttentionProblem, blocks: StreamingBlocks) -> Iterator[Rows]:
-    for b in range(0, problem.batch, blocks.batch):
-        for h in range(0, problem.num_heads, blocks.heads):
-            for i in range(0, problem.seqlen_q, blocks.queries):
-                yield Rows(
-                    slice(b, min(b + blocks.batch, problem.batch)),
-                    slice(h, min(h + blocks.heads, problem.num_heads)),
-                    slice(i, min(i + blocks.queries, problem.seqlen_q)),
-                )
-
-
-def _key_blocks(problem: AttentionProblem, blocks: StreamingBlocks, rows: Rows) -> Iterator[slice]:
-    """Yields the blocks of keys that the window admits for some of the rows."""
-    offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
-    start, stop = 0, problem.seqlen_k
-    if problem.window_left is not None:
-        start = max(start, rows.queries.start + offset - problem.window_left)
-    if problem.window_right is not None:
-        stop = min(stop, rows.queries.stop - 1 + offset + problem.window_right + 1)
-    for j in range(start, stop, blocks.keys):
-        yield slice(j, min(j + blocks.keys, stop))
-
-
-def _mask_of(problem: AttentionProblem, rows: Rows, keys: slice) -> Mask | None:
-    """The mask of a block, or None when every key is allowed."""
-    offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
-    first, last = rows.queries.start + offset, rows.queries.stop - 1 + offset
-    left, right = problem.window_left, problem.window_right
-    crosses_left = left is not None and keys.start < last - left
-    crosses_right = right is not None and keys.stop - 1 > first + right
-    allowed = None
-    if crosses_left or crosses_right:
-        device = problem.student.q.device
-        i = torch.arange(first, last + 1, device=device)[:, None]
-        j = torch.arange(keys.start, keys.stop, device=device)[None, :]
-        if crosses_left and left is not None:
-            allowed = j >= i - left
-        if crosses_right and right is not None:
-            below = j <= i + right
-            allowed = below if allowed is None else allowed & below
-        assert allowed is not None
-        allowed = allowed[None, None]
-    if problem.key_lengths is not None:
-        j = torch.arange(keys.start, keys.stop, device=problem.key_lengths.device)
-        within = j < problem.key_lengths[rows.batch, None, None, None]
-        allowed = within if allowed is None else allowed & within
-    if problem.mask is not None:
-        admitted = _broadcast_block(problem.mask, rows, keys)
-        allowed = admitted if allowed is None else allowed & admitted
-    return None if allowed is None else Mask(allowed)
-
-
-def _broadcast_block(x: Tensor, rows: Rows, keys: slice) -> Tensor:
-    """Returns a block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
-    index = (rows.batch, rows.heads, rows.queries, keys)
-    return x[tuple(r if size > 1 else slice(None) for r, size in zip(index, x.shape, strict=True))]
-
-
-def _per_head(allowed: Tensor, num_heads: int) -> Tensor:
-    if allowed.shape[1] in (1, num_heads):
-        return allowed
-    return allowed.repeat_interleave(num_heads // allowed.shape[1], dim=1)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.attention.compiled_rows import (
-    Inputs,
     Softmax,
     softcapped,
     softmax,
     sums_of_terms,
     variables_of,
 )
+from torch_streamkl.cpu.compiled import Inputs
 from torch_streamkl.divergences.row_state import without_infinity
 from torch_streamkl.program.divergences import Functional
 

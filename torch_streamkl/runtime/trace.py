@@ -92,7 +92,8 @@ class Trace(Events):
     def computed(self, name: str, call: tuple[Any, ...], out: Any) -> None:
         func, args, kwargs = call
         full_name = str(func).removeprefix("aten.").removesuffix(".default")
-        if not isinstance(out, (Tensor, list, tuple)):
+        is_result = isinstance(out, (Tensor, list, tuple))
+        if not is_result:
             return  # a question about metadata
         if full_name in OPERATIONS:
             self._new(out)

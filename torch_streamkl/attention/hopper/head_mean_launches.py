@@ -15,8 +15,7 @@ from torch_streamkl.attention.hopper import head_mean
 from torch_streamkl.attention.hopper.descriptors import descriptor
 from torch_streamkl.attention.hopper_tiles import HOPPER_HEAD_LSE, HOPPER_HEAD_MEAN, HopperLaunch
 from torch_streamkl.attention.plans import LOG2E, Stage, config_of
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics
 from torch_streamkl.kernels.arguments import Mean
 from torch_streamkl.kernels.tiles import ceil_div
 

@@ -42,8 +42,7 @@ from torch_streamkl.attention.hopper_tiles import (
 )
 from torch_streamkl.attention.pack_gqa import pack_gqa_heads
 from torch_streamkl.attention.plans import LOG2E, NUM_STATE_FIELDS, Plan, config_of, plan_of
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics, Side
 from torch_streamkl.attention.triton import forward as portable
 from torch_streamkl.kernels.arguments import Config
 from torch_streamkl.kernels.pointwise import helper

@@ -21,8 +21,7 @@ from torch_streamkl.attention.plans import (
     plan_of,
     tensors_of,
 )
-from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
-from torch_streamkl.attention.torch_impl import NeedsGrad
+from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
 from torch_streamkl.attention.triton import forward_splits as splits_of_keys

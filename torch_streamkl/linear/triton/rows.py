@@ -210,13 +210,39 @@ def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def state_of_row(
+    student, teacher, row, unit, temperature, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Returns the state of a row's given vocabulary entries, and maximum and sum of the student's
+    y in every lane.
+    """
+    LANES: tl.constexpr = CONFIG.LANES
+    TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
+    vocab_size = tl.maximum(student.vocab_size, teacher.vocab_size)
+    whole = tl.minimum(student.vocab_size, teacher.vocab_size) // TILE * TILE
+    state = empty_state(LANES)
+    hard_high = tl.full([LANES], LOW, tl.float32)
+    hard_row_sum = tl.zeros([LANES], tl.float32)
+    for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
+        state, hard_high, hard_row_sum = state_of_vocab(
+            state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
+            False, COEFFICIENTS, CONFIG,
+        )  # fmt: skip
+    for start in range(whole, vocab_size, TILE):
+        state, hard_high, hard_row_sum = state_of_vocab(
+            state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
+            True, COEFFICIENTS, CONFIG,
+        )  # fmt: skip
+    return merged_lanes(state, COEFFICIENTS), hard_high, hard_row_sum
+
+
+@triton.jit
 def row_kernel(
     student, teacher, rows,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes values and statistics of a row if VALUES, then its gradients over its logits."""
     row = tl.program_id(0).to(tl.int64)
-    LANES: tl.constexpr = CONFIG.LANES
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
     unit = rows.inv_temperature * LOG2E
     temperature = 1.0 / rows.inv_temperature
@@ -225,20 +251,9 @@ def row_kernel(
     stats = rows.statistics + row
     stride = tl.cast(rows.statistics_stride, tl.int64)
     if CONFIG.VALUES:
-        state = empty_state(LANES)
-        hard_high = tl.full([LANES], LOW, tl.float32)
-        hard_row_sum = tl.zeros([LANES], tl.float32)
-        for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
-            state, hard_high, hard_row_sum = state_of_vocab(
-                state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
-                False, COEFFICIENTS, CONFIG,
-            )  # fmt: skip
-        for start in range(whole, vocab_size, TILE):
-            state, hard_high, hard_row_sum = state_of_vocab(
-                state, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
-                True, COEFFICIENTS, CONFIG,
-            )  # fmt: skip
-        total = merged_lanes(state, COEFFICIENTS)
+        total, hard_high, hard_row_sum = state_of_row(
+            student, teacher, row, unit, temperature, COEFFICIENTS, CONFIG
+        )
         lse_t, lse_s, value, student_delta, teacher_delta = finish(
             total, 0.0, 0.0, COEFFICIENTS, CONFIG
         )

@@ -26,8 +26,12 @@ from torch_streamkl.linear.triton.launches import (
     head_args,
     row_args,
 )
-from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums, rest_of
-from torch_streamkl.linear.triton.rows import state_of_vocab as next_state
+from torch_streamkl.linear.triton.rows import (
+    label_of,
+    pointwise_sums,
+    rest_of,
+    state_of_row,
+)
 from torch_streamkl.program.divergences import Bilinear
 from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
@@ -85,26 +89,11 @@ def sums(
 def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """Computes the state of one row; ``rows.statistics`` is ``parts``."""
     row = tl.program_id(0).to(tl.int64)
-    LANES: tl.constexpr = CONFIG.LANES
-    TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
     unit = rows.inv_temperature * LOG2E
     temperature = 1.0 / rows.inv_temperature
-    vocab_size = tl.maximum(student.vocab_size, teacher.vocab_size)
-    whole = tl.minimum(student.vocab_size, teacher.vocab_size) // TILE * TILE
-    lanes = no_vocab(LANES)
-    hard_high = tl.full([LANES], LOW, tl.float32)
-    hard_row_sum = tl.zeros([LANES], tl.float32)
-    for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
-        lanes, hard_high, hard_row_sum = next_state(
-            lanes, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
-            False, COEFFICIENTS, CONFIG,
-        )  # fmt: skip
-    for start in range(whole, vocab_size, TILE):
-        lanes, hard_high, hard_row_sum = next_state(
-            lanes, hard_high, hard_row_sum, student, teacher, row, start, unit, temperature,
-            True, COEFFICIENTS, CONFIG,
-        )  # fmt: skip
-    total = merged_lanes(lanes, COEFFICIENTS)
+    total, hard_high, hard_row_sum = state_of_row(
+        student, teacher, row, unit, temperature, COEFFICIENTS, CONFIG
+    )
     stride = tl.cast(rows.statistics_stride, tl.int64)
     out = rows.statistics + row
     tl.store(out, total.m_t)
