@@ -27,7 +27,6 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +43,7 @@ from torch_streamkl.program.graph import (
     apply,
     const,
     rebuilt,
+    replaced,
     walk,
     with_args,
 )
@@ -534,18 +534,9 @@ def named(
         LOG_P: _guard(P, teacher_eps, teacher_clamp),
         LOG_S: _guard(S, student_eps, student_clamp),
     }
-    return Functional.of(render(substitute(expr, logs.__getitem__)))
+    return Functional.of(render(replaced(expr, logs.get)))
 
 
 def _guard(probability: Node, eps: float, clamp: float) -> Node:
     inner = probability + const(eps)
     return apply("log", apply("clamp_min", inner, clamp) if clamp > 0.0 else inner)
-
-
-def substitute(e: Node, log_of: Callable[[Node], Node]) -> Node:
-    """Returns the expression with every logP and logS replaced."""
-
-    def change(x: Node, args: tuple[Node, ...]) -> Node:
-        return log_of(x) if x in (LOG_P, LOG_S) else with_args(x, args)
-
-    return rebuilt([e], change)[e]

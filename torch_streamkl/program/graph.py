@@ -188,8 +188,8 @@ def intern(
             low, high = range
             node.range = (-math.inf if low != low else low, math.inf if high != high else high)
             node.axes, node.is_finite, node.canonical = axes, is_finite, None
-            own = repr((op, value, dtype, sorted(map(repr, axes)), is_finite)).encode()
-            parts = hashlib.blake2b(own, digest_size=12)
+            own = f"{op}|{value!r}" if args else f"{op}|{value!r}|{dtype}|{sorted(axes, key=repr)}"
+            parts = hashlib.blake2b(own.encode(), digest_size=12)
             digests = [a.digest for a in args]
             if op in OPERATIONS and OPERATIONS[op].is_commutative:
                 digests.sort()
@@ -500,6 +500,16 @@ def with_args(node: Node, args: tuple[Node, ...], build: Callable[..., Node] = a
     if node.op == "capture":
         return capture(node.value, node.dtype, frozenset(), args, node.range)
     return build(node.op, *args)
+
+
+def replaced(root: Node, change: Callable[[Node], Node | None]) -> Node:
+    """Returns an expression with others in place of those for which ``change`` has one."""
+
+    def made_of(x: Node, args: tuple[Node, ...]) -> Node:
+        new = change(x)
+        return with_args(x, args) if new is None else new
+
+    return rebuilt([root], made_of)[root]
 
 
 def text(node: Node) -> str:
