@@ -112,6 +112,14 @@ SAME: dict[str, tuple[Node, Node]] = {
         where(M, where(K, X, -math.inf), -math.inf),
         where(apply("and", K, M), X, -math.inf),
     ),
+    "a mask that is added": (X + where(M, 0.0, -math.inf), MASKED),
+    "added masks": (
+        (X + where(M, 0.0, -math.inf)) + where(K, 0.0, -math.inf),
+        where(apply("and", M, K), X, -math.inf),
+    ),
+    "a row's shift below a mask": (where(M, X + R, -math.inf), MASKED + R),
+    "the log-sum-exp of a masked shift": (lse(where(M, X - R, -math.inf)), lse(MASKED) - R),
+    "the softmax of a masked shift": (softmax(where(M, X - R, -math.inf)), softmax(MASKED)),
     "a fill on the left": (where(apply("not", CAUSAL), -math.inf, X), where(CAUSAL, X, -math.inf)),
     "what a mask hides": (where(M, where(M, X, Y), R), where(M, X, R)),
     "a comparison of positions": (

@@ -67,6 +67,10 @@ class _Evaluation:
         tensors, axes = _aligned(args)
         if x.op in ("capture", "dot"):
             return self._captured(x, tensors, axes)
+        if x.op == "contract":
+            total = tensors[0] * tensors[1]
+            kept = tuple(a for a in axes if a not in x.value)
+            return total.sum([axes.index(a) for a in x.value if a in axes]), kept
         if x.op in ("reduce", "log_softmax"):
             axis = x.value.axis if x.op == "reduce" else x.value
             if axis not in axes:

@@ -70,6 +70,7 @@ class Axis(NamedTuple):
 
 
 BOUND = "bound"
+CONTRACT = "contract"  # a matmul's element: its operands, and the axes that it sums over
 ROW, KEY = Axis("row"), Axis("key")
 _HEAD = "head"
 
@@ -196,8 +197,8 @@ def intern(
             for digest in digests:
                 parts.update(digest)
             node.digest = parts.digest()
-            own_level = value.axis.level if op == "reduce" else 0
-            node.level = max((own_level, *(a.level for a in args)))
+            bound = value if op == CONTRACT else (value.axis,) if op == "reduce" else ()
+            node.level = max((0, *(x.level for x in (*bound, *args))))
             _nodes[key] = node
     return node
 
