@@ -9,19 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_streamkl.program.divergence_forms import Bilinear, bilinear
 from torch_streamkl.program.divergences import (
     DIVERGENCES,
-    LOG_P,
-    LOG_S,
-    Bilinear,
     Functional,
-    bilinear,
     derivative,
     evaluate,
     named,
     parse,
     render,
 )
+from torch_streamkl.program.identities import LOG_P, LOG_S
 
 EXPRESSIONS = (
     *DIVERGENCES.values(),

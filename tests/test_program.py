@@ -37,16 +37,10 @@ from torch_streamkl.program.graph import (
     literally,
     reduce,
     size_of,
-    walk,
 )
-from torch_streamkl.program.reductions import (
-    Source,
-    detached,
-    fresh_axis,
-    rounded,
-    substitute,
-)
+from torch_streamkl.program.reductions import Source, detached, fresh_axis, rounded, substitute
 from torch_streamkl.program.reductions import canonical as normal
+from torch_streamkl.program.walks import walk
 
 NUM_ROWS, NUM_KEYS = 5, 7
 ROW, KEY = Axis("row", NUM_ROWS), Axis("key", NUM_KEYS)

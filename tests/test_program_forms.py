@@ -18,7 +18,7 @@ from tests.support.evaluate_program import evaluate
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, over, reshaped
 from torch_streamkl.program import canonical as c
-from torch_streamkl.program.divergences import LOG_P, LOG_S, Bilinear, P, S, bilinear
+from torch_streamkl.program.divergence_forms import Bilinear, bilinear
 from torch_streamkl.program.graph import (
     BOOL,
     FLOAT,
@@ -29,11 +29,11 @@ from torch_streamkl.program.graph import (
     Node,
     capture,
     const,
-    rebuilt,
-    walk,
 )
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
 from torch_streamkl.program.masks import structure_of
 from torch_streamkl.program.reductions import Source, detached, opened, remade
+from torch_streamkl.program.walks import rebuilt, walk
 
 BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 5, 7, 3
 SHAPES = {

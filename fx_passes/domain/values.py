@@ -15,16 +15,9 @@ from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, grad_flows
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
-from torch_streamkl.program.graph import (
-    BOOL,
-    Node,
-    intern,
-    rebuilt,
-    replaced,
-    walk,
-    with_args,
-)
+from torch_streamkl.program.graph import BOOL, Node, intern
 from torch_streamkl.program.identities import variable
+from torch_streamkl.program.walks import rebuilt, replaced, walk, with_args
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 

@@ -7,16 +7,10 @@ from collections.abc import Sequence
 
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.program.divergences import (
-    DIVERGENCES,
-    LOG_P,
-    LOG_S,
-    Functional,
-    P,
-    S,
-    polynomial,
-)
+from torch_streamkl.program.divergence_forms import polynomial
+from torch_streamkl.program.divergences import DIVERGENCES, Functional
 from torch_streamkl.program.graph import Node, const
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
 
 Monomials = dict[tuple[tuple[str, int], ...], float]
 

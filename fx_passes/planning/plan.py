@@ -37,8 +37,10 @@ from torch_streamkl.fx_passes.planning.masks import (
     plan_masks_within,
     within_of,
 )
-from torch_streamkl.program.divergences import FLOOR_OF_EXP, LOG_P, LOG_S, Functional, P, S, render
-from torch_streamkl.program.graph import Node, apply, const, replaced
+from torch_streamkl.program.divergences import FLOOR_OF_EXP, Functional, render
+from torch_streamkl.program.graph import Node, apply, const
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
+from torch_streamkl.program.walks import replaced
 
 
 @dataclass(frozen=True)

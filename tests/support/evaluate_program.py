@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, Node, ordered, walk
+from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, Node, ordered
 from torch_streamkl.program.operations import OPERATIONS, mul0
+from torch_streamkl.program.walks import walk
 
 _TYPES = {"bool": torch.bool, INT: torch.int64, FLOAT: torch.float64}
 Placed = tuple[Tensor, tuple[Axis, ...]]

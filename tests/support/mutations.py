@@ -30,6 +30,7 @@ def _whole_heads(name: str) -> str:
 
 
 FUNCTIONAL = "torch_streamkl/program/divergences.py"
+FORMS = "torch_streamkl/program/divergence_forms.py"
 IDENTITIES = "torch_streamkl/program/identities.py"
 OPERATIONS = "torch_streamkl/program/operations.py"
 ADJOINTS = "torch_streamkl/program/derive.py"
@@ -96,7 +97,7 @@ FAULTS = (
         "test_functional.py",
     ),
     Fault(
-        FUNCTIONAL,
+        FORMS,
         "result[m] = result.get(m, 0.0) + c1 * c2",
         "result[m] = c1 * c2",
         "test_functional.py",
@@ -735,7 +736,7 @@ FAULTS = (
         True,
     ),
     Fault(
-        FUNCTIONAL,
+        FORMS,
         "return factor if factor and terms == square else None",
         "return factor if factor else None",
         "test_squares.py",

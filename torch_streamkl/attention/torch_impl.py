@@ -33,7 +33,7 @@ from torch_streamkl.divergences.row_state import (
     without_infinity,
 )
 from torch_streamkl.launches.launch import StreamingBlocks, torch_blocks
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 
 
 @dataclass(frozen=True)

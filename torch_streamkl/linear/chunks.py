@@ -41,7 +41,7 @@ from torch_streamkl.linear.problem import (
     row_bytes,
     workspace_bytes,
 )
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.streams import SideStream
 
 Gradients = tuple[Tensor | None, ...]  # in the order of `NeedsGrad`

@@ -30,7 +30,8 @@ from torch_streamkl.linear.problem import (
     RowWeights,
     ranges,
 )
-from torch_streamkl.program.divergences import Bilinear, evaluate
+from torch_streamkl.program.divergence_forms import Bilinear
+from torch_streamkl.program.divergences import evaluate
 from torch_streamkl.program.graph import Node
 
 BLOCK_ELEMENTS = 2**17  # of one temporary; about eight are alive

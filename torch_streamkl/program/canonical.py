@@ -34,7 +34,8 @@ from torch_streamkl.program.graph import (
     made,
     size_of,
 )
-from torch_streamkl.program.operations import EVERY, OPERATIONS, UNIT, Range, product_range, times
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
 
 Theta = Mapping[Axis, Node]
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled

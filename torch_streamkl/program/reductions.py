@@ -47,12 +47,12 @@ from torch_streamkl.program.graph import (
     Node,
     const,
     index,
-    rebuilt,
     reduce,
     size_of,
 )
 from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
 _fresh = itertools.count()
@@ -76,7 +76,7 @@ def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
             return TRUE
         return remade(y, args)
 
-    if not facts or not any(y in facts for y in graph.walk([x])):
+    if not facts or not any(y in facts for y in walk([x])):
         return x
     return rebuilt([x], change, lambda y: y.op not in ATOMS and y not in facts)[x]
 
@@ -109,7 +109,7 @@ def _unrolled(kind: str, axis: Axis, body: Node) -> Node | None:
     """A reduction over what a few expressions were stacked to: of these."""
     if not isinstance(axis.size, int) or axis.size > MOST_UNROLLED or kind not in (SUM, LOGSUMEXP):
         return None
-    if any(axis in x.axes for x in graph.walk([body]) if x.op in ("capture", CONTRACT)):
+    if any(axis in x.axes for x in walk([body]) if x.op in ("capture", CONTRACT)):
         return None
     parts = [substitute(body, {axis: const(i, INT)}) for i in range(axis.size)]
     return linear(0.0, [(1.0, x) for x in parts]) if kind == SUM else log_add_exp(*parts)
@@ -221,7 +221,7 @@ def contraction(a: Node, b: Node, axes: Sequence[Axis]) -> Node:
         c *= terms[0][0]
         operands.append(terms[0][1])
     operands.sort(key=lambda x: repr(x.value))
-    places = [t for x in operands for at in x.args for t in graph.walk([at])]
+    places = [t for x in operands for at in x.args for t in walk([at])]
     order = [t.value for t in places if t.op == "index" and t.value in axes]
     order = [*dict.fromkeys(order), *(x for x in axes if x not in order)]
     level = max(x.level for x in operands)
@@ -340,7 +340,7 @@ def canonical(x: Node) -> Node:
     done = x.canonical
     if done is not None:
         return done
-    for y in graph.walk([x], lambda y: y.canonical is None):
+    for y in walk([x], lambda y: y.canonical is None):
         if y.canonical is None:
             args = tuple(a.canonical or a for a in y.args)
             y.canonical = _of_written(y, args)

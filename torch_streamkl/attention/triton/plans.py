@@ -31,7 +31,7 @@ from torch_streamkl.launches.launch import (
     triton_launch,
     whole_heads_launch,
 )
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.launch import launch
 
 T = TypeVar("T")

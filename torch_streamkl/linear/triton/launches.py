@@ -21,7 +21,7 @@ from torch_streamkl.linear.triton.rows import (
     row_kernel,
     scale_kernel,
 )
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.launch import launch
 
 TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight

@@ -28,7 +28,7 @@ from torch_streamkl.linear.triton.launches import (
 )
 from torch_streamkl.linear.triton.rows import label_of, merged_lanes, pointwise_sums, rest_of
 from torch_streamkl.linear.triton.rows import state_of_vocab as next_state
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.launch import launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
