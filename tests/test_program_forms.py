@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.support.evaluate_program import evaluate
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, over, reshaped
+from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.program import canonical as c
 from torch_streamkl.program.divergence_forms import Bilinear, bilinear
 from torch_streamkl.program.graph import (
@@ -265,6 +267,31 @@ def test_averaged_heads() -> None:
     scores = scaled(total(teacher(), 1), 1.0 / HEADS)  # averaged before: one product of two axes
     (product,) = [n for n in walk([scores.expr]) if n.op == "contract"]
     assert len(product.value) == 2
+
+
+def test_symbolic_sizes_are_interned() -> None:
+    """Views split and merge axes of symbolic sizes, and meet where the sizes are one."""
+    sizes = SymbolicSizes()
+    n = ShapeEnv().create_unbacked_symint()
+    assert sizes.of(n * 12) is sizes.of(12 * n) and sizes.of(n) is not sizes.of(n + 1)
+    assert sizes.quotient(sizes.of(n * 12), sizes.of(n)) == 12
+    assert sizes.quotient(sizes.of(n), 2) is None
+    whole = sizes.of(n * 6)
+    dims = arrays.new_dims((whole, 4))
+    x = Array(capture("x", at=[arrays.position(d) for d in dims]), dims, sizes)
+    parts = arrays.reshaped(x, (sizes.of(n), 3, 2, 4))
+    merged = arrays.reshaped(parts, (sizes.of(n * 3), 8))
+    bias_dims = arrays.new_dims((sizes.of(n * 3), 1))
+    bias = Array(capture("b", at=[arrays.position(d) for d in bias_dims]), bias_dims, sizes)
+    value = both(lambda a, b: c.linear(0.0, [(1.0, a), (1.0, b)]), merged, bias)
+    given = {"x": torch.randn(30, 4), "b": torch.randn(15, 1)}
+    extents = {sizes.of(n): 5, whole: 30, sizes.of(n * 3): 15}
+    found = evaluate(value.expr, given, extents, [a for d in value.dims for a in d])
+    torch.testing.assert_close(
+        found.reshape(15, 8), given["x"].double().reshape(15, 8) + given["b"]
+    )
+    with pytest.raises(arrays.NoView):
+        arrays.reshaped(merged, (sizes.of(n), 24 + 1))
 
 
 def test_detached_tensors_are_others() -> None:

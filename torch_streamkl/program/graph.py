@@ -114,7 +114,7 @@ class Node:
     range: Range
     digest: bytes
     level: int  # how deep the bound axes inside are nested (canonical.py)
-    canonical: Node | None  # canonical.py remembers its result here
+    canonical: Node | bool  # what reductions.canonical has found, True for itself
 
     def __reduce__(self) -> Any:
         about = self.dtype, self.axes, self.is_finite, self.range
@@ -165,7 +165,7 @@ class Node:
 
 Operand = Node | float
 _nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def intern(
@@ -189,7 +189,7 @@ def intern(
             node.op, node.args, node.value, node.dtype = op, args, value, dtype
             low, high = range
             node.range = (-math.inf if low != low else low, math.inf if high != high else high)
-            node.axes, node.is_finite, node.canonical = axes, is_finite, None
+            node.axes, node.is_finite, node.canonical = axes, is_finite, False
             own = f"{op}|{value!r}" if args else f"{op}|{value!r}|{dtype}|{sorted(axes, key=repr)}"
             parts = hashlib.blake2b(own.encode(), digest_size=12)
             digests = [a.digest for a in args]

@@ -337,22 +337,24 @@ _MAKERS: dict[str, Callable[..., Node]] = {
 
 def canonical(x: Node) -> Node:
     """Returns the normal form of an expression as it is written (`graph.apply`)."""
-    done = x.canonical
-    if done is not None:
-        return done
-    for y in walk([x], lambda y: y.canonical is None):
-        if y.canonical is None:
-            args = tuple(a.canonical or a for a in y.args)
-            y.canonical = _of_written(y, args)
-            y.canonical.canonical = y.canonical
-    assert x.canonical is not None
-    return x.canonical
+    for y in walk([x], lambda y: not y.canonical):
+        if not y.canonical:
+            found = _of_written(y, tuple(map(_known, y.args)))
+            y.canonical = found is y or found
+            found.canonical = True
+    return _known(x)
+
+
+def _known(x: Node) -> Node:
+    return x.canonical if isinstance(x.canonical, graph.Node) else x
 
 
 def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
     match x.op:
         case "const":
-            return const(x.value, x.dtype if x.dtype != BOOL else INT) if x.axes else x
+            if x.dtype == BOOL:
+                return TRUE if x.value else FALSE
+            return const(x.value, x.dtype)
         case "add" | "sub":
             return linear(0.0, [(1.0, args[0]), (1.0 if x.op == "add" else -1.0, args[1])])
         case "neg":
