@@ -12,19 +12,17 @@ from torch import Tensor
 from bench.offline import record_launches
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.program.divergence_forms import Bilinear, bilinear
 from torch_streamkl.program.divergences import (
     DIVERGENCES,
-    LOG_P,
-    LOG_S,
-    Bilinear,
     Functional,
-    bilinear,
     derivative,
     evaluate,
     named,
     parse,
     render,
 )
+from torch_streamkl.program.identities import LOG_P, LOG_S
 
 EXPRESSIONS = (
     *DIVERGENCES.values(),

@@ -37,16 +37,10 @@ from torch_streamkl.program.graph import (
     literally,
     reduce,
     size_of,
-    walk,
 )
-from torch_streamkl.program.reductions import (
-    Source,
-    detached,
-    fresh_axis,
-    rounded,
-    substitute,
-)
+from torch_streamkl.program.reductions import Source, detached, fresh_axis, rounded, substitute
 from torch_streamkl.program.reductions import canonical as normal
+from torch_streamkl.program.walks import walk
 
 NUM_ROWS, NUM_KEYS = 5, 7
 ROW, KEY = Axis("row", NUM_ROWS), Axis("key", NUM_KEYS)
@@ -112,6 +106,14 @@ SAME: dict[str, tuple[Node, Node]] = {
         where(M, where(K, X, -math.inf), -math.inf),
         where(apply("and", K, M), X, -math.inf),
     ),
+    "a mask that is added": (X + where(M, 0.0, -math.inf), MASKED),
+    "added masks": (
+        (X + where(M, 0.0, -math.inf)) + where(K, 0.0, -math.inf),
+        where(apply("and", M, K), X, -math.inf),
+    ),
+    "a row's shift below a mask": (where(M, X + R, -math.inf), MASKED + R),
+    "the log-sum-exp of a masked shift": (lse(where(M, X - R, -math.inf)), lse(MASKED) - R),
+    "the softmax of a masked shift": (softmax(where(M, X - R, -math.inf)), softmax(MASKED)),
     "a fill on the left": (where(apply("not", CAUSAL), -math.inf, X), where(CAUSAL, X, -math.inf)),
     "what a mask hides": (where(M, where(M, X, Y), R), where(M, X, R)),
     "a comparison of positions": (

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl import row_program
-from torch_streamkl.program.graph import walk
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import functions
 from torch_streamkl.rows.elements import ALIASES, FUNCTIONS, Element
 from torch_streamkl.rows.functions import COMPARISONS, OPERATORS

@@ -6,11 +6,15 @@ import math
 
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import ScoreKey
-from torch_streamkl.fx_passes.domain.values import Elements
+from torch_streamkl.fx_passes.domain.values import (
+    Elements,
+    conditions_in,
+    mentions,
+    of_one_distribution,
+)
 from torch_streamkl.fx_passes.fx_utils.torch_names import unset_fake_temporarily
 from torch_streamkl.program.divergences import evaluate
-from torch_streamkl.program.graph import Node, apply
-from torch_streamkl.program.identities import variable
+from torch_streamkl.program.graph import Node
 from torch_streamkl.program.operations import exact
 
 
@@ -37,16 +41,9 @@ def at_absent_key(e: Node) -> float:
     absent = {"P": 0.0, "logP": -math.inf}
     tensors = {name: exact(v) for name, v in absent.items()}
     with unset_fake_temporarily():
-        return float(evaluate(_of_one(e), tensors))
+        return float(evaluate(of_one_distribution(e), tensors))
 
 
 def is_of_probabilities(e: Node) -> bool:
     """Returns whether an expression has only probabilities and their logarithms."""
-    return e.op not in ("lse", "within", "partly_within") and all(map(is_of_probabilities, e.args))
-
-
-def _of_one(e: Node) -> Node:
-    """Replaces all distributions of an expression by one."""
-    if e.op in ("P", "logP"):
-        return variable(e.op)
-    return apply(e.op, *map(_of_one, e.args)) if e.args else e
+    return not mentions(e, "lse") and not conditions_in(e)

@@ -7,7 +7,7 @@ masks.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch_streamkl.fx_passes.domain.layout import Layout, Piece, Shape
@@ -15,8 +15,9 @@ from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef, grad_flows
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size
-from torch_streamkl.program.graph import BOOL, Node, apply, intern
+from torch_streamkl.program.graph import BOOL, Node, intern
 from torch_streamkl.program.identities import variable
+from torch_streamkl.program.walks import rebuilt, replaced, walk, with_args
 
 CONTRACTED = -1  # axis number of the first contracted dimension; further ones count down
 
@@ -141,39 +142,46 @@ VARIABLES = {"P": prob, "logP": log_prob, "lse": lse, "within": within,
 
 def mentions(e: Node, op: str) -> bool:
     """Returns whether an expression contains an operation."""
-    return e.op == op or any(mentions(a, op) for a in e.args)
+    return any(x.op == op for x in walk([e]))
 
 
 def variables(e: Node) -> set[int]:
     """Returns indices of the distributions an expression mentions."""
-    if e.op in VARIABLES:
-        return {int(e.value)}
-    found: set[int] = set()
-    for a in e.args:
-        found |= variables(a)
-    return found
+    return {int(x.value) for x in walk([e]) if x.op in VARIABLES}
 
 
 def where_within(e: Node, holds: bool) -> Node:
     """Returns the expression at keys at which every mask after the softmax holds, or none does."""
-    if e.op == "where" and e.args[0].op in ("within", "partly_within"):
-        return where_within(e.args[1 if holds else 2], holds)
-    return apply(e.op, *(where_within(a, holds) for a in e.args)) if e.args else e
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        if x.op == "where" and x.args[0].op in MASKS:
+            return args[1 if holds else 2]
+        return with_args(x, args)
+
+    return rebuilt([e], change)[e]
+
+
+MASKS = ("within", "partly_within")  # that were applied after a softmax
 
 
 def conditions_in(e: Node) -> set[Node]:
     """Returns the masks that were applied after a softmax."""
-    if e.op in ("within", "partly_within"):
-        return {e}
-    return set().union(*(conditions_in(a) for a in e.args))
+    return {x for x in walk([e]) if x.op in MASKS}
 
 
-def renumbered(e: Node, number: dict[int, int]) -> Node:
+def renumbered(e: Node, number: Mapping[int, int]) -> Node:
     """Returns the expression with distribution indices replaced."""
-    if e.op in VARIABLES:
-        make = VARIABLES[e.op]
-        return make(number[int(e.value)])
-    return apply(e.op, *(renumbered(a, number) for a in e.args)) if e.args else e
+
+    def change(x: Node) -> Node | None:
+        make = VARIABLES.get(x.op)
+        return make(number.get(int(x.value), int(x.value))) if make else None
+
+    return replaced(e, change)
+
+
+def of_one_distribution(e: Node) -> Node:
+    """Returns the expression with one distribution in place of all."""
+    return renumbered(e, dict.fromkeys(variables(e), 0))
 
 
 @dataclass(frozen=True)

@@ -7,42 +7,20 @@ from collections.abc import Sequence
 
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.program.divergences import DIVERGENCES, LOG_P, LOG_S, Functional, P, S
+from torch_streamkl.program.divergence_forms import polynomial
+from torch_streamkl.program.divergences import DIVERGENCES, Functional
 from torch_streamkl.program.graph import Node, const
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
 
 Monomials = dict[tuple[tuple[str, int], ...], float]
 
 
 def monomials(e: Node) -> Monomials | None:
     """Returns the expression as a polynomial in its variables, or None."""
-    if e.op == "const":
-        return {(): e.value} if e.value else {}
-    if e.op in ("P", "logP"):
-        return {((e.op, int(e.value)),): 1.0}
-    if e.op not in ("add", "sub", "mul", "div", "neg"):
+    found = polynomial(e)
+    if found is None:
         return None
-    parts = [monomials(a) for a in e.args]
-    if any(p is None for p in parts):
-        return None
-    a, b = parts[0], parts[-1]
-    assert a is not None and b is not None
-    result: Monomials = {}
-    if e.op == "neg":
-        return {m: -c for m, c in a.items()}
-    if e.op in ("add", "sub"):
-        for sign, part in ((1.0, a), (1.0 if e.op == "add" else -1.0, b)):
-            for m, c in part.items():
-                result[m] = result.get(m, 0.0) + sign * c
-    elif e.op == "div":
-        if set(b) != {()}:
-            return None
-        result = {m: c / b[()] for m, c in a.items()}
-    else:
-        for m1, c1 in a.items():
-            for m2, c2 in b.items():
-                m = tuple(sorted(m1 + m2))
-                result[m] = result.get(m, 0.0) + c1 * c2
-    return {m: c for m, c in result.items() if c != 0.0}
+    return {tuple((v.op, int(v.value)) for v in m): c for m, c in found.items()}
 
 
 def _coefficients(polynomial: Monomials) -> dict[tuple[int, int], float] | None:

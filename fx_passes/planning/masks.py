@@ -16,13 +16,17 @@ from torch_streamkl.fx_passes.domain.masks import (
 )
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.scores import ABSORBING, IMPROBABLE, ScoreKey
-from torch_streamkl.fx_passes.domain.values import conditions_in, mentions, where_within
+from torch_streamkl.fx_passes.domain.values import (
+    conditions_in,
+    mentions,
+    of_one_distribution,
+    where_within,
+)
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_one, provably_equal
 from torch_streamkl.fx_passes.planning.dimensions import Geometry
 from torch_streamkl.program.divergences import Functional, evaluate
-from torch_streamkl.program.graph import ZERO, Node, apply
-from torch_streamkl.program.identities import variable
+from torch_streamkl.program.graph import ZERO, Node
 from torch_streamkl.program.operations import exact
 
 # NOTE [Masks after the softmax]
@@ -289,16 +293,10 @@ def _vanishes(e: Node) -> bool:
     """Whether an expression is 0 at a key of which all distributions have the same probability."""
     if mentions(e, "lse"):
         return False
-    e = _of_one_distribution(e)
+    e = of_one_distribution(e)
     for p in (1.0, 0.5, 0.1, 1e-3):
         x = exact(p)
         f = evaluate(e, {"P": x, "S": x, "logP": x.log(), "logS": x.log()})
         if abs(float(f)) > 1e-12:
             return False
     return True
-
-
-def _of_one_distribution(e: Node) -> Node:
-    if e.op in ("P", "logP"):
-        return variable(e.op)
-    return apply(e.op, *(_of_one_distribution(a) for a in e.args)) if e.args else e

@@ -13,11 +13,11 @@ from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.tensor_ref import grad_flows, refs_in, same_numbers
 from torch_streamkl.fx_passes.domain.values import (
-    VARIABLES,
     Distribution,
     Elements,
     RowFactor,
     Rows,
+    renumbered,
     variables,
     where_within,
 )
@@ -37,9 +37,10 @@ from torch_streamkl.fx_passes.planning.masks import (
     plan_masks_within,
     within_of,
 )
-from torch_streamkl.program.divergences import FLOOR_OF_EXP, LOG_P, LOG_S, Functional, P, S, render
+from torch_streamkl.program.divergences import FLOOR_OF_EXP, Functional, render
 from torch_streamkl.program.graph import Node, apply, const
-from torch_streamkl.program.identities import variable
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
+from torch_streamkl.program.walks import replaced
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,7 @@ def _named(expr: Node, teacher: int, student: int) -> Node:
         ("logP", student): LOG_S,
         ("within", student): apply("gt", LOG_S, lowest),
     }
-    if expr.op in ("P", "logP", "within"):
-        return names[(expr.op, int(expr.value))]
-    return apply(expr.op, *(_named(a, teacher, student) for a in expr.args)) if expr.args else expr
+    return replaced(expr, lambda x: None if x.args else names.get((x.op, x.value)))
 
 
 def _without_duplicates(
@@ -221,7 +220,7 @@ def _without_duplicates(
         if not all(_grad_flows_where(parts[v], parts[twin]) for twin in (k, other)):
             raise Unsupported("a distribution is detached in one place and not in another")
         parts[other] = parts[v]
-        expr = _replaced(expr, k, other)
+        expr = renumbered(expr, {k: other})
     return expr, parts, layouts
 
 
@@ -232,12 +231,6 @@ def _grad_flows_where(a: Distribution, b: Distribution) -> bool:
 
 def _own(monomial: tuple[tuple[str, int], ...], v: int, twins: tuple[int, int]) -> bool:
     return len(monomial) == 2 and any(op == "P" and w in twins for op, w in monomial)
-
-
-def _replaced(e: Node, k: int, other: int) -> Node:
-    if e.op in VARIABLES:
-        return variable(e.op, other) if e.value == k else e
-    return apply(e.op, *(_replaced(a, k, other) for a in e.args)) if e.args else e
 
 
 def _roles(expr: Node, parts: Sequence[Distribution], used: Sequence[int]) -> tuple[int, int]:

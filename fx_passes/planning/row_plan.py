@@ -44,13 +44,13 @@ from torch_streamkl.program.graph import (
     const,
     index,
     sum_heads,
-    walk,
 )
 from torch_streamkl.program.graph import KEY as KEYS
 from torch_streamkl.program.graph import ROW as ROWS
 from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.program.steps import is_inside
+from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, Capture, Program
 from torch_streamkl.rows.trace import Tracer, dtype_of

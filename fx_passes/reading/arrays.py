@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative, product
 from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, intern, size_of
-from torch_streamkl.program.reductions import fresh_axis, substitute
+from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, substitute
 
 Dim = tuple[Axis, ...]
 
@@ -161,6 +161,14 @@ def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
     return exprs, tuple(dims)
 
 
+def matmul(a: Array, b: Array) -> Array:
+    """Returns the product of captured tensors [..., m, d] and [..., d, n], batches broadcast."""
+    a = replace(a, dims=(*a.dims[:-1], (), a.dims[-1]))
+    b = replace(b, dims=(*b.dims[:-2], (), b.dims[-1], b.dims[-2]))
+    (x, y), dims = met(a, b)
+    return Array(contraction(x, y, dims[-1]), dims[:-1], a.sizes)
+
+
 def with_one_axis(x: Array, d: int) -> Array:
     """Returns a tensor whose dimension runs through one axis: others are digits of it."""
     if len(x.dims[d]) <= 1:
@@ -204,6 +212,17 @@ def sliced(x: Array, d: int, start: int, count: Size, step: int = 1) -> Array:
         return indexed(x, d, const(start, INT), [()])
     axis = fresh_axis(count)
     return indexed(x, d, linear(float(start), [(float(step), index(axis))]), [(axis,)])
+
+
+def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
+    """Returns a reduction over dimensions, last ones first: the keys of a softmax before rows."""
+    every = {d % len(x.dims) for d in dims}
+    expr = x.expr
+    for d in sorted(every, reverse=True):
+        for axis in x.dims[d]:
+            expr = reduced(kind, axis, expr)
+    kept = (() if d in every else y for d, y in enumerate(x.dims) if keepdim or d not in every)
+    return replace(x, expr=expr, dims=tuple(kept))
 
 
 def padded(x: Array, d: int, before: int, size: Size, fill: float) -> Array:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, Node, ordered, walk
+from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, Node, ordered
 from torch_streamkl.program.operations import OPERATIONS, mul0
+from torch_streamkl.program.walks import walk
 
 _TYPES = {"bool": torch.bool, INT: torch.int64, FLOAT: torch.float64}
 Placed = tuple[Tensor, tuple[Axis, ...]]
@@ -67,6 +68,10 @@ class _Evaluation:
         tensors, axes = _aligned(args)
         if x.op in ("capture", "dot"):
             return self._captured(x, tensors, axes)
+        if x.op == "contract":
+            total = tensors[0] * tensors[1]
+            kept = tuple(a for a in axes if a not in x.value)
+            return total.sum([axes.index(a) for a in x.value if a in axes]), kept
         if x.op in ("reduce", "log_softmax"):
             axis = x.value.axis if x.op == "reduce" else x.value
             if axis not in axes:

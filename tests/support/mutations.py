@@ -26,6 +26,7 @@ def _triton(*names: str) -> str:
 
 
 FUNCTIONAL = "torch_streamkl/program/divergences.py"
+FORMS = "torch_streamkl/program/divergence_forms.py"
 IDENTITIES = "torch_streamkl/program/identities.py"
 OPERATIONS = "torch_streamkl/program/operations.py"
 ADJOINTS = "torch_streamkl/program/derive.py"
@@ -92,7 +93,7 @@ FAULTS = (
         "test_functional.py",
     ),
     Fault(
-        FUNCTIONAL,
+        FORMS,
         "result[m] = result.get(m, 0.0) + c1 * c2",
         "result[m] = c1 * c2",
         "test_functional.py",
@@ -726,7 +727,7 @@ FAULTS = (
         True,
     ),
     Fault(
-        FUNCTIONAL,
+        FORMS,
         "return factor if factor and terms == square else None",
         "return factor if factor else None",
         "test_squares.py",

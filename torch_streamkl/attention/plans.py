@@ -22,7 +22,7 @@ from torch_streamkl.attention.problem import AttentionProblem, Side
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime import capture, launch_table
 from torch_streamkl.runtime.devices import dot_precision, matmul_precision
 from torch_streamkl.runtime.launch import APART, COMPILE_OPTIONS, launch

@@ -43,7 +43,7 @@ from torch_streamkl.divergences.row_state import (
     state_of_scores,
     without_infinity,
 )
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 
 
 @dataclass

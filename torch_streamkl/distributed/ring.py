@@ -25,7 +25,8 @@ from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.sequence import HEAD_TAIL, chunks_of
 from torch_streamkl.divergences.row_state import RowState, finish, merge
-from torch_streamkl.program.divergences import Bilinear, Functional
+from torch_streamkl.program.divergence_forms import Bilinear
+from torch_streamkl.program.divergences import Functional
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch_streamkl.divergences.row_state import RowState, finish, merge
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import LinearProblem, RowValues
 from torch_streamkl.linear.rows import gradient
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
 

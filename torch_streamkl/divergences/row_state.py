@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.cpu import elementwise
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 
 FAR = 1e3  # nats: the exponential of its negative is 0 in every dtype we compute in
 

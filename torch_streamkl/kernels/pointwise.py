@@ -16,16 +16,18 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from torch_streamkl.program.divergences import Functional, is_lifted, mixture_shares
-from torch_streamkl.program.graph import Node, walk
+from torch_streamkl.program.divergence_forms import is_lifted, mixture_shares
+from torch_streamkl.program.divergences import Functional
+from torch_streamkl.program.graph import Node
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.walks import walk
 
 _ONE_INSTRUCTION = (
     'tl.inline_asm_elementwise("{0}.approx.ftz.f32 $0, $1;", "=f,f", [{1}], tl.float32, True, 1)'
 )
 # The logarithm of the smallest number is finite, and P and S below it are 0.
 _FAST_LOG2 = _ONE_INSTRUCTION.format("lg2", f"tl.maximum({{0}}, {2.0**-126!r})")
-# of a probability and a number that is far above the smallest (divergences.is_lifted)
+# of a probability and a number that is far above the smallest (divergence_forms.is_lifted)
 _FAST_CALLS = {
     "log": f"{_ONE_INSTRUCTION.format('lg2', '{0}')} * {math.log(2.0)!r}",
     "div": f"{{0}} * {_ONE_INSTRUCTION.format('rcp', '{1}')}",

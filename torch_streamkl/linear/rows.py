@@ -23,7 +23,8 @@ from torch_streamkl.divergences.row_state import (
     without_infinity,
 )
 from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
-from torch_streamkl.program.divergences import Bilinear, evaluate
+from torch_streamkl.program.divergence_forms import Bilinear
+from torch_streamkl.program.divergences import evaluate
 from torch_streamkl.program.graph import Node
 from torch_streamkl.runtime.workspace import ranges
 

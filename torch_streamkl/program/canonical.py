@@ -34,7 +34,8 @@ from torch_streamkl.program.graph import (
     made,
     size_of,
 )
-from torch_streamkl.program.operations import EVERY, OPERATIONS, UNIT, Range, product_range, times
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
 
 Theta = Mapping[Axis, Node]
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled
@@ -84,6 +85,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
             largest[x] = max(largest.get(x, 0.0), abs(c))
     total = {x: c for x, c in total.items() if abs(c) > TINY * largest[x]}
     constant, total = _with_log_softmax(constant, total)
+    if (masked := _in_masks(constant, total)) is not None:
+        return masked
     dtype = INT if constant == int(_finite(constant)) else FLOAT
     if any(x.dtype != INT or c != int(c) for x, c in total.items()):
         dtype = FLOAT
@@ -140,6 +143,26 @@ def _with_log_softmax(
                 constant += c * k0
                 break
     return constant, total
+
+
+def is_removed(x: Node) -> bool:
+    """Returns whether an expression is -inf where some condition does not hold."""
+    return x.op == "where" and x.args[2].op == "const" and x.args[2].value == -math.inf
+
+
+def _in_masks(constant: float, total: dict[Node, float]) -> Node | None:
+    """A sum with a mask of -inf that was added, as what the mask is applied to.
+
+    What has all axes of the condition stands inside of its `where`, the rest outside: shifts of a
+    row are not hidden by a mask of its keys.
+    """
+    masks = {x: c for x, c in total.items() if c > 0.0 and is_removed(x)}
+    condition = all_of(*(x.args[0] for x in masks))
+    rest = [(c, x) for x, c in total.items() if x not in masks]
+    if len(masks) < 2 and not (masks and any(condition.axes <= x.axes for _, x in rest)):
+        return None
+    inside = linear(constant, [*rest, *((c, x.args[1]) for x, c in masks.items())])
+    return choose(condition, inside, const(-math.inf))
 
 
 def _cancels(a: float, b: float) -> bool:
@@ -226,7 +249,7 @@ def exponential(x: Node) -> Node:
     """Returns e^x: of a logarithm its argument, of a score that a mask fills with -inf 0."""
     if x.op == "log":
         return x.args[0]
-    if x.op == "where" and x.args[2].op == "const" and x.args[2].value == -math.inf:
+    if is_removed(x):
         return choose(x.args[0], exponential(x.args[1]), const(0.0))
     return function("exp", x)
 
@@ -372,6 +395,11 @@ def literals(condition: Node) -> frozenset[Node]:
     return frozenset(condition.args) if condition.op == "and" else frozenset((condition,))
 
 
+def _rank(x: Node) -> int:
+    """What stands on the right of a `where`: a number, of these 0, and before all -inf."""
+    return 0 if x.op != "const" else 3 if x.value == -math.inf else 2 if x.value == 0.0 else 1
+
+
 def choose(condition: Node, a: Node, b: Node) -> Node:
     """Returns ``where(condition, a, b)``, its branches as they are where it holds or does not.
 
@@ -383,9 +411,7 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
         return a
     if condition is FALSE:
         return b
-    if condition.op == "not":
-        return choose(condition.args[0], b, a)
-    if a.op == "const" and b.op != "const" and negation(condition).op != "not":
+    if _rank(a) > _rank(b) or (condition.op == "not" and _rank(a) == _rank(b)):
         return choose(negation(condition), b, a)
     a = assume(a, dict.fromkeys(literals(condition), True))
     b = assume(b, {condition: False})
@@ -393,6 +419,12 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
         return choose(all_of(condition, a.args[0]), a.args[1], b)
     if a is b:
         return a
+    if b.op == "const" and b.value == -math.inf:
+        constant, terms = terms_of(a)
+        outside = [(c, x) for c, x in terms if not condition.axes <= x.axes]
+        if constant or outside:
+            inside = linear(0.0, [(c, x) for c, x in terms if condition.axes <= x.axes])
+            return linear(constant, [*outside, (1.0, choose(condition, inside, b))])
     dtype = a.dtype if a.dtype == b.dtype else FLOAT
     bounds = min(a.range[0], b.range[0]), max(a.range[1], b.range[1])
     return node("where", [condition, a, b], None, dtype, bounds)

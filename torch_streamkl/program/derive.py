@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from torch_streamkl.program.graph import (
-    FLOAT,
-    ZERO,
-    Node,
-    apply,
-    constant,
-    sum_heads,
-    walk,
-)
+from torch_streamkl.program.graph import FLOAT, ZERO, Node, apply, constant, sum_heads
 from torch_streamkl.program.operations import OPERATIONS, Build
 from torch_streamkl.program.steps import expand_heads, is_inside, is_over_keys
+from torch_streamkl.program.walks import walk
 
 
 class HeadJacobianError(ValueError):

@@ -27,7 +27,6 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,21 +35,36 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_streamkl.program.derive import tangent
-from torch_streamkl.program.graph import (
-    BOOL,
-    ONE,
-    SMALLEST,
-    Node,
-    apply,
-    const,
-    rebuilt,
-    walk,
-    with_args,
+from torch_streamkl.program.divergence_forms import (
+    KINKS,
+    Bilinear,
+    GuardedBilinear,
+    LiftedQuotient,
+    bilinear,
+    is_lifted,
+    is_short,
+    mixture_shares,
+    mixture_terms,
+    polynomial,
+    square_terms,
+    squares,
+    where_clamped,
+    without_clamps,
 )
-from torch_streamkl.program.identities import VARIABLES, is_weight, log_variable, variable
+from torch_streamkl.program.graph import BOOL, ONE, SMALLEST, Node, apply, const
+from torch_streamkl.program.identities import (
+    LOG_P,
+    LOG_S,
+    VARIABLES,
+    P,
+    S,
+    is_weight,
+    log_variable,
+    variable,
+)
 from torch_streamkl.program.operations import OPERATIONS, exact
+from torch_streamkl.program.walks import replaced, walk
 
-P, S, LOG_P, LOG_S = map(variable, VARIABLES)
 FLOOR_OF_EXP = -1e30  # an exponent whose exponential is 0 in every dtype we compute in
 
 # the operations that the text of a divergence has, by the names that it has for them
@@ -124,16 +138,6 @@ def derivative(e: Node, log: Node) -> Node:
     return tangent(e, known)
 
 
-def is_lifted(e: Node) -> bool:
-    """Returns whether an expression is a probability and an epsilon far above the smallest
-    numbers.
-    """
-    if e.op != "add":
-        return False
-    a, b = e.args
-    return is_weight(a) and b.op == "const" and SMALLEST <= b.value < math.inf
-
-
 def evaluate(
     e: Node, variables: dict[str, Tensor], memo: dict[Node, Tensor] | None = None
 ) -> Tensor:
@@ -173,146 +177,6 @@ def evaluate_logs(e: Node, log_t: Tensor, log_s: Tensor) -> Tensor:
     return evaluate(e, variables).expand_as(log_t)
 
 
-Polynomial = dict[tuple[Node, ...], float]  # by the variables that a term multiplies
-
-
-def polynomial(e: Node) -> Polynomial | None:
-    """Returns the expression as a polynomial in its variables, or None."""
-    found: dict[Node, Polynomial] = {}
-    for x in walk([e]):
-        args = [found[a] for a in x.args]
-        result: Polynomial = {}
-        match x.op:
-            case "const":
-                result = {(): x.value}
-            case "P" | "S" | "logP" | "logS":
-                result = {(x,): 1.0}
-            case "add" | "sub" | "neg":
-                signs = {"add": (1.0, 1.0), "sub": (1.0, -1.0), "neg": (-1.0,)}[x.op]
-                for sign, part in zip(signs, args, strict=True):
-                    for m, c in part.items():
-                        result[m] = result.get(m, 0.0) + sign * c
-            case "mul":
-                for m1, c1 in args[0].items():
-                    for m2, c2 in args[1].items():
-                        m = tuple(sorted(m1 + m2, key=lambda v: (v.op, v.value)))
-                        result[m] = result.get(m, 0.0) + c1 * c2
-            case "div" if set(args[1]) == {()}:
-                result = {m: c / args[1][()] for m, c in args[0].items()}
-            case _:
-                return None
-        found[x] = {m: c for m, c in result.items() if c != 0.0}
-    return found[e]
-
-
-@dataclass(frozen=True)
-class Bilinear:
-    """Holds coefficients of P_j (tt logP_j + ts logS_j) + S_j (st logP_j + ss logS_j) + t P_j + s
-    S_j.
-    """
-
-    tt: float = 0.0
-    ts: float = 0.0
-    st: float = 0.0
-    ss: float = 0.0
-    t: float = 0.0
-    s: float = 0.0
-
-    @property
-    def has_teacher_moment(self) -> bool:
-        return self.tt != 0.0 or self.ts != 0.0
-
-    @property
-    def has_student_moment(self) -> bool:
-        return self.st != 0.0 or self.ss != 0.0
-
-
-_BILINEAR_FIELDS: dict[tuple[Node, ...], str] = {
-    (P, LOG_P): "tt", (P, LOG_S): "ts", (S, LOG_P): "st", (S, LOG_S): "ss", (P,): "t", (S,): "s",
-}  # fmt: skip
-
-
-def bilinear(e: Node) -> Bilinear | None:
-    """Returns the six coefficients when the expression is linear in the log-probabilities, else
-    None.
-    """
-    terms = polynomial(e)
-    if terms is None or not set(terms) <= set(_BILINEAR_FIELDS):
-        return None
-    return Bilinear(**{_BILINEAR_FIELDS[k]: v for k, v in terms.items()})
-
-
-def squares(e: Node) -> float | None:
-    """Returns the factor c of an expression c (P - S)^2, else None."""
-    terms = polynomial(e) or {}
-    factor = terms.get((P, P), 0.0)
-    square = {(P, P): factor, (P, S): -2.0 * factor, (S, S): factor}
-    return factor if factor and terms == square else None
-
-
-def _square_terms(factor: float | None) -> tuple[Node, Node] | None:
-    """df/dlogS and df/dlogP of c (P - S)^2."""
-    if factor is None:
-        return None
-    return S * (const(-2.0 * factor) * (P - S)), P * (const(2.0 * factor) * (P - S))
-
-
-@dataclass(frozen=True)
-class GuardedBilinear:
-    """Holds a clamped expression's form in rows whose log-probabilities are above the floors."""
-
-    form: Bilinear
-    teacher_floor: float
-    student_floor: float
-
-
-@dataclass(frozen=True)
-class LiftedQuotient:
-    """Holds W (log(W + own_eps) - log(V + other_eps)): W is P and V is S if ``by_teacher``, else
-    reversed.
-    """
-
-    own_eps: float
-    other_eps: float
-    by_teacher: bool
-
-
-def _without_clamps(e: Node, floors: dict[Node, float]) -> Node:
-    def change(x: Node, args: tuple[Node, ...]) -> Node:
-        log = (
-            x.args[0]
-            if x.args and x.args[0] in floors
-            else log_variable(x.args[0])
-            if x.args
-            else None
-        )
-        if x.op != "clamp_min" or x.args[1].op != "const" or log is None:
-            return with_args(x, args)
-        c = x.args[1].value
-        floor = c if log is x.args[0] else math.log(c) if c > 0 else -math.inf
-        floors[log] = max(floors[log], floor)
-        return x.args[0]
-
-    return rebuilt([e], change)[e]
-
-
-def _where_clamped(e: Node, branch: int, floors: set[float]) -> Node:
-    """The expression with branch 1 or 2 of every ``where(logS >= floor, ...)``; adds floors."""
-
-    def change(x: Node, args: tuple[Node, ...]) -> Node:
-        if x.op == "where" and x.args[0].op == "ge":
-            log, floor = x.args[0].args
-            if log is LOG_S and floor.op == "const":
-                floors.add(floor.value)
-                return args[branch]
-        return with_args(x, args)
-
-    return rebuilt([e], change)[e]
-
-
-_KINKS = {"ge", "gt", "le", "lt", "ne", "sign", "abs", "clamp_min", "clamp_max"}
-
-
 @dataclass(frozen=True)
 class Functional:
     """Holds a parsed divergence with everything an implementation needs of it (see the NOTEs
@@ -337,7 +201,7 @@ class Functional:
         form = bilinear(expr)
         if form is None:
             floors = {LOG_P: -math.inf, LOG_S: -math.inf}
-            inner = bilinear(_without_clamps(expr, floors))
+            inner = bilinear(without_clamps(expr, floors))
             if inner is not None:
                 guarded = GuardedBilinear(inner, floors[LOG_P], floors[LOG_S])
         nothing = {"P": 0.0, "S": 0.0, "logP": -math.inf, "logS": -math.inf}
@@ -346,7 +210,7 @@ class Functional:
         factor = squares(expr)
         student_grad, teacher_grad = (
             mixture_terms(expr)
-            or _square_terms(factor)
+            or square_terms(factor)
             or (derivative(expr, LOG_S), derivative(expr, LOG_P))
         )
         return Functional(
@@ -382,7 +246,7 @@ class Functional:
         At a clamp it jumps by no more than the clamp, which is small.
         """
         return any(
-            x.op in _KINKS and not any(a.op == "const" for a in x.args) for x in walk([self.expr])
+            x.op in KINKS and not any(a.op == "const" for a in x.args) for x in walk([self.expr])
         )
 
     @functools.cached_property
@@ -422,7 +286,7 @@ class Functional:
     @functools.cached_property
     def has_kinks(self) -> bool:
         """Returns whether a derivative jumps, where the rounding of a probability decides."""
-        return any(x.op in _KINKS for x in walk([self.student_grad, self.teacher_grad]))
+        return any(x.op in KINKS for x in walk([self.student_grad, self.teacher_grad]))
 
     @functools.cached_property
     def plain_student_floor(self) -> float | None:
@@ -432,8 +296,8 @@ class Functional:
         None where h is anything else. The constant c is the form's ``ts``.
         """
         floors: set[float] = set()
-        above = polynomial(_where_clamped(self.student_grad, 1, floors))
-        below = polynomial(_where_clamped(self.student_grad, 2, floors))
+        above = polynomial(where_clamped(self.student_grad, 1, floors))
+        below = polynomial(where_clamped(self.student_grad, 2, floors))
         if above is None or not set(above) <= {(P,)}:
             return None
         if not floors:
@@ -460,60 +324,6 @@ def _js(beta: float) -> Node:
         "logaddexp", LOG_P + const(math.log(beta)), LOG_S + const(math.log(1.0 - beta))
     )
     return b * (P * (LOG_P - mixture)) + c * (S * (LOG_S - mixture))
-
-
-def mixture_terms(e: Node) -> tuple[Node, Node] | None:
-    """Returns df/dlogS and df/dlogP of f = b P (logP - logM) + c S (logS - logM) with M = b P + c
-    S.
-
-    They are f's own terms of S and of P: what M's derivative adds to both cancels.
-    """
-    if e.op != "add":
-        return None
-    weights = []
-    for term, weight, log in ((e.args[0], P, LOG_P), (e.args[1], S, LOG_S)):
-        if term.op != "mul" or term.args[0].op != "const" or term.args[1].op != "mul":
-            return None
-        share, (factor, difference) = term.args[0], term.args[1].args
-        if factor != weight or difference.op != "sub" or difference.args[0] != log:
-            return None
-        weights.append((share.value, difference.args[1]))
-    (b, mixture), (c, same) = weights
-    if min(b, c) <= 0.0 or mixture != same:
-        return None
-    splits = mixture_shares(mixture)
-    if splits is None or any(
-        not math.isclose(x, y, rel_tol=1e-12) for x, y in zip(splits, (b, c), strict=True)
-    ):
-        return None
-    return e.args[1], e.args[0]
-
-
-def mixture_shares(e: Node) -> tuple[float, float] | None:
-    """Matches log(b P + c S) and returns b and c."""
-    if e.op != "logaddexp":
-        return None
-    splits = []
-    for term, log in zip(e.args, (LOG_P, LOG_S), strict=True):
-        if term.op != "add" or term.args[0] != log or term.args[1].op != "const":
-            return None
-        splits.append(math.exp(term.args[1].value))
-    return splits[0], splits[1]
-
-
-# a GPU has an instruction for each, or two
-_SHORT = {"P", "S", "logP", "logS", "const", "add", "sub", "mul", "neg", "abs", "sign"}
-_SHORT |= {"clamp_min", "clamp_max", "ge", "gt", "le", "lt", "where"}
-
-
-def is_short(e: Node) -> bool:
-    """Returns whether kernels compute an expression of half-precision inputs without series of
-    terms.
-    """
-    if mixture_shares(e) is not None:
-        return True
-    is_one = e.op in _SHORT or (e.op in ("log", "div") and is_lifted(e.args[-1]))
-    return is_one and all(is_short(a) for a in e.args)
 
 
 DIVERGENCES = {
@@ -546,18 +356,9 @@ def named(
         LOG_P: _guard(P, teacher_eps, teacher_clamp),
         LOG_S: _guard(S, student_eps, student_clamp),
     }
-    return Functional.of(render(substitute(expr, logs.__getitem__)))
+    return Functional.of(render(replaced(expr, logs.get)))
 
 
 def _guard(probability: Node, eps: float, clamp: float) -> Node:
     inner = probability + const(eps)
     return apply("log", apply("clamp_min", inner, clamp) if clamp > 0.0 else inner)
-
-
-def substitute(e: Node, log_of: Callable[[Node], Node]) -> Node:
-    """Returns the expression with every logP and logS replaced."""
-
-    def change(x: Node, args: tuple[Node, ...]) -> Node:
-        return log_of(x) if x in (LOG_P, LOG_S) else with_args(x, args)
-
-    return rebuilt([e], change)[e]

@@ -19,11 +19,12 @@ import hashlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch_streamkl.program import operations
-from torch_streamkl.program.operations import EVERY, OPERATIONS, UNIT, Range
+from torch_streamkl.program import operations, ranges
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.ranges import EVERY, UNIT, Range
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 _ORDER = (BOOL, INT, FLOAT)
@@ -70,6 +71,7 @@ class Axis(NamedTuple):
 
 
 BOUND = "bound"
+CONTRACT = "contract"  # a matmul's element: its operands, and the axes that it sums over
 ROW, KEY = Axis("row"), Axis("key")
 _HEAD = "head"
 
@@ -112,7 +114,7 @@ class Node:
     range: Range
     digest: bytes
     level: int  # how deep the bound axes inside are nested (canonical.py)
-    canonical: Node | None  # canonical.py remembers its result here
+    canonical: Node | bool  # what reductions.canonical has found, True for itself
 
     def __reduce__(self) -> Any:
         about = self.dtype, self.axes, self.is_finite, self.range
@@ -163,7 +165,7 @@ class Node:
 
 Operand = Node | float
 _nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def intern(
@@ -187,17 +189,17 @@ def intern(
             node.op, node.args, node.value, node.dtype = op, args, value, dtype
             low, high = range
             node.range = (-math.inf if low != low else low, math.inf if high != high else high)
-            node.axes, node.is_finite, node.canonical = axes, is_finite, None
-            own = repr((op, value, dtype, sorted(map(repr, axes)), is_finite)).encode()
-            parts = hashlib.blake2b(own, digest_size=12)
+            node.axes, node.is_finite, node.canonical = axes, is_finite, False
+            own = f"{op}|{value!r}" if args else f"{op}|{value!r}|{dtype}|{sorted(axes, key=repr)}"
+            parts = hashlib.blake2b(own.encode(), digest_size=12)
             digests = [a.digest for a in args]
             if op in OPERATIONS and OPERATIONS[op].is_commutative:
                 digests.sort()
             for digest in digests:
                 parts.update(digest)
             node.digest = parts.digest()
-            own_level = value.axis.level if op == "reduce" else 0
-            node.level = max((own_level, *(a.level for a in args)))
+            bound = value if op == CONTRACT else (value.axis,) if op == "reduce" else ()
+            node.level = max((0, *(x.level for x in (*bound, *args))))
             _nodes[key] = node
     return node
 
@@ -332,7 +334,7 @@ def made_power(x: Node, exponent: float) -> Node:
     """Returns the node of a power with a constant exponent."""
     operations.check_power(exponent)
     x = cast(x, FLOAT)
-    bounds = operations.NOT_NEGATIVE if exponent % 2 == 0 or x.range[0] >= 0.0 else EVERY
+    bounds = ranges.NOT_NEGATIVE if exponent % 2 == 0 or x.range[0] >= 0.0 else EVERY
     return intern("pow", (x,), float(exponent), FLOAT, x.axes, False, bounds)
 
 
@@ -449,57 +451,6 @@ def sum_heads(x: Node) -> Node:
     """Returns the sum over the axis of heads, the element itself where it has none."""
     heads = [a for a in x.axes if _is_head(a)]
     return reduce(SUM, heads[0], x) if heads else x
-
-
-# ------------------------------------------------------------------------ graphs of nodes
-
-
-def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> list[Node]:
-    """Returns the nodes that the roots need, arguments before what they are arguments of.
-
-    ``enter`` says of which nodes the arguments are looked at; of all of them by default.
-    """
-    order: dict[Node, None] = {}
-    for root in roots:
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            if node in order:
-                stack.pop()
-                continue
-            waiting = [] if enter and not enter(node) else [a for a in node.args if a not in order]
-            if waiting:
-                stack += reversed(waiting)
-            else:
-                order[node] = None
-                stack.pop()
-    return list(order)
-
-
-def rebuilt(
-    roots: Iterable[Node],
-    change: Callable[[Node, tuple[Node, ...]], Node],
-    enter: Callable[[Node], bool] | None = None,
-) -> dict[Node, Node]:
-    """Returns what each node becomes, given what its arguments have become."""
-    found: dict[Node, Node] = {}
-    for node in walk(roots, enter):
-        entered = enter is None or enter(node)
-        found[node] = change(node, tuple(found[a] for a in node.args) if entered else node.args)
-    return found
-
-
-def with_args(node: Node, args: tuple[Node, ...], build: Callable[..., Node] = apply) -> Node:
-    """Returns the same operation on other arguments."""
-    if args == node.args:
-        return node
-    if node.op == "pow":
-        return build("pow", args[0], node.value)
-    if node.op == "reduce":
-        return reduce(node.value.kind, node.value.axis, args[0], node.value.size)
-    if node.op == "capture":
-        return capture(node.value, node.dtype, frozenset(), args, node.range)
-    return build(node.op, *args)
 
 
 def text(node: Node) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch_streamkl.program import operations
+from torch_streamkl.program import operations, ranges
 from torch_streamkl.program.graph import (
     FLOAT,
     INT,
@@ -34,8 +34,11 @@ VARIABLES = ("P", "S", "logP", "logS")
 
 def variable(name: str, number: float = 0.0) -> Node:
     """Returns a probability or its logarithm; ``number`` tells several distributions apart."""
-    bounds = operations.UNIT if name in LOGS else (-math.inf, 0.0)
+    bounds = ranges.UNIT if name in LOGS else (-math.inf, 0.0)
     return intern(name, (), float(number), FLOAT, frozenset(), name in LOGS, bounds)
+
+
+P, S, LOG_P, LOG_S = map(variable, VARIABLES)
 
 
 def log_variable(node: Node) -> Node | None:

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
 
+from torch_streamkl.program import ranges
+
 if TYPE_CHECKING:
     from torch_streamkl.program.graph import Node
 
 Build = Callable[..., "Node"]  # (operation, *nodes or numbers)
 Rule = Callable[[Build, "Node", int, "Node"], "Node"]
 Factor = Callable[[Build, "Node", "Node"], "Node"]
-Range = tuple[float, float]
-EVERY: Range = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Operation:
     is_commutative: bool = False
     triton_int: str = ""  # the text for integers, where it is another
     bools: str = ""  # the operation that it is of conditions, as torch has it
-    range: Callable[[Sequence[Range]], Range] | Range = EVERY
+    range: Callable[[Sequence[ranges.Range]], ranges.Range] | ranges.Range = ranges.EVERY
 
 
 def mul0(a: Tensor, b: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _linear(*signs: int) -> Rule:
 
 
 def _mul(f: Build, node: Node, arg: int, t: Node) -> Node:
-    # an exponential is its own derivative, and so is a product with one
+    # an ranges.exponential is its own derivative, and so is a product with one
     return node if t is node.args[arg] else f("mul", t, node.args[1 - arg])
 
 
@@ -114,7 +114,7 @@ def _log_div(f: Build, node: Node, arg: int, t: Node) -> Node:
 
 
 def _by(factor: Factor) -> Rule:
-    """t times a function of node and argument."""
+    """t ranges.times a function of node and argument."""
 
     def rule(f: Build, node: Node, arg: int, t: Node) -> Node:
         return f("mul", t, factor(f, node, node.args[arg]))
@@ -207,68 +207,6 @@ def _one_minus(f: Build, node: Node, x: Node) -> Node:
     return f("mul", node, f("sub", 1.0, node))
 
 
-# ------------------------------------------------------------------------- ranges of values
-
-
-def times(a: float, b: float) -> float:
-    """Multiplies bounds: 0 times infinity is 0."""
-    return 0.0 if a == 0.0 or b == 0.0 else a * b
-
-
-def _sum_range(of: Sequence[Range]) -> Range:
-    return sum(low for low, _ in of), sum(high for _, high in of)
-
-
-def _difference_range(of: Sequence[Range]) -> Range:
-    (a, b), (c, d) = of
-    return a - d, b - c
-
-
-def product_range(of: Sequence[Range]) -> Range:
-    """Returns the range of a product."""
-    low, high = 1.0, 1.0
-    for a, b in of:
-        ends = [times(x, y) for x in (low, high) for y in (a, b)]
-        low, high = min(ends), max(ends)
-    return low, high
-
-
-def _increasing(function: Callable[[float], float], low: float = -math.inf) -> Any:
-    def of(ranges: Sequence[Range]) -> Range:
-        ((a, b),) = ranges
-        return function(max(a, low)), function(max(b, low))
-
-    return of
-
-
-def exponential(x: float) -> float:
-    """Returns e^x, infinity where that is no number."""
-    return math.exp(x) if x < 709.0 else math.inf
-
-
-def _logarithm(x: float) -> float:
-    return math.log(x) if x > 0.0 else -math.inf
-
-
-def _hull(of: Sequence[Range]) -> Range:
-    return min(low for low, _ in of), max(high for _, high in of)
-
-
-def _each(choose: Callable[..., float]) -> Callable[[Sequence[Range]], Range]:
-    return lambda of: (choose(low for low, _ in of), choose(high for _, high in of))
-
-
-def _even(of: Sequence[Range]) -> Range:
-    ((a, b),) = of
-    return (0.0 if a <= 0.0 <= b else min(abs(a), abs(b))), max(abs(a), abs(b))
-
-
-NOT_NEGATIVE: Range = (0.0, math.inf)
-UNIT: Range = (0.0, 1.0)
-SIGNED_UNIT: Range = (-1.0, 1.0)
-_SAME = _increasing(lambda x: x)
-
-
 # NaN stays NaN, which tl.maximum alone would drop
 _MAXIMUM = "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 _MINIMUM = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
@@ -309,7 +247,7 @@ _TRUNC = "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))"
 
 def _comparison(symbol: str, run: Callable[..., Any], commutes: bool = False) -> Operation:
     text = f"{{0}} {symbol} {{1}}"
-    return Operation(2, run, text, None, "bool", True, commutes, range=UNIT)
+    return Operation(2, run, text, None, "bool", True, commutes, range=ranges.UNIT)
 
 
 def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
@@ -326,10 +264,10 @@ OPERATIONS: dict[str, Operation] = {
         None,
         True,
         bools="or",
-        range=_sum_range,
+        range=ranges.sum_range,
     ),
     "sub": Operation(
-        2, lambda a, b: a - b, "{0} - {1}", _linear(1, -1), "same", range=_difference_range
+        2, lambda a, b: a - b, "{0} - {1}", _linear(1, -1), "same", range=ranges.difference_range
     ),
     "mul": Operation(
         2,
@@ -341,7 +279,7 @@ OPERATIONS: dict[str, Operation] = {
         True,
         triton_int="{0}.to(tl.int64) * {1}",  # positions are int32
         bools="and",
-        range=product_range,
+        range=ranges.product_range,
     ),
     "mul0": Operation(
         2,
@@ -351,7 +289,7 @@ OPERATIONS: dict[str, Operation] = {
         "float",
         False,
         True,
-        range=product_range,
+        range=ranges.product_range,
     ),
     "div": Operation(2, lambda a, b: a / b, "{0} / {1}", _div),
     "div0": Operation(2, div0, "tl.where({0} == 0, 0.0, {0} / {1})", _div, is_finite=False),
@@ -364,16 +302,16 @@ OPERATIONS: dict[str, Operation] = {
     ),
     # casts, from what has less: conditions to integers, both to floats
     "int": Operation(
-        1, lambda a: a.to(torch.int64), "{0}.to(tl.int32)", None, "int", True, range=_SAME
+        1, lambda a: a.to(torch.int64), "{0}.to(tl.int32)", None, "int", True, range=ranges.SAME
     ),
-    "float": Operation(1, lambda a: a * 1.0, "{0} * 1.0", None, is_finite=True, range=_SAME),
+    "float": Operation(1, lambda a: a * 1.0, "{0} * 1.0", None, is_finite=True, range=ranges.SAME),
     "exp": Operation(
         1,
         torch.exp,
         "tl.exp({0})",
         _by(lambda f, n, x: n),
         is_finite=True,
-        range=_increasing(exponential),
+        range=ranges.increasing(ranges.exponential),
     ),
     "exp2": Operation(
         1,
@@ -381,7 +319,7 @@ OPERATIONS: dict[str, Operation] = {
         "tl.math.exp2({0})",
         _by(lambda f, n, x: f("mul", n, math.log(2.0))),
         is_finite=True,
-        range=NOT_NEGATIVE,
+        range=ranges.NOT_NEGATIVE,
     ),
     "expm1": Operation(
         1,
@@ -397,7 +335,7 @@ OPERATIONS: dict[str, Operation] = {
         "tl.log({0})",
         _over(lambda f, n, x: x),
         is_finite=False,
-        range=_increasing(_logarithm),
+        range=ranges.increasing(ranges.logarithm),
     ),
     "log_div": Operation(  # the logarithm of a quotient
         2,
@@ -414,30 +352,36 @@ OPERATIONS: dict[str, Operation] = {
         is_finite=False,
     ),
     "logaddexp": Operation(2, _logaddexp, _LOGADDEXP, _logaddexp_rule, is_commutative=True),
-    "sqrt": Operation(1, torch.sqrt, "tl.sqrt({0})", _sqrt_rule, range=NOT_NEGATIVE),
-    "norm": Operation(1, norm, "tl.sqrt({0})", _norm_rule, range=NOT_NEGATIVE),
+    "sqrt": Operation(1, torch.sqrt, "tl.sqrt({0})", _sqrt_rule, range=ranges.NOT_NEGATIVE),
+    "norm": Operation(1, norm, "tl.sqrt({0})", _norm_rule, range=ranges.NOT_NEGATIVE),
     "pow": Operation(1, torch.pow, "", _power_rule, is_finite=False),  # of its value
     "abs": Operation(
-        1, torch.abs, "tl.abs({0})", _by(lambda f, n, x: f("sign", x)), "same", range=_even
+        1, torch.abs, "tl.abs({0})", _by(lambda f, n, x: f("sign", x)), "same", range=ranges.even
     ),
     "sign": Operation(
-        1, torch.sign, _SIGN, None, "same", True, triton_int=_SIGN_OF_INT, range=SIGNED_UNIT
+        1, torch.sign, _SIGN, None, "same", True, triton_int=_SIGN_OF_INT, range=ranges.SIGNED_UNIT
     ),
     "floor": Operation(1, torch.floor, "tl.floor({0})", None, "same"),
     "ceil": Operation(1, torch.ceil, "tl.ceil({0})", None, "same"),
     "trunc": Operation(1, torch.trunc, _TRUNC, None, "same"),
     "tanh": Operation(
-        1, torch.tanh, _TANH, _by(_one_minus_square), is_finite=True, range=SIGNED_UNIT
+        1, torch.tanh, _TANH, _by(_one_minus_square), is_finite=True, range=ranges.SIGNED_UNIT
     ),
-    "sigmoid": Operation(1, torch.sigmoid, _SIGMOID, _by(_one_minus), is_finite=True, range=UNIT),
+    "sigmoid": Operation(
+        1, torch.sigmoid, _SIGMOID, _by(_one_minus), is_finite=True, range=ranges.UNIT
+    ),
     "erf": Operation(
-        1, torch.erf, "tl.erf({0})", _by(_erf_slope), is_finite=True, range=SIGNED_UNIT
+        1, torch.erf, "tl.erf({0})", _by(_erf_slope), is_finite=True, range=ranges.SIGNED_UNIT
     ),
     "sin": Operation(
-        1, torch.sin, "tl.sin({0})", _by(lambda f, n, x: f("cos", x)), range=SIGNED_UNIT
+        1, torch.sin, "tl.sin({0})", _by(lambda f, n, x: f("cos", x)), range=ranges.SIGNED_UNIT
     ),
     "cos": Operation(
-        1, torch.cos, "tl.cos({0})", _by(lambda f, n, x: f("neg", f("sin", x))), range=SIGNED_UNIT
+        1,
+        torch.cos,
+        "tl.cos({0})",
+        _by(lambda f, n, x: f("neg", f("sin", x))),
+        range=ranges.SIGNED_UNIT,
     ),
     "tan": Operation(1, torch.tan, "tl.sin({0}) / tl.cos({0})", _by(_one_plus_square)),
     "sinh": Operation(1, torch.sinh, _SINH, _by(lambda f, n, x: f("cosh", x))),
@@ -449,7 +393,7 @@ OPERATIONS: dict[str, Operation] = {
         range=lambda of: (1.0, math.inf),
     ),
     "softplus": Operation(
-        1, _softplus, _SOFTPLUS, _by(lambda f, n, x: f("sigmoid", x)), range=NOT_NEGATIVE
+        1, _softplus, _SOFTPLUS, _by(lambda f, n, x: f("sigmoid", x)), range=ranges.NOT_NEGATIVE
     ),
     "relu": Operation(
         1,
@@ -458,7 +402,7 @@ OPERATIONS: dict[str, Operation] = {
         _relu_rule,
         "same",
         triton_int="tl.maximum({0}, 0)",
-        range=_increasing(lambda x: x, 0.0),
+        range=ranges.increasing(lambda x: x, 0.0),
     ),
     "minimum": Operation(
         2,
@@ -469,7 +413,7 @@ OPERATIONS: dict[str, Operation] = {
         None,
         True,
         bools="and",
-        range=_each(min),
+        range=ranges.each(min),
     ),
     "maximum": Operation(
         2,
@@ -480,11 +424,17 @@ OPERATIONS: dict[str, Operation] = {
         None,
         True,
         bools="or",
-        range=_each(max),
+        range=ranges.each(max),
     ),
     # gradient 1 at the bound, which differs from maximum and minimum
     "clamp_min": Operation(
-        2, torch.clamp_min, _MAXIMUM, _clamp_rule("ge", "lt"), "same", bools="or", range=_each(max)
+        2,
+        torch.clamp_min,
+        _MAXIMUM,
+        _clamp_rule("ge", "lt"),
+        "same",
+        bools="or",
+        range=ranges.each(max),
     ),
     "clamp_max": Operation(
         2,
@@ -493,7 +443,7 @@ OPERATIONS: dict[str, Operation] = {
         _clamp_rule("le", "gt"),
         "same",
         bools="and",
-        range=_each(min),
+        range=ranges.each(min),
     ),
     "where": Operation(
         3,
@@ -501,9 +451,9 @@ OPERATIONS: dict[str, Operation] = {
         "tl.where({0}, {1}, {2})",
         _where_rule,
         "same",
-        range=lambda of: _hull(of[1:]),
+        range=lambda of: ranges.hull(of[1:]),
     ),
-    "detach": Operation(1, lambda a: a.detach(), "{0}", None, "same", range=_SAME),
+    "detach": Operation(1, lambda a: a.detach(), "{0}", None, "same", range=ranges.SAME),
     "lt": _comparison("<", lambda a, b: a < b),
     "le": _comparison("<=", lambda a, b: a <= b),
     "gt": _comparison(">", lambda a, b: a > b),
@@ -512,7 +462,7 @@ OPERATIONS: dict[str, Operation] = {
     "ne": _comparison("!=", lambda a, b: a != b, True),
     "and": _comparison("&", lambda a, b: a & b, True),
     "or": _comparison("|", lambda a, b: a | b, True),
-    "not": Operation(1, lambda a: ~a, "{0} == 0", None, "bool", True, range=UNIT),
+    "not": Operation(1, lambda a: ~a, "{0} == 0", None, "bool", True, range=ranges.UNIT),
 }
 
 MAX_POWER = 64.0

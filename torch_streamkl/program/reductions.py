@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_streamkl.program import graph
@@ -37,6 +37,7 @@ from torch_streamkl.program.graph import (
     ANY,
     BOOL,
     BOUND,
+    CONTRACT,
     FLOAT,
     INT,
     LOGSUMEXP,
@@ -46,12 +47,12 @@ from torch_streamkl.program.graph import (
     Node,
     const,
     index,
-    rebuilt,
     reduce,
     size_of,
 )
 from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
 _fresh = itertools.count()
@@ -62,7 +63,7 @@ def fresh_axis(size: graph.Size | None) -> Axis:
     return Axis(("fresh", next(_fresh)), size)
 
 
-ATOMS = ("dot", "reduce", "capture", "log_softmax")
+ATOMS = ("dot", "reduce", "capture", "log_softmax", CONTRACT)
 
 
 def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
@@ -75,7 +76,7 @@ def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
             return TRUE
         return remade(y, args)
 
-    if not facts or not any(y in facts for y in graph.walk([x])):
+    if not facts or not any(y in facts for y in walk([x])):
         return x
     return rebuilt([x], change, lambda y: y.op not in ATOMS and y not in facts)[x]
 
@@ -93,10 +94,25 @@ def reduced(kind: str, axis: Axis, body: Node) -> Node:
         if kind == LOGSUMEXP and isinstance(axis.size, int):
             return linear(math.log(axis.size), [(1.0, body)]) if axis.size else const(-math.inf)
     simple = {SUM: _sum, LOGSUMEXP: _log_sum_exp, ANY: _any}.get(kind, _no_form)(axis, body)
+    if simple is None:
+        simple = _unrolled(kind, axis, body)
     if simple is not None:
         return simple
     bound = Axis((BOUND, body.level + 1), axis.size)
     return reduce(kind, bound, substitute(body, {axis: index(bound)}))
+
+
+MOST_UNROLLED = 4  # positions along an axis that no tensor has, as of tensors that were stacked
+
+
+def _unrolled(kind: str, axis: Axis, body: Node) -> Node | None:
+    """A reduction over what a few expressions were stacked to: of these."""
+    if not isinstance(axis.size, int) or axis.size > MOST_UNROLLED or kind not in (SUM, LOGSUMEXP):
+        return None
+    if any(axis in x.axes for x in walk([body]) if x.op in ("capture", CONTRACT)):
+        return None
+    parts = [substitute(body, {axis: const(i, INT)}) for i in range(axis.size)]
+    return linear(0.0, [(1.0, x) for x in parts]) if kind == SUM else log_add_exp(*parts)
 
 
 def _no_form(axis: Axis, body: Node) -> Node | None:
@@ -125,10 +141,16 @@ def _sum(axis: Axis, body: Node) -> Node | None:
     c, x = terms[0]
     if c != 1.0:
         return scaled(c, reduced(SUM, axis, x))
-    if x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == axis:
-        score = x.args[0].args[0]
-        kept = kept_by(score)
+    if _is_softmax(x, axis):
+        kept = kept_by(x.args[0].args[0])
         return const(1.0) if not kept else choose(_has_key(axis, kept), const(1.0), const(0.0))
+    if x.op == "reduce" and x.value.kind == SUM:  # over heads, and then over keys: the keys first
+        free = fresh_axis(x.value.axis.size)
+        inside = opened(x, free)
+        if _is_softmax(inside, axis):
+            return reduced(SUM, free, reduced(SUM, axis, inside))
+    if x.op == CONTRACT:
+        return contraction(x.args[0], x.args[1], [*x.value, axis])
     if x.op == "product":
         outside = [f for f in x.args if axis not in f.axes]
         if outside:
@@ -144,10 +166,13 @@ def _sum(axis: Axis, body: Node) -> Node | None:
             inside = choose(rest, x.args[1], const(0.0))
             return choose(all_of(*outside), reduced(SUM, axis, inside), const(0.0))
         y = x.args[1]
-        is_softmax = y.op == "exp" and y.args[0].op == "log_softmax" and y.args[0].value == axis
-        if is_softmax and kept_by(y.args[0].args[0]) == known:
+        if _is_softmax(y, axis) and kept_by(y.args[0].args[0]) == known:
             return choose(_has_key(axis, known), const(1.0), const(0.0))
     return None
+
+
+def _is_softmax(x: Node, axis: Axis) -> bool:
+    return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == axis
 
 
 LOWEST = -1e8  # a fill at or below it leaves a key no probability
@@ -182,6 +207,32 @@ def _any(axis: Axis, body: Node) -> Node | None:
     return None
 
 
+def contraction(a: Node, b: Node, axes: Sequence[Axis]) -> Node:
+    """Returns a matmul's element: the sum over axes of a product of two captured tensors.
+
+    Numbers that the operands were multiplied with multiply the score. Both orders of the operands
+    and of the axes are one node.
+    """
+    c, operands = 1.0, list[Node]()
+    for x in (a, b):
+        constant, terms = terms_of(x)
+        if constant or len(terms) != 1:
+            raise ValueError(f"a product of {x}, which is no captured tensor times a number")
+        c *= terms[0][0]
+        operands.append(terms[0][1])
+    operands.sort(key=lambda x: repr(x.value))
+    places = [t for x in operands for at in x.args for t in walk([at])]
+    order = [t.value for t in places if t.op == "index" and t.value in axes]
+    order = [*dict.fromkeys(order), *(x for x in axes if x not in order)]
+    level = max(x.level for x in operands)
+    bound = {x: Axis((BOUND, level + 1 + i), x.size) for i, x in enumerate(order)}
+    theta = {x: index(y) for x, y in bound.items()}
+    value = tuple(bound.values())
+    inside = [substitute(x, theta) for x in operands]
+    free = frozenset[Axis]().union(*(x.axes for x in inside)) - frozenset(value)
+    return scaled(c, graph.intern(CONTRACT, tuple(inside), value, FLOAT, free))
+
+
 def reopened(kind: str, reduction: Node, part: Node) -> Node:
     """Creates another reduction over the axis of one, of a part of its body."""
     bound = reduction.value.axis
@@ -212,6 +263,11 @@ def substitute(x: Node, theta: Theta) -> Node:
             return theta[y.value]
         if y.op == "log_softmax":
             return _substituted_log_softmax(y, theta)
+        if y.op == CONTRACT:
+            names = {x: fresh_axis(x.size) for x in y.value}
+            inner = {**theta, **{x: index(new) for x, new in names.items()}}
+            a, b = (substitute(x, inner) for x in y.args)
+            return contraction(a, b, list(names.values()))
         if y.op == "reduce":
             about, free = y.value, fresh_axis(y.value.axis.size)
             inner = {**theta, about.axis: index(free)}
@@ -219,7 +275,7 @@ def substitute(x: Node, theta: Theta) -> Node:
         return remade(y, args)
 
     def enter(y: Node) -> bool:
-        return bool(y.axes & wanted) and y.op not in ("reduce", "log_softmax")
+        return bool(y.axes & wanted) and y.op not in ("reduce", "log_softmax", CONTRACT)
 
     return rebuilt([x], change, enter)[x] if x.axes & wanted else x
 
@@ -281,22 +337,24 @@ _MAKERS: dict[str, Callable[..., Node]] = {
 
 def canonical(x: Node) -> Node:
     """Returns the normal form of an expression as it is written (`graph.apply`)."""
-    done = x.canonical
-    if done is not None:
-        return done
-    for y in graph.walk([x], lambda y: y.canonical is None):
-        if y.canonical is None:
-            args = tuple(a.canonical or a for a in y.args)
-            y.canonical = _of_written(y, args)
-            y.canonical.canonical = y.canonical
-    assert x.canonical is not None
-    return x.canonical
+    for y in walk([x], lambda y: not y.canonical):
+        if not y.canonical:
+            found = _of_written(y, tuple(map(_known, y.args)))
+            y.canonical = found is y or found
+            found.canonical = True
+    return _known(x)
+
+
+def _known(x: Node) -> Node:
+    return x.canonical if isinstance(x.canonical, graph.Node) else x
 
 
 def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
     match x.op:
         case "const":
-            return const(x.value, x.dtype if x.dtype != BOOL else INT) if x.axes else x
+            if x.dtype == BOOL:
+                return TRUE if x.value else FALSE
+            return const(x.value, x.dtype)
         case "add" | "sub":
             return linear(0.0, [(1.0, args[0]), (1.0 if x.op == "add" else -1.0, args[1])])
         case "neg":

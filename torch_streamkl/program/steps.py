@@ -24,9 +24,9 @@ from torch_streamkl.program.graph import (
     made,
     reduce,
     sum_heads,
-    walk,
 )
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.walks import walk
 
 
 class Step(NamedTuple):

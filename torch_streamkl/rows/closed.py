@@ -12,28 +12,12 @@ import functools
 import math
 from dataclasses import dataclass
 
-from torch_streamkl.program.divergences import (
-    LOG_P,
-    LOG_S,
-    Functional,
-    P,
-    S,
-    mixture_terms,
-    render,
-)
-from torch_streamkl.program.graph import (
-    LOGSUMEXP,
-    SUM,
-    Node,
-    apply,
-    constant,
-    made,
-    rebuilt,
-    walk,
-    with_args,
-)
-from torch_streamkl.program.identities import is_weight, log_variable, multiple
+from torch_streamkl.program.divergence_forms import mixture_terms
+from torch_streamkl.program.divergences import Functional, render
+from torch_streamkl.program.graph import LOGSUMEXP, SUM, Node, apply, constant, made
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, is_weight, log_variable, multiple
 from torch_streamkl.program.masks import Keys
+from torch_streamkl.program.walks import rebuilt, walk, with_args
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 

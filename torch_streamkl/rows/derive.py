@@ -18,10 +18,10 @@ from torch_streamkl.program.graph import (
     apply,
     constant,
     seed,
-    walk,
 )
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.steps import Step, expand_heads, head_axes, is_inside, is_over_keys
+from torch_streamkl.program.walks import walk
 from torch_streamkl.rows.program import Program
 
 HEAD_OPERATIONS = ("sum_heads", "expand_heads")

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch_streamkl import checks, flop_counts
 from torch_streamkl.compiler_marks import disable
 from torch_streamkl.double_backward import differentiable_once
-from torch_streamkl.program.graph import Node, rebuilt, walk, with_args
+from torch_streamkl.program.graph import Node
 from torch_streamkl.program.steps import is_inside, row_value
+from torch_streamkl.program.walks import rebuilt, walk, with_args
 from torch_streamkl.registration import without_autocast
 from torch_streamkl.rows import derive, op, reference, tensors, trace_cache
 from torch_streamkl.rows.losses import RowLoss

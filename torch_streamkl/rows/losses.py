@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torch_streamkl.program.derive import adjoints
-from torch_streamkl.program.graph import ONE, ROW, ZERO, Node, apply, literally, walk
+from torch_streamkl.program.graph import ONE, ROW, ZERO, Node, apply, literally
 from torch_streamkl.program.steps import Schedule, Step, nodes_of, used_by
+from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import tile
 from torch_streamkl.rows.problem import RowProblem, Slices, part
 from torch_streamkl.rows.tile import RowValue

@@ -35,19 +35,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.program.graph import (
-    BLOCK_SUM,
-    LOGSUMEXP,
-    Axis,
-    Node,
-    reduce,
-)
-from torch_streamkl.program.graph import (
-    KEY as KEYS,
-)
-from torch_streamkl.program.graph import (
-    ROW as ROWS,
-)
+from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, Axis, Node, reduce
+from torch_streamkl.program.graph import KEY as KEYS
+from torch_streamkl.program.graph import ROW as ROWS
 from torch_streamkl.program.masks import ALL_KEYS, Keys
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.steps import Reduced, Schedule, Step, head_axes, nodes_of

@@ -22,12 +22,8 @@ from torch_streamkl.program.graph import (
     reduce,
     sum_heads,
 )
-from torch_streamkl.program.graph import (
-    KEY as KEYS,
-)
-from torch_streamkl.program.graph import (
-    ROW as ROWS,
-)
+from torch_streamkl.program.graph import KEY as KEYS
+from torch_streamkl.program.graph import ROW as ROWS
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.program.steps import outermost
 from torch_streamkl.rows import functions  # noqa: F401  # fills the table of elements' functions

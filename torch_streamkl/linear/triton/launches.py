@@ -18,7 +18,7 @@ from torch_streamkl.linear.triton.rows import (
     RowArgs,
     row_kernel,
 )
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight

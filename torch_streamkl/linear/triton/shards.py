@@ -32,7 +32,7 @@ from torch_streamkl.linear.triton.rows import (
     rest_of,
     state_of_row,
 )
-from torch_streamkl.program.divergences import Bilinear
+from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]

@@ -1,0 +1,65 @@
+"""Walks through expressions and rebuilds them, without recursion: programs may be deep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch_streamkl.program.graph import Node, apply, capture, reduce
+
+
+def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> list[Node]:
+    """Returns the nodes that the roots need, arguments before what they are arguments of.
+
+    ``enter`` says of which nodes the arguments are looked at; of all of them by default.
+    """
+    order: dict[Node, None] = {}
+    for root in roots:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in order:
+                stack.pop()
+                continue
+            waiting = [] if enter and not enter(node) else [a for a in node.args if a not in order]
+            if waiting:
+                stack += reversed(waiting)
+            else:
+                order[node] = None
+                stack.pop()
+    return list(order)
+
+
+def rebuilt(
+    roots: Iterable[Node],
+    change: Callable[[Node, tuple[Node, ...]], Node],
+    enter: Callable[[Node], bool] | None = None,
+) -> dict[Node, Node]:
+    """Returns what each node becomes, given what its arguments have become."""
+    found: dict[Node, Node] = {}
+    for node in walk(roots, enter):
+        entered = enter is None or enter(node)
+        found[node] = change(node, tuple(found[a] for a in node.args) if entered else node.args)
+    return found
+
+
+def with_args(node: Node, args: tuple[Node, ...], build: Callable[..., Node] = apply) -> Node:
+    """Returns the same operation on other arguments."""
+    if args == node.args:
+        return node
+    if node.op == "pow":
+        return build("pow", args[0], node.value)
+    if node.op == "reduce":
+        return reduce(node.value.kind, node.value.axis, args[0], node.value.size)
+    if node.op == "capture":
+        return capture(node.value, node.dtype, frozenset(), args, node.range)
+    return build(node.op, *args)
+
+
+def replaced(root: Node, change: Callable[[Node], Node | None]) -> Node:
+    """Returns an expression with others in place of those for which ``change`` has one."""
+
+    def made_of(x: Node, args: tuple[Node, ...]) -> Node:
+        new = change(x)
+        return with_args(x, args) if new is None else new
+
+    return rebuilt([root], made_of)[root]
