@@ -34,8 +34,6 @@ def assert_true(report: Report, shapes: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("name", USER_LOSSES)
 def test_of_users(name: str) -> None:
-    if name == "mapped_halves" and torch.__version__ < (2, 13):
-        pytest.skip("a dispatch mode does not see what map runs")
     loss = USER_LOSSES[name]
     report, shapes = measure(loss.fn, loss.inputs(), loss.large)
     assert report.num_fused >= loss.fuses, report
