@@ -49,6 +49,8 @@ def test_the_example_gets_its_row(reason: str) -> None:
     setting = SETTINGS.get(reason, Setting())
     if not all(hasattr(torch._dynamo.config, name) for name in setting.config):
         pytest.skip("this torch has no such setting")
+    if "register_hook" in reason and torch.__version__ < (2, 13):
+        pytest.skip("Dynamo of torch 2.11 traces a hook as a custom autograd.Function")
     is_of_heads = next(iter(inspect.signature(fn).parameters)) == "h"
     usual = USER_LOSSES["cosine" if is_of_heads else "gram"]
     inputs = setting.inputs or _USERS.get(fn, usual).inputs

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
 import torch_streamkl
 from tests.corpus.naive_losses import BY_NAME
 from tests.support.allocations import Allocations, measure

@@ -64,17 +64,6 @@ def branch_of_cond(h, w, g, v):
     return torch.cond(h.sum() > 0, soft, hard, (h @ w.T, g @ v.T))
 
 
-@heads(0, "map over halves of the tokens")
-def mapped_halves(h, w, g, v):
-    from torch._higher_order_ops.map import map as map_rows
-
-    def half(xs, w, v):
-        a, b = xs
-        return kl(a @ w.T, b @ v.T)
-
-    return map_rows(half, (h.view(2, -1, h.shape[-1]), g.view(2, -1, g.shape[-1])), w, v).sum()
-
-
 @heads(4, "chunks of tokens, each in a checkpoint")
 def checkpointed_chunks(h, w, g, v):
     def chunk(a, b):
