@@ -150,7 +150,7 @@ streamkl: 0 of 1 loss fused
      code      return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="batchmean")
      reason    gather reads entries of each row by ids that are no top-k of this graph: an id may be there twice (loss.py:7)
      at        s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
-     hint      torch_streamkl.row_program(..., columns=ids) streams losses on a few entries of each row, if no row has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same graph fuse as they are; whole rows may be selected, logits[mask]
+     hint      torch_streamkl.row_program(..., columns={'ids': ids}) streams losses on a few entries of each row, if no row has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same graph fuse as they are; whole rows may be selected, logits[mask]
 2 score- or logit-sized tensors remain, 60 KiB:
   read by losses:
      [48 x 160] (30 KiB) loss.py:7: read by log_softmax

@@ -50,7 +50,7 @@ ADVICE = (
     Advice(
         "only the logits or only the loss is in a checkpoint",
         "of the checkpoint (that|at)",
-        "put the products and the loss into the same checkpointed function, or both out of it",
+        "put the matmuls and the loss into one checkpointed function, or move both out of it",
     ),
     Advice(
         "a hook on logits (register_hook)",
@@ -61,9 +61,9 @@ ADVICE = (
     Advice(
         "another operation than a matrix product makes the scores",
         "intermediate value of another|^einsum|no matrix product",
-        "write it with matmul, softmax and sums over the last dimension; what a fused loss has "
-        "between a product and a softmax is a scale, softcap, mask or bias: apply other "
-        "operations before the product or to the loss where that is the same",
+        "write it with matmul, softmax and sums over the last dimension. Between matmul and "
+        "softmax, a fused loss may have a scale, softcap, mask or bias. Apply any other operation "
+        "before the matmul or to the loss, if the value stays the same",
     ),
     Advice(
         "the loss is in a custom autograd.Function",
@@ -85,9 +85,9 @@ ADVICE = (
         "entries of rows are gathered by ids (a cached or served top-k)",
         "^(gather|take_along_dim|index_select|index)\\b|single entries|gathered by index"
         "|several entries of a row",
-        f"{ROW_PROGRAM}(..., columns=ids) streams losses on a few entries of each row, if no row "
-        "has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same graph fuse as "
-        "they are; whole rows may be selected, logits[mask]",
+        f"{ROW_PROGRAM}(..., columns={{'ids': ids}}) streams losses on a few entries of each row, "
+        "if no row has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same "
+        "graph fuse as they are; whole rows may be selected, logits[mask]",
     ),
     Advice(
         "sort, top-k, cumsum: whole rows in order",
@@ -133,7 +133,7 @@ ADVICE = (
     Advice(
         "a target is filled in place (target[rows, ids] = p)",
         "wrote in place",
-        "make it by an operation that returns it: torch.zeros(...).scatter(-1, ids, p)",
+        "create it out of place: torch.zeros(...).scatter(-1, ids, p)",
     ),
     Advice(
         "a sum over the keys is written as a product (einsum, @)",
@@ -149,22 +149,22 @@ ADVICE = (
     Advice(
         "a tensor is modified in place",
         "modified in place|written in place|overwritten|is written to",
-        "write to a copy, or take the loss after the write: a fused operator reads its inputs "
-        "again in the backward, but for an LM head whose loss is one weighted sum of rows; a "
-        "teacher that follows its student is updated after that sum, or after backward()",
+        "write to a copy, or compute the loss after the write. A fused operator reads its inputs "
+        "again in the backward, except for an LM-head loss that is one weighted sum of rows. "
+        "Update an EMA teacher after that sum, or after backward()",
     ),
     Advice(
         "a bias or adapter needs a gradient",
         "needs a gradient",
-        "detach the bias if it is a constant; where an adapter of the LM head trains it, make it "
-        "plain LoRA of the type of the head (autocast, or autocast_adapter_dtype=False), or put "
+        "detach the bias if it is a constant. If it belongs to an adapter of the LM head, use "
+        "plain LoRA in the dtype of the head (autocast, or autocast_adapter_dtype=False), or put "
         "the adapter on other modules",
     ),
     Advice(
         "scores are a sum of several products (adapters)",
         "sum of products|multiplies the scores varies along the keys",
-        "one LoRA adapter of an LM head fuses; several at a time, or a magnitude per vocabulary "
-        "entry as of DoRA, do not: put them on other modules",
+        "one LoRA adapter on an LM head fuses. Several active adapters, and DoRA's magnitude per "
+        "vocabulary entry, do not: put them on other modules",
     ),
     Advice(
         "a distribution is detached in one place and not in another",
@@ -184,7 +184,7 @@ ADVICE = (
     Advice(
         "the loss is in the body of a higher-order operator",
         "in the body of",
-        "take the loss outside of it, of what the body returns",
+        "return q and k, or the hidden states, from the body, and compute the loss outside of it",
     ),
     Advice(
         "gradients are asked for inside of the compiled code",
@@ -215,7 +215,7 @@ ADVICE = (
     Advice(
         "a tensor subclass",
         "tensor subclass",
-        "take the loss of plain tensors, such as the local parts of a DTensor",
+        "compute the loss of plain tensors, such as the local tensors of a DTensor",
     ),
     Advice(
         "a size that the inputs do not have",
@@ -225,7 +225,7 @@ ADVICE = (
     Advice(
         "sizes are read from tensors (.item(), .tolist())",
         "are read from tensors",
-        "keep the sizes that tensors have, and mask what is beyond the lengths",
+        "keep the padded sizes, and mask the positions beyond the lengths",
     ),
     Advice(
         "a Python number that changes between calls",
@@ -241,8 +241,8 @@ ADVICE = (
     Advice(
         "logits are padded to another vocabulary size",
         "padded to another|are padded with",
-        "padding with float('-inf') fuses: it takes no part in the softmax; if the added entries "
-        "are not meant, drop the extra rows of the larger LM head instead of padding logits",
+        "padding with float('-inf') fuses: these entries have probability 0. If you do not need "
+        "the added entries, drop the extra rows of the larger LM head instead",
     ),
     Advice(
         "keys are sliced away after the softmax",
@@ -262,13 +262,13 @@ ADVICE = (
     Advice(
         "the student's probabilities are averaged over heads",
         "student's probabilities are averaged",
-        "only a teacher's mean over heads fuses: the student's mean keeps all of its maps",
+        "only the mean of the teacher's probabilities over heads fuses, not the student's",
     ),
     Advice(
         "NaN or infinity is read by the code after the loss",
         "and eager has",
-        "a fused sum may have a value where eager code has NaN: compute that operation from the "
-        "returned row values, outside of the compiled function",
+        "a fused sum may be a number where eager code has NaN. Return the per-row values, and "
+        "run this operation on them outside of the compiled function",
     ),
     Advice(
         "the scores are also read by other code",
@@ -278,7 +278,7 @@ ADVICE = (
     Advice(
         "an entropy alone",
         "is an entropy",
-        "an entropy alone stays as it is; together with a cross-entropy it fuses",
+        "an entropy alone is not fused. Together with a cross-entropy it fuses",
     ),
     Advice(
         "an operation of scores or probabilities that no operator has",
@@ -288,15 +288,16 @@ ADVICE = (
     Advice(
         "scores or probabilities change their type",
         "(are|is) (cast|rounded) to|become float64|of two types|narrower type",
-        "keep scores and probabilities in the type of the product, and convert the operands "
-        "before it or the rows after the sum; a rounding that is meant keeps the loss as it is",
+        "keep scores and probabilities in the dtype of the matmul. Convert q, k or the hidden "
+        "states before it, or the per-row values after the sum. If you want the rounding, the "
+        "loss stays unfused",
     ),
     Advice(
         "a softmax over heads, over several dimensions, or over other ones than the sum",
         "softmax(es)? over|softmax is over|over different (dimensions|axes)",
-        "softmax and sum are over one dimension of a product, the same for both sides: for a "
-        "softmax over queries swap the operands, k @ q.mT; over heads, or over several dimensions "
-        "at once, no operator streams it",
+        "softmax and sum must be over one dimension of the matmul, the same for both sides. For a "
+        "softmax over queries, swap the operands: k @ q.mT. No operator streams a softmax over "
+        "heads or over several dimensions",
     ),
     Advice(
         "infinite values or NaN are replaced by nan_to_num",
@@ -307,13 +308,13 @@ ADVICE = (
     Advice(
         "masks, biases, paddings and factors in another order than operators apply them",
         "mask|padded|bias|filled|infinite|softcap",
-        "scale first and mask last, directly before the softmax, with a boolean mask and one "
-        f"value, where that is the same; else {ROW_PROGRAM} (docs/guide/row-programs.md)",
+        "scale first, and mask last, directly before the softmax, with a boolean mask and one "
+        f"fill value. If this changes the value, use {ROW_PROGRAM} (docs/guide/row-programs.md)",
     ),
     Advice(
         "another combination of operations",
         r"^(?!the check|rank \d|.*DTensor|.*mesh|.*analysis failed|streamkl)",
-        f"docs/reference/supported.md has what fuses as it is; {_YOUR_OWN}",
+        f"docs/reference/supported.md lists what fuses; {_YOUR_OWN}",
     ),
 )
 

@@ -77,16 +77,17 @@ class Report:
     Attributes:
         sites: one record per matched loss: whether it is fused, as what, where it is in your code,
             the reason and a hint if it is not, the result of the check, and the bytes saved.
-        remaining: score- and logit-sized tensors that losses read and that are still materialized.
-        elsewhere: others of that size, which no recognised loss reads.
-        unrecognized: why those belong to no loss.
+        remaining: score- and logit-sized tensors that a recognised loss reads and that the
+            compiled program still materializes.
+        elsewhere: tensors of that size that no recognised loss reads.
+        unrecognized: for the tensors in elsewhere, why no loss was recognised.
         outside: logits or probabilities that a graph returns to code that is not compiled.
         breaks: graph breaks, with their lines.
         notes: further facts, such as a cross-entropy that keeps the student's logits.
         failures: exceptions of the analysis. The graph is then not fused.
         not_analysed: the number of graphs with losses that were not analysed.
-        not_scanned: why it is not known what remains.
-        num_graphs: the number of analysed graphs; those from a cache do not count.
+        not_scanned: why remaining and elsewhere may be incomplete.
+        num_graphs: the number of analysed graphs. Graphs from a cache do not count.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -107,19 +108,22 @@ class Report:
 
     @property
     def num_fused(self) -> int:
+        """Counts the losses that are fused."""
         return sum(site.fused for site in self.sites)
 
     @property
     def num_unfused(self) -> int:
-        """Counts divergences that are not fused, but for those that are skipped for their size."""
+        """Counts the divergences that are not fused. Skipped losses do not count."""
         return sum(not (site.fused or site.left) and site.is_required for site in self.sites)
 
     @property
     def num_remaining(self) -> int:
+        """Counts the score- and logit-sized tensors in ``remaining``."""
         return len(self.remaining)
 
     @property
     def bytes_saved(self) -> int:
+        """Sums the bytes of scores and logits that fused losses do not materialize."""
         return sum(site.bytes_saved for site in self.sites)
 
     @property
@@ -139,6 +143,7 @@ class Report:
         return not self.num_graphs and self.is_complete and not any(known)
 
     def extend(self, other: Report) -> None:
+        """Adds the losses, tensors and counts of another report to this one."""
         self.sites += other.sites
         self.remaining += other.remaining
         self.failures += other.failures

@@ -17,12 +17,13 @@ PATH = Path(__file__).parents[2] / "docs" / "evidence" / "corpus.md"
 HEAD = """# The corpus: what happens to real losses
 
 `tests/corpus/naive_losses.py` has {total} losses that follow the operations of public distillation
-code. Each line is one of them, and {fused} are fused completely.
+code. Each line is one of them. In {fused}, every loss is fused.
 
 - Compiled with `backend="streamkl"`: float32, static shapes, training, at any size
   (`streamkl.min_mib=0`).
 - The errors are those against float64, relative to the largest value of the loss and of each
   gradient.
+- "no site": the graph has no two distributions to compare.
 - `{heads}` marks losses with the language-model heads inside of the graph. A loss on logits alone
   is not fused, because its logits exist before it starts.
 

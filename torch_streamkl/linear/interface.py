@@ -159,10 +159,10 @@ def linear_kl(
         group: a process group, or a device mesh of one dimension, whose ranks share the
             vocabulary. Weights and biases are then this rank's vocabulary shard, which may be
             empty. Hidden states, labels, masks and row weights are the same on every rank, and so
-            is the result. Ranks exchange row states of 24 bytes a token in the forward (32 with
-            labels; 36 more if the divergence is not linear in log-probabilities), and the gradient
-            of the hidden states in the backward. DTensors need no group: see the guide on several
-            GPUs.
+            is the result. In the forward, ranks exchange row states of 24 bytes a token (32 with
+            labels). If the divergence is not linear in log-probabilities, they also exchange 12
+            bytes a token. In the backward, they exchange the gradient of the hidden states.
+            DTensors need no group: see the guide on several GPUs.
         student_vocab_start, teacher_vocab_start: the index of the first entry of this rank's
             shard. By default, the ranks hold consecutive shards in their order. A rank needs the
             same entries of both sides: `torch_streamkl.distributed.reshard_vocab` moves a weight.

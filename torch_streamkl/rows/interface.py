@@ -88,10 +88,10 @@ def row_program(
             of the leading dimensions).
         dots: the two operands of each dot product, by name. For attention: ``[batch, heads,
             seqlen_q, head_dim]`` and ``[batch, kv_heads, seqlen_k, head_dim]``, where kv_heads
-            divides heads. Two products may have different heads if one is summed over its heads
-            before they meet. For LM heads: ``[..., hidden_size]`` and ``[vocab_size,
-            hidden_size]``. All operands have one dtype (float16, bfloat16, float32 or float64),
-            and any strides.
+            divides heads. Two products may have different numbers of heads, if the function
+            sums one over its heads before it combines them. For LM heads: ``[..., hidden_size]``
+            and ``[vocab_size, hidden_size]``. All operands have one dtype (float16, bfloat16,
+            float32 or float64), and any strides.
         rows: tensors with one element per row, such as labels and temperatures. They broadcast to
             ``[batch, heads, seqlen_q]``, or for LM heads to ``[...]``.
         keys: tensors with one element per key, such as weights or an LM head's bias. They
@@ -99,9 +99,9 @@ def row_program(
         pairs: dense tensors, such as biases or cached probabilities. They broadcast to ``[batch,
             heads, seqlen_q, seqlen_k]``, or ``[..., vocab_size]``, and are not expanded.
         columns: ids of keys in each row, such as a cached top-k: ``[batch, heads, seqlen_q, k]``,
-            or ``[..., k]``. The element is True at the keys among the ids. With ``(ids, values)``
-            it is the value of a key, 0 at other keys, and the sum of the values of a repeated id.
-            Ids outside of the keys, such as -1, belong to no key.
+            or ``[..., k]``. The element is True at the keys that are among the ids. For a pair
+            ``(ids, values)``, the element is the value of the key, and 0 at all other keys. The
+            values of a repeated id are added. Ids outside of the keys, such as -1, are ignored.
         is_causal: True lets query i see the keys up to i + seqlen_k - seqlen_q. LM heads refuse
             this, ``window``, ``key_lengths`` and ``mask``.
         window: ``(left, right)``, how many keys a query sees before and after that position. None
@@ -111,9 +111,9 @@ def row_program(
             part. A mask that differs between heads goes into ``pairs`` and ``torch.where``.
         reduction: ``"none"``, or ``"sum"`` or ``"mean"`` over all rows of the one value that
             ``function`` returns. For LM heads, a reduction computes the gradients in the forward,
-            and the logits once. Exceptions are float16 operands, and a per-row tensor that needs a
-            gradient and is used after the last sum. To exclude rows, multiply by a mask from
-            ``rows`` and divide the sum by their number.
+            and the logits once. It does not do so for float16 operands, or if a per-row tensor
+            needs a gradient and is used after the last sum. To exclude rows, multiply by a mask
+            from ``rows`` and divide the sum by their number.
         impl: ``"auto"``; ``"triton"``, kernels written for the program; ``"torch"``, plain torch
             with bounded memory; or ``"reference"``, the naive code. If a choice other than
             ``"auto"`` cannot run, the call raises.
@@ -121,12 +121,13 @@ def row_program(
     Returns:
         float32 (float64 for float64 operands) ``[batch, heads, seqlen_q]``, or ``[...]`` for LM
         heads; a dict of them if ``function`` returns a dict; a scalar with a reduction. Sums over
-        blocks have a last dimension of ``ceil(keys / size)``. heads is 1 if all elements that the
-        value comes from are summed over heads or have one head.
+        blocks have a last dimension of ``ceil(keys / size)``. heads is 1 if every input has one
+        head or is summed over its heads.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: before anything runs. An operation that has no
-            entry is named; so are tensors that do not fit, and gradients that are not defined.
+        ValueError, TypeError, NotImplementedError: before anything runs. The message names
+            the unsupported operation, the tensor that does not fit, or the gradient that is not
+            defined.
 
     Numerics:
         - Elements and sums are float32. Under autocast, operands are cast as those of a matmul
