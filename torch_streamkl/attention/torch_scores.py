@@ -23,7 +23,7 @@ STREAMING_MAX_KEYS = 512
 
 @dataclass(frozen=True)
 class StreamingBlocks:
-    """Block sizes of the plain torch implementation."""
+    """Holds the block sizes of the plain torch implementation."""
 
     batch: int
     heads: int  # student heads, a multiple of every group of heads that shares keys
@@ -56,7 +56,7 @@ def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
 
 @dataclass(frozen=True)
 class Rows:
-    """One block of query rows: ranges over batch, student heads and queries."""
+    """Holds one block of query rows: ranges over batch, student heads and queries."""
 
     batch: slice
     heads: slice
@@ -68,7 +68,7 @@ class Rows:
 
 @dataclass
 class ScoreBlock:
-    """Scores of one side for a block of rows and keys, masked, and d(score)/d(q.k)."""
+    """Holds masked scores of one side for a block of rows and keys, and d(score)/d(q.k)."""
 
     scores: Tensor  # [batch, heads, queries, keys]
     slope: Tensor | float
@@ -88,7 +88,7 @@ class Mask:
 
 
 class Blocks:
-    """One sequence in blocks of rows and of keys."""
+    """Splits one problem into blocks of rows and keys, and computes their scores."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         self.problem = problem
@@ -180,14 +180,14 @@ class Blocks:
     def log_probabilities(
         self, side: Side, rows: Rows, keys: slice, mask: Mask | None, lse: Tensor
     ) -> ScoreBlock:
-        """Scores minus log-sum-exps, those `without_infinity`."""
+        """Returns scores minus log-sum-exps, in which `without_infinity` replaced infinities."""
         block = self.scores(side, rows, keys, mask)
         block.scores.sub_(lse.unsqueeze(-1))
         return block
 
 
 def folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Queries [batch, kv_heads, group * queries, head_dim]: grouped heads (GQA) as rows."""
+    """Returns q as [batch, kv_heads, group * queries, head_dim]: heads of a group are rows."""
     kv_heads = kv_heads_of(side, rows)
     q = rows.of(side.q).to(dtype)
     return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)

@@ -54,7 +54,10 @@ def polynomial(e: Node) -> Polynomial | None:
 
 @dataclass(frozen=True)
 class Bilinear:
-    """``sum_j P_j (tt logP_j + ts logS_j) + S_j (st logP_j + ss logS_j) + t P_j + s S_j``."""
+    """Holds the coefficients of a divergence that is linear in log-probabilities.
+
+    It is ``sum_j P_j (tt logP_j + ts logS_j) + S_j (st logP_j + ss logS_j) + t P_j + s S_j``.
+    """
 
     tt: float = 0.0
     ts: float = 0.0
