@@ -78,8 +78,8 @@ class Report:
         sites: one record per matched loss: whether it is fused, as what, where it is in your code,
             the reason and a hint if it is not, the result of the check, and the bytes saved.
         remaining: score- and logit-sized tensors that losses read and that are still materialized.
-        elsewhere: others of that size, which no recognised loss reads.
-        unrecognized: why those belong to no loss.
+        elsewhere: materialized tensors of that size that no recognized loss reads.
+        unrecognized: why the tensors in ``elsewhere`` belong to no loss.
         outside: logits or probabilities that a graph returns to code that is not compiled.
         breaks: graph breaks, with their lines.
         notes: further facts, such as a cross-entropy that keeps the student's logits.

@@ -99,13 +99,13 @@ def row_program(
         pairs: dense tensors, such as biases or cached probabilities. They broadcast to ``[batch,
             heads, seqlen_q, seqlen_k]``, or ``[..., vocab_size]``, and are not expanded.
         columns: ids of keys in each row, such as a cached top-k: ``[batch, heads, seqlen_q, k]``,
-            or ``[..., k]``. The element is True at the keys among the ids. With ``(ids, values)``
-            it is the value of a key, 0 at other keys, and the sum of the values of a repeated id.
-            Ids outside of the keys, such as -1, belong to no key.
+            or ``[..., k]``. With ids alone, the element is True at the keys that the row's ids
+            name. With ``(ids, values)``, it is the key's value, or 0 if no id names the key. The
+            values of a repeated id are added up. An id that is no key, such as -1, is ignored.
         is_causal: True lets query i see the keys up to i + seqlen_k - seqlen_q. LM heads refuse
             this, ``window``, ``key_lengths`` and ``mask``.
-        window: ``(left, right)``, how many keys a query sees before and after that position. None
-            is no bound.
+        window: ``(left, right)``: query i sees the keys from i + seqlen_k - seqlen_q - left to i +
+            seqlen_k - seqlen_q + right. None is no bound.
         key_lengths: ``[batch]``, the number of valid keys.
         mask: boolean, broadcasts to ``[batch, 1, seqlen_q, seqlen_k]``, True for keys that take
             part. A mask that differs between heads goes into ``pairs`` and ``torch.where``.
@@ -125,8 +125,9 @@ def row_program(
         value comes from are summed over heads or have one head.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: before anything runs. An operation that has no
-            entry is named; so are tensors that do not fit, and gradients that are not defined.
+        ValueError, TypeError, NotImplementedError: before anything runs. The message names the
+            operation that is not supported, the tensor that does not fit, or the gradient that is
+            not defined.
 
     Numerics:
         - Elements and sums are float32. Under autocast, operands are cast as those of a matmul
@@ -136,8 +137,8 @@ def row_program(
         - A product is 0 if one factor is 0, even if the other is infinite or NaN. So 0 log 0 is 0,
           with a gradient of 0.
         - ``log(softmax(x))`` is ``log_softmax(x)``, and does not underflow.
-        - All else follows torch: infinities, NaN, ties and bounds. If torch's gradient is NaN for
-          finite inputs, this one may be a number.
+        - Infinities, NaN, ties and the bounds of a clamp give torch's results otherwise. If the
+          gradient of torch is NaN for finite inputs, this one may be a number.
         - Gradients go to operands and captured float tensors that require one. If there is no row,
           a sum is 0 with gradients 0, and a mean is NaN. A second derivative raises.
 
