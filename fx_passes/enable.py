@@ -111,9 +111,9 @@ def enable(options: Given = None, /, **named: Unpack[OptionValues]) -> Enabled:
         named: options by name, such as ``min_mib=0``.
 
     Returns:
-        A context manager, which you may ignore. Its end restores what was before the call, also if
-        contexts are nested. ``backend="streamkl"`` and `inductor_options` keep their own options
-        inside.
+        A context manager, which you may ignore. Leaving its ``with`` block restores the options
+        from before the call, also if blocks are nested. ``backend="streamkl"`` and
+        `inductor_options` keep their own options inside.
 
     Raises:
         ValueError: an option has a value that breaks its rule, or belongs to Inductor. Nothing is

@@ -101,9 +101,10 @@ def verify(
 
     It compares what the function returns (tensors, numbers, texts and containers of them), the
     gradients of its outputs, what it accumulates in ``.grad``, and what it changes: arguments,
-    parameters, buffers, attributes, lists, closures and globals of your code. An entry of a
-    compiled result may differ from float64 by as much as roundings of eager code explain.
-    Everything is restored at the end. The program is compiled anew: compiled code does not change.
+    parameters, buffers, attributes, lists, closures and globals of your code. Each entry of a
+    compiled result may have the error that rounding gives eager code; the reference is float64.
+    Everything is restored at the end. `verify` compiles the program again, and does not change
+    code that you compiled before.
 
     Args:
         fn: a function, bound method or module, compiled by torch.compile or not.

@@ -74,8 +74,8 @@ def forward_kl(
         ws, wt: ``[vocab_size, hidden_size]``, their LM heads.
         temperature: divides the logits of both sides. Multiply by T^2 yourself.
         reduction: ``"mean"`` over tokens, ``"sum"``, ``"batchmean"`` or ``"none"``.
-        chunk_V: bounds the memory for logits to ``batch * tokens * chunk_V`` elements a side. One
-            token's logits are the least.
+        chunk_V: bounds the memory for logits to ``batch * tokens * chunk_V`` elements a side, or
+            to one token's logits if these are larger.
 
     Returns:
         Values in nats, float32: a scalar, or ``[batch, tokens]`` with ``reduction="none"``.

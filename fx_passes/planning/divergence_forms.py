@@ -1,4 +1,9 @@
-"""Expresses sums that are linear in log-probabilities as named divergences, or sums of them."""
+"""Finds named divergences in expressions that are linear in log-probabilities.
+
+`bilinear_form` returns the KL, cross-entropy or Jeffreys divergence that such an expression is a
+multiple of, and the factor. `split_pairs` splits an expression of more than two distributions into
+one operator call for each pair.
+"""
 
 from __future__ import annotations
 

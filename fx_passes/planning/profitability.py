@@ -44,7 +44,7 @@ def least_attention_mib(device: str, given: float | None) -> float:
 
 
 def why_program_is_left(plan: RowPlan, device: str, given: float | None) -> str:
-    """Explains why a row program is skipped; None if it is fused.
+    """Explains why a row program is skipped; an empty text if it is fused.
 
     Sizes that vary count as they are when the graph is compiled; those that only data decides are
     taken for large.
@@ -71,7 +71,7 @@ def _hint(size: Size) -> int | None:
 
 
 def why_left(candidate: Candidate, device: str, given: float | None) -> str:
-    """Explains why a loss is skipped; None if it is fused, as losses with dynamic shapes are."""
+    """Explains why a loss is skipped; an empty text if it is fused, as with dynamic shapes."""
     mib, least = _mib_of(candidate.plan.rows.elements), least_mib(device, given)
     if mib is None or mib >= least:
         return ""
@@ -80,7 +80,7 @@ def why_left(candidate: Candidate, device: str, given: float | None) -> str:
 
 
 def why_maps_are_left(elements: Elements, device: str, given: float | None) -> str:
-    """Explains why such attention is skipped; None if it is fused."""
+    """Explains why such attention is skipped; an empty text if it is fused."""
     mib, least = _mib_of(elements), least_attention_mib(device, given)
     if mib is None or mib >= least:
         return ""

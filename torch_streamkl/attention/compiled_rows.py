@@ -2,8 +2,11 @@
 
 Inductor compiles them (cpu/compiled.py). They read every input from a dict of tensors, and sizes
 and numbers are never literals: one compilation serves every block of a problem and every length. A
-tile holds whole rows, so nothing streams: log-sum-exps are known before the divergence is summed,
-and every functional, clamped or not, is evaluated as it is written.
+tile holds all keys of its rows. So the log-sum-exps are known before the divergence is summed, and
+no row state is needed: every divergence, clamped or not, is evaluated as it is written.
+
+`rows_forward` returns values, log-sum-exps and deltas of rows, and gradients if weights are given.
+`rows_backward` computes the gradients from these rows.
 
 NOTE [Copies]
 The passes over a row need its maximum without infinities, a reciprocal and a logarithm. Each

@@ -126,8 +126,8 @@ def attention_kl(
             None applies no softcap.
         is_causal: True lets query i see the keys up to i + seqlen_k - seqlen_q: the last query
             sees all keys.
-        window: ``(left, right)``, how many keys a query sees before and after that position. None
-            is no bound.
+        window: ``(left, right)``: query i sees the keys from i + seqlen_k - seqlen_q - left to i +
+            seqlen_k - seqlen_q + right. None is no bound.
         attn_mask: a boolean mask, True for keys that take part, or a float mask that is added to
             the scores of both sides. It broadcasts to ``[batch, num_heads, seqlen_q, seqlen_k]``
             in either layout, and is never expanded in memory.
@@ -140,9 +140,9 @@ def attention_kl(
             distance``, with the distance between query and key.
         student_sink, teacher_sink: ``[num_heads]``, one more logit in the softmax's denominator.
             The temperature does not divide it. It gets a gradient.
-        student_eps, teacher_eps, student_clamp, teacher_clamp: replace log P by log(max(P + eps,
-            clamp)), exactly; the factor before the logarithm stays P. ``"js"`` also computes log M
-            from the guarded probabilities of each side.
+        student_eps, teacher_eps, student_clamp, teacher_clamp: change logarithms only: log P
+            becomes log(max(P + eps, clamp)). A factor P outside of the logarithm does not change.
+            ``"js"`` computes log M from max(P + eps, clamp) of each side, too.
         head_reduction: ``"mean"`` averages the teacher's probabilities over the teacher heads that
             belong to one student head. num_heads of the teacher is then a multiple of the
             student's.

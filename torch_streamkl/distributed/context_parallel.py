@@ -121,8 +121,8 @@ def attention_kl_context_parallel(
             ranks. With packed sequences, ``"batchmean"`` divides by their number.
         options: divergence, beta, scales, temperature, softcaps, eps, clamps, sinks,
             head_reduction, impl and deterministic of `attention_kl`. Sinks and scales are the same
-            on every rank, and get the sum of all ranks' gradients. A tensor scale with a size
-            above 1 at the dimension of the rows belongs to this rank's rows instead.
+            on every rank, and get the sum of all ranks' gradients. A tensor scale that varies
+            between rows is this rank's part instead, and keeps its own gradient.
 
     Returns:
         Values in nats, float32: ``[batch, num_heads, rows]``, or a scalar that is the same on

@@ -83,8 +83,8 @@ def reshard_vocab(
         weight: ``[vocab_size, ...]``, any dtype: a DTensor that shards the vocabulary over one
             mesh dimension, or a plain tensor with this rank's shard and ``group``. Ranks hold
             consecutive shards in their order.
-        ranges: the first and the last-plus-one vocabulary entry of every rank; consecutive, and
-            from 0 to vocab_size.
+        ranges: one ``(start, stop)`` of vocabulary entries for each rank; consecutive, and from 0
+            to vocab_size.
         like: the student's weight, instead of ``ranges``: each rank gets the entries that it has
             of the student. Entries beyond the student's vocabulary go to the rank with its last
             one.

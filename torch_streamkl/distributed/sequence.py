@@ -1,8 +1,11 @@
-"""Describes how ranks share a sequence, and exchanges its rows between them.
+"""Defines shard_sequence(), and the collectives that exchange rows of a sharded sequence.
 
 With ``"head_tail"``, a sequence has 2 n chunks, and rank r has the chunks r and 2 n - 1 - r. Under
 a causal mask every rank then computes the same number of pairs. With None, rank r has the r-th of
 n equal parts.
+
+`whole_sequence` gathers all rows on every rank. `some_heads` and `some_rows` exchange rows for
+heads by an all-to-all, and back. All three differentiate.
 """
 
 from __future__ import annotations

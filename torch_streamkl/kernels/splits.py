@@ -1,4 +1,9 @@
-"""Allocates and sums gradients that several programs share: each program writes its own split."""
+"""Allocates the buffers of gradients that several program instances compute, and sums them.
+
+Each program instance of a kernel writes its own split, in float32. `combine_splits` then adds the
+splits in a fixed order, so the bits are the same in every run. With one split, the kernel may
+write to the gradient itself.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ from torch import Tensor
 def new_splits(x: Tensor, splits: int, adds: bool = False) -> Tensor:
     """Allocates the splits to which a gradient to x is written.
 
-    That is as x, or [batch, num_heads, splits, seqlen, head_dim] in float32, with more than one
-    share or if several kernels add to one (``adds``).
+    The result is like x. With more than one split, or if several kernels add to one (``adds``), it
+    is [batch, num_heads, splits, seqlen, head_dim] in float32.
     """
     if splits == 1 and not adds:
         return torch.empty_like(x, memory_format=torch.contiguous_format)

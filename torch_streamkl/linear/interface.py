@@ -129,30 +129,32 @@ def linear_kl(
             the softcap.
         student_softcap, teacher_softcap: c in ``c * tanh(logit / c)``, applied before the
             temperature. None applies no softcap.
-        student_eps, teacher_eps, student_clamp, teacher_clamp: replace log P by log(max(P + eps,
-            clamp)); the factor before the logarithm stays P. ``"js"`` also computes log M from the
-            guarded probabilities.
+        student_eps, teacher_eps, student_clamp, teacher_clamp: change logarithms only: log P
+            becomes log(max(P + eps, clamp)). A factor P outside of the logarithm does not change.
+            ``"js"`` computes log M from max(P + eps, clamp) of each side, too.
         labels: int32 or int64 ``[...]``, one per token. Adds ``hard_weight`` times the
             cross-entropy of the student's logits (scaled and capped, at temperature 1), from the
             same logits.
         hard_weight: the factor of that cross-entropy.
-        ignore_index: a token with this label does not count at all, in the divergence neither.
+        ignore_index: a token with this label counts neither in the cross-entropy nor in the
+            divergence.
         row_mask: boolean, broadcasts to the tokens. A False token does not count: it has value 0
             and no gradient.
         row_weight: broadcasts to the tokens: the factor of each token's value. A token of weight 0
-            is 0 even if its divergence is infinite. Its gradient is the token's divergence, with
-            the cross-entropy of a label.
+            has value 0, even if its divergence is infinite. The gradient of a weight is the value
+            that its token has without it.
         reduction: ``"none"``; ``"sum"``; ``"mean"``, the sum divided by the number of tokens that
             count, and not by their weights (0 if none counts); or ``"batchmean"``, the sum divided
             by the first dimension. If there is no token at all, a sum is 0 with gradients 0, and a
             mean is NaN.
-        strategy: ``"forward"`` computes gradients in the forward, in the inputs' dtype: four
-            matmuls for the student. It needs a reduction. ``"recompute"`` computes the logits
-            again in the backward: six. ``"auto"`` is ``"forward"`` if there is a reduction, a
-            gradient is needed, and no input is float16, whose gradients may need a loss scale.
+        strategy: ``"forward"`` computes gradients in the forward, in the inputs' dtype. It needs a
+            reduction. ``"recompute"`` computes the logits again in the backward. If only the
+            student is trained, they take four and six matmuls. ``"auto"`` is ``"forward"`` if
+            there is a reduction, a gradient is needed, and no input is float16, whose gradients
+            may need a loss scale.
         max_workspace_mib: bounds the memory for logits, in MiB beyond inputs and gradients. None
-            is 512 on a GPU; on a CPU it is 40, or a third of the weights if that is more. One
-            token's logits are the least.
+            is 512 on a GPU; on a CPU it is 40, or a third of the weights if that is more. It must
+            hold the logits of one token.
         impl: ``"auto"``, ``"triton"``, ``"torch"`` (plain torch), or ``"reference"`` (the naive
             code, with unbounded memory). If a choice other than ``"auto"`` cannot run, the call
             raises.

@@ -104,8 +104,8 @@ def row_program(
             values of a repeated id are added. Ids outside of the keys, such as -1, are ignored.
         is_causal: True lets query i see the keys up to i + seqlen_k - seqlen_q. LM heads refuse
             this, ``window``, ``key_lengths`` and ``mask``.
-        window: ``(left, right)``, how many keys a query sees before and after that position. None
-            is no bound.
+        window: ``(left, right)``: query i sees the keys from i + seqlen_k - seqlen_q - left to i +
+            seqlen_k - seqlen_q + right. None is no bound.
         key_lengths: ``[batch]``, the number of valid keys.
         mask: boolean, broadcasts to ``[batch, 1, seqlen_q, seqlen_k]``, True for keys that take
             part. A mask that differs between heads goes into ``pairs`` and ``torch.where``.
@@ -137,8 +137,8 @@ def row_program(
         - A product is 0 if one factor is 0, even if the other is infinite or NaN. So 0 log 0 is 0,
           with a gradient of 0.
         - ``log(softmax(x))`` is ``log_softmax(x)``, and does not underflow.
-        - All else follows torch: infinities, NaN, ties and bounds. If torch's gradient is NaN for
-          finite inputs, this one may be a number.
+        - Infinities, NaN, ties and the bounds of a clamp give torch's results otherwise. If the
+          gradient of torch is NaN for finite inputs, this one may be a number.
         - Gradients go to operands and captured float tensors that require one. If there is no row,
           a sum is 0 with gradients 0, and a mean is NaN. A second derivative raises.
 

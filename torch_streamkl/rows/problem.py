@@ -1,5 +1,8 @@
-"""Defines RowProblem: a program with its tensors, their sizes, and what implementations ask of
-them.
+"""Defines RowProblem: a row program together with the tensors of one call.
+
+It gives sizes, head counts, result shapes and the compute dtype. Its method `of_block` returns the
+same problem for a block of batch, rows and keys, as views. All implementations (reference, plain
+torch, Triton) read a call through it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Reads selections and slices: of samples, heads, rows, and of the keys of scores.
+"""Defines the rules for select, slice and narrow of scores and probabilities, for row programs.
 
-A part of a formula is the formula of parts: its products are those of that part of their operands.
-A sum over the keys that was computed before keeps all keys.
+A slice of samples, heads, rows or keys moves to the operands of the dot products: the sliced
+formula has the same operations, on products of sliced q or k. A sum over the keys that comes
+before the slice still reads all keys. Keys cannot be sliced after a softmax. Neither can scores
+that another tensor with the sliced axis was combined with.
 """
 
 from __future__ import annotations
