@@ -25,7 +25,7 @@ from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
 from torch_streamkl.runtime import capture, launch_table
 from torch_streamkl.runtime.devices import dot_precision, matmul_precision
-from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
+from torch_streamkl.runtime.launch import launch
 
 T = TypeVar("T")
 LOG2E = 1.4426950408889634
@@ -115,8 +115,7 @@ class Plan:
         if not is_aligned:
             constants = tuple(map(_of_any_address, constants))
         known = self._compiled.get(name) if is_aligned else None
-        every = {**options, **COMPILE_OPTIONS}
-        compiled = launch(kernel, grid, arguments, constants, every, known)
+        compiled = launch(kernel, grid, arguments, constants, options, known)
         if is_aligned and compiled is not None:  # None from the interpreter
             self._compiled[name] = compiled
 

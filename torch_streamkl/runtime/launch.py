@@ -19,9 +19,12 @@ from torch import Tensor
 
 _CURRENT = contextlib.nullcontext()  # where nothing has to change
 
+# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+
 
 class Observer(Protocol):
-    """Sees launches: a `capture.Recorder`, or a `traced.Trace`."""
+    """Sees launches: a `capture.Recorder`, or a `trace.Trace`."""
 
     def run(
         self,
@@ -83,6 +86,7 @@ def launch(
     Returns:
         The compiled kernel; None from the interpreter, and where the observer did not launch it.
     """
+    options = {**options, **COMPILE_OPTIONS}
     observer = active_observer()
     if observer is None:
         return _start(kernel, grid, arguments, constants, options, compiled)
@@ -150,7 +154,3 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with on_device(device):  # torch asks the current device's stream
         return torch.cuda.is_current_stream_capturing()
-
-
-# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
-COMPILE_OPTIONS = {"enable_fp_fusion": True}
