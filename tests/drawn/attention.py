@@ -252,8 +252,8 @@ def running(impl: str) -> Iterator[None]:
         yield
 
 
-def _compiled(tensors: tuple[Any, ...], options: tuple[Any, ...], _: Any) -> Tensor:
-    value: Tensor = _Compiled.apply(tensors, options, *ops.differentiable(tensors))
+def _compiled(tensors: tuple[Any, ...], bound: Any) -> Tensor:
+    value: Tensor = _Compiled.apply(tensors, bound.options, *ops.differentiable(tensors))
     return value
 
 
