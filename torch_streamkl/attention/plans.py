@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch_streamkl.attention.heuristics import triton_launch
 from torch_streamkl.attention.hopper_tiles import HopperLaunch, has_one_bias
 from torch_streamkl.attention.problem import AttentionProblem, Side
+from torch_streamkl.caches import Bounded
 from torch_streamkl.divergences.functional import Bilinear
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
@@ -30,7 +31,6 @@ from torch_streamkl.runtime.launch import launch
 T = TypeVar("T")
 LOG2E = 1.4426950408889634
 LOWEST_FILL = -1e29
-MAX_PLANS = 1024
 NUM_STATE_FIELDS = 9  # of arguments.State
 NUM_SUMS = 4  # f, h, g and the count of allowed keys
 
@@ -120,7 +120,7 @@ class Plan:
             self._compiled[name] = compiled
 
 
-_plans: dict[Any, Plan] = {}
+_plans: Bounded[Plan] = Bounded()
 
 
 def plan_of(problem: AttentionProblem) -> Plan:
@@ -132,8 +132,6 @@ def plan_of(problem: AttentionProblem) -> Plan:
         return Plan(problem)
     if plan is None:
         plan = Plan(problem)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
         _plans[key] = plan
     return plan
 
