@@ -25,6 +25,7 @@ from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import budget, check
 from torch_streamkl import attention_kl, checks, inductor_options
 from torch_streamkl.attention import arguments, ops
+from torch_streamkl.caches import Bounded
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 SMALL = Spec(heads=2, seqlen_q=5, seqlen_k=7, student_dim=4, teacher_dim=4)
@@ -164,6 +165,15 @@ def test_checks_are_remembered_for_one_metadata_only() -> None:
     attention_kl(*inputs, student_bias=bias)
     with pytest.raises(NotImplementedError, match="student_bias gets no gradient"):
         attention_kl(*inputs, student_bias=bias.requires_grad_())
+
+
+def test_a_full_cache_lets_everything_go() -> None:
+    cache: Bounded[int] = Bounded(2)
+    for i in range(5):
+        cache[i] = i * i
+    assert dict(cache) == {4: 16}
+    cache[5] = 25
+    assert dict(cache) == {4: 16, 5: 25}
 
 
 def test_learned_scale_is_not_kept_alive() -> None:

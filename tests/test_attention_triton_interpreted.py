@@ -232,11 +232,11 @@ def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_few_queries_of_a_group_are_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_streamkl.attention.triton import launches as portable
+    from torch_streamkl.attention import pack_gqa
 
-    original, found = portable.pack_gqa_heads, []
+    original, found = pack_gqa.pack_gqa_heads, []
     monkeypatch.setattr(
-        portable, "pack_gqa_heads", lambda problem: found.append(original(problem)) or found[-1]
+        pack_gqa, "pack_gqa_heads", lambda problem: found.append(original(problem)) or found[-1]
     )
     build(CASES[name]).value_and_gradients("triton")
     sizes = {rows.student.q.shape[1:3] for rows in found if rows is not None}

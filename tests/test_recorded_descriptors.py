@@ -79,7 +79,7 @@ class Kernel:
         self.run = launcher
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def launch(*arguments: Any) -> Kernel:
+        def launch(*arguments: Any, **_: Any) -> Kernel:
             given = (*grid, 0, self.function, self.packed_metadata, None, None, None)
             self.run(*given, *_addresses(arguments))
             return self

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_streamkl import flop_counts
+from torch_streamkl.caches import Bounded
 from torch_streamkl.compiler_marks import assume_constant_result
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -58,8 +59,7 @@ class Validation:
         self.bound: Any = None  # the call, bound to this signature
 
 
-_verdicts: dict[Any, Validation] = {}
-MAX_VERDICTS = 4096
+_verdicts: Bounded[Validation] = Bounded(4096)
 
 
 def validated(
@@ -86,8 +86,6 @@ def validated(
         verdict = Validation(check(tensors, settings))
         if _has_tensor(settings):  # whose value may be another one, and which would be kept alive
             return verdict
-        if len(_verdicts) >= MAX_VERDICTS:
-            _verdicts.clear()
         _verdicts[key] = verdict
     return verdict
 

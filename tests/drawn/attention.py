@@ -279,8 +279,8 @@ def running(impl: str) -> Iterator[None]:
         yield
 
 
-def _compiled(tensors: tuple[Any, ...], site: Any) -> Tensor:
-    value: Tensor = _Compiled.apply(tensors, site.options, *ops.differentiable(tensors))
+def _compiled(tensors: tuple[Any, ...], bound: Any) -> Tensor:
+    value: Tensor = _Compiled.apply(tensors, bound.options, *ops.differentiable(tensors))
     return value
 
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.heuristics import select_implementation
+from torch_streamkl.caches import Bounded
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.runtime.replay import Replay, Tensors
-
-MAX_SIZES = 1024  # of a call of a compiled graph whose sizes vary
 
 
 class ReplayByBias:
@@ -104,7 +103,7 @@ class _CompiledCall:
         self.options = options
         self.absent = (None,) * (ops.NUM_TENSORS - num_tensors)
         self._site = None if varies else BoundOp(options, is_compiled=True)
-        self._sites: dict[Any, BoundOp] = {}
+        self._sites: Bounded[BoundOp] = Bounded()  # by sizes that vary
 
     def site(self, tensors: tuple[Tensor | None, ...]) -> BoundOp:
         """Returns the bound op for tensors of these sizes."""
@@ -113,8 +112,6 @@ class _CompiledCall:
         key = tuple([None if x is None else (x.shape, x.stride()) for x in tensors])
         found = self._sites.get(key)
         if found is None:
-            if len(self._sites) >= MAX_SIZES:
-                self._sites.clear()
             found = self._sites[key] = BoundOp(self.options, is_compiled=True)
         return found
 

@@ -263,16 +263,10 @@ def backward(
     makes_group_sums = needs_grad.teacher and problem.teacher.sink is None
     if makes_group_sums:
         group = torch.empty_like(group)
-    flags = (
-        needs_grad.student_q,
-        needs_grad.student_k,
-        needs_grad.teacher_q,
-        needs_grad.teacher_k,
-    )
     inputs = problem.queries_and_keys
     partials = [
         launcher.new_splits(student, queries) if is_needed else None
-        for (student, queries), is_needed in zip(GRADIENTS, flags, strict=True)
+        for (student, queries), is_needed in zip(GRADIENTS, needs_grad, strict=True)
     ]
     for chunk in launcher.chunks():
         if makes_group_sums:

@@ -7,11 +7,20 @@ group as rows has the same values, in the same order in memory.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from torch_streamkl.attention.problem import AttentionProblem, Side
+from torch_streamkl.attention.problem import (
+    AttentionProblem,
+    Gradients,
+    NeedsGrad,
+    RowStatistics,
+    Side,
+)
 
 FEW_QUERIES = 64  # of a head: a tile's rows
 
@@ -62,3 +71,42 @@ def _as_rows(side: Side) -> Side:
     rows = num_heads // side.num_kv_heads * seqlen_q
     # the copy that other layouts need is of few queries
     return replace(side, q=side.q.reshape(batch, side.num_kv_heads, rows, head_dim))
+
+
+Forward = Callable[[AttentionProblem], tuple[Tensor, RowStatistics]]
+Backward = Callable[[AttentionProblem, RowStatistics, Tensor, NeedsGrad], Gradients]
+
+
+def packs_rows(forward: Forward) -> Forward:
+    """Makes a forward pass compute grouped heads as rows where `pack_gqa_heads` does."""
+
+    @functools.wraps(forward)
+    def call(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
+        rows = pack_gqa_heads(problem)
+        if rows is None:
+            return forward(problem)
+        value, stats = forward(rows)
+        shape = problem.student.q.shape[:3]
+        return value.view(shape), stats.viewed(shape)
+
+    return call
+
+
+def packs_rows_backward(backward: Backward) -> Backward:
+    """Makes a backward pass take gradients to rows as they come, and grouped heads as rows."""
+
+    @functools.wraps(backward)
+    def call(
+        problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
+    ) -> Gradients:
+        grad = grad.to(torch.float32).contiguous()
+        rows = pack_gqa_heads(problem)
+        if rows is None:
+            return backward(problem, stats, grad, needs_grad)
+        shape = rows.student.q.shape[:3]
+        dq, dk, *teacher = backward(rows, stats.viewed(shape), grad.view(shape), needs_grad)
+        queries = (dq, problem.student.q), (teacher[0], problem.teacher.q)
+        dq, teacher_dq = (None if x is None else x.view(q.shape) for x, q in queries)
+        return dq, dk, teacher_dq, teacher[1]
+
+    return call

@@ -19,18 +19,18 @@ from torch.nn import Parameter
 from torch_streamkl.attention.heuristics import triton_launch
 from torch_streamkl.attention.hopper_tiles import HopperLaunch, has_one_bias
 from torch_streamkl.attention.problem import AttentionProblem, Side
+from torch_streamkl.caches import Bounded
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
 from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime import capture, launch_table
 from torch_streamkl.runtime.devices import dot_precision, matmul_precision
-from torch_streamkl.runtime.launch import APART, COMPILE_OPTIONS, launch
+from torch_streamkl.runtime.launch import APART, launch
 
 T = TypeVar("T")
 LOG2E = 1.4426950408889634
 LOWEST_FILL = -1e29
-MAX_PLANS = 1024
 NUM_STATE_FIELDS = 9  # of arguments.State
 NUM_SUMS = 4  # f, h, g and the count of allowed keys
 
@@ -74,7 +74,7 @@ class Plan:
         self._mask_strides = _broadcast_strides(problem.mask)
         without_tensors = all(x is None for x in tensors)  # a plan keeps no tensor alive
         self._masks = _masks(problem, self._mask_strides) if without_tensors else None
-        self._compile_options = APART if functional.has_jumps else COMPILE_OPTIONS
+        self._compile_options = APART if functional.has_jumps else {}
         self._compiled: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
 
@@ -125,7 +125,7 @@ class Plan:
             self._compiled[name] = compiled
 
 
-_plans: dict[Any, Plan] = {}
+_plans: Bounded[Plan] = Bounded()
 
 
 def plan_of(problem: AttentionProblem) -> Plan:
@@ -137,8 +137,6 @@ def plan_of(problem: AttentionProblem) -> Plan:
         return Plan(problem)
     if plan is None:
         plan = Plan(problem)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
         _plans[key] = plan
     return plan
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -216,8 +217,7 @@ def _empty_statistics(q: Tensor, dtype: torch.dtype) -> Tensor:
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-@dataclass(frozen=True)
-class NeedsGrad:
+class NeedsGrad(NamedTuple):
     """Says which gradients a backward pass computes: the output mask."""
 
     student_q: bool
@@ -236,15 +236,9 @@ class NeedsGrad:
 
 def zero_sums(problem: AttentionProblem, needs_grad: NeedsGrad) -> list[Tensor | None]:
     """Allocates zeros to which gradients are added, in the order of `Gradients`."""
-    flags = (
-        needs_grad.student_q,
-        needs_grad.student_k,
-        needs_grad.teacher_q,
-        needs_grad.teacher_k,
-    )
     return [
         x.new_zeros(x.shape, dtype=problem.compute_dtype) if w else None
-        for x, w in zip(problem.queries_and_keys, flags, strict=True)
+        for x, w in zip(problem.queries_and_keys, needs_grad, strict=True)
     ]
 
 

@@ -13,8 +13,9 @@ compile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ LEAST_QUERIES = 16  # of a query tile, whatever the number of keys: matmuls of f
 MOST_ELEMENTS = 2**22  # of a query tile of so few queries
 DEVICE = "cpu"  # of all tensors: torch.set_default_device() may say another
 CONTIGUOUS = torch.contiguous_format
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 NOTHING = NeedsGrad(False, False, False, False)
 
 
@@ -90,42 +93,19 @@ def limit(problem: AttentionProblem) -> str | None:
     return None
 
 
-def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Computes what `torch_impl.forward` does."""
-    if limit(problem) is None:
-        try:
-            value, stats, _ = _forward(problem, None, NOTHING)
-        except NotCompiledError:
-            pass
-        else:
-            return value, stats
-    return torch_impl.forward(problem)
+def _or_by_blocks(name: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Calls a function of a problem, or that of `torch_impl` where query tiles do not compute."""
 
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if limit(args[0]) is None:  # type: ignore[arg-type]
+            try:
+                return function(*args, **kwargs)
+            except NotCompiledError:
+                pass
+        found: _R = getattr(torch_impl, name)(*args, **kwargs)
+        return found
 
-def forward_with_gradients(
-    problem: AttentionProblem, row_weight: Tensor | None, needs_grad: NeedsGrad
-) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Computes what `torch_impl.forward_with_gradients` does, each product once."""
-    if limit(problem) is None:
-        try:
-            return _forward(problem, row_weight, needs_grad)
-        except NotCompiledError:
-            pass
-    return torch_impl.forward_with_gradients(problem, row_weight, needs_grad)
-
-
-def backward(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
-) -> Gradients:
-    """Computes what `torch_impl.backward` does."""
-    if limit(problem) is None:
-        try:
-            sums = _backward(problem, stats, grad, needs_grad)
-        except NotCompiledError:
-            pass
-        else:
-            return in_dtypes_of_inputs(problem, sums)
-    return torch_impl.backward(problem, stats, grad, needs_grad)
+    return call
 
 
 def _sequences(
@@ -171,7 +151,7 @@ def _forward(
 
 def _backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
-) -> list[Tensor | None]:
+) -> Gradients:
     sums = zero_sums(problem, needs_grad)
     form = _form(problem, needs_grad)
     statistics = torch.cat((stats.student, stats.teacher)).permute(1, 2, 3, 0)
@@ -188,7 +168,7 @@ def _backward(
             inputs |= work.workspace(query_tile)
             work.run(rows_backward, form, inputs)
             work.add_gradients(query_tile, work.more_tiles)
-    return sums
+    return in_dtypes_of_inputs(problem, sums)
 
 
 def _weight_of(problem: AttentionProblem, weight: Tensor | None, rows: slice) -> Tensor:
@@ -406,3 +386,8 @@ def _tile_of(
     return block.expand(query_tile.num_heads, count, -1).reshape(
         query_tile.num_rows, -1
     ), f"r{keys}"
+
+
+forward = _or_by_blocks("forward", lambda problem: _forward(problem, None, NOTHING)[:2])
+forward_with_gradients = _or_by_blocks("forward_with_gradients", _forward)
+backward = _or_by_blocks("backward", _backward)

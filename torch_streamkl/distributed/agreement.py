@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_streamkl.caches import Bounded
 from torch_streamkl.distributed import collectives
 from torch_streamkl.runtime.launch import is_capturing
 
@@ -86,8 +87,7 @@ class _Told:
 _log = logging.getLogger(__name__)
 _NUM_FIRST = 4  # integers before the sizes
 _current: ContextVar[_Call | None] = ContextVar("_current", default=None)
-_MAX_ANSWERS = 1024
-_answers: dict[Any, list[dict[str, int]]] = {}
+_answers: Bounded[list[dict[str, int]]] = Bounded()
 
 
 def agree(
@@ -123,8 +123,6 @@ def agree(
     if error is not None:
         raise error
     answer = [dict(zip(own, row[_NUM_FIRST:], strict=False)) for row in rows]
-    if len(_answers) >= _MAX_ANSWERS:
-        _answers.clear()
     _answers[key] = answer
     return answer
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_streamkl.kernels.tiles import ceil_div
-from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
+from torch_streamkl.runtime.launch import launch
 
 
 @triton.jit
@@ -26,6 +26,6 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiplies a dense tensor in place by a number on the device; a 1 moves no bytes."""
     block = 16384
     flat = x.as_strided((x.numel(),), (1,))
-    grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8, **COMPILE_OPTIONS}
+    grid, options = (ceil_div(x.numel(), block), 1, 1), {"num_warps": 8}
     launch(scale_kernel, grid, (flat, factor, x.numel()), (block,), options)
     torch.autograd.graph.increment_version(x)

@@ -8,6 +8,7 @@ fits is used; offline compilation shows that it fits, and how much it spills
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +48,59 @@ class Operands:
 
 
 LEAST = TritonLaunch(16, 16, 4, 1)  # the smallest tiles that a matrix unit takes
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table of launches: what it is for, and launches, the first choice first."""
+
+    launches: tuple[TritonLaunch, ...]
+    numbers: tuple[str, ...]  # "half" on matrix units, "tf32" and other rounded ones, "float32"
+    kernels: tuple[str, ...] = ("forward", "dq", "dk")
+    above: int = 0  # the wider head_dim
+    upto: int = 1 << 30
+    both_above: int = 0  # both head_dims together
+    on: Callable[[Gpu], bool] = lambda gpu: True
+
+
+HALF, SINGLE = ("half",), ("tf32", "float32")
+# beyond 64 eight warps, or gradients spill (compiled, not measured)
+EIGHT_WARPS, OF_ROWS = TritonLaunch(32, 32, 8, 1), TritonLaunch(16, 16, 8, 1)
+SMALL = (TritonLaunch(64, 32, 4, 2), EIGHT_WARPS, LEAST)
+REST = (TritonLaunch(64, 32, 4, 1), TritonLaunch(32, 32, 4, 1), LEAST)
+LARGE, LARGE_KEYS = (TritonLaunch(64, 64, 4, n) for n in (2, 1))
+
+
+def _has_room(gpu: Gpu) -> bool:
+    return gpu.shared_bytes >= 200 * 1024  # sm_80 spills with the larger tiles
+
+
+RULES = (
+    # 1.3 KB of a thread's registers would spill
+    Rule((LEAST,), SINGLE, above=128, on=lambda gpu: gpu.is_hip),
+    # a second pass doubles the operands in registers: 1.9 KB would spill
+    Rule((OF_ROWS, LEAST), SINGLE, ("forward",), above=128, on=lambda gpu: not gpu.is_hopper),
+    # queries of TF32 stay in registers: 32 rows would spill 1.6 to 6.3 KB
+    Rule((TritonLaunch(16, 32, 8, 1), LEAST), ("tf32",), ("forward",), both_above=256),
+    Rule(SMALL, ("tf32",), upto=64, on=lambda gpu: gpu.multiplies_half),
+    # products that are added one by one keep both operands in registers
+    Rule(SMALL, ("float32",), upto=32, on=lambda gpu: gpu.multiplies_half),
+    Rule(SMALL, ("float32",), upto=64, on=lambda gpu: gpu.is_hopper),
+    Rule((EIGHT_WARPS, OF_ROWS, LEAST), SINGLE),
+    # rows of 256 fill the registers of four warps
+    Rule(
+        (TritonLaunch(64, 32, 8, 1), TritonLaunch(32, 32, 4, 1), LEAST), HALF, above=128,
+        on=lambda gpu: gpu.operands_in_registers and not gpu.is_hip,
+    ),
+    Rule((TritonLaunch(32, 32, 4, 1), LEAST), HALF, ("dk",), 128, on=lambda gpu: gpu.is_hip),
+    Rule((LARGE, *REST), HALF, ("forward",), upto=128),
+    Rule((LARGE, *REST), HALF, ("dq",), upto=64),
+    Rule((LARGE, *REST), HALF, ("dq",), upto=128, on=_has_room),
+    Rule((LARGE_KEYS, *REST), HALF, ("dk",), upto=64),
+    Rule((LARGE_KEYS, *REST), HALF, ("dk",), upto=128, on=_has_room),
+    Rule((TritonLaunch(32, 64, 4, 1), *REST), HALF, ("dk",), above=128),
+    Rule(REST, HALF),
+)  # fmt: skip
 
 
 def default_launch(kernel: str, operands: Operands, gpu: Gpu) -> TritonLaunch:
@@ -121,43 +175,20 @@ def sum_of_heads_launch(operands: Operands, gpu: Gpu) -> TritonLaunch:
     return TritonLaunch(64 if operands.widest <= 32 else 32, 32, 8, 1)
 
 
-def _choices(kernel: str, operands: Operands, gpu: Gpu) -> list[TritonLaunch]:
-    """Lists launches in the order of preference."""
-    head_dim = operands.widest
-    if operands.element_bytes == 4 or not gpu.multiplies_half:
-        # beyond 64 eight warps, or gradients spill (compiled, not measured)
-        eight_warps = TritonLaunch(32, 32, 8, 1)
-        if gpu.is_hip and head_dim > 128:
-            return [LEAST]  # 1.3 KB of a thread's registers would spill
-        if kernel == "forward" and head_dim > 128 and not gpu.is_hopper:
-            # a second pass doubles the operands in registers: 1.9 KB would spill
-            return [TritonLaunch(16, 16, 8, 1), LEAST]
-        is_tf32 = not operands.is_full_float32
-        if kernel == "forward" and is_tf32 and sum(operands.head_dims) > 256:
-            # queries of TF32 stay in registers: 32 rows would spill 1.6 to 6.3 KB
-            return [TritonLaunch(16, 32, 8, 1), LEAST]
-        # products that are added one by one keep both operands in registers
-        spills = operands.is_full_float32 and head_dim > 32 and not gpu.is_hopper
-        if head_dim <= 64 and gpu.multiplies_half and not spills:
-            return [TritonLaunch(64, 32, 4, 2), eight_warps, LEAST]
-        return [eight_warps, TritonLaunch(16, 16, 8, 1), LEAST]
-    if head_dim > 128 and gpu.operands_in_registers:
-        # rows of 256 fill the registers of four warps
-        eight_warps = TritonLaunch(64, 32, 8, 1)
-        if not gpu.is_hip:
-            return [eight_warps, TritonLaunch(32, 32, 4, 1), LEAST]
-        if kernel == "dk":
-            return [TritonLaunch(32, 32, 4, 1), LEAST]
-    small = gpu.shared_bytes < 200 * 1024  # sm_80 spills with the larger tiles
-    if kernel == "forward":
-        first = TritonLaunch(64, 64, 4, 2) if head_dim <= 128 else TritonLaunch(64, 32, 4, 1)
-    elif head_dim <= 64 or (head_dim <= 128 and not small):
-        first = TritonLaunch(64, 64, 4, 2) if kernel == "dq" else TritonLaunch(64, 64, 4, 1)
-    elif head_dim <= 128 or kernel == "dq":
-        first = TritonLaunch(64, 32, 4, 1)
-    else:
-        first = TritonLaunch(32, 64, 4, 1)
-    return [first, TritonLaunch(64, 32, 4, 1), TritonLaunch(32, 32, 4, 1), LEAST]
+def _choices(kernel: str, operands: Operands, gpu: Gpu) -> tuple[TritonLaunch, ...]:
+    """Lists launches in the order of preference: those of the first rule that fits."""
+    numbers = "float32" if operands.is_full_float32 else "tf32"
+    if operands.element_bytes == 2 and gpu.multiplies_half:
+        numbers = "half"
+    return next(
+        rule.launches
+        for rule in RULES
+        if numbers in rule.numbers
+        and kernel in rule.kernels
+        and rule.above < operands.widest <= rule.upto
+        and rule.both_above < sum(operands.head_dims)
+        and rule.on(gpu)
+    )
 
 
 def shared_bytes(launch: TritonLaunch, kernel: str, operands: Operands, gpu: Gpu) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import Parameter
 
+from torch_streamkl.caches import Bounded
 from torch_streamkl.checks import has_batched_gradients
 from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
 from torch_streamkl.rows import closed, named, torch_impl
@@ -50,8 +51,7 @@ row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
 row_program_sum = torch.ops.torch_streamkl.row_program_sum.default
 IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 CLOSED = "closed"
-MAX_CALLS = 1024
-_calls: dict[Any, Callable[..., Tensors]] = {}  # by metadata and options
+_calls: Bounded[Callable[..., Tensors]] = Bounded()  # by metadata and options
 
 
 def _module(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
@@ -167,8 +167,6 @@ def _repeated(
     key = (options, precision, *[(x.shape, x.stride(), x.dtype, x.device, type(x)) for x in every])
     call = _calls.get(key)
     if call is None:
-        if len(_calls) >= MAX_CALLS:
-            _calls.clear()
         is_plain = all(type(x) in (Tensor, Parameter) for x in every)
         compute, module = make()
         has_launches = module is not torch_impl and module is not named

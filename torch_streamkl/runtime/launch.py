@@ -19,9 +19,17 @@ from torch import Tensor
 
 _CURRENT = contextlib.nullcontext()  # where nothing has to change
 
+# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+# Of kernels whose gradients jump where P equals S. The sum of a row over its keys, from the
+# forward, and the backward's terms must agree on which one is larger. With products and sums
+# computed together in one kernel and apart in the other, P and S of 1 - 1e-8 compare differently,
+# and the gradient of a row that has none is as large as that of any other row.
+APART = {"enable_fp_fusion": False}
+
 
 class Observer(Protocol):
-    """Sees launches: a `capture.Recorder`, or a `traced.Trace`."""
+    """Sees launches: a `capture.Recorder`, or a `trace.Trace`."""
 
     def run(
         self,
@@ -83,6 +91,7 @@ def launch(
     Returns:
         The compiled kernel; None from the interpreter, and where the observer did not launch it.
     """
+    options = {**COMPILE_OPTIONS, **options}
     observer = active_observer()
     if observer is None:
         return _start(kernel, grid, arguments, constants, options, compiled)
@@ -150,12 +159,3 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with on_device(device):  # torch asks the current device's stream
         return torch.cuda.is_current_stream_capturing()
-
-
-# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
-COMPILE_OPTIONS = {"enable_fp_fusion": True}
-# Of kernels whose gradients jump where P equals S. The sum of a row over its keys, from the
-# forward, and the backward's terms must agree on which one is larger. With products and sums
-# computed together in one kernel and apart in the other, P and S of 1 - 1e-8 compare differently,
-# and the gradient of a row that has none is as large as that of any other row.
-APART = {"enable_fp_fusion": False}

@@ -40,9 +40,15 @@ from torch_streamkl.attention.hopper_tiles import (
     plain_clamp,
     splits_of_last_wave,
 )
-from torch_streamkl.attention.pack_gqa import pack_gqa_heads
+from torch_streamkl.attention.pack_gqa import packs_rows, packs_rows_backward
 from torch_streamkl.attention.plans import LOG2E, NUM_STATE_FIELDS, Plan, config_of, plan_of
-from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics, Side
+from torch_streamkl.attention.problem import (
+    AttentionProblem,
+    Gradients,
+    NeedsGrad,
+    RowStatistics,
+    Side,
+)
 from torch_streamkl.attention.triton import forward as portable
 from torch_streamkl.kernels.arguments import Config
 from torch_streamkl.kernels.pointwise import helper
@@ -67,15 +73,11 @@ class Blocks:
     num_rows: int  # of those computed in parts
 
 
+@packs_rows
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Returns per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
-    rows = pack_gqa_heads(problem)
-    if rows is not None:
-        value, stats = forward(rows)
-        shape = problem.student.q.shape[:3]
-        return value.view(shape), stats.viewed(shape)
     value, stats = RowStatistics.allocate(problem)
     plan = plan_of(problem)
     outputs = (value, stats.student, stats.teacher, plan.stats_stride)
@@ -269,24 +271,15 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
     )
 
 
+@packs_rows_backward
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """Returns the needed gradients, each summed in a fixed order unless the problem allows
     another.
     """
     if problem.head_mean:
         return head_mean_launches.backward(problem, stats, grad, needs_grad)
-    grad = grad.to(torch.float32).contiguous()
-    row_problem = pack_gqa_heads(problem)
-    if row_problem is not None:
-        shape = row_problem.student.q.shape[:3]
-        of_rows = backward(row_problem, stats.viewed(shape), grad.view(shape), needs_grad)
-        of_q = (problem.student.q, None, problem.teacher.q, None)
-        return tuple(
-            x if x is None or q is None else x.view(q.shape)
-            for x, q in zip(of_rows, of_q, strict=True)
-        )
     gradients: dict[tuple[bool, bool], Tensor] = {}
     sums = None
     if needs_grad.student_q and needs_grad.student_k and adds_queries(problem):

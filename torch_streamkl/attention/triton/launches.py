@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_streamkl.attention import head_mean_launches
 from torch_streamkl.attention.heuristics import key_splits
-from torch_streamkl.attention.pack_gqa import pack_gqa_heads
+from torch_streamkl.attention.pack_gqa import packs_rows, packs_rows_backward
 from torch_streamkl.attention.plans import (
     NUM_STATE_FIELDS,
     NUM_SUMS,
@@ -21,22 +21,18 @@ from torch_streamkl.attention.plans import (
     plan_of,
     tensors_of,
 )
-from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics
+from torch_streamkl.attention.problem import AttentionProblem, Gradients, NeedsGrad, RowStatistics
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
 from torch_streamkl.attention.triton import forward_splits as splits_of_keys
 from torch_streamkl.kernels.splits import combine_splits, new_splits, split_strides
 
 
+@packs_rows
 def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     """Returns per-row values and statistics, float32."""
     if problem.head_mean:
         return head_mean_launches.forward(problem)
-    rows = pack_gqa_heads(problem)
-    if rows is not None:
-        value, stats = forward(rows)
-        shape = problem.student.q.shape[:3]
-        return value.view(shape), stats.viewed(shape)
     value, stats = RowStatistics.allocate(problem)
     plan = plan_of(problem)
     stage = plan.stage(problem, "forward")
@@ -117,38 +113,24 @@ def _split_forward(
     )
 
 
+@packs_rows_backward
 def backward(
     problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """Returns the needed gradients, each summed in a fixed order."""
     if problem.head_mean:
         return head_mean_launches.backward(problem, stats, grad, needs_grad)
-    grad = grad.to(torch.float32).contiguous()
-    rows = pack_gqa_heads(problem)
-    if rows is not None:
-        shape = rows.student.q.shape[:3]
-        found = backward(rows, stats.viewed(shape), grad.view(shape), needs_grad)
-        dq, dk, teacher_dq, teacher_dk = found
-        return (
-            None if dq is None else dq.view(problem.student.q.shape),
-            dk,
-            None if teacher_dq is None else teacher_dq.view(problem.teacher.q.shape),
-            teacher_dk,
-        )
     plan = plan_of(problem)
     shared = Shared(
         (*plan.arguments(problem), grad, stats.student, stats.teacher, plan.stats_stride),
         (*tensors_of(problem), grad, stats.student, stats.teacher),
     )
-    sides = (
-        (needs_grad.student_q, needs_grad.student_k),
-        (needs_grad.teacher_q, needs_grad.teacher_k),
+    which = [(student, of_q) for student in (True, False) for of_q in (True, False)]
+    a, b, c, d = (
+        _gradient(problem, plan, shared, student, of_q) if need else None
+        for (student, of_q), need in zip(which, needs_grad, strict=True)
     )
-    found = [
-        _gradients(problem, plan, shared, of_q, of_k, student)
-        for (of_q, of_k), student in zip(sides, (True, False), strict=True)
-    ]
-    return *found[0], *found[1]
+    return a, b, c, d
 
 
 class Shared(NamedTuple):
@@ -158,56 +140,35 @@ class Shared(NamedTuple):
     tensors: tuple[Tensor | None, ...]  # of Plan.run
 
 
-def _gradients(
-    problem: AttentionProblem, plan: Plan, shared: Shared, of_q: bool, of_k: bool, student: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the gradients of one side."""
-    return (
-        _dq(problem, plan, shared, student) if of_q else None,
-        _dk(problem, plan, shared, student) if of_k else None,
-    )
-
-
-def _dq(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
+def _gradient(
+    problem: AttentionProblem, plan: Plan, shared: Shared, student: bool, of_q: bool
+) -> Tensor:
+    """Computes dQ or dK of one side."""
     side = problem.student if student else problem.teacher
-    stage = plan.stage(problem, "dq")
-    splits = stage.launch.num_splits
-    partials = new_splits(side.q, splits)
+    name, x = ("dq", side.q) if of_q else ("dk", side.k)
+    stage = plan.stage(problem, name)
+    if of_q:
+        splits, kernel = stage.launch.num_splits, bwd.dq_kernel
+        grid = (stage.programs, splits, 1)
+        sizes = (stage.num_blocks, problem.num_heads, stage.keys_per_split)
+    else:
+        programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
+        group = problem.num_heads // side.num_kv_heads
+        splits, kernel = key_splits(problem, group, programs, resident=2), bwd.dk_kernel
+        grid = (programs * splits, 1, 1)
+        sizes = (stage.num_key_blocks, problem.num_heads, group, group // splits)
+    partials = new_splits(x, splits)
+    scale = side.scale / problem.temperature
     plan.run(
-        ("dq", student),
-        bwd.dq_kernel,
-        (stage.programs, splits, 1),
+        (name, student),
+        kernel,
+        grid,
         (
-            *shared.arguments, partials, *split_strides(partials),
-            side.scale / problem.temperature,
-            stage.num_blocks, problem.num_heads, stage.keys_per_split, plan.inv_temperature,
-        ),
-        (student, plan.form, plan.helper, stage.config),
-        stage.options,
-        shared.tensors,
-    )  # fmt: skip
-    return combine_splits(partials, side.q)
-
-
-def _dk(problem: AttentionProblem, plan: Plan, shared: Shared, student: bool) -> Tensor:
-    side = problem.student if student else problem.teacher
-    stage = plan.stage(problem, "dk")
-    programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
-    group = problem.num_heads // side.num_kv_heads
-    num_splits = key_splits(problem, group, programs, resident=2)
-    partials = new_splits(side.k, num_splits)
-    plan.run(
-        ("dk", student),
-        bwd.dk_kernel,
-        (programs * num_splits, 1, 1),
-        (
-            *shared.arguments, partials, *split_strides(partials),
-            side.scale / problem.temperature,
-            stage.num_key_blocks, problem.num_heads, group, group // num_splits,
+            *shared.arguments, partials, *split_strides(partials), scale, *sizes,
             plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
         stage.options,
         shared.tensors,
     )  # fmt: skip
-    return combine_splits(partials, side.k)
+    return combine_splits(partials, x)

@@ -19,7 +19,7 @@ from torch_streamkl.linear.triton.rows import (
     row_kernel,
 )
 from torch_streamkl.program.divergence_forms import Bilinear
-from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
+from torch_streamkl.runtime.launch import launch
 
 TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
 FEW_ROWS = 384  # that do not give every multiprocessor of an H200 three
@@ -72,7 +72,7 @@ def _launch(
         row_args(problem, out, weights),
     )  # fmt: skip
     constants = (form_args(form or Bilinear()), helper(problem.functional.text), config)
-    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    options = {"num_warps": num_warps}
     launch(row_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 

@@ -26,14 +26,9 @@ from torch_streamkl.linear.triton.launches import (
     head_args,
     row_args,
 )
-from torch_streamkl.linear.triton.rows import (
-    label_of,
-    pointwise_sums,
-    rest_of,
-    state_of_row,
-)
+from torch_streamkl.linear.triton.rows import label_of, pointwise_sums, rest_of, state_of_row
 from torch_streamkl.program.divergence_forms import Bilinear
-from torch_streamkl.runtime.launch import COMPILE_OPTIONS, launch
+from torch_streamkl.runtime.launch import launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
 
@@ -46,7 +41,7 @@ def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tenso
     rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
     arguments = head_args(problem.student, student), head_args(problem.teacher, teacher), rows
     constants = form_args(problem.functional.bilinear or Bilinear()), config
-    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    options = {"num_warps": num_warps}
     launch(state_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
@@ -66,7 +61,7 @@ def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValue
         row_args(problem, out, NO_WEIGHTS), problem.num_tokens, vocab_size,
     )  # fmt: skip
     constants = form_args(problem.functional.bilinear or Bilinear()), config, MERGED_ROWS
-    options = {"num_warps": 4, **COMPILE_OPTIONS}
+    options = {"num_warps": 4}
     grid = (ceil_div(problem.num_tokens, MERGED_ROWS), 1, 1)
     launch(merge_kernel, grid, arguments, constants, options)
 
@@ -81,7 +76,7 @@ def sums(
         row_args(problem, out, NO_WEIGHTS), totals, totals.stride(0),
     )  # fmt: skip
     constants = helper(problem.functional.text), config
-    options = {"num_warps": num_warps, **COMPILE_OPTIONS}
+    options = {"num_warps": num_warps}
     launch(sums_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 

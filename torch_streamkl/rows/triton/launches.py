@@ -44,7 +44,6 @@ from torch_streamkl.rows.triton.lanes import (
 from torch_streamkl.rows.triton.writer import Source
 from torch_streamkl.runtime import launch as runtime
 from torch_streamkl.runtime.devices import dot_precision, gpu_limit, gpu_of, matmul_limit
-from torch_streamkl.runtime.launch import COMPILE_OPTIONS
 
 MAX_DIM = 256  # of operands, which a tile holds whole
 INTERPRETED = TritonLaunch(32, 16, 4, 1)  # rows and keys of a tile differ, to be told apart
@@ -410,10 +409,5 @@ def start(
     }
     given = tuple([every[name] for name in source.arguments])
     count = len(given) - source.num_constants
-    kernel, grid, options = compiled(source), (programs, 1, 1), _options(launch)
+    kernel, grid, options = compiled(source), (programs, 1, 1), launch.options()
     runtime.launch(kernel, grid, given[:count], given[count:], options)
-
-
-@functools.cache
-def _options(launch: TritonLaunch) -> dict[str, Any]:
-    return {**launch.options(), **COMPILE_OPTIONS}
