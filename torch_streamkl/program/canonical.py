@@ -87,9 +87,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     constant, total = _with_log_softmax(constant, total)
     if (masked := _in_masks(constant, total)) is not None:
         return masked
-    dtype = INT if constant == int(_finite(constant)) else FLOAT
-    if any(x.dtype != INT or c != int(c) for x, c in total.items()):
-        dtype = FLOAT
+    is_int = all(x.dtype == INT for _, x in terms) and _is_whole(constant, *total.values())
+    dtype = INT if is_int else FLOAT
     if not total:
         return const(constant, dtype)
     items = sorted(total.items(), key=lambda item: item[0].digest)
@@ -99,8 +98,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     return node("linear", [x for x, _ in items], value, dtype, _linear_range(constant, items))
 
 
-def _finite(x: float) -> float:
-    return x if math.isfinite(x) else 0.5
+def _is_whole(*numbers: float) -> bool:
+    return all(math.isfinite(x) and x == int(x) for x in numbers)
 
 
 def _linear_range(constant: float, items: Sequence[tuple[Node, float]]) -> Range:
@@ -295,7 +294,7 @@ def function(op: str, *args: Node) -> Node:
     """Returns an operation of the table that has no form of its own."""
     args = tuple(map(numeric, args))
     if all(a.op == "const" for a in args):
-        dtypes = [a.dtype for a in args]
+        dtypes = [FLOAT if OPERATIONS[op].result == FLOAT else a.dtype for a in args]
         return const(operations.of_numbers(op, [a.value for a in args], dtypes))
     if op == "clamp_min" and args[0].range[0] >= args[1].range[1]:
         return args[0]
