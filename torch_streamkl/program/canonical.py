@@ -300,9 +300,20 @@ def function(op: str, *args: Node) -> Node:
         return args[0]
     if op == "clamp_max" and args[0].range[1] <= args[1].range[0]:
         return args[0]
+    if op in ("floor_divide", "remainder") and all(a.dtype == INT for a in args):
+        return _divided(op, *args)
     if OPERATIONS[op].is_commutative:
         args = tuple(sorted(args, key=lambda x: x.digest))
     return made(op, args)
+
+
+def _divided(op: str, a: Node, b: Node) -> Node:
+    """A quotient or remainder of positions, which are not negative, by a size."""
+    is_quotient = op == "floor_divide"
+    if b is const(1, INT):
+        return a if is_quotient else const(0, INT)
+    high = a.range[1] if is_quotient else b.range[1] - 1.0
+    return node(op, (a, b), None, INT, (0.0, max(high, 0.0)), True)
 
 
 # ------------------------------------------------------------------------ conditions
@@ -421,7 +432,7 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
     if b.op == "const" and b.value == -math.inf:
         constant, terms = terms_of(a)
         outside = [(c, x) for c, x in terms if not condition.axes <= x.axes]
-        if constant or outside:
+        if math.isfinite(constant) and (constant or outside):
             inside = linear(0.0, [(c, x) for c, x in terms if condition.axes <= x.axes])
             return linear(constant, [*outside, (1.0, choose(condition, inside, b))])
     dtype = a.dtype if a.dtype == b.dtype else FLOAT
