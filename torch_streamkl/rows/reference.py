@@ -65,7 +65,8 @@ class _Guarded(torch.autograd.Function):
 
 def _slopes(ctx: Any) -> Sequence[Tensor]:
     if isinstance(ctx.op, str):
-        return SLOPES[ctx.op](*ctx.saved_tensors)
+        slopes = SLOPES[ctx.op]
+        return slopes(*ctx.saved_tensors)
     return [ctx.op * ctx.saved_tensors[0] ** (ctx.op - 1.0)]
 
 
