@@ -30,6 +30,7 @@ from torch_streamkl.program.graph import (
     Axis,
     Extent,
     Node,
+    Source,
     apply,
     capture,
     const,
@@ -38,8 +39,8 @@ from torch_streamkl.program.graph import (
     reduce,
     size_of,
 )
-from torch_streamkl.program.reductions import Source, detached, fresh_axis, rounded, substitute
 from torch_streamkl.program.reductions import canonical as normal
+from torch_streamkl.program.reductions import detached, fresh_axis, rounded, substitute
 from torch_streamkl.program.walks import walk
 
 NUM_ROWS, NUM_KEYS = 5, 7

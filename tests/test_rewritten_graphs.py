@@ -86,7 +86,7 @@ return (loss)""",
             rewritten(program, program.inputs()),
             """\
 getitem_3 = getitem(args_4, (slice(None, None, None), None, None, slice(None, None, None)))
-attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, functional=(max(P,0.0001)*(max(logP,-9.210340371976182)+(-max(logS,-9.210340371976182)))), teacher_scale=0.3536, student_scale=0.3536, mask=getitem_3)
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, functional=(max(P,0.0001)*(max(logP,-9.210340371976182)-max(logS,-9.210340371976182))), teacher_scale=0.3536, student_scale=0.3536, mask=getitem_3)
 getitem_4 = getitem(attention_kl_default, 0)
 unsqueeze = unsqueeze(getitem_4, 3)
 squeeze = squeeze(unsqueeze, 3)

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative, product
-from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, intern, size_of
+from torch_streamkl.program.canonical import all_of, choose, function, linear, nonnegative, product
+from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
 from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, substitute
 
 Dim = tuple[Axis, ...]
@@ -177,20 +177,12 @@ def with_one_axis(x: Array, d: int) -> Array:
     theta, stride = dict[Axis, Node](), const(1, INT)
     for a in reversed(x.dims[d]):
         assert a.size is not None
-        digit = _divided("floor_divide", index(axis), stride)
+        digit = function("floor_divide", index(axis), stride)
         is_leading = a == x.dims[d][0]
-        theta[a] = digit if is_leading else _divided("remainder", digit, size_of(a.size))
+        theta[a] = digit if is_leading else function("remainder", digit, size_of(a.size))
         stride = product(stride, size_of(a.size))
     dims = tuple((axis,) if i == d else y for i, y in enumerate(x.dims))
     return replace(x, expr=substitute(x.expr, theta), dims=dims)
-
-
-def _divided(op: str, a: Node, b: Node) -> Node:
-    if b.op == "const" and b.value == 1.0:
-        return a if op == "floor_divide" else const(0, INT)
-    high = b.range[1] - 1.0 if op == "remainder" else a.range[1]
-    axes = a.axes | b.axes
-    return intern(op, (a, b), None, INT, axes, True, (0.0, max(high, 0.0)))
 
 
 def indexed(x: Array, d: int, at: Node, dims: Sequence[Dim]) -> Array:

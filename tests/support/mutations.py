@@ -29,6 +29,8 @@ FUNCTIONAL = "torch_streamkl/program/divergences.py"
 FORMS = "torch_streamkl/program/divergence_forms.py"
 IDENTITIES = "torch_streamkl/program/identities.py"
 OPERATIONS = "torch_streamkl/program/operations.py"
+CANONICAL = "torch_streamkl/program/canonical.py"
+REDUCTIONS = "torch_streamkl/program/reductions.py"
 ADJOINTS = "torch_streamkl/program/derive.py"
 ROWSTATE = "torch_streamkl/divergences/row_state.py"
 STREAMING = "torch_streamkl/attention/torch_impl.py"
@@ -109,6 +111,31 @@ FAULTS = (
         'DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"]',
         'DIVERGENCES["reverse_kl" if beta == 0.0 else "forward_kl"]',
         "test_functional.py",
+    ),
+    # ------------------------------------------------------------------------------ normal form
+    Fault(
+        REDUCTIONS,
+        "return product(*outside, reduced(SUM, axis, inside))",
+        "return reduced(SUM, axis, inside)",
+        "test_program.py",
+    ),
+    Fault(
+        REDUCTIONS,
+        "const(0.0) if c < 0 else last",
+        "last if c < 0 else const(0.0)",
+        "test_program.py",
+    ),
+    Fault(
+        REDUCTIONS,
+        "return subtracted(substitute(score, theta), reduced(LOGSUMEXP, free, every))",
+        "return substitute(score, theta)",
+        "test_program.py",
+    ),
+    Fault(
+        CANONICAL,
+        "outside = [(c, x) for c, x in terms if not condition.axes <= x.axes]",
+        "outside = [(c, x) for c, x in terms if condition.axes <= x.axes]",
+        "test_program.py",
     ),
     # ------------------------------------------------------------------------------ statistics
     Fault(

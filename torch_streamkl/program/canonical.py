@@ -87,9 +87,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     constant, total = _with_log_softmax(constant, total)
     if (masked := _in_masks(constant, total)) is not None:
         return masked
-    dtype = INT if constant == int(_finite(constant)) else FLOAT
-    if any(x.dtype != INT or c != int(c) for x, c in total.items()):
-        dtype = FLOAT
+    is_int = all(x.dtype == INT for _, x in terms) and _is_whole(constant, *total.values())
+    dtype = INT if is_int else FLOAT
     if not total:
         return const(constant, dtype)
     items = sorted(total.items(), key=lambda item: item[0].digest)
@@ -99,8 +98,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     return node("linear", [x for x, _ in items], value, dtype, _linear_range(constant, items))
 
 
-def _finite(x: float) -> float:
-    return x if math.isfinite(x) else 0.5
+def _is_whole(*numbers: float) -> bool:
+    return all(math.isfinite(x) and x == int(x) for x in numbers)
 
 
 def _linear_range(constant: float, items: Sequence[tuple[Node, float]]) -> Range:
@@ -295,15 +294,26 @@ def function(op: str, *args: Node) -> Node:
     """Returns an operation of the table that has no form of its own."""
     args = tuple(map(numeric, args))
     if all(a.op == "const" for a in args):
-        dtypes = [a.dtype for a in args]
+        dtypes = [FLOAT if OPERATIONS[op].result == FLOAT else a.dtype for a in args]
         return const(operations.of_numbers(op, [a.value for a in args], dtypes))
     if op == "clamp_min" and args[0].range[0] >= args[1].range[1]:
         return args[0]
     if op == "clamp_max" and args[0].range[1] <= args[1].range[0]:
         return args[0]
+    if op in ("floor_divide", "remainder") and all(a.dtype == INT for a in args):
+        return _divided(op, *args)
     if OPERATIONS[op].is_commutative:
         args = tuple(sorted(args, key=lambda x: x.digest))
     return made(op, args)
+
+
+def _divided(op: str, a: Node, b: Node) -> Node:
+    """A quotient or remainder of positions, which are not negative, by a size."""
+    is_quotient = op == "floor_divide"
+    if b is const(1, INT):
+        return a if is_quotient else const(0, INT)
+    high = a.range[1] if is_quotient else b.range[1] - 1.0
+    return node(op, (a, b), None, INT, (0.0, max(high, 0.0)), True)
 
 
 # ------------------------------------------------------------------------ conditions
@@ -422,7 +432,7 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
     if b.op == "const" and b.value == -math.inf:
         constant, terms = terms_of(a)
         outside = [(c, x) for c, x in terms if not condition.axes <= x.axes]
-        if constant or outside:
+        if math.isfinite(constant) and (constant or outside):
             inside = linear(0.0, [(c, x) for c, x in terms if condition.axes <= x.axes])
             return linear(constant, [*outside, (1.0, choose(condition, inside, b))])
     dtype = a.dtype if a.dtype == b.dtype else FLOAT

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch_streamkl.program.graph import SMALLEST, Node, const
-from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, is_weight, log_variable
+from torch_streamkl.program.graph import SMALLEST, Node, const, constant
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, is_weight, log_variable, multiple
 from torch_streamkl.program.walks import rebuilt, walk, with_args
 
 
@@ -169,37 +169,26 @@ def mixture_terms(e: Node) -> tuple[Node, Node] | None:
 
     They are f's own terms of S and of P: what M's derivative adds to both cancels.
     """
-    if e.op != "add":
+    mixtures = [x for x in walk([e]) if x.op == "logaddexp"]
+    splits = mixture_shares(mixtures[0]) if len(mixtures) == 1 and e.op == "add" else None
+    if splits is None:
         return None
-    weights = []
-    for term, weight, log in ((e.args[0], P, LOG_P), (e.args[1], S, LOG_S)):
-        if term.op != "mul" or term.args[0].op != "const" or term.args[1].op != "mul":
-            return None
-        share, (factor, difference) = term.args[0], term.args[1].args
-        if factor != weight or difference.op != "sub" or difference.args[0] != log:
-            return None
-        weights.append((share.value, difference.args[1]))
-    (b, mixture), (c, same) = weights
-    if min(b, c) <= 0.0 or mixture != same:
+    shares = [multiple(x)[0] for x in e.args]
+    if not all(math.isclose(x, y, rel_tol=1e-12) for x, y in zip(splits, shares, strict=True)):
         return None
-    splits = mixture_shares(mixture)
-    if splits is None or any(
-        not math.isclose(x, y, rel_tol=1e-12) for x, y in zip(splits, (b, c), strict=True)
-    ):
-        return None
-    return e.args[1], e.args[0]
+    pairs = zip(shares, ((P, LOG_P), (S, LOG_S)), strict=True)
+    of_p, of_s = (const(b) * (weight * (log - mixtures[0])) for b, (weight, log) in pairs)
+    return (of_s, of_p) if e is of_p + of_s else None
 
 
 def mixture_shares(e: Node) -> tuple[float, float] | None:
     """Matches log(b P + c S) and returns b and c."""
     if e.op != "logaddexp":
         return None
-    splits = []
-    for term, log in zip(e.args, (LOG_P, LOG_S), strict=True):
-        if term.op != "add" or term.args[0] != log or term.args[1].op != "const":
-            return None
-        splits.append(math.exp(term.args[1].value))
-    return splits[0], splits[1]
+    a, b = (constant(x.args[-1]) if x.op == "add" else None for x in e.args)
+    if a is None or b is None or e.args != (LOG_P + a, LOG_S + b):
+        return None
+    return math.exp(a), math.exp(b)
 
 
 # a GPU has an instruction for each, or two
@@ -211,7 +200,10 @@ def is_short(e: Node) -> bool:
     """Returns whether kernels compute an expression of half-precision inputs without series of
     terms.
     """
-    if mixture_shares(e) is not None:
-        return True
-    is_one = e.op in _SHORT or (e.op in ("log", "div") and is_lifted(e.args[-1]))
-    return is_one and all(is_short(a) for a in e.args)
+    every = walk([e], lambda x: mixture_shares(x) is None)
+    return all(
+        x.op in _SHORT
+        or mixture_shares(x) is not None
+        or (x.op in ("log", "div") and is_lifted(x.args[-1]))
+        for x in every
+    )

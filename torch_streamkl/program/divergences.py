@@ -58,8 +58,8 @@ from torch_streamkl.program.identities import (
     VARIABLES,
     P,
     S,
-    is_weight,
     log_variable,
+    multiple,
     variable,
 )
 from torch_streamkl.program.operations import OPERATIONS, exact
@@ -236,8 +236,7 @@ class Functional:
         """
         if mixture_terms(self.expr) is None:
             return None
-        _, of_p = self.expr.args[0].args  # P (logP - logM)
-        return mixture_shares(of_p.args[1].args[1])
+        return next(filter(None, map(mixture_shares, walk([self.expr]))))
 
     @functools.cached_property
     def has_jumps(self) -> bool:
@@ -252,10 +251,7 @@ class Functional:
     @functools.cached_property
     def variation(self) -> float | None:
         """Returns the number c of an expression c |P - S|."""
-        e = self.expr
-        c = 1.0
-        if e.op == "mul" and e.args[0].op == "const":
-            c, e = e.args[0].value, e.args[1]
+        c, e = multiple(self.expr)
         return c if c and e in (apply("abs", P - S), apply("abs", S - P)) else None
 
     @functools.cached_property
@@ -263,20 +259,14 @@ class Functional:
         """Matches P (log(P + e) - log(S + f)), or S (log(S + f) - log(P + e)), and returns its
         numbers.
         """
-        if self.expr.op != "mul" or self.expr.args[1].op != "sub":
+        eps = {x.args[0]: x.args[1].value for x in walk([self.expr]) if is_lifted(x)}
+        if set(eps) != {P, S} or eps[P] * eps[S] < SMALLEST:
             return None
-        own, (log_own, log_other) = self.expr.args[0], self.expr.args[1].args
-        if not (log_own.op == log_other.op == "log" and is_weight(own)):
-            return None
-        (lifted_own,), (lifted_other,) = log_own.args, log_other.args
-        if not (is_lifted(lifted_own) and is_lifted(lifted_other)):
-            return None
-        (own_too, own_eps), (other, other_eps) = lifted_own.args, lifted_other.args
-        if own_too != own or other == own:
-            return None
-        if own_eps.value * other_eps.value < SMALLEST:
-            return None
-        return LiftedQuotient(own_eps.value, other_eps.value, own == P)
+        for own, other in ((P, S), (S, P)):
+            log_own, log_other = (apply("log", x + eps[x]) for x in (own, other))
+            if self.expr is own * (log_own - log_other):
+                return LiftedQuotient(eps[own], eps[other], own is P)
+        return None
 
     @functools.cached_property
     def is_short(self) -> bool:

@@ -239,6 +239,31 @@ def size_of(size: Size) -> Node:
     return intern("size", (), size, INT, range=(float(size.low), float(size.high)))
 
 
+class Source:
+    """Names a captured tensor: a tensor of the user's program, and whether gradient flows.
+
+    ``version`` counts the writes before. Sources are equal if all three are.
+    """
+
+    __slots__ = ("grad_flows", "name", "version")
+
+    def __init__(self, name: Any, version: int = 0, grad_flows: bool = False) -> None:
+        self.name, self.version, self.grad_flows = name, version, grad_flows
+
+    def _key(self) -> tuple[Any, int, bool]:
+        return self.name, self.version, self.grad_flows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        flow = "*" if self.grad_flows else ""
+        return f"{self.name}{flow}" + (f"'{self.version}" if self.version else "")
+
+
 def capture(
     source: Any,
     dtype: str = FLOAT,
@@ -248,9 +273,8 @@ def capture(
 ) -> Node:
     """Returns an element of a tensor, which ``source`` names, at these positions.
 
-    A source is a value that is equal to itself alone: the node of the user's graph, how often it
-    was written before, and whether gradient flows to it. Row programs number theirs, and say what
-    axes they have. A bias may hide keys, so that tensors by key may be infinite.
+    Row programs number theirs, and say what axes they have; in a user's program it is a `Source`.
+    A bias may hide keys, so that tensors by key may be infinite.
     """
     axes = axes.union(*(x.axes for x in at))
     is_finite = dtype != FLOAT or not (at or has_keys(axes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch_streamkl.program import graph
 from torch_streamkl.program.canonical import (
@@ -45,6 +44,7 @@ from torch_streamkl.program.graph import (
     SUM,
     Axis,
     Node,
+    Source,
     const,
     index,
     reduce,
@@ -304,6 +304,8 @@ def remade(x: Node, args: tuple[Node, ...]) -> Node:
             return graph.capture(x.value, x.dtype, axes, args, x.range)
         case "log_softmax":
             return log_softmax(args[0], x.value)
+        case "contract":
+            return contraction(args[0], args[1], x.value)
         case "reduce":
             return reduce(x.value.kind, x.value.axis, args[0], x.value.size)
     maker = _MAKERS.get(x.op)
@@ -390,31 +392,6 @@ def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
         at = [index(a) for a in graph.ordered(x.axes)]
         return node(x.op, at, x.value, x.dtype, x.range, x.is_finite)
     return remade(x, args) if args else x
-
-
-class Source:
-    """Names a captured tensor: a tensor of the user's program, and whether gradient flows.
-
-    ``version`` counts the writes before. Sources are equal if all three are.
-    """
-
-    __slots__ = ("grad_flows", "name", "version")
-
-    def __init__(self, name: Any, version: int = 0, grad_flows: bool = False) -> None:
-        self.name, self.version, self.grad_flows = name, version, grad_flows
-
-    def _key(self) -> tuple[Any, int, bool]:
-        return self.name, self.version, self.grad_flows
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Source) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        flow = "*" if self.grad_flows else ""
-        return f"{self.name}{flow}" + (f"'{self.version}" if self.version else "")
 
 
 def detached(x: Node) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, MAX, Node
+from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.steps import Schedule
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.tile import RowValue, RowValues, Values, allowed, evaluate, whole
@@ -22,90 +24,55 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((a == 0) | (b == 0), 0.0, a * b)
 
 
-class _Function(torch.autograd.Function):
-    """Computes exp, log, sqrt by name, or a power, with the gradients of row programs."""
+# the derivative to each argument, of the arguments and the result
+SLOPES: dict[str, Callable[..., Sequence[Tensor]]] = {
+    "exp": lambda x, out: [out],
+    "log": lambda x, out: [1.0 / x],
+    "log_div": lambda a, b, out: [1.0 / a, -1.0 / b],
+    "sqrt": lambda x, out: [0.5 / out],
+    "mul": lambda a, b, out: [b, a],
+    "mul0": lambda a, b, out: [b, a],
+    "div": lambda a, b, out: [1.0 / b, -out / b],
+}
+
+
+class _Guarded(torch.autograd.Function):
+    """Computes an operation of the table, or a power, whose exponent stands for the operation."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, function: str | float) -> Tensor:
-        out: Tensor = getattr(torch, function)(x) if isinstance(function, str) else x**function
+    def forward(op: str | float, *args: Tensor) -> Tensor:
+        out: Tensor = OPERATIONS[op].run(*args) if isinstance(op, str) else args[0] ** op
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.function = inputs
-        ctx.save_for_backward(x, output)
-        ctx.save_for_forward(x, output)
+        ctx.op, *args = inputs
+        ctx.save_for_backward(*args, output)
+        ctx.save_for_forward(*args, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _product(grad, _slope(ctx)), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, _slopes(ctx), strict=False)
+        return None, *(_product(grad, slope).sum_to_size(x.shape) for x, slope in pairs)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return _product(tangent, _slope(ctx))
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        pairs = zip(tangents, _slopes(ctx), strict=True)
+        return functools.reduce(torch.add, (_product(t, slope) for t, slope in pairs))
 
 
-def _slope(ctx: Any) -> Tensor:
-    x, out = ctx.saved_tensors
-    slope: Tensor
-    match ctx.function:
-        case "exp":
-            slope = out
-        case "log":
-            slope = 1.0 / x
-        case "sqrt":
-            slope = 0.5 / out
-        case exponent:
-            slope = exponent * x ** (exponent - 1.0)
-    return slope
-
-
-class _Product(torch.autograd.Function):
-    """Computes a product or quotient of two tensors, with 0 times anything 0."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, is_quotient: bool, is_guarded: bool) -> Tensor:
-        if is_quotient:
-            return a / b
-        return _product(a, b) if is_guarded else a * b
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, ctx.is_quotient, _ = inputs
-        ctx.save_for_backward(a, b)
-        ctx.save_for_forward(a, b)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        a, b = ctx.saved_tensors
-        if ctx.is_quotient:
-            ga = _product(grad, 1.0 / b)
-            gb = -_product(ga, a / b)
-        else:
-            ga, gb = _product(grad, b), _product(grad, a)
-        return ga.sum_to_size(a.shape), gb.sum_to_size(b.shape), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, ta: Tensor, tb: Tensor, *_: None) -> Tensor:
-        a, b = ctx.saved_tensors
-        if ctx.is_quotient:
-            return _product(ta, 1.0 / b) - _product(_product(tb, 1.0 / b), a / b)
-        return _product(ta, b) + _product(tb, a)
+def _slopes(ctx: Any) -> Sequence[Tensor]:
+    if isinstance(ctx.op, str):
+        slopes = SLOPES[ctx.op]
+        return slopes(*ctx.saved_tensors)
+    return [ctx.op * ctx.saved_tensors[0] ** (ctx.op - 1.0)]
 
 
 GUARDED: dict[str, Callable[..., Any]] = {
-    "exp": lambda x: _Function.apply(x, "exp"),
-    "log": lambda x: _Function.apply(x, "log"),
-    "log_div": lambda a, b: _Function.apply(_Product.apply(a, b, True, False), "log"),
-    "sqrt": lambda x: _Function.apply(x, "sqrt"),
-    "pow": lambda x, exponent: _Function.apply(x, exponent),
-    "mul": lambda a, b: _Product.apply(a, b, False, False),
-    "mul0": lambda a, b: _Product.apply(a, b, False, True),
-    "div": lambda a, b: _Product.apply(a, b, True, False),
+    **{op: functools.partial(_Guarded.apply, op) for op in SLOPES},
+    "pow": lambda x, exponent: _Guarded.apply(exponent, x),
 }
 
 
