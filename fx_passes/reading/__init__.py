@@ -10,7 +10,7 @@ A tensor is an `arrays.Array`: an expression, and for each dimension the axes th
 - Where tensors meet, `arrays.met` gives their expressions in the same axes. A pointwise operation
   is then made by canonical.py (`linear`, `product`, `quotient`, `exponential`, `logarithm`,
   `choose`, `compare`, `function`); a matmul is `arrays.matmul`, a reduction `arrays.over`.
-- What is to run as it is written is made by `graph.apply` instead, and `reductions.canonical` gives
+- What is to run as it is written is made by `graph.apply` instead; `reductions.canonical` gives
   its normal form. The identities of the normal form are those of real numbers, not of NaN.
 - A mask is ``choose(condition, score, fill)``. Masks of -inf are one form however they are added;
   other fills stay in the score until it is read. `masks.structure_of` takes conditions apart.

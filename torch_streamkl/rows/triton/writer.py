@@ -53,7 +53,7 @@ class Writer:
     ) -> None:
         self.program, self.nodes, self.is_exact = program, nodes, is_exact
         self.order = used_by(nodes, roots)
-        self.shape = {i: self._shape_of(i) for i in self.order}
+        self.shape = self._shapes()
         self.arguments: list[str] = []
         self.lines: list[str] = []
         self.log_normalizer = 1
@@ -85,11 +85,17 @@ class Writer:
 
     # ------------------------------------------------------------------ what nodes are
 
-    def _shape_of(self, index: int) -> str:
-        parts = {self._own_shape(i) for i in used_by(self.nodes, [index])} - {CONST}
-        if not parts:  # a comparison of constants is computed with the rows
-            return CONST if self.nodes[index].op == "const" else OF_ROW
-        return parts.pop() if len(parts) == 1 else OF_BOTH
+    def _shapes(self) -> dict[int, str]:
+        parts: dict[int, frozenset[str]] = {}
+        shapes = {}
+        for i in self.order:
+            own = frozenset((self._own_shape(i),)) - {CONST}
+            parts[i] = own.union(*(parts[a] for a in self.nodes[i].args))
+            if parts[i]:
+                (shapes[i],) = parts[i] if len(parts[i]) == 1 else (OF_BOTH,)
+            else:  # a comparison of constants is computed with the rows
+                shapes[i] = CONST if self.nodes[i].op == "const" else OF_ROW
+        return shapes
 
     def _own_shape(self, index: int) -> str:
         node = self.nodes[index]
