@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torch_streamkl import flop_counts
+from torch_streamkl.compile_caches import source_digest
 from torch_streamkl.fx_passes import (
     ddp,
     inductor_calls,
@@ -37,7 +38,6 @@ from torch_streamkl.fx_passes.inductor_passes import (
     as_one_pass,
     chained,
     rewriting_pass,
-    source_digest,
     without_ours,
 )
 from torch_streamkl.fx_passes.options import (

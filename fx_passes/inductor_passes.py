@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-import torch_streamkl
+from torch_streamkl.compile_caches import source_digest
 from torch_streamkl.fx_passes import (
     ddp,
     inductor_calls,
@@ -22,29 +19,8 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
-from torch_streamkl.version import __version__
 
 Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our options
-
-
-@functools.cache
-def source_digest() -> str:
-    """Returns the digest of every file of the package, for cache keys of compiled graphs.
-
-    A custom operator's backward is part of compiled graphs only by name. Without the digest, a
-    cached graph would silently keep computing yesterday's gradient.
-    """
-    roots = (Path(torch_streamkl.__file__).parent, Path(__file__).parent)
-    return " ".join([__version__, *(digest_of(root) for root in roots)])
-
-
-def digest_of(root: Path) -> str:
-    """Returns the digest of names and contents of a directory's files, without bytecode."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc"):
-        digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def cache_key(ours: RewriteOptions) -> str:

@@ -21,6 +21,7 @@ import pytest
 from torch import fx
 
 import torch_streamkl
+from torch_streamkl import compile_caches
 from torch_streamkl.fx_passes import inductor_passes as passes
 
 SCRIPT = Path(__file__).parent / "support" / "cached_step.py"
@@ -78,7 +79,7 @@ def _uses(result: dict[str, Any]) -> tuple[int, int, int]:
 
 def test_changed_code_or_option_is_a_miss_and_the_same_a_hit(tmp_path: Path) -> None:
     package = _copy_of_the_package(tmp_path)
-    front_ends = ("backend", "inductor_options")
+    front_ends = ("backend", "inductor_options", "direct")
     with _processes(tmp_path) as run:
         eager, *first = run("eager", *front_ends)
         for result in first:
@@ -108,18 +109,18 @@ def test_every_source_file_is_part_of_the_key(tmp_path: Path) -> None:
     for path in package.rglob("*"):
         if path.is_file():  # as many files, of a few bytes each: every one is read for every other
             path.write_bytes(path.read_bytes()[-40:])
-    seen = {passes.digest_of(package)}
-    assert passes.digest_of(package) in seen
+    seen = {compile_caches.digest_of(package)}
+    assert compile_caches.digest_of(package) in seen
     files = [path for path in package.rglob("*") if path.is_file()]
     assert len(files) > 20
     for path in files:
         path.write_bytes(path.read_bytes() + b"\n# changed\n")
-        digest = passes.digest_of(package)
+        digest = compile_caches.digest_of(package)
         assert digest not in seen, path
         seen.add(digest)
     renamed = files[0].with_name("renamed.py")
     files[0].rename(renamed)
-    assert passes.digest_of(package) not in seen
+    assert compile_caches.digest_of(package) not in seen
 
 
 def test_a_pass_of_the_user_runs_and_is_part_of_the_key() -> None:

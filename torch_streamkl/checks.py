@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from torch_streamkl import flop_counts
+from torch_streamkl import compile_caches, flop_counts
 from torch_streamkl.caches import Bounded
 from torch_streamkl.compiler_marks import assume_constant_result
 
@@ -166,6 +166,8 @@ def has_batched_gradients() -> bool:
 
 def refuse_transforms(operator: str) -> None:
     """Refuses torch.func transforms, whose derivatives of an operator would be silently wrong."""
+    if torch.compiler.is_compiling():
+        compile_caches.add_to_keys()
     if _is_transformed():
         raise NotImplementedError(
             f"{operator} has no derivative under torch.func and no forward-mode derivative; use "
@@ -175,6 +177,8 @@ def refuse_transforms(operator: str) -> None:
 
 def refuse_all_transforms(operator: str) -> None:
     """Refuses every torch.func transform: none can follow the exchange between ranks."""
+    if torch.compiler.is_compiling():
+        compile_caches.add_to_keys()
     if _is_transformed() or torch._C._functorch.get_interpreter_stack():
         raise NotImplementedError(
             f"{operator} takes no part in torch.func (vmap, grad, jvp); use torch.autograd.grad "

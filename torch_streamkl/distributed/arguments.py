@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from torch_streamkl import checks
+from torch_streamkl.distributed.agreement import together_on_mesh
 
 # of an argument: dimensions in which each rank has a size of its own, or None if the argument is
 # not compared
@@ -32,8 +34,11 @@ def bound(
 ) -> dict[str, Any]:
     """Returns every argument of a call by its name, those that were left out too.
 
-    Raises TypeError, as the call would, if they do not fit the signature.
+    Raises TypeError, as the call would, if they do not fit the signature; and what a function has
+    refused before it got here (nitrobrew.py), so that all ranks hear of it.
     """
+    if (refusal := getattr(function, "refusal", None)) is not None:
+        raise refusal
     # a compiler does not trace caches
     signature = inspect.signature if torch.compiler.is_compiling() else _signature
     parameters = signature(function).parameters
@@ -75,6 +80,31 @@ def check_without_numbers(function: Callable[..., Any], given: Mapping[str, Any]
             for name, x in given.items()
         }
         function(**whole)
+
+
+def compared(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    own: Own,
+    check: Callable[[], Any],
+) -> Any:
+    """Returns ``check()`` of a call with DTensors, after the ranks of their mesh compared it.
+
+    What they then compute, exchange or refuse is the same on all of them. A compiler traces the
+    same program on every rank.
+    """
+    if torch.compiler.is_compiling():
+        return check()
+    placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
+    return together_on_mesh(
+        placed.device_mesh,
+        placed.device,
+        f"{function.__name__} of DTensors",
+        lambda: described(bound(function, args, kwargs), own, placed.device),
+        check,
+        lambda: check_without_numbers(function, bound(function, args, kwargs)),
+    )
 
 
 def _text(x: object, own_dims: tuple[int, ...] = ()) -> str:

@@ -5,34 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_streamkl.distributed import sharding
-from torch_streamkl.distributed.agreement import together_on_mesh
-from torch_streamkl.distributed.arguments import bound, check_without_numbers, described
+from torch_streamkl.distributed.arguments import compared
 
 if TYPE_CHECKING:
     from torch_streamkl.attention.arguments import Inputs, Settings
 
 
 def attention_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Calls ``function(...)`` with DTensors, after ranks compared the arguments.
-
-    All ranks then compute, exchange or refuse the same.
-    """
-    placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
-    if not torch.compiler.is_compiling():  # every rank traces the same program
-        together_on_mesh(
-            placed.device_mesh,
-            placed.device,
-            f"{function.__name__} of DTensors",
-            lambda: described(bound(function, args, kwargs), {}, placed.device),
-            lambda: None,
-            lambda: check_without_numbers(function, bound(function, args, kwargs)),
-        )
+    """Calls ``function(...)`` with DTensors, after ranks compared the arguments."""
+    compared(function, args, kwargs, {}, lambda: None)
     return function(*args, **kwargs)
 
 

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torch_streamkl import checks
 from torch_streamkl.distributed import no_tokens
-from torch_streamkl.distributed.agreement import together_on_mesh
-from torch_streamkl.distributed.arguments import bound, check_without_numbers, described
+from torch_streamkl.distributed.arguments import bound, compared
 from torch_streamkl.distributed.linear import OWN, UnsummedGroup
 from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, vocab_as_local
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
@@ -70,26 +69,11 @@ def _together(
 ) -> tuple[dict[str, Any], Layout]:
     """Checks all arguments on every rank before any exchange; returns them with their layout."""
 
-    def arguments() -> dict[str, Any]:
-        if (refusal := getattr(function, "refusal", None)) is not None:
-            raise refusal
-        return bound(function, args, kwargs)
-
     def check() -> tuple[dict[str, Any], Layout]:
-        given = arguments()
+        given = bound(function, args, kwargs)
         return given, _checked(given)
 
-    if torch.compiler.is_compiling():  # every rank traces the same program
-        return check()
-    placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
-    found: tuple[dict[str, Any], Layout] = together_on_mesh(
-        placed.device_mesh,
-        placed.device,
-        "linear_kl of DTensors",
-        lambda: described(arguments(), OWN, placed.device),
-        check,
-        lambda: check_without_numbers(function, arguments()),
-    )
+    found: tuple[dict[str, Any], Layout] = compared(function, args, kwargs, OWN, check)
     return found
 
 

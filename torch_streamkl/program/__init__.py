@@ -4,3 +4,5 @@
 `canonical.py` their identities and normal form, `derive.py` derivatives, `divergences.py` the
 named divergences, `masks.py` masks, and `steps.py` the form that implementations run.
 """
+
+from torch_streamkl.program import identities as identities  # graph.py makes nodes with them

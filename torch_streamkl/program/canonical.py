@@ -15,7 +15,7 @@ one by the other has to know that nothing observes the difference (fx_passes/pla
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_streamkl.program import operations
@@ -39,6 +39,17 @@ from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, tim
 
 Theta = Mapping[Axis, Node]
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled
+
+
+class _Reductions:
+    """Holds what reductions.py defines: its bodies are sums, and sums have reductions in them."""
+
+    substitute: Callable[[Node, Mapping[Axis, Node]], Node]
+    reopened: Callable[[str, Node, Node], Node]
+    assume: Callable[[Node, Mapping[Node, bool]], Node]
+
+
+REDUCTIONS = _Reductions()
 
 
 def node(
@@ -125,13 +136,11 @@ def _with_log_softmax(
     constant: float, total: dict[Node, float]
 ) -> tuple[float, dict[Node, float]]:
     """x - lse(x) as one atom, however it was spelt."""
-    from torch_streamkl.program.reductions import substitute  # reductions have sums, sums these
-
     for lse in [x for x in total if x.op == "reduce" and x.value.kind == LOGSUMEXP]:
         c, size = total[lse], lse.value.axis.size
         free = {a for x in total for a in x.axes if a.size is size or a.size == size} - lse.axes
         for axis in sorted(free, key=repr):
-            x = substitute(lse.args[0], {lse.value.axis: index(axis)})
+            x = REDUCTIONS.substitute(lse.args[0], {lse.value.axis: index(axis)})
             k0, terms = terms_of(x)
             if terms and all(_cancels(total.get(t, 0.0), c * k) for k, t in terms):
                 total = {y: v for y, v in total.items() if y is not lse}
@@ -279,9 +288,7 @@ def logarithm(x: Node) -> Node:
 
 def _log_of_sum(x: Node) -> Node:
     """The log-sum-exp that a sum of exponentials is the exponential of."""
-    from torch_streamkl.program.reductions import reopened
-
-    return reopened(LOGSUMEXP, x, x.args[0].args[0])
+    return REDUCTIONS.reopened(LOGSUMEXP, x, x.args[0].args[0])
 
 
 def log_add_exp(*terms: Node) -> Node:
@@ -415,16 +422,14 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
 
     A number that fills the rest of an expression stands on the right.
     """
-    from torch_streamkl.program.reductions import assume
-
     if condition is TRUE or a is b:
         return a
     if condition is FALSE:
         return b
     if _rank(a) > _rank(b) or (condition.op == "not" and _rank(a) == _rank(b)):
         return choose(negation(condition), b, a)
-    a = assume(a, dict.fromkeys(literals(condition), True))
-    b = assume(b, {condition: False})
+    a = REDUCTIONS.assume(a, dict.fromkeys(literals(condition), True))
+    b = REDUCTIONS.assume(b, {condition: False})
     if b.op == "const" and a.op == "where" and a.args[2] is b:
         return choose(all_of(condition, a.args[0]), a.args[1], b)
     if a is b:

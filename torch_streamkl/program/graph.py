@@ -19,7 +19,7 @@ import hashlib
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch_streamkl.program import operations, ranges
@@ -296,20 +296,28 @@ def seed(number: int, axes: frozenset[Axis]) -> Node:
 # ------------------------------------------------------------------------ operations
 
 
+class _Identities:
+    """Holds what identities.py defines: it makes nodes, and nodes are made with identities."""
+
+    power: Callable[[Node, float], Node]
+    simplified: Callable[[str, Sequence[Node]], Node | None]
+
+
+IDENTITIES = _Identities()
+
+
 def apply(op: str, *args: Operand) -> Node:
     """Returns an operation of `operations.OPERATIONS` as it is written.
 
     Arguments are promoted as torch promotes types. Identities apply that change no result but by
     a rounding, and that avoid an underflow of a probability (identities.py).
     """
-    from torch_streamkl.program import identities
-
     if op == "pow":
         x, exponent = args
         assert isinstance(x, Node) and not isinstance(exponent, Node)
-        return identities.power(x, exponent)
+        return IDENTITIES.power(x, exponent)
     op, operands = promoted(op, [as_node(a) for a in args])
-    simple = identities.simplified(op, operands)
+    simple = IDENTITIES.simplified(op, operands)
     if simple is not None and (simple := _broadcast(simple, op, operands)) is not None:
         return simple
     if op == "div0" and (is_factor(operands[0]) or is_away_from_zero(operands[1])):

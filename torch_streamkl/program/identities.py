@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch_streamkl.program import operations, ranges
 from torch_streamkl.program.graph import (
     FLOAT,
+    IDENTITIES,
     INT,
     ZERO,
     Node,
@@ -239,3 +240,6 @@ def _of_row_first(a: Node, b: Node) -> tuple[Node, Node, Node] | None:
             if not x.by_key and y.by_key:
                 return y, x, row
     return None
+
+
+IDENTITIES.power, IDENTITIES.simplified = power, simplified

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch_streamkl.program import graph
 from torch_streamkl.program.canonical import (
     FALSE,
+    REDUCTIONS,
     TRUE,
     all_of,
     any_of,
@@ -412,3 +413,6 @@ def detached(x: Node) -> Node:
 def rounded(x: Node, dtype: str) -> Node:
     """Returns a value rounded to a narrower type, which is not the value."""
     return node("round", [x], dtype, x.dtype, x.range)
+
+
+REDUCTIONS.substitute, REDUCTIONS.reopened, REDUCTIONS.assume = substitute, reopened, assume
