@@ -223,7 +223,7 @@ def test_every_unfused_program_says_why_and_what_to_do(name: str) -> None:
 
 def test_remedies_are_for_reasons() -> None:
     assert hint_for("dropout changes the probabilities after the softmax")
-    assert "what fuses as it is" in hint_for("an unheard-of reason")
+    assert "lists what fuses" in hint_for("an unheard-of reason")
     assert hint_for("the check failed: the value is off") == ""
 
 

@@ -196,6 +196,8 @@ def test_what_is_stored_is_inductors(tmp_path: Path) -> None:
     options: Any = LEAST
     function = torch.compile(kl, backend="streamkl", fullgraph=True, options=options)
     inputs = inputs_of()
+    if not hasattr(function, "aot_compile"):
+        pytest.skip("torch.compile has no aot_compile in this torch")
     stored = function.aot_compile((tuple(inputs), {}))
     stored.save_compiled_function(str(tmp_path / "loss"))
     torch.testing.assert_close(results(stored, inputs), results(kl, inputs))
