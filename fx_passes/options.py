@@ -129,6 +129,16 @@ class RewriteOptions:
         "also fuse losses that are not built-in divergences, as row programs",
     )
 
+    def __new__(cls, *_: Any, **given: Any) -> RewriteOptions:
+        """Refuses names that are no options, before `__init__` does it without a suggestion."""
+        for name in given:
+            if name not in NAMES:
+                raise TypeError(
+                    f"RewriteOptions has no option {name!r}{_suggestion(name, NAMES)}; its options "
+                    f"are {', '.join(sorted(NAMES))}"
+                )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for option in fields(self):
             rule, value = option.metadata["rule"], getattr(self, option.name)

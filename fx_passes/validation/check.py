@@ -161,7 +161,7 @@ def _affordable_sizes(
         elif seconds > budget.left:
             limit = f"{options.max_seconds:g} s limit"
             if budget.left < options.max_seconds:
-                limit += " for the whole graph"
+                limit = f"{max(budget.left, 0.0):.2g} s left of the graph's {limit}"
             refusal = refusal or f"~{max(seconds, 0.1):.2g} s > {limit}. {FORCE_CHECK}"
         else:
             return sizes

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
+from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
 from torch_streamkl.fx_passes.validation.gradient_terms import GradientTerms
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.rows.op import row_program, row_program_sum
@@ -80,7 +81,7 @@ def run(
                 if last_use[a.name] == node.name and a.name != output and a.name not in leaves:
                     values.pop(a.name, None)
             if deadline is not None and time.perf_counter() > deadline:
-                raise NotChecked("it takes too long")
+                raise NotChecked(f"it took longer than the time limit allows. {FORCE_CHECK}")
     value = values[output]
     gradients = _gradients(value, env)
     written = {
