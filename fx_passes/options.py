@@ -133,9 +133,10 @@ class RewriteOptions:
         """Refuses names that are no options, before `__init__` does it without a suggestion."""
         for name in given:
             if name not in NAMES:
+                meant = _suggestion(name, NAMES)
                 raise TypeError(
-                    f"RewriteOptions has no option {name!r}{_suggestion(name, NAMES)}; its options "
-                    f"are {', '.join(sorted(NAMES))}"
+                    f"RewriteOptions has no option {name!r}{meant}; its options are "
+                    f"{', '.join(sorted(NAMES))}"
                 )
         return super().__new__(cls)
 

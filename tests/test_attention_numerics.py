@@ -293,3 +293,27 @@ def test_a_scale_without_dimensions_is_not_rounded(device: str, on_cpu: bool) ->
     assert torch.equal(value, attention_kl(exact, k, k, q, student_scale=1.0))
     (grad,) = torch.autograd.grad(value.sum(), scale)
     assert grad.shape == () and grad.device == scale.device and grad != 0
+
+
+@pytest.mark.parametrize("head_mean", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options", [{"divergence": "tv"}, {"divergence": "reverse_kl", "teacher_clamp": 1.0}]
+)
+def test_gradients_of_rows_whose_sides_agree_on_one_key(
+    options: dict[str, Any], dtype: torch.dtype, head_mean: bool
+) -> None:
+    """Forward and backward agree on which of P and S is larger, and is at a clamp."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, n, 8, generator=generator, dtype=dtype) * 5 for n in (400, 9))
+    if head_mean:
+        options = {**options, "head_reduction": "mean"}
+    found = []
+    for impl in ("torch", "reference"):
+        exact = torch.float64 if impl == "reference" else dtype
+        trained, keys, teacher = (x.to(exact).clone() for x in (q, k, q * 1.1))
+        trained.requires_grad_()
+        attention_kl(trained, keys, teacher, keys, **options, impl=impl).sum().backward()
+        assert trained.grad is not None
+        found.append(trained.grad.double())
+    torch.testing.assert_close(*found, atol=2e-3, rtol=1e-3)

@@ -386,7 +386,8 @@ def refuse_option(function: str, name: str, allowed: Iterable[str]) -> NoReturn:
 def _shown(value: object) -> str:
     """Formats a value for an error's sentence."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        # a nested tensor may have no shape to show
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

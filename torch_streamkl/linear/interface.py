@@ -285,12 +285,20 @@ class LinearKL(nn.Module):
 
     def forward(
         self,
-        student_hidden: Tensor,
-        student_weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
+        student_hidden: Tensor | None = None,
+        student_weight: Tensor | None = None,
+        teacher_hidden: Tensor | None = None,
+        teacher_weight: Tensor | None = None,
         **tensors: Any,
     ) -> Tensor:
+        # `linear_kl` says what is missing, on all ranks of its group
+        operands = {
+            "student_hidden": student_hidden,
+            "student_weight": student_weight,
+            "teacher_hidden": teacher_hidden,
+            "teacher_weight": teacher_weight,
+        }
+        operands = {name: x for name, x in operands.items() if x is not None}
         call: Callable[..., Tensor] = linear_kl
         try:
             for name in tensors:
@@ -301,14 +309,7 @@ class LinearKL(nn.Module):
         except TypeError as error:
             call = refusing(error)
             tensors = {name: x for name, x in tensors.items() if name in _TENSORS}
-        return call(
-            student_hidden,
-            student_weight,
-            teacher_hidden,
-            teacher_weight,
-            **tensors,
-            **self.options,
-        )
+        return call(**operands, **tensors, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
