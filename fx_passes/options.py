@@ -77,7 +77,7 @@ class RewriteOptions:
         verify_max_mib: the memory of one such check in MiB; None is a quarter of what is free.
         verify_max_seconds: the time of all checks of a graph, in seconds.
         min_mib: the minimum size for fusing, in MiB of scores or logits. Smaller losses are
-            skipped. 0 fuses everything, and None is the threshold of the device.
+            skipped. 0 skips nothing, and None is the threshold of the device.
         row_programs: also fuse losses that are not built-in divergences, as row programs.
 
     Raises:
@@ -121,7 +121,7 @@ class RewriteOptions:
         None,
         _Number("of at least 0", 0),
         "minimum size for fusing, in MiB of scores or logits; smaller losses are skipped. "
-        "`0` fuses everything, `None` is the threshold below",
+        "`0` skips nothing, `None` is the threshold below",
     )
     row_programs: bool = _option(
         True,

@@ -90,6 +90,12 @@ ADVICE = (
         "graph fuse as they are; whole rows may be selected, logits[mask]",
     ),
     Advice(
+        "argmax: a hard teacher",
+        "^(argmax|argmin)\\b",
+        "compute the labels outside of the compiled function, in chunks and under no_grad; "
+        "then pass them as labels to cross_entropy or linear_kl",
+    ),
+    Advice(
         "sort, top-k, cumsum: whole rows in order",
         "^(sort|argsort|topk|kthvalue|argmax|argmin|cumsum|cumprod|logcumsumexp|msort|median"
         "|quantile|multinomial|the largest scores)\\b",
@@ -145,6 +151,12 @@ ADVICE = (
         "^(std|var|std_mean|var_mean)\\b|averaged over their own rows or keys",
         "write the deviation by hand, for n keys: d = s - s.mean(-1, keepdim=True), then "
         "((d * d).sum(-1, keepdim=True) / (n - 1)).sqrt(): the same value",
+    ),
+    Advice(
+        "a slice or column of the scores is overwritten",
+        "setitem at",
+        "write it out of place: torch.where(mask, value, x) or x.masked_fill(mask, value) instead "
+        "of x[..., i] = value",
     ),
     Advice(
         "a tensor is modified in place",

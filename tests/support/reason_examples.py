@@ -158,6 +158,21 @@ def written_later(q, k, r, u):
     return loss
 
 
+@example("a slice or column of the scores is overwritten")
+def columns_written(q, k, r, u):
+    s, t = q @ k.mT, r @ u.mT
+    s[..., 0] = -1e9
+    t[..., 0] = -1e9
+    return kl(s, t)
+
+
+@example("argmax: a hard teacher")
+def hard_teacher(q, k, r, u):
+    labels = (r @ u.mT).argmax(-1)
+    s = (q @ k.mT).log_softmax(-1)
+    return F.kl_div(s, F.one_hot(labels, s.shape[-1]).to(s.dtype), reduction="batchmean")
+
+
 @example("another operation than a matrix product makes the scores")
 def einsum_of_one_label(q, k, r, u):
     s = torch.einsum("bhqd,bhkd,d->bhqk", q, k, torch.ones(q.shape[-1]))
