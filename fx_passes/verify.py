@@ -106,6 +106,10 @@ def verify(
     Everything is restored at the end. `verify` compiles the program again, and does not change
     code that you compiled before.
 
+    It does not compare strides, which results share memory with each other or with arguments, and
+    whether a result is an `nn.Parameter`. It restores the global grad mode and random seeds
+    without a word if the compiled program changes them.
+
     Args:
         fn: a function, bound method or module, compiled by torch.compile or not.
         args, kwargs: its arguments; tensors in lists, tuples and dicts are found.

@@ -124,6 +124,8 @@ def _tensor(x: Tensor, own_dims: tuple[int, ...]) -> str:
     dtype = str(x.dtype).removeprefix("torch.")
     mesh = getattr(x, "device_mesh", None)
     own = own_dims if mesh is None else ()  # a DTensor's sizes are those of the whole tensor
+    if x.is_nested:  # it may have no shape to show
+        return f"{x.device.type} {dtype} nested tensor"
     shape = ["any" if dim in own else str(size) for dim, size in enumerate(x.shape)]
     text = f"{x.device.type} {dtype} [{', '.join(shape)}]"
     if mesh is not None:
