@@ -30,6 +30,7 @@ SOFTMAXES = {"softmax", "_softmax"}
 LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
 CALLS = {"kl_div", "cross_entropy_loss"}
 ONE_SIDE = "the scores or probabilities of one side are not made"
+AS_PRODUCT = "the sum over the keys is written as a matrix product"
 NOT_MADE = "is not made from scores in this graph"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
 ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
@@ -120,11 +121,13 @@ def reason_of(
                     reason = recognised.reasons[other]
                     return reason, _first_with(reason, other, recognised)
             if name_of(node) in MATMULS:
-                return "the sum over the keys is written as a matrix product", node
+                return AS_PRODUCT, node
         return (
             "the divergence leaves the graph before it is summed over the keys: as an output, or "
             "at a graph break"
         ), None
+    if name_of(site) in MATMULS:
+        return AS_PRODUCT, site
     return f"{ONE_SIDE} in this graph, or not summed in it", None
 
 

@@ -18,7 +18,7 @@ class Site:
     reason: str  # empty when fused, otherwise what the operators do not support
     location: str  # file:line of the user's code
     code: str = ""  # that line
-    bytes_saved: int = 0
+    bytes_saved: int = 0  # an equal share of what the losses of its graph save
     hint: str = ""  # a hint: what would make it fusable
     blocked_at: str = ""  # file:line of the unsupported operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made

@@ -57,7 +57,8 @@ def readers_text(
     if is_output and read_by is not None:
         said.append(f"read by {read_by}")
     elif is_output:
-        said.append(f"returned by your function; drop it to save {bytes_text(num_bytes(node))}")
+        saved = bytes_text(num_bytes(node))
+        said.append(f"returned, or used after a graph break; {saved} less without that")
     return ", ".join(said) or "nothing reads it"
 
 
