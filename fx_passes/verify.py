@@ -107,8 +107,8 @@ def verify(
     code that you compiled before.
 
     It does not compare strides, which results share memory with each other or with arguments, and
-    whether a result is an `nn.Parameter`. It restores the global grad mode and random seeds
-    without a word if the compiled program changes them.
+    whether a result is an `nn.Parameter`. If the compiled program changes the grad mode or random
+    seeds, they are restored, and nothing is reported.
 
     Args:
         fn: a function, bound method or module, compiled by torch.compile or not.
