@@ -128,7 +128,7 @@ def test_sizes_of_data_are_a_reason() -> None:
         value = torch.compile(loss, backend="streamkl", options=EAGER)(*inputs)
     (site,) = report.sites
     assert "sizes are read from tensors" in site.reason
-    assert "mask what is beyond the lengths" in site.hint
+    assert "mask the positions beyond the lengths" in site.hint
     assert not report.failures
     torch.testing.assert_close(value, loss(*inputs))
 
