@@ -8,8 +8,6 @@ from types import TracebackType
 # memory would print, and warnings of the CPU's allocator about tensors older than a profile.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# Threads that wait do not spin: next to other work that takes several times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # trl_gkd takes its loss from there
 
 
