@@ -74,7 +74,7 @@ class Plan:
         self._mask_strides = _broadcast_strides(problem.mask)
         without_tensors = all(x is None for x in tensors)  # a plan keeps no tensor alive
         self._masks = _masks(problem, self._mask_strides) if without_tensors else None
-        self._compile_options = APART if functional.has_jumps else {}
+        self._has_jumps = functional.has_jumps
         self._compiled: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
 
@@ -119,8 +119,9 @@ class Plan:
         # calls of one plan choose among kernels by what its key does not have, as `deterministic`
         name = name, id(kernel)
         known = self._compiled.get(name) if is_aligned else None
-        every = {**options, **self._compile_options}
-        compiled = launch(kernel, grid, arguments, constants, every, known)
+        if self._has_jumps:
+            options = {**options, **APART}
+        compiled = launch(kernel, grid, arguments, constants, options, known)
         if is_aligned and compiled is not None:  # None from the interpreter
             self._compiled[name] = compiled
 

@@ -245,7 +245,7 @@ def _second_pass(
     problem, teacher_rows = blocks.problem, blocks.teacher_rows(rows)
     lse_s = without_infinity(rows.of(stats.student_lse))
     lse_t = without_infinity(teacher_rows.of(stats.teacher_lse))
-    has_jumps = problem.functional.has_kinks
+    has_kinks = problem.functional.has_kinks
     rest_s, rest_t = rows.of(rests.student), teacher_rows.of(rests.teacher)
     total, h_total = torch.zeros_like(lse_s), torch.zeros_like(lse_s)
     g_total = torch.zeros_like(lse_t)
@@ -254,7 +254,7 @@ def _second_pass(
         log_t = blocks.log_probabilities(problem.teacher, teacher_rows, keys, mask, lse_t).scores
         log_s = blocks.log_probabilities(problem.student, rows, keys, mask, lse_s).scores
         # a jump of the gradient is where the backward has it, whose log-probabilities are these
-        as_backward = deltas(problem, log_t, log_s, mask)[1:] if has_jumps else None
+        as_backward = deltas(problem, log_t, log_s, mask)[1:] if has_kinks else None
         log_t.sub_(rest_t.unsqueeze(-1))
         log_s.sub_(rest_s.unsqueeze(-1))
         f, *sums = deltas(problem, log_t, log_s, mask)

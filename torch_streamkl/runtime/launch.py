@@ -91,10 +91,10 @@ def launch(
     Returns:
         The compiled kernel; None from the interpreter, and where the observer did not launch it.
     """
-    options = {**COMPILE_OPTIONS, **options}
     observer = active_observer()
     if observer is None:
         return _start(kernel, grid, arguments, constants, options, compiled)
+    options = {**COMPILE_OPTIONS, **options}
     start = functools.partial(_start, kernel, grid, arguments, constants, options, compiled)
     return observer.run(start, kernel, grid, arguments, constants, options)
 
@@ -109,7 +109,7 @@ def _start(
 ) -> Any:
     with on_device(device_of(arguments)):
         if compiled is None:
-            return kernel[grid](*arguments, *constants, **options)
+            return kernel[grid](*arguments, *constants, **{**COMPILE_OPTIONS, **options})
         compiled[grid](*arguments, *constants)
         return compiled
 
