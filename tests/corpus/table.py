@@ -27,7 +27,8 @@ code. Each line is one of them. In {fused}, every loss is fused.
 - `{heads}` marks losses with the language-model heads inside of the graph. A loss on logits alone
   is not fused, because its logits exist before it starts.
 
-Written by `python -m tests.corpus.table`; `tests/test_corpus.py` checks that it is current.
+Written by `python -m tests.corpus.table`; `tests/rewrite/test_corpus.py` checks that
+it is current.
 
 | case | verdict | reason | loss error | gradient error |
 | --- | --- | --- | --- | --- |
