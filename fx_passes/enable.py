@@ -44,7 +44,7 @@ class EnabledPass(PreGradPass):
         super().__init__(ours, rewrite_and_report)
 
 
-class _OfProcess:
+class _ProcessWide:
     """Replaces a ContextVar: one value for all threads, as older torch keeps its settings."""
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class _OfProcess:
 
 # Dynamo's settings before the first `enable`, kept as torch keeps its own: newer releases keep
 # them for each thread. Not in our passes, which the user may replace.
-_before: ContextVar[dict[str, object] | None] | _OfProcess = (
+_before: ContextVar[dict[str, object] | None] | _ProcessWide = (
     ContextVar("settings before enable", default=None)
     if hasattr(_config_module, "ContextVar")
-    else _OfProcess()
+    else _ProcessWide()
 )
 
 

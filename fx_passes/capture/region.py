@@ -177,13 +177,13 @@ def compared_by_hand(node: fx.Node) -> list[fx.Node]:
     if name_of(node) not in PRODUCTS or len(node.all_input_nodes) != 2:
         return []
     for weight, ratio in (node.all_input_nodes, reversed(node.all_input_nodes)):
-        sources = [_behind(x, GUARDS) for x in _compared(_behind(ratio, CASTS))]
+        sources = [_looking_through(x, GUARDS) for x in _compared(_looking_through(ratio, CASTS))]
         value = example(sources[0]) if len(sources) == 2 else None
         if (
             isinstance(value, Tensor)
             and value.dim() > 1
             and is_tensor(sources[1])
-            and _behind(weight, GUARDS) in sources
+            and _looking_through(weight, GUARDS) in sources
         ):
             return sources
     return []
@@ -192,15 +192,15 @@ def compared_by_hand(node: fx.Node) -> list[fx.Node]:
 def _compared(ratio: fx.Node) -> list[fx.Node]:
     """The two tensors of which a node is the logarithm of the ratio, or fewer."""
     if name_of(ratio) in DIFFERENCES:
-        logs = [_behind(x, CASTS) for x in ratio.all_input_nodes]
+        logs = [_looking_through(x, CASTS) for x in ratio.all_input_nodes]
         return [x.all_input_nodes[0] for x in logs if name_of(x) == "log"]
     if name_of(ratio) == "log" and len(ratio.all_input_nodes) == 1:
-        quotient = _behind(ratio.all_input_nodes[0], CASTS)
+        quotient = _looking_through(ratio.all_input_nodes[0], CASTS)
         return quotient.all_input_nodes if name_of(quotient) in QUOTIENTS else []
     return []
 
 
-def _behind(node: fx.Node, names: set[str]) -> fx.Node:
+def _looking_through(node: fx.Node, names: set[str]) -> fx.Node:
     """Returns the tensors to which these operations, each with one tensor input, are applied."""
     while name_of(node) in names and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]

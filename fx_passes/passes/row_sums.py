@@ -84,7 +84,7 @@ def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
         if chain is None or _is_written_meanwhile(call, chain):
             continue
         build = builder(chain.total)
-        with contextlib.suppress(Unsupported), build.undone_if_blocked():
+        with contextlib.suppress(Unsupported), build.undone_if_unsupported():
             replaced.append(_replace(call, chain, build))
     return replaced
 

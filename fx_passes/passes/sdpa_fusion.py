@@ -67,7 +67,7 @@ def replace_attention(
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
-    leftovers, written = Leftovers(trace.outer), written_storages(graph)
+    leftovers, written = RemainingAttention(trace.outer), written_storages(graph)
     for inner in trace.graph.nodes:
         value, node = values.get(inner), trace.outer.get(inner)
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
@@ -83,7 +83,7 @@ def replace_attention(
             continue
         build = builder(node)
         try:
-            with build.undone_if_blocked():
+            with build.undone_if_unsupported():
                 replacement = leftovers.replace(node, value, build)
                 if not _same_metadata(replacement, node):
                     raise Unsupported("the fused attention has another shape or type")
@@ -132,7 +132,7 @@ def _same_metadata(a: fx.Node, b: fx.Node) -> bool:
 
 
 @dataclass
-class Leftovers:
+class RemainingAttention:
     """Rewrites the attention of one graph; masks that layers share are built once."""
 
     outer: Mapping[fx.Node, fx.Node]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.scores import (
@@ -50,7 +50,10 @@ NEVER_CAST = {
 
 
 def share_cross_entropy(
-    graph: fx.Graph, trace: Trace, recognised: Recogniser, builder: Callable[[fx.Node], Builder]
+    graph: fx.Graph,
+    trace: Trace,
+    recognised: ScoreInterpreter,
+    builder: Callable[[fx.Node], Builder],
 ) -> list[str]:
     """Replaces cross-entropies of the logits of a `linear_kl` call by the call's second output.
 

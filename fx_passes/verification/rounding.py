@@ -32,7 +32,7 @@ _FILL = 1e4  # beyond it lie the values of masks
 _MOST = 1.0  # a negative number that moves by more is the value of a mask
 
 
-class RoundedNumber(float):
+class PerturbedNumber(float):
     """A number of a tensor: what is computed with it moves by a rounding of the tensor's dtype."""
 
     eps: float
@@ -41,18 +41,18 @@ class RoundedNumber(float):
     def moved(self, x: Any) -> Any:
         if type(x) is not float:  # complex, or NotImplemented
             return x
-        return rounded_number(x * (1 + self.signs.choice((-1, 1)) * self.eps), self)
+        return perturbed_number(x * (1 + self.signs.choice((-1, 1)) * self.eps), self)
 
 
-def rounded_number(x: float, like: Any) -> RoundedNumber:
+def perturbed_number(x: float, like: Any) -> PerturbedNumber:
     """Returns a number that is rounded as another one is."""
-    number = RoundedNumber(x)
+    number = PerturbedNumber(x)
     number.eps, number.signs = like.eps, like.signs
     return number
 
 
 def _moving(name: str) -> Any:
-    def operation(self: RoundedNumber, *others: Any) -> Any:
+    def operation(self: PerturbedNumber, *others: Any) -> Any:
         return self.moved(getattr(float, name)(self, *others))
 
     return operation
@@ -60,11 +60,11 @@ def _moving(name: str) -> Any:
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     for _side in ("", "r"):
-        setattr(RoundedNumber, f"__{_side}{_name}__", _moving(f"__{_side}{_name}__"))
+        setattr(PerturbedNumber, f"__{_side}{_name}__", _moving(f"__{_side}{_name}__"))
 
 
-class NumbersOfTensors(TorchFunctionMode):
-    """``item()`` of floating-point tensors gives a `RoundedNumber`."""
+class PerturbItems(TorchFunctionMode):
+    """``item()`` of floating-point tensors gives a `PerturbedNumber`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ class NumbersOfTensors(TorchFunctionMode):
         if func is not Tensor.item or type(made) is not float:
             return made
         self.eps = torch.finfo(args[0].dtype).eps
-        return rounded_number(made, self)
+        return perturbed_number(made, self)
 
 
-class RoundedOtherwise(TorchDispatchMode):
+class PerturbRounding(TorchDispatchMode):
     """Moves the result of every operation by a rounding of its dtype, up or down.
 
     Sums and matrix products also get inputs that are moved, because their own additions may be
@@ -93,7 +93,7 @@ class RoundedOtherwise(TorchDispatchMode):
         super().__init__()
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
-        self.numbers = NumbersOfTensors(seed)
+        self.numbers = PerturbItems(seed)
 
     def __enter__(self) -> Any:
         self.numbers.__enter__()

@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.validation.running import (
     weights,
 )
 from torch_streamkl.fx_passes.verification.program_state import reached_from
-from torch_streamkl.fx_passes.verification.rounding import RoundedOtherwise
+from torch_streamkl.fx_passes.verification.rounding import PerturbRounding
 from torch_streamkl.fx_passes.verification.values import Results, flattened, output_parts
 
 FREED = "no gradient of the outputs is compared: the program ran backward() through them itself"
@@ -141,7 +141,7 @@ class Runner:
         with contextlib.ExitStack() as modes:
             modes.enter_context(modes_restored())
             modes.enter_context(torch.compiler.set_stance(stance))
-            rounded = contextlib.nullcontext() if seed is None else RoundedOtherwise(seed)
+            rounded = contextlib.nullcontext() if seed is None else PerturbRounding(seed)
             with _in_float64(finite) if wide else contextlib.nullcontext(), rounded:
                 output = program(*args, **kwargs)
             found = self._gradients(output, tensors, rounded)

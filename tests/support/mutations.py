@@ -870,7 +870,7 @@ FAULTS = (
         "test_row_programs.py test_row_program_rules.py",
     ),
     Fault(
-        "torch_streamkl/rows/triton/maps.py",
+        "torch_streamkl/rows/triton/materialized.py",
         "out.scatter_add_(-1, places, values.expand(places.shape))",
         "out.scatter_(-1, places, values.expand(places.shape))",
         "test_row_program_maps.py",

@@ -140,7 +140,7 @@ def _block(row: int, key: int, size: int, left: int | None, right: int | None) -
     return Block(rows, keys, row + first, key + first_key, before, after)
 
 
-class _Circle:
+class _RingExchange:
     """Sends the tensors of a rank to the next one, all of them as one tensor."""
 
     def __init__(self, tensors: list[Tensor], group_name: str) -> None:
@@ -169,7 +169,7 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
     problem, form = ring.problem, form_of(ring.problem.functional)
     value, stats = RowStatistics.allocate(problem)
     state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
-    circle = _Circle([problem.student.k, problem.teacher.k], ring.group_name)
+    circle = _RingExchange([problem.student.k, problem.teacher.k], ring.group_name)
     for step in range(circle.size):
         is_last = step + 1 == circle.size
         moving = None if is_last else circle.send()
@@ -212,8 +212,8 @@ def backward(
         side.q.new_zeros(side.q.shape, dtype=problem.compute_dtype) if need else None
         for side, need in zip(sides, needs_grad[::2], strict=True)
     ]
-    circle = _Circle([side.k for side in sides], ring.group_name)
-    d_keys = _Circle(
+    circle = _RingExchange([side.k for side in sides], ring.group_name)
+    d_keys = _RingExchange(
         [
             side.k.new_zeros(side.k.shape if need else 0, dtype=problem.compute_dtype)
             for side, need in zip(sides, needs_grad[1::2], strict=True)

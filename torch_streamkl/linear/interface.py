@@ -250,7 +250,7 @@ def _places(options: Options) -> Any:
     if options.group is None:
         return None
     firsts = (options.student_vocab_start, options.teacher_vocab_start)
-    return distributed("linear").places_of(options.group, *firsts, options.impl)
+    return distributed("linear").shard_arguments_of(options.group, *firsts, options.impl)
 
 
 class LinearKL(nn.Module):

@@ -28,8 +28,8 @@ from torch_streamkl.stored_gradients import may_overwrite, scaled
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
-# parts of each log-sum-exp, then the Jacobians and maps that the backward reads; outputs are among
-# the reductions. Of a divergence they are what named.py says.
+# parts of each log-sum-exp, then the Jacobians and materialized nodes that the
+# backward reads; outputs are among the reductions. Of a divergence they are what named.py says.
 _lib.define(
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -144,7 +144,7 @@ def chosen_of_sum(
 def has_sum(problem: RowProblem) -> bool:
     """Returns whether a program's rows may be summed with gradients in the forward.
 
-    It is of LM heads: for attention maps the products that this saves are not what takes the time.
+    It is of LM heads: for attention the products that this saves are not what takes the time.
     In float16 gradients might overflow before they are scaled.
     """
     is_of_vocab = not any(problem.program.dot_heads) and problem.batch == 1
@@ -257,7 +257,7 @@ def _sum(
         problem = RowProblem.of(program, tensors)
         how = chosen_of_sum(tensors, row_tensors, program, loss, needs_grad, impl)
         module = run = named if how == CLOSED else _module(problem, how, True)
-        if module is not named and module is not torch_impl:  # of LM heads, only maps have kernels
+        if module is not named and module is not torch_impl:  # LM heads
             from torch_streamkl.rows.triton import blocks as row_blocks
 
             run = row_blocks

@@ -44,13 +44,13 @@ class Result:
     reductions: list[Tensor]
     parts: list[tuple[Tensor, Tensor]]
     jacobians: list[Tensor]
-    maps: list[Tensor] = field(default_factory=list)
+    materialized: list[Tensor] = field(default_factory=list)
 
     @property
     def flat(self) -> list[Tensor]:
         """Returns all tensors, as the operator returns them."""
         parts = (x for pair in self.parts for x in pair)
-        return [*self.reductions, *parts, *self.jacobians, *self.maps]
+        return [*self.reductions, *parts, *self.jacobians, *self.materialized]
 
     @staticmethod
     def of(program: Program, tensors: Sequence[Tensor]) -> Result:
@@ -73,7 +73,7 @@ class Result:
         return self.parts[program.logsumexps.index(c)]
 
     def of_rows(self, batch: slice, rows: slice) -> Result:
-        """Returns views of some rows, without maps."""
+        """Returns views of some rows, without materialized nodes."""
         return Result(
             [part(x, batch, ALL, rows) for x in self.reductions],
             [(part(a, batch, ALL, rows), part(b, batch, ALL, rows)) for a, b in self.parts],
@@ -322,7 +322,7 @@ def row_gradients(
     return {c: x.to(problem.compute_dtype) for c, x in r.items()}
 
 
-def seeds_of(
+def cotangents_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
     """Returns the gradient to every reduction, 0 where none comes."""
@@ -343,7 +343,7 @@ def backward(
     """Returns gradients to operands, two for each dot, and captured tensors: one pass over the
     keys.
     """
-    seeds = seeds_of(problem, result, grads)
+    seeds = cotangents_of(problem, result, grads)
     sums = _Gradients(problem, needs_grad)
     for batch, rows in row_blocks(problem) if sums.nodes else ():
         known = result.usable(problem.program, batch, rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.elements.algebra import ElementAlgebra, is_block_level
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, Linear, Opaque
@@ -36,7 +36,7 @@ class Operands(ElementAlgebra):
     """
 
     trace: Trace
-    recognised: Recogniser
+    recognised: ScoreInterpreter
     placed: dict[fx.Node, Placed]
     reasons: dict[fx.Node, str]
     behind_dots: set[fx.Node]  # what is computed from a dot product

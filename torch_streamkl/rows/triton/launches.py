@@ -228,7 +228,7 @@ def backward(
     """
     program = problem.program
     plan = derive.backward_plan(program)
-    arguments = arguments_of(problem, result, seeds_of(problem, result, grads))
+    arguments = arguments_of(problem, result, cotangents_of(problem, result, grads))
     count = 2 * len(problem.operands)
     of_captures = needs_grad[count:]
     own = [bool(need) and _is_of_rows(program, i) for i, need in enumerate(of_captures)]
@@ -289,11 +289,11 @@ def _row_gradient(
     return total.sum_to_size(x.shape).to(x.dtype)
 
 
-def seeds_of(
+def cotangents_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
-    """Returns the cotangents of torch_impl.seeds_of, in memory as kernels read them."""
-    seeds = torch_impl.seeds_of(problem, result, grads)
+    """Returns the cotangents of torch_impl.cotangents_of, in memory as kernels read them."""
+    seeds = torch_impl.cotangents_of(problem, result, grads)
     return {c: x.contiguous() for c, x in seeds.items()}
 
 

@@ -18,6 +18,10 @@ from torch_streamkl.program.steps import Step, used_by
 from torch_streamkl.rows.program import KEY, ROW, Program
 
 CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
+# operations of nodes that a kernel loads
+LOADED = frozenset(
+    ["const", "reduction", "seed", "row_index", "key_index", "capture", "materialized"]
+)
 LOG2E = math.log2(math.e)
 INF = "float('inf')"
 
@@ -100,7 +104,7 @@ class Writer:
     def _own_shape(self, index: int) -> str:
         node = self.nodes[index]
         match node.op:
-            case "dot" | "map":
+            case "dot" | "materialized":
                 return OF_BOTH
             case "seed" if node.by_key:
                 return OF_BOTH
@@ -114,7 +118,7 @@ class Writer:
         return CONST
 
     def _is_loaded(self, op: str) -> bool:
-        return op in ("const", "reduction", "seed", "row_index", "key_index", "capture", "map")
+        return op in LOADED
 
     def scaled(self, index: int) -> Scaled | None:
         """Returns a plain score, whose factor may be folded into another."""
@@ -122,7 +126,7 @@ class Writer:
             return None
         node = self.nodes[index]
         match node.op:
-            case "dot" | "map":
+            case "dot" | "materialized":
                 return Scaled(self.name(index), 1.0)
             case "detach" | "expand_heads":
                 return self.scaled(node.args[0])
@@ -268,9 +272,9 @@ class Writer:
         for i in self.leaves("capture"):
             self.take(f"c{i}", *(f"c{i}_{s}" for s in "bhmn"))
             self.line(f"c{i}_p = c{i} + {batch} * c{i}_b + {head} * c{i}_h")
-        for i in self.leaves("map"):
-            self.take(f"map{i}", f"map{i}_b", f"map{i}_m")
-            self.line(f"map{i}_p = map{i} + {batch} * map{i}_b")
+        for i in self.leaves("materialized"):
+            self.take(f"tensor{i}", f"tensor{i}_b", f"tensor{i}_m")
+            self.line(f"tensor{i}_p = tensor{i} + {batch} * tensor{i}_b")
         for kind, prefix in (("reduction", "r"), ("seed", "g")):
             for i in self.leaves(kind):
                 self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
@@ -374,7 +378,7 @@ class Writer:
         """
         inside = "(in_rows & in_keys)" if is_checked else "in_rows"
         written = inside
-        if is_checked and self.leaves("map"):
+        if is_checked and self.leaves("materialized"):
             written = self._written(inside)
         for index in self.order:
             node = self.nodes[index]
@@ -387,18 +391,18 @@ class Writer:
                 block = f"(n64 + first_key) // {self.program.reductions[i].size}"
                 place = f"g{i}_p + m64 * g{i}_m + {block}"
                 self.line(f"v{index} = tl.load({place}, mask={inside}, other=0.0)")
-            elif node.op == "map":
-                place = f"map{i}_p + m64 * map{i}_m + n64"
+            elif node.op == "materialized":
+                place = f"tensor{i}_p + m64 * tensor{i}_m + n64"
                 cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
                 self.line(f"v{index} = tl.load({place}, mask={written}, other=0){cast}")
             else:
                 self.line(f"v{index} = {self.expressions[index]}")
 
     def _written(self, inside: str) -> str:
-        """Marks where a map was written: not in its tiles of which no row has a key.
+        """Masks the loads of a materialized node in tiles that no kernel has written.
 
-        Up to a multiple of 16 keys, which no tile is narrower than: masked by single keys, a map
-        would be loaded key by key.
+        Up to a multiple of 16 keys, which no tile is narrower than: masked by single keys, a
+        tensor would be loaded key by key.
         """
         keys = self.program.keys
         parts, stop = [inside], "valid" if keys.has_lengths else ""
