@@ -81,7 +81,7 @@ def topological_sort() -> Any:
 
 
 def _forward_of(backward: fx.Node) -> fx.Node | None:
-    """The forward whose statistics it reads, where the rewrite may move work into that."""
+    """Returns the forward call of a backward, if work may move into it."""
     statistics: Any = backward.args[1]
     if statistics.target is not operator.getitem:
         return None
@@ -187,7 +187,9 @@ class _Factors:
         return Weighted(found.number, weight)
 
     def _as_weight(self, x: fx.Node, node: fx.Node) -> fx.Node:
-        """A factor of a gradient, which may be a mask, with as many dimensions as that."""
+        """Converts a factor of a gradient, such as a mask, to the dtype and number of dimensions
+        of the gradient.
+        """
         if not _value(x).dtype.is_floating_point:
             x = self._call(prims.convert_element_type.default, x, _value(node).dtype)
         return self._with_dimensions_of(x, node)
@@ -224,7 +226,7 @@ class _Factors:
         return Weighted(found.number, inverse)
 
     def _selected(self, node: fx.Node, condition: Any, x: Any, is_where: bool) -> Weighted | None:
-        """x where a condition is as it should be, and 0 elsewhere."""
+        """Returns x with 0 where a condition does not select it."""
         if condition in self.late | self.behind:
             return None
         found = self.of(x)
@@ -252,7 +254,7 @@ def _read_inputs(given: Any, needs_grad: Any) -> list[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The input of the graph that an operand is, in another shape."""
+    """Returns the graph input that an operand is a reshaped view of."""
     while node.target in PER_DIMENSION | RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
     return node if node.op == "placeholder" else None

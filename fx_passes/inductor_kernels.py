@@ -77,7 +77,7 @@ def _check_inductor() -> None:
 def _lower(
     operator: Any, run: Callable[..., Any], fallback: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The lowering of an operator whose implementation is ``run``."""
+    """Returns the lowering of an operator whose implementation is ``run``."""
     if not is_needed():
         return fallback(*args, **kwargs)
     given = _by_name(operator, args, kwargs)

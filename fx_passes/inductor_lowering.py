@@ -196,7 +196,7 @@ def _is_whole(x: Tensor, root: Tensor) -> bool:
 
 
 def _expression(n: Any) -> Any:
-    """A number of the trace as Inductor has it."""
+    """Converts a number of the trace to Inductor's."""
     if isinstance(n, torch.SymInt):
         return n.node.expr
     return n

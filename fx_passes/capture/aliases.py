@@ -57,7 +57,7 @@ class Aliases:
                     self.writes.setdefault(storage, []).append(node)
 
     def _note_reads_of_writes(self, region: Region) -> None:
-        """What an operation wrote is read by the names that the tensor had before, too.
+        """Records that later reads by a tensor's earlier names see what an operation wrote.
 
         The analysis takes the write itself for what such a name has: ``m.tril_(); s[m]``.
         """

@@ -123,7 +123,7 @@ def _drop_orphans(inside: set[fx.Node]) -> None:
 
 
 def _is_operation(node: fx.Node) -> bool:
-    """A call that produces tensors and that re-tracing may run."""
+    """Whether a node is a call that produces tensors and may be traced again."""
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -151,7 +151,7 @@ def _is_softmax_by_hand(node: fx.Node) -> bool:
 
 
 def _compares_products(node: fx.Node) -> bool:
-    """``mse_loss`` of scores, as they are: both arguments are what matmuls made."""
+    """Whether a node is ``mse_loss`` of two matmuls, as they are."""
     tensors = node.all_input_nodes
     return name_of(node) == "mse_loss" and len(tensors) == 2 and all(map(_is_of_product, tensors))
 
@@ -190,7 +190,7 @@ def compared_by_hand(node: fx.Node) -> list[fx.Node]:
 
 
 def _compared(ratio: fx.Node) -> list[fx.Node]:
-    """The two tensors of which a node is the logarithm of the ratio, or fewer."""
+    """Returns the two tensors whose ratio a node is the logarithm of, or fewer."""
     if name_of(ratio) in DIFFERENCES:
         logs = [_looking_through(x, CASTS) for x in ratio.all_input_nodes]
         return [x.all_input_nodes[0] for x in logs if name_of(x) == "log"]
@@ -226,7 +226,7 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
 
 
 def _is_view_of_operand(node: fx.Node) -> bool:
-    """Not ``view(dtype)``, which reads other numbers, nor repeats that are a tensor."""
+    """Whether a node is a view of an operand; ``view(dtype)`` and repeats are not."""
     name = name_of(node)
     if name == "view" and any(
         isinstance(x, torch.dtype) for x in (*node.args, *node.kwargs.values())

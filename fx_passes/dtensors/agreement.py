@@ -111,7 +111,7 @@ class Agreement:
 
 
 def _signature(graph: fx.Graph) -> list[object]:
-    """The DTensors of a graph; what is plain may be a rank's own."""
+    """Describes the DTensors of a graph; plain tensors may differ between ranks."""
     return [
         (node.name, _sizes(x), str(x.placements))
         for node in graph.nodes

@@ -115,14 +115,16 @@ def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_named_in_place(node: fx.Node) -> bool:
-    """``x.add_()``, ``F.relu_(x)``; ``operator.and_`` is named so because ``and`` is a keyword."""
+    """Whether a name says that a call works in place: ``x.add_()``, ``F.relu_(x)``, but not
+    ``operator.and_``.
+    """
     name = name_of(node)
     from_operator = getattr(node.target, "__module__", None) == operator.and_.__module__
     return name.endswith("_") and not name.endswith("__") and not from_operator
 
 
 def _packet_of(node: fx.Node, name: str) -> torch._ops.OpOverloadPacket | None:
-    """The ATen operator after a method, or after a function of torch that is written in C."""
+    """Returns the ATen operator of a tensor method, or of a torch function written in C."""
     if node.op == "call_method" or inspect.isbuiltin(node.target):
         packet = getattr(torch.ops.aten, name, None)
         return packet if isinstance(packet, torch._ops.OpOverloadPacket) else None

@@ -94,7 +94,7 @@ def _regrouped(build: Builder, x: fx.Node, dim: int, num_dims: int, sizes: Shape
 def _gathered(
     build: Builder, x: fx.Node, dim: int, index: fx.Node, selection: RowSelection
 ) -> fx.Node:
-    """``gather`` along one of the rows' dimensions, of everything else that ``x`` has."""
+    """Inserts a ``gather`` along one dimension of the rows, for all other dimensions of ``x``."""
     num_rows = len(selection.sizes)
     sizes: list[int | fx.Node] = []
     for d, size in enumerate(_shape(x)):

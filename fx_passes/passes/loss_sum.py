@@ -148,7 +148,7 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
-    """A sum or mean over every dimension."""
+    """Whether a node is a sum or mean over every dimension."""
     whole = node.args[:1] == (x,) and _value(node).dim() == 0 and "dtype" not in node.kwargs
     return whole and _needs_gradient(node) == _needs_gradient(x)
 
@@ -174,7 +174,7 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
 
 
 def _unless_no_row(total: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
-    """The mean of no row is NaN, and no gradient of it reaches the head, whatever its size is.
+    """Makes the mean NaN if there is no row; the head then gets no gradient.
 
     The gradients that the sum keeps are 0 then, and what they are multiplied with, such as the
     gradient of a quotient by the number of rows, may be infinite.

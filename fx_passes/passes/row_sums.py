@@ -90,7 +90,7 @@ def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
 
 
 def _weights(node: fx.Node) -> set[int | None]:
-    """The memory of the LM heads whose gradients a call of ours makes."""
+    """Returns the memory of the LM heads whose gradients a call computes."""
     if node.target in (linear_ops.linear_kl, linear_ops.linear_kl_sum):
         given: Any = [node.args[1]] if len(node.args) > 1 else [node.kwargs["student_weight"]]
     elif node.target is row_op.row_program:
@@ -101,7 +101,7 @@ def _weights(node: fx.Node) -> set[int | None]:
 
 
 def _is_eligible(call: fx.Node) -> bool:
-    """LM heads whose rows are there, of which something needs a gradient."""
+    """Whether a call is of LM heads with at least one row, and something needs a gradient."""
     tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
     program: Any = call.args[1]
     problem = RowProblem.of(program, tensors)
@@ -213,7 +213,7 @@ class _Reader:
         return x if not x.is_sum or _value(node).dim() == 0 else None
 
     def _total(self, node: fx.Node, x: Term) -> Term | None:
-        """A sum or mean over all rows, whatever dimensions it names."""
+        """Matches a sum or mean over all rows, whatever dimensions it names."""
         if "dtype" in node.kwargs or _value(node).dim() != 0 or _value(node.args[0]).dim() == 0:
             return None
         if name_of(node) == "sum":
@@ -227,7 +227,7 @@ class _Reader:
         return self._capture(KnownTensor(None), FLOAT)
 
     def _apply(self, node: fx.Node, op: str, given: list[Any]) -> Term | None:
-        """A pointwise operation: of per-row values, or of their sums where it is linear."""
+        """Applies a pointwise operation to per-row values, or to their sums if it is linear."""
         rows = [a for a in given if isinstance(a, fx.Node) and a in self.terms]
         is_sum = self.terms[rows[0]].is_sum
         if any(self.terms[a].is_sum != is_sum for a in rows) or not _as_many(node, rows[0]):
@@ -249,7 +249,7 @@ class _Reader:
         return Term(literally(op, *found), is_sum) if len(found) == len(given) else None
 
     def _argument(self, x: Any, node: fx.Node, is_condition: bool) -> Node | None:
-        """A value of rows, a number, or a tensor that is known before the call."""
+        """Returns a per-row value, a number, or a tensor that is known before the call."""
         if isinstance(x, (int, float)) and not isinstance(x, bool) and not is_condition:
             return const(float(x)) if math.isfinite(x) else None
         if not isinstance(x, fx.Node):
@@ -313,7 +313,7 @@ def _has_finite_gradient(total: fx.Node) -> bool:
 
 
 def _is_a_count(x: Any) -> bool:
-    """A count that is one at least: `clamp(min=1)` of integers."""
+    """Whether a node is a count of at least one, such as `clamp(min=1)` of integers."""
     if not isinstance(x, fx.Node) or name_of(x) not in ("clamp", "clip", "clamp_min"):
         return False
     given: list[Any] = [*x.args[1:], *x.kwargs.values()]
@@ -322,7 +322,7 @@ def _is_a_count(x: Any) -> bool:
 
 
 def _is_factor(x: Any) -> bool:
-    """A number that a sum may be multiplied with, or divided by, row by row."""
+    """Whether a number may multiply or divide a sum row by row."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < abs(x) < math.inf
 
 

@@ -323,7 +323,7 @@ def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:
 def _with_groups(
     build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, options: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node, dict[str, Any]]:
-    """Grouped heads: as they are where the fused kernels take them, repeated elsewhere."""
+    """Keeps grouped heads if the fused kernels support them, and repeats them otherwise."""
     heads = shape(q)[1]
     if provably_equal(shape(k)[1], heads) and provably_equal(shape(v)[1], heads):
         return k, v, options
@@ -355,7 +355,8 @@ def _repeated(build: Builder, x: fx.Node, heads: Size, q: fx.Node) -> fx.Node:
 def _fused(
     build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, scale: float, options: dict[str, Any]
 ) -> fx.Node:
-    """scaled_dot_product_attention, on a GPU of heads as wide as its fused kernels take them.
+    """Inserts scaled_dot_product_attention; on a GPU, heads are padded to a width of its fused
+    kernels.
 
     With a mask those want rows of whole 16 bytes: for TinyBERT's heads of 26 the maps would be
     made. Zeros add nothing to scores, and what they add to the result is cut off.
@@ -375,7 +376,7 @@ def _is_on_gpu(x: fx.Node) -> bool:
 
 
 def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
-    """A tensor whose last dimension is filled up with zeros to 16 bytes."""
+    """Pads the last dimension of a tensor with zeros to a multiple of 16 bytes."""
     value, width = example(x), shape(x)[-1]
     assert isinstance(value, Tensor)
     if not isinstance(width, int):

@@ -214,7 +214,7 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Arithmetic on tensors: nothing is written, and nothing else happens."""
+    """Whether a node is arithmetic on tensors, without side effects."""
     value = example(node)
     return (
         node.op in ("call_function", "call_method")
@@ -243,7 +243,7 @@ Modes = tuple[str, dict[object, tuple[object, ...]]]
 
 
 def _modes(order: Sequence[fx.Node]) -> dict[fx.Node, Modes]:
-    """Autograd and autocast (of each device type, what was entered last) at each node."""
+    """Returns the autograd mode and the innermost autocast of each device type, at each node."""
     autograd = autograd_modes(order)
     entered: list[fx.Node] = []
     modes: dict[fx.Node, Modes] = {}

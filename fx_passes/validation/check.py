@@ -149,7 +149,7 @@ def _affordable_sizes(
     options: CheckOptions,
     budget: Budget,
 ) -> Sizes:
-    """The first sizes that are within the bounds: those of the trace, then smaller ones."""
+    """Returns the first sizes within the limits: those of the trace, then smaller ones."""
     refusal = ""
     for sizes in _candidates(graph):
         needed = bytes_needed(region.before, region.leaves, sizes)
@@ -235,7 +235,9 @@ class _Comparison:
         return found
 
     def _told(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
-        """The user's code in its own dtypes and in float64, where that gives numbers."""
+        """Runs the user's code in its own dtypes and in float64; raises if the result says
+        nothing.
+        """
         try:
             naive = self._naive(inputs, draw)
             exact = self._naive(inputs, draw, wide=True)

@@ -134,7 +134,7 @@ def _entries(
 
 
 def _mask(shape: list[int], uniform: Tensor, first: bool | None) -> Tensor:
-    """Random, with an entry that is True and one that is False in each row and column."""
+    """Draws a random mask with a True and a False in each row and column."""
     mask = uniform > 0.3
     if first is not None:
         for dim in range(max(0, len(shape) - 2), len(shape)):
@@ -183,7 +183,7 @@ def _integers(
 
 
 def _role_of(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> IntegerRole:
-    """Follow an integer input through views and casts to where it is used."""
+    """Follows an integer input through views and casts to its uses."""
     role = IntegerRole()
     same: set[fx.Node | str] = {leaf.name}
     for node in nodes:

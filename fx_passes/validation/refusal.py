@@ -70,7 +70,7 @@ def _refusals(verdict: CheckResult, options: CheckOptions) -> list[tuple[str, st
 
 
 def _with_verdict(site: Site, verdicts: list[CheckResult]) -> Site:
-    """A fused site with what the checks of its values say: the first that is no pass."""
+    """Adds to a fused loss the first check of its values that did not pass."""
     mine = [v for v in verdicts if site.node in v.sites]
     if not site.fused or not mine:
         return site

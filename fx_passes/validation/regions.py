@@ -99,7 +99,7 @@ def _with_modes(graph: Graph, chosen: set[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def _latest_mode(node: fx.Node, recording: bool) -> fx.Node:
-    """The last node before this one that sets whether gradients are recorded."""
+    """Returns the last earlier node that sets whether gradients are recorded."""
     while name_of(node) != "_set_grad_enabled" or node.args[0] is not recording:
         node = node.prev
     return node
@@ -129,7 +129,9 @@ def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _cone(node: fx.Node) -> set[str]:
-    """A node and what it is computed from by cheap operations, down to heavy ones and inputs."""
+    """Returns a node and what it is computed from by cheap operations, down to inputs and
+    expensive ones.
+    """
     found: set[str] = set()
     stack = [node]
     while stack:

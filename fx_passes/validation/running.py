@@ -214,7 +214,7 @@ def _limited(x: Any) -> Any:
 
 
 def _dependent(nodes: Sequence[fx.Node], leaves: Mapping[str, Any]) -> frozenset[str]:
-    """The nodes that are computed from floating leaves, by data or through memory."""
+    """Returns the nodes that depend on floating-point inputs, by data or through memory."""
     found = {n for n, x in leaves.items() if isinstance(x, Tensor) and x.dtype.is_floating_point}
     while True:
         size = len(found)

@@ -33,7 +33,9 @@ _MOST = 1.0  # a negative number that moves by more is the value of a mask
 
 
 class PerturbedNumber(float):
-    """A number of a tensor: what is computed with it moves by a rounding of the tensor's dtype."""
+    """Represents a number from a tensor: results computed with it are perturbed by one rounding of
+    its dtype.
+    """
 
     eps: float
     signs: random.Random
@@ -64,7 +66,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
 
 
 class PerturbItems(TorchFunctionMode):
-    """``item()`` of floating-point tensors gives a `PerturbedNumber`."""
+    """Makes ``item()`` of floating-point tensors return a `PerturbedNumber`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -80,13 +82,13 @@ class PerturbItems(TorchFunctionMode):
 
 
 class PerturbRounding(TorchDispatchMode):
-    """Moves the result of every operation by a rounding of its dtype, up or down.
+    """Perturbs the result of every operation by one rounding of its dtype, up or down.
 
-    Sums and matrix products also get inputs that are moved, because their own additions may be
-    done in another order. The result of an exponential is moved by as much as roundings of its
-    argument change it. Numbers that a program takes out of tensors stay
-    float64, where a compiled program may keep them as tensors: what is computed from such a number
-    is moved, too.
+    - Sums and matrix products also get perturbed inputs, because their own additions may be done
+      in another order.
+    - The result of an exponential changes by as much as roundings of its argument change it.
+    - Numbers that a program takes out of tensors stay float64, while a compiled program may keep
+      them as tensors. So results that are computed from such a number are perturbed, too.
     """
 
     def __init__(self, seed: int) -> None:
@@ -134,7 +136,7 @@ class PerturbRounding(TorchDispatchMode):
         return tree_map(moved, made)
 
     def _moved_wide(self, x: Any) -> Any:
-        """An input of a sum, which is added up in at least float32."""
+        """Perturbs an input of a sum, which is added up in at least float32."""
         if not _is_plain(x) or x.dtype not in (torch.float32, torch.float64):
             return x
         near = x + self._change(x)

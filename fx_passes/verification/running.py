@@ -201,7 +201,7 @@ class Runner:
                 results.add(f"{name} after", value)
 
     def _add_changed_arguments(self, results: Results, before: dict[str, Any], given: Any) -> None:
-        """Entries of lists and dicts among the arguments that are others now."""
+        """Records entries of list and dict arguments that the program replaced."""
         after = dict(flattened(given, "argument"))
         for name in dict.fromkeys([*before, *after]):
             old, new = before.get(name), after.get(name)
@@ -212,7 +212,9 @@ class Runner:
                 results.add(f"{name} after", new)
 
     def _same_if_reached(self, given: Any, copy: Any) -> Any:
-        """An argument that the program also reaches by itself is the same tensor there."""
+        """Returns the argument itself if the program also reaches it by another name, else its
+        copy.
+        """
         return given if any(given is x for x in self.others.values()) else copy
 
     def _widen(self, copies: list[Any]) -> None:
@@ -239,7 +241,7 @@ def _leaves(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _entrance(x: Any) -> Any:
-    """A view of what stands for a tensor with a history, so that it can be written to."""
+    """Returns a view of an inner tensor, so that the program may write to it."""
     is_inner = isinstance(x, Tensor) and getattr(x, "streamkl_inner", False)
     return x.view_as(x) if is_inner else x
 

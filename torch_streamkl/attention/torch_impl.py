@@ -461,7 +461,7 @@ def _add_gradient(
 
 
 def _sink_of(side: Side) -> Tensor | None:
-    """[heads, 1], which broadcasts to rows."""
+    """Returns the sink of each head as [heads, 1], which broadcasts to rows."""
     if side.sink is None:
         return None
     return side.sink.to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]

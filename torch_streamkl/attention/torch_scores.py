@@ -142,7 +142,7 @@ class Blocks:
     def _positions(
         self, rows: QueryBlock, keys: slice, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Positions of rows among the keys, and of keys."""
+        """Returns the positions of the rows (aligned with the keys), and of the keys."""
         i = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)[None, :]
         return i + self.offset, j
@@ -202,7 +202,7 @@ def kv_heads_of(side: Side, rows: QueryBlock) -> slice:
 
 
 def _broadcast_block(x: Tensor, rows: QueryBlock, keys: slice) -> Tensor:
-    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
+    """Returns one block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
     index = (rows.batch, rows.heads, rows.queries, keys)
     return x[tuple(r if size > 1 else slice(None) for r, size in zip(index, x.shape, strict=True))]
 

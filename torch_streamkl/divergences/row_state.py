@@ -277,8 +277,8 @@ def _combine(
     log_normalizer_s: Tensor,
     log_normalizer_diff: Tensor,
 ) -> Tensor:
-    """x log_normalizer_t + y log_normalizer_s, with log_normalizer_t - log_normalizer_s = excess
-    known better.
+    """Returns x log_normalizer_t + y log_normalizer_s, using their difference, which is known more
+    exactly.
     """
     if x == 0.0:
         return y * log_normalizer_s

@@ -39,7 +39,7 @@ class Entry:
     """
 
     def __init__(self, src: str, parameters: Sequence[str], fn: Callable[..., Any]) -> None:
-        """``fn`` is the function's source without what its names stand for; it is not called."""
+        """Stores the source; Inductor reads ``fn``, the function alone, and never calls it."""
         self.src = src
         self.arg_names = list(parameters)
         self.params = [Parameter(name, i) for i, name in enumerate(parameters)]

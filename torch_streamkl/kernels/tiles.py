@@ -52,7 +52,9 @@ LEAST = TritonLaunch(16, 16, 4, 1)  # the smallest tiles that a matrix unit take
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table of launches: what it is for, and launches, the first choice first."""
+    """Describes a row of the table of launches: the kernels that it is for, and launches in the
+    order of preference.
+    """
 
     launches: tuple[TritonLaunch, ...]
     numbers: tuple[str, ...]  # "half" on matrix units, "tf32" and other rounded ones, "float32"

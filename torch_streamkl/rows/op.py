@@ -93,7 +93,7 @@ def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
 
 
 def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
-    """The kernels that run a problem, or why there are none.
+    """Returns the module of kernels that would run a problem, and why it cannot, if so.
 
     Dot products are computed where they are used if nothing needs them in memory.
     """
@@ -296,7 +296,7 @@ def _matmul_flops(shapes: Sequence[Any], dot: int) -> int:
 
 
 def _forward_flops(shapes: Any, program: str, *_: Any, **__: Any) -> int:
-    """One matmul for each dot and level; masks are not counted."""
+    """Counts one matmul for each dot product and pass; masks are not counted."""
     problem = RowProblem.of(program, shapes).program
     dots = range(len(problem.dot_heads))
     return max(problem.levels) * sum(_matmul_flops(shapes, i) for i in dots)

@@ -110,7 +110,7 @@ def _window(window: object) -> tuple[int | None, int | None]:
 
 
 def _check_no_dtensors(inputs: Inputs) -> None:
-    """Ranks may share no tensor of a row program."""
+    """Raises if any tensor is a DTensor: row programs do not run on several ranks."""
     declared = (inputs.dots, inputs.rows, inputs.keys, inputs.pairs, inputs.columns)
     given = [item for tensors in declared for item in tensors.items()]
     for name, x in [*given, ("key_lengths", inputs.key_lengths), ("mask", inputs.mask)]:

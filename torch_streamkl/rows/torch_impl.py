@@ -394,7 +394,7 @@ class _Gradients:
 
     @property
     def finished(self) -> list[Tensor | None]:
-        """In the dtypes of what they are gradients to."""
+        """Returns the gradients in the dtypes of their tensors."""
         return [
             g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
         ]

@@ -148,7 +148,7 @@ def trace(
 
 
 def _connected(x: Node, sums: list[Node]) -> Node:
-    """A value that depends on some sum, so that it has a gradient: 0 where it is a number.
+    """Makes a value depend on some sum, so that a constant gets a gradient of 0.
 
     0 times a sum is one; with another factor it would have a gradient.
     """

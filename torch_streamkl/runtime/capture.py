@@ -312,7 +312,7 @@ class Recorder(Events):
         return self._plain(x)
 
     def _address_of(self, x: Any) -> str:
-        """An argument of a compiled kernel: tensors are addresses."""
+        """Returns an argument of a compiled kernel, with tensors as addresses."""
         if isinstance(x, Tensor):
             return self._pointer(x)
         if isinstance(x, (tuple, list)) and not _is_constant(x):

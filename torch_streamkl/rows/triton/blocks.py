@@ -344,9 +344,7 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
 def _vocab_blocks(
     problem: RowProblem, bytes_of_pair: int, has_kept: bool = False
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of the vocabulary with all tokens where they fit: a gradient to them is then one
-    matmul.
-    """
+    """Yields blocks of the vocabulary, with all tokens if they fit: one matmul per gradient."""
     room = _workspace(problem, has_kept) // bytes_of_pair
     fewest = -(-problem.num_keys // MAX_LOW_PRECISION_SUMS)
     vocab = padded(max(room // problem.num_rows, fewest), 256)
@@ -463,7 +461,9 @@ class _Gradients:
         return x.select(0, batch if x.shape[0] > 1 else 0).select(0, 0)
 
     def _sums_beside(self, block: Block, i: int) -> dict[int, Tensor]:
-        """Gradients to tensors of rows whose elements have the dot's heads: by node, a place."""
+        """Allocates the gradients of per-row tensors that the kernel of a dot product computes as
+        well.
+        """
         if self.out[2 * i] is None:
             return {}
         axis = self.program.dot_heads[i]
@@ -548,7 +548,9 @@ class _Gradients:
         into += d if d.shape == into.shape else d.sum_to_size(into.shape)
 
     def add_capture(self, block: Block, i: int, node: int) -> None:
-        """The sum of a node's elements over what a captured tensor does not have."""
+        """Adds the gradient of a captured tensor: a sum over the dimensions that it broadcasts
+        along.
+        """
         batch, rows, keys = block.at
         kind = self.program.captures[i].kind
         target = self.out[2 * len(self.problem.operands) + i]

@@ -58,7 +58,7 @@ def cotangents_of(
 
 @functools.lru_cache(maxsize=256)
 def _source(program: Program, loss: RowLoss) -> Source | None:
-    """The kernel's text; None where it would not compute what torch does."""
+    """Writes the kernel; returns None if it would not compute exactly what torch does."""
     nodes, slopes = loss.slopes
     arguments, lines = ["num_rows", "out"], []
 

@@ -195,14 +195,14 @@ class Writer:
         return f"{self.name(index)} * {LOG2E!r}"
 
     def _own_score(self, x: int, number: int) -> Scaled | None:
-        """A plain score that a log-sum-exp is of: no mask has made all of its elements alike.
+        """Returns the plain score under a log-sum-exp, if no mask changes its elements.
 
         Where one has, one number in place of two parts would lose the count of keys.
         """
         return self.scaled(x) if self.program.reductions[number].node == x else None
 
     def _total(self, row: int) -> str:
-        """A log-sum-exp as one number, 0 where it has no keys."""
+        """Returns a log-sum-exp as one number, 0 for rows without keys."""
         return f"tl.where(v{row} == float('-inf'), 0.0, v{row})"
 
     def _difference(self, a: int, b: int) -> str:
@@ -222,7 +222,9 @@ class Writer:
         return f"{x} - {y}"
 
     def _guarded_product(self, a: int, b: int) -> str:
-        """0 where a factor is: only a factor next to one that may be infinite is looked at."""
+        """Writes a product that is 0 if a factor is 0; only a factor next to a possibly infinite
+        one is tested.
+        """
         x, y = self.name(a), self.name(b)
         if self.nodes[a].is_finite:
             return f"tl.where({x} == 0, 0.0, {x} * {y})"
@@ -231,7 +233,7 @@ class Writer:
         return OPERATIONS["mul0"].triton.format(x, y)
 
     def _inverse(self, a: int, b: int) -> str | None:
-        """One division for a row or a key, where many elements are divided by it."""
+        """Writes one division per row or key, if many elements are divided by the same value."""
         if self.shape[b] not in (OF_ROW, OF_KEY) or self.shape[a] in (self.shape[b], CONST):
             return None
         value = f"1.0 / {self.name(b)}"
@@ -239,7 +241,9 @@ class Writer:
         return add(f"v{b}inverse", value)
 
     def _split_logarithm(self, a: int, b: int) -> str | None:
-        """log(a / b) of a key and a row as a difference, NaN where the quotient is negative."""
+        """Writes log(a / b) of a key's and a row's value as a difference, NaN for a negative
+        quotient.
+        """
         if {self.shape[a], self.shape[b]} != {OF_ROW, OF_KEY}:
             return None
         logs, signs = [], []
@@ -332,7 +336,9 @@ class Writer:
             self.line(f"{name} = {value}")
 
     def _load_parts(self, index: int, i: int) -> None:
-        """Largest element and logarithm of the rest of a log-sum-exp, 0 where it has no keys."""
+        """Loads a log-sum-exp as its maximum and the logarithm of the rest, 0 for rows without
+        keys.
+        """
         low = "float('-inf')"
         if self.program.reductions[i].kind == MAX:
             self.line(f"v{index} = tl.where(v{index} == {low}, 0.0, v{index})")
