@@ -54,7 +54,7 @@ def install() -> bool:
 
 
 def _check_inductor() -> None:
-    """Raises where the private parts that launches are made of are not those that we know."""
+    """Raises if the private parts of Inductor that we use have changed."""
     from torch._inductor import ir
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.kernel.mm import aten_mm

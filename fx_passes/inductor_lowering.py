@@ -191,7 +191,7 @@ class Lowering:
 
 
 def _is_whole(x: Tensor, root: Tensor) -> bool:
-    """Whether a tensor is all of what its memory belongs to, in its order."""
+    """Whether a tensor covers the memory that it belongs to, in the same order."""
     return x.shape == root.shape and x.stride() == root.stride()
 
 

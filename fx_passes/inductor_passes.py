@@ -24,7 +24,7 @@ Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our 
 
 
 def cache_key(ours: RewriteOptions) -> str:
-    """Returns what a compiled graph depends on besides the graph: our sources and our options."""
+    """Returns our part of the compile caches' key: the digest of our sources, and the options."""
     return f"torch_streamkl {source_digest()} {ours}"
 
 

@@ -149,7 +149,7 @@ def rewrite(
 
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:
-    """Tells bodies that have no losses to find, such as those that gather a parameter of FSDP."""
+    """Whether a subgraph cannot hold a loss, such as one that gathers a parameter for FSDP."""
     subgraphs = [x for x in body.children() if isinstance(x, fx.GraphModule)]
     return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 

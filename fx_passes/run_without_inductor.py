@@ -132,7 +132,7 @@ def _is_chain_end(node: fx.Node) -> bool:
 
 
 def _shorten(node: fx.Node) -> None:
-    """Views of views as one view, or none where the last is what the first was made of."""
+    """Replaces a chain of views by one view, or by nothing if the last equals the first."""
     base, length = node, 0
     while _is_view(base):
         base, length = base.all_input_nodes[0], length + 1

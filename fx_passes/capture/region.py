@@ -110,7 +110,7 @@ def _add_identities(inside: set[fx.Node]) -> None:
 
 
 def _drop_orphans(inside: set[fx.Node]) -> None:
-    """Leaves are tensors: an element of a tuple that was made outside is a leaf itself."""
+    """Removes `getitem` nodes of tuples from outside: only tensors are inputs of a region."""
     for node in list(inside):
         source = node.args[0] if node.args else None
         if (

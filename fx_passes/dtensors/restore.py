@@ -173,8 +173,8 @@ class Restore:
             reader.replace_input_with(old, new)
 
     def _looser(self, readers: list[fx.Node]) -> list[fx.Node]:
-        """Finds what is computed from a sum's terms on ranks (Partial) before the sum is asked
-        for.
+        """Finds nodes between a Partial value and its reduction, which may read the reduced value
+        instead.
 
         It may as well be computed from the sum, unless somebody sees the terms.
         """
@@ -317,7 +317,7 @@ class Restore:
         self.how[node.meta[SITE]] = " and ".join(shared)
 
     def _is_own(self, side: str, given: dict[str, Any]) -> bool:
-        """Whether hidden states are plain, and what a rank multiplied its shard by."""
+        """Whether logits are this rank's own: plain hidden states times its shard of the head."""
         hidden, head = (self._sources(given[f"{side}_{x}"]) for x in ("hidden", "weight"))
         return (
             not is_dtensor(example(given[f"{side}_hidden"]))
@@ -342,7 +342,7 @@ class Restore:
         return found
 
     def _of_rows(self, node: fx.Node) -> None:
-        """Makes what is computed from rows plain: weights of rows become what every rank has."""
+        """Makes per-row values plain tensors, the same on every rank."""
         self.rows.add(node)
         for source in node.all_input_nodes:
             if is_dtensor(example(source)) and not _reads_sizes(node):

@@ -36,7 +36,9 @@ class Selections:
         self.counts: dict[str, tuple[fx.Node, int]] = {}
 
     def positions_of(self, size: str) -> fx.Node | None:
-        """Returns the positions of a mask that selects so many rows."""
+        """Returns the node with the positions of the rows whose number is ``size``, if there is
+        one.
+        """
         return self.positions.get(self.masked.get(size))
 
 

@@ -87,9 +87,7 @@ RECORDS, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
 
 
 def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Returns the mode that each node of a graph is computed in, by the code's own changes of
-    it.
-    """
+    """Returns the autograd mode in which each node of a graph is computed."""
     modes, entered = {}, list[str]()
     mode = RECORDS
     for node in nodes:
@@ -107,9 +105,7 @@ def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the operations that autograd does not record, by the code's own changes of the
-    mode.
-    """
+    """Returns the operations that autograd does not record."""
     modes = autograd_modes(graph.nodes)
     return {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
 

@@ -107,7 +107,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _reads(node: fx.Node, x: fx.Node, is_read: bool) -> bool:
-    """Whether the backward of a linear function reads ``x``, or what is after a view of it."""
+    """Whether the backward of a linear function reads ``x``, or the value after a view of it."""
     name = name_of(node)
     if name in VIEWS:
         return is_read

@@ -55,7 +55,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Chain:
-    """Collects what is computed of a program's values, until it is one number."""
+    """Describes the computation from a program's values to one number."""
 
     before: tuple[fx.Node, ...]  # in the order of the graph
     total: fx.Node
@@ -327,7 +327,7 @@ def _is_factor(x: Any) -> bool:
 
 
 def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
-    """Whether what is read changes between the call and the number, where the sum is made."""
+    """Whether an in-place write changes an input between the call and the sum."""
     read = {*call.all_input_nodes, *(k.node for k in chain.known if k.node is not None)}
     reads = {storage_of(x) for x in read} - {None}
     following = call.next
@@ -374,7 +374,7 @@ def _tensor_of_rows(known: KnownTensor, call: fx.Node, build: Builder) -> fx.Nod
 
 
 def _as_many(a: Any, b: Any) -> bool:
-    """Whether two tensors have as many entries: per-row values, none of which are repeated."""
+    """Whether two tensors have equally many entries, so that no per-row value is repeated."""
     return provably_equal(_value(a).numel(), _value(b).numel())
 
 

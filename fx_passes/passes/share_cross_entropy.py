@@ -225,7 +225,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _computes_alike(order: Sequence[fx.Node], nodes: Sequence[fx.Node], place: fx.Node) -> bool:
-    """Whether autograd and autocast treat the nodes at ``place`` as where they are.
+    """Whether autograd and autocast have the same modes at ``place`` and at the nodes.
 
     The first one is the divergence or the cross-entropy: autocast does not reach into the operator
     that computes both.

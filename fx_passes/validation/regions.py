@@ -170,7 +170,7 @@ def _with_writes(
     last: fx.Node,
     stops: frozenset[str],
 ) -> set[fx.Node]:
-    """Writes to what the nodes read, which have no data edge to them, and their inputs."""
+    """Adds in-place writes to memory that the nodes read, and the inputs of these writes."""
     added: set[fx.Node] = set()
     end = graph.position[last.name]
     before = [(node, memory) for node, memory in graph.writes if graph.position[node.name] < end]

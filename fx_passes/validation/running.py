@@ -32,7 +32,7 @@ _FILL = 1e4  # beyond it lie the values of masks
 
 @dataclass
 class Result:
-    """Holds what a region computes: its value, and the gradients of its leaves."""
+    """Holds the value that a region computes, and the gradients of its inputs."""
 
     value: Any
     gradients: dict[str, Tensor | None]

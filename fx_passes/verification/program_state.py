@@ -1,4 +1,4 @@
-"""Finds everything a program can reach besides its arguments: what it reads and may change.
+"""Finds the objects that a program can reach besides its arguments, and may read or change.
 
 It finds tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
 closure cells, named globals, generators of random numbers) of a function, of the objects that it

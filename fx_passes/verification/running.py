@@ -32,7 +32,7 @@ FREED = "no gradient of the outputs is compared: the program ran backward() thro
 
 
 class InFloat64(TorchFunctionMode):
-    """Gives float64 to code that asks for a narrower dtype; ``finite``: a number for -inf."""
+    """Computes in float64 where code asks for a narrower dtype; ``finite`` replaces -inf."""
 
     def __init__(self, finite: bool = False) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ SPEC = Spec(AttentionProblem, Side, first=("mask",))
 
 @dataclass(eq=False)
 class RowStatistics:
-    """Holds what the backward needs of a row: for each side softmax_lse and delta.
+    """Stores softmax_lse and delta of each row and side, for the backward.
 
     The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
     unit is the implementation's (LSE_UNIT in attention/heuristics.py): converting would cost large

@@ -314,7 +314,7 @@ def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[
 def _per_teacher_head(
     problem: AttentionProblem, g: Tensor, log_t: Tensor, variables: dict[str, Tensor]
 ) -> Tensor:
-    """Returns g for every teacher head, whose share d logP / d logP_head is P_head / (P heads)."""
+    """Returns g for every teacher head: d logP / d logP_head is P_head / (P heads)."""
     if not problem.head_mean:
         return g
     mean = variables["logP"].clamp_min(-1e30).unsqueeze(2)
@@ -441,7 +441,7 @@ def _add_gradient(
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> None:
-    """Adds what a block contributes to dQ and dK; overwrites ``d_score``."""
+    """Adds the terms of one block to dQ and dK; overwrites ``d_score``."""
     d_dot = d_score.mul_(row_grad.grad * (side.scale / problem.temperature))
     if row_grad.has_zeros:
         d_dot.masked_fill_(row_grad.grad == 0, 0.0)

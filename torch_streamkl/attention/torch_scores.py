@@ -208,7 +208,7 @@ def _broadcast_block(x: Tensor, rows: QueryBlock, keys: slice) -> Tensor:
 
 
 def per_head(allowed: Tensor, num_heads: int) -> Tensor:
-    """Repeats what the student's heads have for the heads of a block."""
+    """Repeats a mask of the student's heads for all heads of a block."""
     if allowed.shape[1] in (1, num_heads):
         return allowed
     return allowed.repeat_interleave(num_heads // allowed.shape[1], dim=1)

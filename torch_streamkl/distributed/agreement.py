@@ -60,7 +60,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _CallDescription:
-    """Holds what a rank tells the others of its call."""
+    """Describes a rank's call to the other ranks."""
 
     kind: str
     options: Mapping[str, str]  # of the operator

@@ -31,7 +31,9 @@ from torch_streamkl.program.divergences import Functional
 
 @dataclass(frozen=True)
 class Block:
-    """Holds rows of this rank and keys of one rank, of which some pairs may be seen."""
+    """Describes a block of this rank's rows and another rank's keys that see each other at least
+    in part.
+    """
 
     rows: slice  # of this rank's rows
     keys: slice  # of the rows of the rank whose keys they are
@@ -150,7 +152,7 @@ class _RingExchange:
         self.flat = torch.cat([x.reshape(-1) for x in tensors])
 
     def tensors(self) -> list[Tensor]:
-        """Returns what is here now, as views."""
+        """Returns views of the tensors that this rank holds now."""
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 

@@ -266,7 +266,7 @@ def _lse(base: Tensor, log_normalizer: Tensor, row_sum: Tensor, sink: Tensor | N
 
 
 def rest_of(base: Tensor, log_normalizer: Tensor) -> Tensor:
-    """Returns what is left of ``base + log_normalizer`` when their rounded sum is subtracted."""
+    """Returns the rounding error of ``base + log_normalizer``."""
     return (base - (base + log_normalizer)) + log_normalizer
 
 

@@ -33,7 +33,8 @@ class Parameter:
 
 
 class Entry:
-    """Holds a kernel by its source: a function, followed by what its names stand for.
+    """Holds a kernel as source code: the function, followed by the definitions that its names
+    refer to.
 
     It has the attributes that Inductor reads of a Triton kernel.
     """

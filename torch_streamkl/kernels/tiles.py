@@ -221,7 +221,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def padded_dim(dim: int) -> int:
-    """Returns dimensions of a tile that holds so many."""
+    """Returns the size of a tile's dimension: the next power of two, at least 16."""
     return max(16, next_power_of_2(dim))
 
 

@@ -129,8 +129,8 @@ def chosen_of_sum(
     needs_grad: Sequence[bool],
     impl: str,
 ) -> str:
-    """Returns the same for a sum: the divergence is left where what the values weigh depends on
-    them.
+    """Chooses the implementation of a sum: no divergence kernel if the weights of the values
+    depend on the values.
     """
     how = chosen(tensors, program, True, impl)
     if how != CLOSED or RowLoss.of(loss).is_linear:

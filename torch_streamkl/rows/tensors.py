@@ -38,7 +38,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Normalised:
-    """Holds tensors in the order of `Program.tensor_names`, and what the tracer needs to know."""
+    """Holds tensors in the order of `Program.tensor_names`, and the sizes and names that the
+    tracer needs.
+    """
 
     tensors: list[Tensor]
     dot_names: list[str]
@@ -122,7 +124,7 @@ def _check_no_dtensors(inputs: Inputs) -> None:
 
 
 def normalised(inputs: Inputs) -> Normalised:
-    """Check the tensors' metadata, and give them batch and heads where they have none."""
+    """Checks the metadata of all tensors, and adds missing batch and head dimensions."""
     if not inputs.dots:
         raise ValueError("a row program must have at least one dot")
     _check_names(inputs)

@@ -115,7 +115,7 @@ def capture(problem: RowProblem, number: int, at: Slices) -> Tensor:
 
 
 def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
-    """Returns where ids stand in the block of keys; its size for those outside."""
+    """Returns the positions of ids in the block of keys; ids outside get the size of the block."""
     ids = part(problem.ids_of(number), at[0], ALL, at[1])
     inside = (ids >= at[2].start) & (ids < at[2].stop)
     return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()

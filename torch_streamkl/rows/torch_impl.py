@@ -81,7 +81,7 @@ class Result:
         )
 
     def usable(self, program: Program, batch: slice, rows: slice) -> RowValues:
-        """Returns all reductions as elements of some rows use them."""
+        """Returns all reductions of some rows in the form that elements use."""
         found: RowValues = {}
         for c, value in enumerate(self.reductions):
             parts = self.parts_of(program, c)
@@ -159,7 +159,9 @@ def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slice
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """Makes one pass over the keys for each level."""
+    """Computes all reductions, with one pass over the keys for each level of sums that use earlier
+    sums.
+    """
     plan = derive.forward_plan(problem.program, is_differentiated)
     result = allocate(problem, is_differentiated)
     for batch, rows in row_blocks(problem):
@@ -473,7 +475,9 @@ def _add_operand_gradients(
 def _add_capture_gradient(
     problem: RowProblem, i: int, at: Slices, d: Tensor, target: Tensor
 ) -> None:
-    """Sum a tile's gradient over what the captured tensor does not have."""
+    """Adds a tile's gradient to a captured tensor: summed over the dimensions that it broadcasts
+    along.
+    """
     declared = problem.program.captures[i]
     rows, keys = at[1].stop - at[1].start, at[2].stop - at[2].start
     heads = problem.num_heads(declared.head)

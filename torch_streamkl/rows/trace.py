@@ -90,7 +90,7 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """Holds a program, and what is computed from its outputs for each row."""
+    """Holds a program, and the per-row computation that follows its outputs."""
 
     program: Program
     roots: list[Node]

@@ -436,7 +436,7 @@ def _is_constant(x: Any) -> bool:
 
 
 def is_watched() -> bool:
-    """Returns whether something observes launches, such as Triton's profiler."""
+    """Returns whether a tool such as Triton's profiler observes launches."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):

@@ -29,7 +29,7 @@ class Events(TorchDispatchMode):
         raise NotImplementedError
 
     def happened(self, call: tuple[Any, ...], out: Any) -> None:
-        """Says which of the events a call of an operation is."""
+        """Reports a call as an allocation, a view or another operation."""
         func, args, _ = call
         name = str(func._schema.name).removeprefix("aten::")
         if name in ALLOCATIONS:

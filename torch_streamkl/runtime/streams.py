@@ -27,9 +27,7 @@ class SideStream:
             observer.told(what, self.stream)
 
     def fork(self) -> None:
-        """Makes what the side stream gets from here on start after all that the current one
-        has.
-        """
+        """Makes later work on the side stream wait for all work on the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             self._tell("fork")

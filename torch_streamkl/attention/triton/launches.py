@@ -134,7 +134,7 @@ def backward(
 
 
 class Shared(NamedTuple):
-    """Holds what the launches of one backward pass have in common."""
+    """Holds the arguments that all launches of one backward pass share."""
 
     arguments: tuple[Any, ...]  # the first ones of the kernels
     tensors: tuple[Tensor | None, ...]  # of Plan.run

@@ -217,8 +217,8 @@ def backward(
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Computes what each row adds to a loss, and the loss's gradients, from logits that are made
-    once.
+    """Computes each row's term of a loss, and the gradients of the loss, from logits that are
+    computed once.
 
     Logits that get a gradient are of a chunk of tokens. Their gradient takes their place, and a
     matmul adds it to the weight's. Other tensors, such as ids, are of a part of the chunk.

@@ -65,9 +65,7 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 
 
 def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
-    """Explains why the GPU has no kernels whose tiles hold these dots' operands; empty if it
-    has.
-    """
+    """Explains why no kernel's tiles fit these dot products on the GPU; empty if one fits."""
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return ""
@@ -207,7 +205,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 
 
 def outputs_of(problem: RowProblem, result: Result) -> dict[str, Any]:
-    """Allocates what the passes of the forward write."""
+    """Allocates the outputs of the forward's passes."""
     found: dict[str, Any] = {}
     for c, parts in zip(problem.program.logsumexps, result.parts, strict=True):
         found.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})

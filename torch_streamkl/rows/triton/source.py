@@ -32,7 +32,7 @@ def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
 
 
 def _start(w: Writer, block: str, positions: str) -> None:
-    """Writes which block of which head a program computes, the longest first.
+    """Writes the code that maps a program id to a block and a head, the longest blocks first.
 
     NOTE [Order of programs] in kernels/row_state.py.
     """

@@ -435,7 +435,7 @@ class Writer:
             self.line(f"keep &= tl.load({place}, mask=keep, other=0) != 0")
 
     def kept(self, index: int, other: str, is_masked: bool) -> str:
-        """Returns an element where its key takes part, over the whole tile."""
+        """Returns an element over the whole tile, replaced where its key is excluded."""
         x = self.name(index)
         if not is_masked and self.shape[index] == OF_BOTH:
             return x
