@@ -429,7 +429,7 @@ def test_a_divergence_that_is_not_summed_as_it_is() -> None:
 @outside
 def test_errors() -> None:
     head = _head()
-    with pytest.raises(ValueError, match="one value of rows, got a dict of a, b"):
+    with pytest.raises(ValueError, match="one per-row value, got a dict of a, b"):
         row_program(
             lambda e: {"a": e.s.sum("key"), "b": e.s.logsumexp("key")},
             dots={"s": head},

@@ -126,7 +126,7 @@ def trace(
     returned = function(Elements(values))
     outputs = returned if isinstance(returned, Mapping) else {"value": returned}
     if not outputs:
-        raise ValueError("a row program must return at least one value of rows")
+        raise ValueError("a row program must return at least one per-row value")
     for name, x in outputs.items():
         if not isinstance(x, Element) or x._node.by_key:
             raise ValueError(
