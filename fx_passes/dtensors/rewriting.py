@@ -30,7 +30,7 @@ def rewrite_sharded(
     Checks run on whole tensors, on every rank by itself.
     """
     agreement = Agreement(gm.graph)
-    with agreement.told_of_failures():
+    with agreement.sharing_failures():
         whole = whole_graph(gm.graph)
         unfit: dict[str, str] = {}
         latest = whole

@@ -207,7 +207,7 @@ class _Comparison:
 
     def _difference_on(self, draw: Draw) -> str:
         inputs = values_of(self.region.leaves, self.region.before, self.sizes, draw, self.owner)
-        naive, exact = self._told(inputs, draw)
+        naive, exact = self._run_both(inputs, draw)
         try:
             # a mask of an operator means -inf by itself; a row program has the number in it
             finite = draw.finite and any(n.target in PROGRAM_TEXTS for n in self.region.after)
@@ -234,7 +234,7 @@ class _Comparison:
             found = difference(ours, naive, exact, slack)
         return found
 
-    def _told(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
+    def _run_both(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
         """Runs the user's code in its own dtypes and in float64; raises if the result says
         nothing.
         """

@@ -51,7 +51,7 @@ class Entry:
 def entry_of(launch: Launch) -> tuple[Entry, dict[str, Any]]:
     """Returns the entry of a launch, and the arguments that it passes, by parameter."""
     writer = _Writer()
-    arguments = [writer.spelled(x) for x in launch.arguments]
+    arguments = [writer.source_of(x) for x in launch.arguments]
     arguments += [writer.constant(x) for x in launch.constants]
     kernel = writer.imported(launch.kernel.fn)
     name = f"streamkl_{launch.kernel.fn.__name__}"
@@ -86,10 +86,10 @@ class _Writer:
         self.constants: list[str] = []  # assignments in the entry
         self.functions: list[str] = []  # and after it
 
-    def spelled(self, x: Any) -> str:
+    def source_of(self, x: Any) -> str:
         """Spells a value that a kernel gets when it is launched."""
         if isinstance(x, tuple):
-            return self._tuple(x, self.spelled)
+            return self._tuple(x, self.source_of)
         if x is None or isinstance(x, bool):
             return repr(x)
         if isinstance(x, float):  # a parameter would be of 64 bits

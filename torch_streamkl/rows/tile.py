@@ -131,11 +131,11 @@ def block_sums(x: Tensor, first: int, size: int, dtype: torch.dtype) -> tuple[sl
     count = x.shape[-1]
     blocks = slice(first // size, -(-(first + count) // size))
     head = min(-first % size, count)
-    behind = head + (count - head) // size * size
-    before, whole, rest = x.tensor_split((head, behind), -1)
+    after = head + (count - head) // size * size
+    before, whole, rest = x.tensor_split((head, after), -1)
     sums = [part.sum(-1, keepdim=True, dtype=dtype) for part in (before, rest)]
-    inside = [whole.unflatten(-1, (-1, size)).sum(-1, dtype=dtype)] if behind > head else []
-    return blocks, torch.cat([*sums[: head > 0], *inside, *sums[1 : 1 + (count > behind)]], -1)
+    inside = [whole.unflatten(-1, (-1, size)).sum(-1, dtype=dtype)] if after > head else []
+    return blocks, torch.cat([*sums[: head > 0], *inside, *sums[1 : 1 + (count > after)]], -1)
 
 
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:

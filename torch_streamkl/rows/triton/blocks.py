@@ -50,7 +50,9 @@ from torch_streamkl.runtime.workspace import (
 )
 
 ATTENTION_WORKSPACE_MIB = 64
-BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
+WORKSPACE_MIB_WITH_KEPT = (
+    42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
+)
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MOST_PARTS = 16  # of a chunk
@@ -149,7 +151,7 @@ def _workspace(problem: RowProblem, has_kept: bool) -> int:
     device = problem.operands[0][0].device.type
     mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
     if not _is_of_vocab(problem):
-        return MIB * min(mib, BESIDE_KEPT_MIB if has_kept else ATTENTION_WORKSPACE_MIB)
+        return MIB * min(mib, WORKSPACE_MIB_WITH_KEPT if has_kept else ATTENTION_WORKSPACE_MIB)
     return MIB * mib * 15 // 16  # the rest is for places of ids and per-row values
 
 
@@ -460,7 +462,7 @@ class _Gradients:
         x = self.tensors[n]
         return x.select(0, batch if x.shape[0] > 1 else 0).select(0, 0)
 
-    def _sums_beside(self, block: Block, i: int) -> dict[int, Tensor]:
+    def _row_sums_of_dot(self, block: Block, i: int) -> dict[int, Tensor]:
         """Allocates the gradients of per-row tensors that the kernel of a dot product computes as
         well.
         """
@@ -488,20 +490,20 @@ class _Gradients:
         batch, rows, _ = block.at
         axis = self.program.dot_heads[i]
         at_dot = [j for j, n in enumerate(block.nodes) if n.op == "dot" and n.value == i]
-        beside = self._sums_beside(block, i)
-        sums = tuple((c, self.captures[c]) for c in beside)
+        row_sums = self._row_sums_of_dot(block, i)
+        sums = tuple((c, self.captures[c]) for c in row_sums)
         every = (node, *at_dot, *(n for _, n in sums))
         given = {**block.arguments, **block.reads(every, axis)}
         dq, dk = self.out[2 * i], self.out[2 * i + 1]
         if dq is not None:
-            for c, d in beside.items():
+            for c, d in row_sums.items():
                 given.update(row_argument(f"out{c}", d))
             mine = part(dq, batch, ALL, rows)
             given.update(row_kernels.operand_argument(f"da{i}", mine, f"da{i}_out"))
             launch = block.launch_of("dq", axis)
             source = rows_source(self.program, i, sums, block.is_exact)
             row_kernels.launch_rows(source, block.problem, dq.shape[1], launch, given)
-        for c, d in beside.items():
+        for c, d in row_sums.items():
             if not self._is_whole(c, axis):
                 self._add_rows(block, c, d)
         if dk is not None:
@@ -514,7 +516,7 @@ class _Gradients:
             source = columns_source(self.program, i, block.is_exact)
             num_heads = dk.shape[1] * splits
             row_kernels.launch_columns(source, block.problem, num_heads, launch, given)
-        return set(beside)
+        return set(row_sums)
 
     def _shares_of(self, i: int, batch: slice, splits: int) -> Tensor:
         """Returns where blocks of these batch elements add to the gradient of a column operand."""

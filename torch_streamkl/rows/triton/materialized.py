@@ -81,13 +81,13 @@ def _with_materialized(
 
     Elements that all heads share, and that come from materialized nodes, are one tensor.
     """
-    nodes, behind = list(nodes_of(program, which)), _reads_materialized(program, which)
+    nodes, depends = list(nodes_of(program, which)), _reads_materialized(program, which)
     found: list[int] = []
     seen, stack = set(roots), list(roots)
     while stack:
         i = stack.pop()
         node = nodes[i]
-        is_shared = bool(axis) and not node.head and node.by_key and behind[i]
+        is_shared = bool(axis) and not node.head and node.by_key and depends[i]
         if _is_materialized(program, node) or is_shared:
             found.append(i)
             continue
