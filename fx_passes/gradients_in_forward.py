@@ -109,8 +109,8 @@ def _try_to_replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> 
 def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     grad, needs_grad, given = backward.args[0], backward.args[3], backward.args[4:]
     assert isinstance(grad, fx.Node)
-    graph, behind = forward.graph, descendants([forward])
-    too_late = late | behind
+    graph, after_forward = forward.graph, descendants([forward])
+    too_late = late | after_forward
     inputs: list[fx.Node] = []
     fx.map_arg(given, inputs.append)
     if not too_late.isdisjoint(inputs):
@@ -118,7 +118,7 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     if any(is_unknown(size) for size in _value(grad).shape):
         return False  # there may be no row: the number is infinite then, and the gradients are 0
     with graph.inserting_before(backward):
-        factors = _Factors(graph, late, behind).of(grad)
+        factors = _Factors(graph, late, after_forward).of(grad)
         if factors is None or _value(factors.number).dim() != 0:
             return False
         number = factors.number
@@ -149,8 +149,8 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
 class _Factors:
     """Splits a gradient into a number and weights; adds the nodes that make them."""
 
-    def __init__(self, graph: fx.Graph, late: set[fx.Node], behind: set[fx.Node]) -> None:
-        self.graph, self.late, self.behind = graph, late, behind
+    def __init__(self, graph: fx.Graph, late: set[fx.Node], after_forward: set[fx.Node]) -> None:
+        self.graph, self.late, self.after_forward = graph, late, after_forward
 
     def of(self, node: Any) -> Weighted | None:
         """Returns the factors of a node that depends on the loss's gradient."""
@@ -205,7 +205,7 @@ class _Factors:
             return None
         if _is_number(other):
             return Weighted(self._call(aten.mul.Tensor, found.number, other), found.weight)
-        if other in self.behind:
+        if other in self.after_forward:
             return None
         other = self._as_weight(other, node)
         if found.weight is None:
@@ -218,7 +218,7 @@ class _Factors:
             return None
         if _is_number(other):
             return Weighted(self._call(aten.div.Tensor, found.number, other), found.weight)
-        if other in self.behind:
+        if other in self.after_forward:
             return None
         inverse = self._call(aten.reciprocal.default, self._as_weight(other, node))
         if found.weight is not None:
@@ -227,7 +227,7 @@ class _Factors:
 
     def _selected(self, node: fx.Node, condition: Any, x: Any, is_where: bool) -> Weighted | None:
         """Returns x with 0 where a condition does not select it."""
-        if condition in self.late | self.behind:
+        if condition in self.late | self.after_forward:
             return None
         found = self.of(x)
         if found is None:

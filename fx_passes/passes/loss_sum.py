@@ -72,11 +72,11 @@ def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
     if not chain.steps:
         return False
     order = list(call.graph.nodes)
-    behind = order[order.index(chain.steps[0]) :]
+    following = order[order.index(chain.steps[0]) :]
     carried = {*call.users, *chain.steps}
     read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
     reads = {storage_of(a) for a in read} - {None}
-    return any(storage_of(x) in reads for n in behind for x in written_by(n))
+    return any(storage_of(x) in reads for n in following for x in written_by(n))
 
 
 def _is_eligible(call: fx.Node) -> bool:

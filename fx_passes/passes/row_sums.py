@@ -124,7 +124,7 @@ class _Reader:
         self.terms: dict[fx.Node, Term] = {}
         self.known: list[KnownTensor] = []
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
-        self.behind = descendants([call])
+        self.after_call = descendants([call])
         program: Any = call.args[1]
         tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
         self.problem = RowProblem.of(program, tensors)
@@ -258,7 +258,7 @@ class _Reader:
             fits = not is_condition and _same_shape(x, node)
             return self.terms[x].expr if fits else None
         value = example(x)
-        if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:
+        if not isinstance(value, Tensor) or x in self.after_call or value.requires_grad:
             return None
         if (value.dtype == torch.bool) != is_condition or value.device != self.device:
             return None

@@ -63,7 +63,7 @@ def replace_attention(
 ) -> list[str]:
     """Replaces attention written by hand whose probabilities have no other reader.
 
-    Maps of less than ``min_mib`` are skipped, None being what was measured on the device.
+    Attention probabilities below ``min_mib`` are skipped; None is the threshold of the device.
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}

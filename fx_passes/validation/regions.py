@@ -150,16 +150,18 @@ def _torn(leaves: list[fx.Node], inside: set[str], cheap: frozenset[str]) -> set
     cones = {x: _cone(x) for x in leaves if not is_leaf(x)}
     torn: set[str] = set()
     for leaf, cone in cones.items():
-        behind = cone - {leaf.name}
+        ancestors_of_leaf = cone - {leaf.name}
         for source in leaf.all_input_nodes if name_of(leaf) in HEAVY else []:
-            behind |= _cone(source)
+            ancestors_of_leaf |= _cone(source)
         others = (inside | names) - {leaf.name}
-        shared = any(behind & (other - {x.name}) for x, other in cones.items() if x is not leaf)
+        shared = any(
+            ancestors_of_leaf & (other - {x.name}) for x, other in cones.items() if x is not leaf
+        )
         value = example(leaf)
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         is_constant = cone <= cheap  # the program may make the same table in several places
-        if behind & others or shared or is_constant or (not is_float and len(cone) > 1):
-            torn |= {leaf.name} | (behind & cheap)
+        if ancestors_of_leaf & others or shared or is_constant or (not is_float and len(cone) > 1):
+            torn |= {leaf.name} | (ancestors_of_leaf & cheap)
     return torn
 
 

@@ -44,7 +44,7 @@ LSE_UNIT = {
 }  # of stored log-sum-exps, in nats
 
 # of the forward, from which "auto" takes the kernels for Hopper: about 0.1 ms on an H200. Below,
-# their launches, which make tensor descriptors on the host, take longer than the kernels.
+# their launches, which make tensor descriptors on the CPU, take longer than the kernels.
 HOPPER_LEAST_FLOP = 2.0**35
 
 LEAST_SHARE = 0.75  # of the multiprocessors that have a program where blocks are in parts

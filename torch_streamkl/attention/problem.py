@@ -124,7 +124,7 @@ class AttentionProblem:
 
     def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
         """Yields the row range, key range and problem of each packed sequence; reads offsets on
-        the host.
+        the CPU.
         """
         assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         offsets = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)

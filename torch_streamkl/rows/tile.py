@@ -180,7 +180,7 @@ def evaluate(
         number = int(node.value) if node.op not in ("const", "pow") else 0
         match node.op:
             case "const":
-                # a tensor that is made of a number is copied to a GPU, which the host waits for
+                # a tensor that is made of a number is copied to a GPU, which the CPU waits for
                 kind = {"bool": torch.bool, "int": torch.int64}.get(node.dtype, dtype)
                 size = (1, problem.num_heads(node.head), 1, 1) if node.head else ()
                 x = torch.full(size, node.value, dtype=kind, device=device)

@@ -1,6 +1,6 @@
 """Launches the portable attention kernels: builds grids and arguments from an AttentionProblem.
 
-The host never waits for the GPU: kernels read lengths, guards and packed offsets on the device.
+The CPU never waits for the GPU: kernels read lengths, guards and packed offsets on the device.
 """
 
 from __future__ import annotations
