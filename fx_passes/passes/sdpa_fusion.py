@@ -67,7 +67,7 @@ def replace_attention(
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
-    leftovers, written = RemainingAttention(trace.outer), written_storages(graph)
+    remaining_attention, written = RemainingAttention(trace.outer), written_storages(graph)
     for inner in trace.graph.nodes:
         value, node = values.get(inner), trace.outer.get(inner)
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
@@ -84,7 +84,7 @@ def replace_attention(
         build = builder(node)
         try:
             with build.undone_if_unsupported():
-                replacement = leftovers.replace(node, value, build)
+                replacement = remaining_attention.replace(node, value, build)
                 if not _same_metadata(replacement, node):
                     raise Unsupported("the fused attention has another shape or type")
                 if strides_are_seen(node, replacement, build, written):

@@ -7,7 +7,7 @@ a recorder that sees its allocations, its few torch operations and its launches 
 addresses are variables and all else is constant.
 
 If an operation is not in the lists below, or a tensor comes from elsewhere, the problem is
-unrecordable: every call runs the implementation.
+not capturable: every call runs the implementation.
 """
 
 from __future__ import annotations
