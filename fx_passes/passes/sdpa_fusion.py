@@ -45,7 +45,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
 from torch_streamkl.fx_passes.passes import softcapped
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
-from torch_streamkl.fx_passes.planning.profitability import why_maps_are_left
+from torch_streamkl.fx_passes.planning.profitability import why_attention_is_skipped
 
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
@@ -74,10 +74,12 @@ def replace_attention(
             continue
         if node.name in refused:
             reason = refused[node.name]
-            notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
+            notes[f"the attention at {location_of(node)[0]} keeps its probabilities: {reason}"] = (
+                None
+            )
             continue
         device = _device_of(node)
-        size = why_maps_are_left(value.probabilities, device, min_mib)
+        size = why_attention_is_skipped(value.probabilities, device, min_mib)
         if size:
             notes[f"the attention at {location_of(node)[0]} is skipped: {size}"] = None
             continue
@@ -93,7 +95,9 @@ def replace_attention(
                     replacement = with_strides_of(build, replacement, value_of_user)
                 aliases.check(build.added, build.selecting)
         except Unsupported as reason:
-            notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
+            notes[f"the attention at {location_of(node)[0]} keeps its probabilities: {reason}"] = (
+                None
+            )
             continue
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it

@@ -157,7 +157,7 @@ class Operands(ElementAlgebra):
         return Placed(self._capture_formula(source, dims, self._requires_grad(x)), dims, shape)
 
     def _condition(self, mask: BoolTensor, shape: Sequence[Size]) -> Placed:
-        """A mask that the score interpreter knows: conditions on indices, and tensors as they were."""
+        """Converts a mask: conditions on indices, and tensors as they are."""
         if not mask.literals:  # it holds everywhere, or nowhere
             one, zero = (Formula("const", (), x) for x in (float(not mask.negative), 0.0))
             return Placed(Formula("ne", (one, zero), is_bool=True), ((),) * len(shape))
