@@ -27,7 +27,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "reverse KL": ("reverse_kl",),
     "soft cross-entropy": ("cross_entropy",),
     "Jeffreys": ("jeffreys",),
-    "generalised Jensen-Shannon (`beta`)": ("js",),
+    "generalized Jensen-Shannon (`beta`)": ("js",),
     "total variation": ("tv",),
     "`eps` before the log, exact": ("eps",),
     "lower `clamp` before the log, exact": ("clamp_reached", "clamp_not_reached"),
