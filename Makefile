@@ -10,7 +10,9 @@ export PIP_ROOT_USER_ACTION ?= ignore
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install -qq
 
-.PHONY: everything demo docs test test-slow test-all test-integrations test-matrix dist bench lint clean
+LANES := test-operators test-kernels test-rewrite test-report test-distributed test-packaging test-bench test-fuzz
+
+.PHONY: everything demo docs test test-slow test-all test-integrations test-matrix $(LANES) dist bench lint clean
 
 # The site, into build/site; links are strict.
 docs: $(VENV)/.docs
@@ -23,6 +25,11 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test $(VENV)/.libraries
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+# One folder of tests, such as `make test-operators`: what `make test` runs of it.
+$(LANES): test-%: $(VENV)/.test $(VENV)/.libraries
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/$* $(PYTEST_ARGS)
 
 # What `make test` leaves out: more sizes, GPUs, placements and libraries of what it has one of, most rows with
 # symbolic sizes or through AOTAutograd, more random programs, and all kernels in the interpreter again with sums

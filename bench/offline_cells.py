@@ -344,7 +344,8 @@ def constants_of(launch: Launch) -> tuple[Any, ...]:
 
 # What differs between two of these is no number that a kernel is compiled for (two targets have
 # one set of instructions, 16 bits are 16 bits, and both head_dims are padded to 128): kernels take
-# the same of a GPU, and tests/test_offline_matrix.py holds those against it that were compiled.
+# the same of a GPU, and tests/kernels/test_offline_matrix.py holds those that were compiled
+# against it.
 TWINS: dict[str, dict[Any, Any]] = {
     "target": {"sm_103": "sm_100", "sm_89": "sm_86"},
     "dtype": {"fp16": "bf16"},

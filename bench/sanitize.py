@@ -13,7 +13,7 @@ arrives at an mbarrier, and other warps wait there before they read. That is ord
 follows the thread that arrived and not those that it met. So the program `_control` does nothing
 else, is right, and is run first: where racecheck complains of it, it cannot judge the Hopper
 kernels, and they are listed as not judged. That all their arrivals stand after such a meeting is
-checked in the compiled code (tests/test_offline_compile.py).
+checked in the compiled code (tests/kernels/test_offline_compile.py).
 """
 
 from __future__ import annotations

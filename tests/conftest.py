@@ -29,11 +29,40 @@ quick.sites_are_fused_whatever_their_size()
 FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_option")
 
 
+DESELECTED = pytest.StashKey[Counter[str]]()
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: at the end, one process would wait for the other's."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what cannot run here, and puts long tests first.
+
+    A skip then says something: what needs another machine is a count in the summary instead. At
+    the end of a run, a long test would leave the other process without work.
+    """
     covering.mark_slow(items)
-    items.sort(key=lambda item: not item.name.startswith(FIRST))
+    reasons = {item: covering.reason_not_to_run(item) for item in items}
+    missing = [item for item in items if reasons[item]]
+    config.stash[DESELECTED] = Counter(str(reasons[item]) for item in missing)
+    if missing:
+        config.hook.pytest_deselected(items=missing)
+    items[:] = sorted(
+        (item for item in items if not reasons[item]),
+        key=lambda item: not item.name.startswith(FIRST),
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells the process that prints what it deselected."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = dict(session.config.stash[DESELECTED])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects all tests, so the count of any one is the count."""
+    told = getattr(node, "workeroutput", {}).get("deselected", {})
+    node.config.stash[DESELECTED] = Counter(told)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -51,6 +80,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             missing[found[1]] += 1
     for name, count in sorted(missing.items()):
         terminalreporter.write_line(f"{name} is not installed: {count} tests of it were skipped")
+    deselected = terminalreporter.config.stash.get(DESELECTED, Counter())
+    for reason, count in sorted(deselected.items()):
+        terminalreporter.write_line(f"deselected, {reason}: {count} tests")
 
 
 @pytest.fixture(autouse=True, scope="module")

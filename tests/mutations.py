@@ -99,9 +99,7 @@ def _first_failure(tests: str, folder: Path, interpreted: bool) -> str:
         del sys.modules[name]
     if interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
-    arguments = [
-        f"tests/{x}" if x.startswith("test_") and ".py" in x else x for x in tests.split()
-    ]
+    arguments = [f"tests/{x}" if ".py" in x else x for x in tests.split()]
 
     class Failures:
         found = ""

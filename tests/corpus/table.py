@@ -31,8 +31,8 @@ before the loss.
 - Losses are compiled with `backend="streamkl"` and `streamkl.min_mib=0`: float32, static
   shapes, training.
 
-`python -m tests.corpus.table` writes this page, and `tests/test_corpus.py` checks that it is
-current.
+`python -m tests.corpus.table` writes this page, and `tests/rewrite/test_corpus.py` checks that
+it is current.
 
 | loss | outcome | reason, or what remains | loss error | gradient error |
 | --- | --- | --- | --- | --- |

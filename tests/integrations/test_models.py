@@ -170,7 +170,7 @@ def test_model(name: str) -> None:
         assert row(name, report) in PAGE.read_text(), "python -m tests.integrations.test_models"
 
 
-@pytest.mark.slow  # tests/test_softcapped_attention.py has its parts
+@pytest.mark.slow  # tests/rewrite/test_softcapped_attention.py has its parts
 def test_softcapped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU gets, with FlexAttention run as it is: nothing is left of Gemma2's maps."""
     monkeypatch.setattr(softcapped, "_why_not_on_cpu", lambda: "")

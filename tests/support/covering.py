@@ -84,6 +84,18 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.slow)
 
 
+def reason_not_to_run(item: pytest.Item) -> str | None:
+    """Why a test cannot run on this machine: the reason of a `skipif` that is true, or None.
+
+    A library that is not installed is no such reason: somebody could install it.
+    """
+    for mark in item.iter_markers("skipif"):
+        reason = mark.kwargs.get("reason", "")
+        if any(mark.args) and "is not installed" not in reason:
+            return str(reason)
+    return None
+
+
 def _rows(cases: list[Any]) -> tuple[list[list[str]], list[tuple[Hashable, ...]]]:
     """Axes and values on them; arguments of one decorator are one axis, as is a fixture's."""
     marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]

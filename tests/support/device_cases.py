@@ -1,6 +1,6 @@
 """A step of every operator and strategy, as a function of a seed and a device.
 
-`tests/test_other_devices.py` runs them while another device is the current one.
+`tests/kernels/test_other_devices.py` runs them while another device is the current one.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ ROW_PROGRAMS = {
 
 # ------------------------------------------------------------------------- shards of a vocabulary
 def _shards(divergence: str, seed: int, device: str) -> Results:
-    from tests.test_shard_kernels import problem, sharded
+    from tests.kernels.test_shard_kernels import problem, sharded
     from torch_streamkl.linear.triton import shards
 
     torch.manual_seed(seed)

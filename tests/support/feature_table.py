@@ -15,10 +15,10 @@ BEGIN, END = "<!-- features:begin -->", "<!-- features:end -->"
 
 ON_GPU = "Triton, GPU tests"
 FILES = {
-    "reference": "tests/test_attention_reference.py",
-    "CPU (plain torch)": "tests/test_attention_streaming.py",
-    "Triton": "tests/test_attention_triton_interpreted.py",
-    ON_GPU: "tests/test_attention_cuda.py",
+    "reference": "tests/operators/test_attention_reference.py",
+    "CPU (plain torch)": "tests/operators/test_attention_streaming.py",
+    "Triton": "tests/kernels/test_attention_triton_interpreted.py",
+    ON_GPU: "tests/kernels/test_attention_cuda.py",
 }
 
 # feature -> cases of problems.CASES that show it

@@ -1,5 +1,5 @@
 """Triton's interpreter has to be chosen before a kernel is imported: tests of it run in processes
-of their own, which tests/test_in_the_interpreter.py starts.
+of their own, which tests/kernels/test_in_the_interpreter.py starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
-outside = pytest.mark.skipif(INTERPRETED, reason="is that process")
+outside = pytest.mark.skipif(INTERPRETED, reason="runs outside of the interpreter")
 # numpy warns where a GPU computes infinities and NaN silently
 quiet = pytest.mark.filterwarnings(
     "ignore:invalid value:RuntimeWarning",

@@ -17,11 +17,13 @@ class Fault:
 
 
 def _streaming(*names: str) -> str:
-    return " ".join(f"test_attention_streaming.py::test_feature[{name}]" for name in names)
+    return " ".join(
+        f"operators/test_attention_streaming.py::test_feature[{name}]" for name in names
+    )
 
 
 def _triton(*names: str) -> str:
-    file = "test_attention_triton_interpreted.py"
+    file = "kernels/test_attention_triton_interpreted.py"
     return " ".join(f"{file}::test_feature[{name}]" for name in names)
 
 
@@ -40,7 +42,8 @@ ROWS = "torch_streamkl/kernels/row_state.py"
 SCORES = "torch_streamkl/kernels/scores.py"
 FORWARD = "torch_streamkl/attention/triton/forward.py"
 BACKWARD = "torch_streamkl/attention/triton/backward.py"
-REWRITE = "test_rewrite_forms.py::"
+REWRITE = "rewrite/test_rewrite_forms.py::"
+QUERY_TILES = "operators/test_query_tiles.py"
 DERIVE = "torch_streamkl/rows/derive.py"
 PROGRAMS = "torch_streamkl/rows/torch_impl.py"
 LOSSES = "torch_streamkl/rows/losses.py"
@@ -53,7 +56,7 @@ VOCAB = "torch_streamkl/linear/compiled_rows.py"
 SHARDS = "torch_streamkl/distributed/shard_rows.py"
 PACKED = "torch_streamkl/attention/hopper/packed.py"
 ENTRIES = "fx_passes/analysis/elements/entries.py"
-CHOSEN = "tests/counterexamples/test_chosen_entries.py"
+CHOSEN = "tests/rewrite/test_chosen_entries.py"
 SEQUENCE = "torch_streamkl/distributed/sequence.py"
 
 FAULTS = (
@@ -62,7 +65,7 @@ FAULTS = (
         IDENTITIES,
         'if op == "sub" and va == 0:\n        return apply("neg", b)',
         'if op == "sub" and va == 0:\n        return b',
-        "test_functional.py",
+        "operators/test_functional.py",
     ),
     Fault(
         OPERATIONS,
@@ -74,7 +77,7 @@ FAULTS = (
         OPERATIONS,
         'return quotient if arg == 0 else f("neg", f("mul", quotient, node))',
         "return quotient",
-        "test_functional.py",
+        "operators/test_functional.py",
     ),
     Fault(
         OPERATIONS,
@@ -92,13 +95,13 @@ FAULTS = (
         OPERATIONS,
         'share = f("sigmoid", f("sub", mine, other))',
         'share = f("sigmoid", f("sub", other, mine))',
-        "test_functional.py",
+        "operators/test_functional.py",
     ),
     Fault(
         FORMS,
         "result[m] = result.get(m, 0.0) + c1 * c2",
         "result[m] = c1 * c2",
-        "test_functional.py",
+        "operators/test_functional.py",
     ),
     Fault(
         FUNCTIONAL,
@@ -110,51 +113,52 @@ FAULTS = (
         FUNCTIONAL,
         'DIVERGENCES["forward_kl" if beta == 0.0 else "reverse_kl"]',
         'DIVERGENCES["reverse_kl" if beta == 0.0 else "forward_kl"]',
-        "test_functional.py",
+        "operators/test_functional.py",
     ),
     # ------------------------------------------------------------------------------ normal form
     Fault(
         REDUCTIONS,
         "return product(*outside, reduced(SUM, axis, inside))",
         "return reduced(SUM, axis, inside)",
-        "test_program.py",
+        "operators/test_program.py",
     ),
     Fault(
         REDUCTIONS,
         "const(0.0) if c < 0 else last",
         "last if c < 0 else const(0.0)",
-        "test_program.py",
+        "operators/test_program.py",
     ),
     Fault(
         REDUCTIONS,
         "return subtracted(substitute(score, theta), reduced(LOGSUMEXP, free, every))",
         "return substitute(score, theta)",
-        "test_program.py",
+        "operators/test_program.py",
     ),
     Fault(
         CANONICAL,
         "outside = [(c, x) for c, x in terms if not condition.axes <= x.axes]",
         "outside = [(c, x) for c, x in terms if condition.axes <= x.axes]",
-        "test_program.py",
+        "operators/test_program.py",
     ),
     # ------------------------------------------------------------------------------ statistics
     Fault(
         ROWSTATE,
         "l_s = l_s + z.l_s * w_s",
         "l_s = l_s + z.l_s",
-        "test_metamorphic.py::test_states_split_and_merge",
+        "operators/test_metamorphic.py::test_states_split_and_merge",
     ),
     Fault(
         ROWSTATE,
         "(moment + row_sum * shift) * weight)",
         "moment * weight)",
-        "test_metamorphic.py::test_states_split_and_merge",
+        "operators/test_metamorphic.py::test_states_split_and_merge",
     ),
     Fault(
         ROWSTATE,
         "        x.masked_fill_(weight == 0, 0.0)",
         "        pass",
-        "test_metamorphic.py::test_states_split_and_merge " + _streaming("mask_additive"),
+        "operators/test_metamorphic.py::test_states_split_and_merge "
+        + _streaming("mask_additive"),
     ),
     Fault(
         ROWSTATE,
@@ -173,13 +177,13 @@ FAULTS = (
         ROWSTATE,
         "near = (ratio > 0.5) & (ratio < 2.0)",
         "near = ratio > 2.0",
-        "test_attention_numerics.py -k denominators",
+        "operators/test_attention_numerics.py -k denominators",
     ),
     Fault(
         ROWSTATE,
         "m_t, m_s = torch.maximum(x.m_t, y.m_t), torch.maximum(x.m_s, y.m_s)",
         "m_t, m_s = x.m_t, y.m_s",
-        "test_metamorphic.py::test_states_split_and_merge",
+        "operators/test_metamorphic.py::test_states_split_and_merge",
     ),
     # -------------------------------------------------------------------------------- streaming
     Fault(
@@ -204,7 +208,7 @@ FAULTS = (
         STREAMING,
         "ds.masked_fill_(log_s < floor, 0.0)",
         "pass",
-        "test_attention_streaming.py::test_gradients_of_the_student_alone[clamp_reached]",
+        "operators/test_attention_streaming.py::test_gradients_of_the_student_alone[clamp_reached]",
     ),
     Fault(
         STREAMING,
@@ -222,7 +226,7 @@ FAULTS = (
         STREAMING,
         "above = low_t - sums.teacher_lse >= guard.teacher_floor",
         "above = low_t - sums.teacher_lse <= guard.teacher_floor",
-        "test_attention_streaming.py -k second_pass",
+        "operators/test_attention_streaming.py -k second_pass",
     ),
     # ------------------------------------------------------------------------------------ masks
     Fault(
@@ -259,13 +263,14 @@ FAULTS = (
         "torch_streamkl/attention/torch_scores.py",
         "functools.reduce(torch.bitwise_and, parts)",
         "parts[-1]",
-        "test_attention_streaming.py::test_any_call",
+        "operators/test_attention_streaming.py::test_any_call",
     ),
     Fault(
         "torch_streamkl/attention/arguments.py",
         "right = 0 if right is None else min(right, 0)",
         "right = 0 if right is None else right",
-        "test_metamorphic.py test_attention_streaming.py::test_any_call -k any_call",
+        "operators/test_metamorphic.py operators/test_attention_streaming.py::test_any_call "
+        "-k any_call",
     ),
     Fault(
         "torch_streamkl/attention/arguments.py",
@@ -278,25 +283,26 @@ FAULTS = (
         LINEAR,
         "level = (form.ss + form.s - rows.student_delta)[:, None]",
         "level = (form.s - rows.student_delta)[:, None]",
-        "test_linear_kl.py::test_gradients_of_the_student_alone",
+        "operators/test_linear_kl.py::test_gradients_of_the_student_alone",
     ),
     Fault(
         LINEAR,
         "grad.mul_((weight / temperature)[:, None])",
         "grad.mul_(weight[:, None])",
-        "test_gradcheck.py::test_linear test_linear_kl.py::test_every_option_at_once",
+        "operators/test_gradcheck.py::test_linear "
+        "operators/test_linear_kl.py::test_every_option_at_once",
     ),
     Fault(
         LINEAR,
         "p = p - (problem.labels[:, None] == vocab_entry).to(p.dtype)",
         "p = p - 0.0",
-        "test_gradcheck.py::test_linear",
+        "operators/test_gradcheck.py::test_linear",
     ),
     Fault(
         LINEAR,
         "for start, stop in ((0, min(sizes)), (min(sizes), max(sizes))):",
         "for start, stop in ((0, min(sizes)),):",
-        "test_linear_kl.py::test_extra_words_are_impossible",
+        "operators/test_linear_kl.py::test_extra_words_are_impossible",
     ),
     # ------------------------------------------------------------------------- kernels' plug-ins
     Fault(
@@ -359,7 +365,7 @@ FAULTS = (
         SCORES,
         "end = tl.maximum(end, tl.max(tl.where(is_admitted, keys + 1, 0), 0))",
         "end = tl.maximum(end, tl.max(tl.where(is_admitted, keys, 0), 0))",
-        "test_attention_triton_interpreted.py -k around_a_tile",
+        "kernels/test_attention_triton_interpreted.py -k around_a_tile",
         True,
     ),
     Fault(
@@ -373,14 +379,14 @@ FAULTS = (
         SCORES,
         "left = tl.maximum(left, (start + BLOCK_N - 1) // BLOCK_N * BLOCK_N)",
         "left = tl.maximum(left, start // BLOCK_N * BLOCK_N)",
-        "test_attention_triton_interpreted.py -k around_a_tile",
+        "kernels/test_attention_triton_interpreted.py -k around_a_tile",
         True,
     ),
     Fault(
         "torch_streamkl/attention/triton/backward.py",
         "acc = tl.where(admitted(masks, sizes, offs_n)[:, None], acc, 0.0)",
         "acc = acc",
-        "test_attention_triton_interpreted.py -k around_a_tile",
+        "kernels/test_attention_triton_interpreted.py -k around_a_tile",
         True,
     ),
     Fault(SCORES, "+ (head // side.group) * side.k_h", "+ head * side.k_h", _triton("gqa"), True),
@@ -388,7 +394,7 @@ FAULTS = (
         SCORES,
         "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right + 1)",
         "stop = tl.minimum(stop, last_row + seq.offset + masks.window_right)",
-        "test_attention_triton_interpreted.py -k sees_one_key",
+        "kernels/test_attention_triton_interpreted.py -k sees_one_key",
         True,
     ),
     Fault(
@@ -402,7 +408,7 @@ FAULTS = (
         FORWARD,
         "student_delta += tl.sum(tl.where(allowed, h, 0.0), 1)",
         "student_delta += tl.sum(h, 1)",
-        "test_attention_triton_interpreted.py::test_terms_of_keys_that_are_masked_do_not_count",
+        "kernels/test_attention_triton_interpreted.py::test_terms_of_keys_that_are_masked_do_not_count",
         True,
     ),
     Fault(
@@ -419,45 +425,45 @@ FAULTS = (
         "torch_streamkl/attention/plans.py",
         "return constant._replace(S_TOGETHER=1, T_TOGETHER=1)",
         "return constant",
-        "test_offline_compile.py::test_elements_that_lie_together",
+        "kernels/test_offline_compile.py::test_elements_that_lie_together",
     ),
     # -------------------------------------------------------------------------------- launches
     Fault(
         "torch_streamkl/kernels/tiles.py",
         "return total + operands.of_rows(stays)",
         "return total",
-        "test_tiles.py",
+        "kernels/test_tiles.py",
     ),
     Fault(
         "torch_streamkl/runtime/devices.py",
         "return not self.is_hip and self.capability == (9, 0)",
         "return self.capability == (9, 0)",
-        "test_tiles.py",
+        "kernels/test_tiles.py",
     ),
     Fault(
         "torch_streamkl/runtime/launch.py",
         "with on_device(device_of(arguments)):",
         "with _CURRENT:",
-        "test_launches.py",
+        "kernels/test_launches.py",
     ),
     Fault(
         "torch_streamkl/runtime/capture.py",
         'with {guard}({device}):"',
         'if {guard}({device}):"',
-        "test_launches.py",
+        "kernels/test_launches.py",
     ),
     # ------------------------------------------------------------------------ planner, lowering
     Fault(
         "fx_passes/planning/dimensions.py",
         "for x in reversed(found) if is_whole(x)",
         "for x in reversed(found)",
-        "test_rewrite_forms.py -k share_keys",
+        "rewrite/test_rewrite_forms.py -k share_keys",
     ),
     Fault(
         "fx_passes/planning/masks.py",
         '("right", literal.constant - offset)',
         '("right", literal.constant)',
-        "test_rewrite_forms.py -k sizes_of_queries",
+        "rewrite/test_rewrite_forms.py -k sizes_of_queries",
     ),
     Fault(
         "fx_passes/planning/masks.py",
@@ -469,7 +475,7 @@ FAULTS = (
         "fx_passes/planning/masks.py",
         "    if teacher.keys() != student.keys():",
         "    if False:",
-        "test_near_misses.py",
+        "rewrite/test_near_misses.py",
     ),
     Fault(
         "fx_passes/planning/divergence_forms.py",
@@ -512,279 +518,279 @@ FAULTS = (
         DERIVE,
         "t, level = _softmax(value) * t, level + 1",
         "t, level = _softmax(value) * t, level",
-        "test_row_program_rules.py",
+        "operators/test_row_program_rules.py",
     ),
     Fault(
         ADJOINTS,
         'found[x] = build("add", found[x], t) if x in found else t',
         "found[x] = t",
-        "test_row_programs.py",
+        "operators/test_row_programs.py",
     ),
     Fault(
         DERIVE,
         "t * _softmax(value) if value.value.kind == LOGSUMEXP else t",
         "t",
-        "test_row_programs.py",
+        "operators/test_row_programs.py",
     ),
     Fault(
         PROGRAMS,
         "row_sums[slot] *= (peaks[slot] - base).exp()",
         "pass",
-        "test_row_programs.py",
+        "operators/test_row_programs.py",
     ),
     Fault(
         PROGRAMS,
         "dk[at[0], :, at[2]] += d.mT @ q",
         "dk[at[0], :, at[2]] = d.mT @ q",
-        "test_row_programs.py",
+        "operators/test_row_programs.py",
     ),
     Fault(
         PROGRAMS,
         "stop = min(stop, rows.stop + shift + keys.right)",
         "stop = min(stop, rows.start + shift + keys.right)",
-        "test_row_programs.py",
+        "operators/test_row_programs.py",
     ),
     Fault(
         GENERATED,
         'w.line(f"sum{slot} *= tl.math.exp2((peak{slot} - base{slot}) * {LOG2E!r})")',
         "pass",
-        "test_row_program_kernels.py",
+        "kernels/test_row_program_kernels.py",
         True,
     ),
     Fault(
         GENERATED,
         'w.line(f"h = head * group{dot} + share * members + member")',
         'w.line(f"h = head + share * members + member")',
-        "test_row_program_kernels.py::test_key_heads_of_several_heads",
+        "kernels/test_row_program_kernels.py::test_key_heads_of_several_heads",
         True,
     ),
     Fault(
         GENERATED,
         'w.line(f"peak{slot} = new{slot}")',
         "pass",
-        "test_row_program_kernels.py",
+        "kernels/test_row_program_kernels.py",
         True,
     ),
     Fault(
         LOSSES,
         "x.value: schedule[gradients.get(x, ZERO)]",
         "x.value: schedule[ONE]",
-        "test_row_program_sums.py::test_by_blocks",
+        "operators/test_row_program_sums.py::test_by_blocks",
     ),
     Fault(
         PROGRAMS,
         "rows = slice(at[1].start - chunk.start, at[1].stop - chunk.start)",
         "rows = slice(at[1].start - at[1].start, at[1].stop - at[1].start)",
-        "test_row_program_sums.py",
+        "operators/test_row_program_sums.py",
     ),
     Fault(
         MAP_BLOCKS,
         "given = {i: part(x, batch, own) for i, x in logits.items()}",
         "given = {i: part(x, batch, slice(0, own.stop - own.start)) for i, x in logits.items()}",
-        "test_row_program_sums.py::test_by_kernels",
+        "operators/test_row_program_sums.py::test_by_kernels",
         True,
     ),
     Fault(
         MAP_BLOCKS,
         "_matmul_into(into, each.t(), tokens, rows.start == 0)",
         "_matmul_into(into, each.t(), tokens, True)",
-        "test_row_program_sums.py::test_by_kernels",
+        "operators/test_row_program_sums.py::test_by_kernels",
         True,
     ),
     Fault(
         ROW_SUMS,
         "if x in self.terms:  # of one shape: else rows meet other rows",
         "if x in self.terms and is_condition:",
-        "test_row_sums_in_graphs.py",
+        "rewrite/test_row_sums_in_graphs.py",
     ),
     Fault(
         ROW_SUMS,
-        "if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:",
+        "if not isinstance(value, Tensor) or x in self.after_call or value.requires_grad:",
         "if not isinstance(value, Tensor):",
-        "test_row_sums_in_graphs.py",
+        "rewrite/test_row_sums_in_graphs.py",
     ),
     Fault(
         ROW_SUMS,
         "return all(u in allowed for n in (self.call, *before) for u in n.users)",
         "return True",
-        "test_row_sums_in_graphs.py",
+        "rewrite/test_row_sums_in_graphs.py",
     ),
     Fault(
         ROW_SUMS,
         'return Term(literally("div", x.expr, self._number_of_rows()), True)',
         "return Term(x.expr, True)",
-        "test_row_sums_in_graphs.py",
+        "rewrite/test_row_sums_in_graphs.py",
     ),
     # ---------------------------------------------------------------------------------- Hopper
     Fault(
         TURNS,
         "return (work.num_works + work.num_programs - 1) // work.num_programs",
         "return work.num_works // work.num_programs",
-        "test_hopper_persistent.py",
+        "kernels/test_hopper_persistent.py",
     ),
     Fault(
         TURNS,
         "work.num_programs - 1 - work.program)",
         "work.num_programs - work.program)",
-        "test_hopper_persistent.py",
+        "kernels/test_hopper_persistent.py",
     ),
     Fault(
         TURNS,
         "return inside // num_heads, first + inside % num_heads",
         "return inside // num_heads, inside % num_heads",
-        "test_hopper_persistent.py",
+        "kernels/test_hopper_persistent.py",
     ),
     Fault(
         TURNS,
         "    edge = edge // 2 * 2\n",
         "    edge = (edge + 1) // 2 * 2\n",
-        "test_hopper_persistent.py",
+        "kernels/test_hopper_persistent.py",
     ),
     Fault(
         "torch_streamkl/attention/hopper/forward.py",
         "return first_key // PAIR, (stop_key - first_key + PAIR - 1) // PAIR",
         "return first_key // PAIR, (stop_key - first_key) // PAIR",
-        "test_hopper_ranges.py",
+        "kernels/test_hopper_ranges.py",
     ),
     Fault(
         "torch_streamkl/runtime/devices.py",
         "return self.capability == (9, 4) if self.is_hip else self.capability >= (8, 0)",
         "return self.capability >= (8, 0)",
-        "test_tiles.py",
+        "kernels/test_tiles.py",
     ),
     # ------------------------------------------------------------------------ compiled for a CPU
-    Fault(BODY, "d = (term - share) * factor", "d = term * factor", "test_query_tiles.py"),
-    Fault(BODY, "row_sum = row_sum + (sink - base).exp()", "pass", "test_query_tiles.py"),
+    Fault(BODY, "d = (term - share) * factor", "d = term * factor", QUERY_TILES),
+    Fault(BODY, "row_sum = row_sum + (sink - base).exp()", "pass", QUERY_TILES),
     Fault(
         BODY,
         'for name, compare in (("first", torch.ge), ("stop", torch.lt)):',
         'for name, compare in (("first", torch.ge), ("stop", torch.le)):',
-        "test_query_tiles.py",
+        QUERY_TILES,
     ),
     Fault(
         VOCAB,
         'd = d + _counted(p - (j == inputs["label"]).to(p.dtype), weight)',
         "d = d + _counted(p, weight)",
-        "test_query_tiles.py",
+        QUERY_TILES,
     ),
     # ------------------------------------------------------------------------------- Inductor
     Fault(
         "torch_streamkl/kernels/entries.py",
         'return f"tl.full((), {self._literal(x)}, tl.float32)"',
         'return f"tl.full((), {self._literal(2.0 * x)}, tl.float32)"',
-        "test_inductor_kernels.py",
+        "rewrite/test_inductor_kernels.py",
         True,
     ),
     Fault(
         "fx_passes/inductor_kernels.py",
         "return {x.name: given.get(x.name, x.default_value) for x in operator._schema.arguments}",
         "return {x.name: given.get(x.name) for x in operator._schema.arguments}",
-        "test_inductor_kernels.py",
+        "rewrite/test_inductor_kernels.py",
         True,
     ),
     Fault(
         "fx_passes/run_without_inductor.py",
         "if x.shape == y.shape and x.stride() == y.stride():",
         "if x.shape == y.shape:",
-        "test_run_without_inductor.py",
+        "rewrite/test_run_without_inductor.py",
     ),
     Fault(
         "fx_passes/run_without_inductor.py",
         "isinstance(y, Tensor) and x.dtype == y.dtype",
         "isinstance(y, Tensor)",
-        "test_run_without_inductor.py",
+        "rewrite/test_run_without_inductor.py",
     ),
     Fault(
         "fx_passes/run_without_inductor.py",
         "if not _results_are_apart(graph):",
         "if False:",
-        "test_run_without_inductor.py",
+        "rewrite/test_run_without_inductor.py",
     ),
     Fault(
         "torch_streamkl/runtime/capture.py",
         '({self._pointer(x.base)}))"',
         '({x.base.data_ptr()}))"',
-        "test_recorded_descriptors.py",
+        "kernels/test_recorded_descriptors.py",
     ),
-    Fault(BODY, 'inputs["mask"] > 0 if', 'inputs["mask"] >= 0 if', "test_query_tiles.py"),
+    Fault(BODY, 'inputs["mask"] > 0 if', 'inputs["mask"] >= 0 if', QUERY_TILES),
     # ---------------------------------------------------------------------------- distributed
     Fault(
         SHARDS,
         "out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)",
         "out.hard_lse - parts[0, STATE_FIELDS + 1], math.nan)",
-        "test_distributed_linear.py",
+        "distributed/test_distributed_linear.py",
     ),
     Fault(
         SHARDS,
         "total = merge(total, other, form)",
         "total = merge(other, other, form)",
-        "test_distributed_linear.py",
+        "distributed/test_distributed_linear.py",
     ),
     Fault(
         "torch_streamkl/distributed/vocab_ranges.py",
         "return teacher.start if student.is_empty else student.start",
         "return student.start - teacher.start",
-        "test_distributed_linear.py",
+        "distributed/test_distributed_linear.py",
     ),
     Fault(
         SEQUENCE,
         "return [rank, 2 * num_ranks - 1 - rank] if load_balance else [rank]",
         "return [rank, num_ranks + rank] if load_balance else [rank]",
-        "test_distributed_attention.py",
+        "distributed/test_distributed_attention.py",
     ),
     Fault(
         SEQUENCE,
         "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1].flip(2)], 2)",
         "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1]], 2)",
-        "test_distributed_attention.py",
+        "distributed/test_distributed_attention.py",
     ),
     # --------------------------------------------------------------- packed, squares, repeats
     Fault(
         PACKED,
         "blocks = (stop - start + SIZE - 1) // SIZE",
         "blocks = (stop - start) // SIZE",
-        "test_attention_triton_interpreted.py::test_table_of_packed_blocks",
+        "kernels/test_attention_triton_interpreted.py::test_table_of_packed_blocks",
         True,
     ),
     Fault(
         PACKED,
         "(other[None, :] < entry[:, None])",
         "(other[None, :] <= entry[:, None])",
-        "test_attention_triton_interpreted.py::test_table_of_packed_blocks",
+        "kernels/test_attention_triton_interpreted.py::test_table_of_packed_blocks",
         True,
     ),
     Fault(
         FORMS,
         "return factor if factor and terms == square else None",
         "return factor if factor else None",
-        "test_squares.py",
+        "operators/test_squares.py",
     ),
     Fault(
         ROWS,
         "alpha_s * (alpha_t * b + delta * c),",
         "alpha_s * alpha_t * b,",
-        "test_squares.py",
+        "operators/test_squares.py",
         True,
     ),
     Fault(
         ROWS,
         "g = 2.0 * value - h",
         "g = 2.0 * value + h",
-        "test_squares.py",
+        "operators/test_squares.py",
         True,
     ),
     Fault(
         FORWARD,
         "found |= tl.max((value != value).to(tl.int32), 0) << i",
         "found |= tl.max((value != value).to(tl.int32), 0)",
-        "test_attention_triton_interpreted.py::test_only_blocks_with_nan_are_computed_again",
+        "kernels/test_attention_triton_interpreted.py::test_only_blocks_with_nan_are_computed_again",
         True,
     ),
     Fault(
         "torch_streamkl/attention/hopper_tiles.py",
         "return is_alike and has_address and student.data_ptr() == teacher.data_ptr()",
         "return is_alike and has_address",
-        "test_hopper_rare_forms.py",
+        "kernels/test_hopper_rare_forms.py",
     ),
     # ------------------------------------------------------------ formulas of dot products
     Fault(
@@ -809,57 +815,57 @@ FAULTS = (
         "fx_passes/analysis/elements/conditions.py",
         "if any(dtype.itemsize < 4 for dtype in dot.dtypes):",
         "if any(dtype.itemsize < 2 for dtype in dot.dtypes):",
-        "test_row_program_rewrites.py::test_scores_of_a_narrow_type_are_not_compared",
+        "rewrite/test_row_program_rewrites.py::test_scores_of_a_narrow_type_are_not_compared",
     ),
     # ------------------------------------------------------------------- blocks of keys
     Fault(
         "torch_streamkl/rows/tile.py",
         "head = min(-first % size, count)",
         "head = min(first % size, count)",
-        "test_row_program_blocks.py",
+        "operators/test_row_program_blocks.py",
     ),
     Fault(
         "torch_streamkl/rows/tile.py",
         "blocks = torch.arange(at[2].start, at[2].stop, device=device)",
         "blocks = torch.arange(0, at[2].stop - at[2].start, device=device)",
-        "test_row_program_blocks.py",
+        "operators/test_row_program_blocks.py",
     ),
     Fault(
         PROGRAMS,
         "accumulate(jacobian.by, value.sum(-1) if jacobian.size else value)",
         "accumulate(jacobian.by, value.mean(-1) if jacobian.size else value)",
-        "test_row_program_blocks.py",
+        "operators/test_row_program_blocks.py",
     ),
     Fault(
         "fx_passes/analysis/elements/algebra.py",
         "if inside and inside != list(keys[-len(inside) :]):",
         "if False:",
-        "test_pooled_keys.py::test_is_left_alone test_near_misses.py",
+        "rewrite/test_pooled_keys.py::test_is_left_alone rewrite/test_near_misses.py",
     ),
     Fault(
         "fx_passes/analysis/elements/operands.py",
         "if is_block_level(self.placed[x], self.axes):",
         "if False:",
-        "test_pooled_keys.py",
+        "rewrite/test_pooled_keys.py",
     ),
     Fault(
         "fx_passes/lowering/row_programs.py",
         "order = [*groups.batch, *heads, *groups.rows, *blocks]",
         "order = [*blocks, *groups.batch, *heads, *groups.rows]",
-        "test_pooled_keys.py",
+        "rewrite/test_pooled_keys.py",
     ),
     Fault(
         "torch_streamkl/rows/triton/lanes.py",
         "ends = (block + 1) * SIZE <= stop",
         "ends = (block + 1) * SIZE < stop",
-        "test_row_program_kernels.py::test_sums_over_blocks_of_keys",
+        "kernels/test_row_program_kernels.py::test_sums_over_blocks_of_keys",
         True,
     ),
     Fault(
         "torch_streamkl/rows/triton/writer.py",
         'block = f"(n64 + first_key) // {self.program.reductions[i].size}"',
         'block = f"n64 // {self.program.reductions[i].size}"',
-        "test_row_program_maps.py::test_blocks_of_words",
+        "operators/test_row_program_maps.py::test_blocks_of_words",
         True,
     ),
     # ------------------------------------------------------------------- columns and maps
@@ -867,20 +873,20 @@ FAULTS = (
         "torch_streamkl/rows/tile.py",
         "return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()",
         "return torch.where(inside, ids, at[2].stop - at[2].start).long()",
-        "test_row_programs.py test_row_program_rules.py",
+        "operators/test_row_programs.py operators/test_row_program_rules.py",
     ),
     Fault(
         "torch_streamkl/rows/triton/materialized.py",
         "out.scatter_add_(-1, places, values.expand(places.shape))",
         "out.scatter_(-1, places, values.expand(places.shape))",
-        "test_row_program_maps.py",
+        "operators/test_row_program_maps.py",
         True,
     ),
     Fault(
         "torch_streamkl/rows/triton/writer.py",
         'self.line(f"written_stop = ({stop} + 15) // 16 * 16")',
         'self.line(f"written_stop = {stop} // 16 * 16")',
-        "test_row_program_maps.py",
+        "operators/test_row_program_maps.py",
         True,
     ),
 )

@@ -1,0 +1,338 @@
+"""Every operator of the library under opcheck; fakes against real outputs on generated inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+from torch.utils._pytree import tree_map_only
+
+from tests.operators.test_attention_operator import arguments_of, operator_arguments
+from tests.support.covering import only
+from tests.support.problems import CASES
+from tests.support.row_cases import CASES as CASES_OF_ROWS
+from tests.support.row_cases import EXAMPLES, Sizes
+from tests.support.strategies import specs
+from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
+from torch_streamkl import bounds
+from torch_streamkl.attention import ops
+from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
+from torch_streamkl.double_backward import double_backward_factor, once
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.program.divergences import DIVERGENCES, named
+from torch_streamkl.program.graph import FLOAT
+from torch_streamkl.program.masks import Keys
+from torch_streamkl.program.steps import Step
+from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
+from torch_streamkl.rows import op as rows_op
+from torch_streamkl.rows.losses import RowLoss
+from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.program import KEY, Capture, Program
+from torch_streamkl.rows.trace import Tracer, trace
+
+ALL = [True, True, True, True]
+Arguments = tuple[Any, ...]
+
+
+def detached(args: Arguments) -> Arguments:
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+
+
+def backward_of(args: Arguments, wanted: list[bool]) -> Arguments:
+    """Arguments of the backward of a forward call."""
+    args = detached(args)
+    value, student_stats, teacher_stats = ops.attention_kl(*args)
+    return (torch.ones_like(value), student_stats, teacher_stats, wanted, *args)
+
+
+def linear_arguments(seed: int = 0, labels: bool = True, bias: bool = True) -> Arguments:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    heads = (randn(4, 3), randn(7, 3), randn(4, 5), randn(7, 5))
+    biases = (randn(7), randn(7)) if bias else (None, None)
+    return (*heads, *biases, torch.tensor([0, 6, -100, 2]) if labels else None)
+
+
+def adapters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A second head of rank 2 for the student, and one of rank 1 for the teacher."""
+    shapes = ((4, 2), (7, 2), (4, 1), (7, 1))
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return dict(zip(linear_ops.ADAPTER_NAMES, tensors, strict=True))
+
+
+def linear_backward(
+    args: Arguments, wanted: list[bool], adapted: dict[str, Tensor] | None = None
+) -> Arguments:
+    value, hard, statistics = linear_ops.linear_kl(*args, **(adapted or {}))
+    hard_grad = torch.ones_like(hard) if args[6] is not None else None
+    return (torch.ones_like(value), hard_grad, statistics, wanted, *args)
+
+
+def row_program_arguments(requires_grad: bool = True) -> Arguments:
+    """Forward KL with a weight of keys, as `row_program` calls the operator."""
+    keys, head = Keys(right=0), (1, 1)
+    weights = (Capture(KEY, FLOAT, 0),)
+    tracer = Tracer(head, weights, keys, {1: 2})
+
+    def kl(e: Any) -> Any:
+        p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
+        return (p.exp() * e.w * (p - s)).sum("key")
+
+    program = trace(kl, ["t", "s"], ["w"], tracer).program
+    shapes = ((2, 2, 3, 4), (2, 1, 5, 4), (2, 2, 3, 2), (2, 2, 5, 2), (1, 1, 5))
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [x.requires_grad_(requires_grad) for x in tensors], program.text, True, "torch"
+
+
+def row_program_backward_arguments() -> Arguments:
+    tensors, text, *_ = row_program_arguments(requires_grad=False)
+    saved = rows_op.row_program(tensors, text, True, "torch")
+    grad_of = list(Program.of(text).outputs)
+    return (
+        [torch.ones_like(saved[grad_of[0]])],
+        grad_of,
+        saved,
+        [True] * 5,
+        tensors,
+        text,
+        "torch",
+    )
+
+
+def example_arguments(name: str, sizes: Sizes = Sizes(1, 4, 3, 7, 3)) -> Arguments:  # noqa: B008
+    """An example of docs/guide/row-programs.md as it calls the operator."""
+    seen: list[Arguments] = []
+    original = RowProblem.of
+
+    def spy(text: str, tensors: Any) -> RowProblem:
+        seen.append((list(tensors), text, True, "torch"))
+        return original(text, tensors)
+
+    with mock.patch.object(RowProblem, "of", spy):
+        EXAMPLES[name](**CASES_OF_ROWS[name](sizes).tensors)
+    return seen[0]
+
+
+def example_backward(args: Arguments) -> Arguments:
+    tensors, text, *_ = args
+    tensors = [x.detach() for x in tensors]
+    saved = rows_op.row_program(tensors, text, True, "torch")
+    grad_of = list(Program.of(text).outputs)
+    wanted = [x.is_floating_point() for x in tensors]
+    grads = [torch.ones_like(saved[i]) for i in grad_of]
+    return (grads, grad_of, saved, wanted, tensors, text, "torch")
+
+
+def example_sum(args: Arguments, wanted: bool = True) -> Arguments:
+    """The sum of a program's outputs times a tensor of rows."""
+    tensors, text, *_ = args
+    nodes: list[Step] = []
+    for c in Program.of(text).outputs:
+        count = len(nodes)
+        more = Step("reduction", value=c), Step("capture"), Step("mul", (count, count + 1))
+        nodes += [*more, Step("add", (count - 1, count + 2))] if count else more
+    flags = [wanted and x.is_floating_point() for x in tensors]
+    weights = [torch.rand(1, 1, tensors[0].shape[2])]
+    return tensors, weights, text, RowLoss(tuple(nodes), True).text, flags, "torch"
+
+
+LINEAR = linear_arguments()
+# sums over heads, columns of ids, their values, labels
+VARIANTS_OF_ROWS = ("indexer", "top_k_with_ghost", "cached_top_k", "dkd")
+FUNCTIONALS = {
+    **DIVERGENCES,
+    "js": named("js").text,
+    "clamped": named("forward_kl", student_clamp=1e-3).text,
+}
+SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
+    **{
+        f"attention_kl_backward {name}": (
+            ops.attention_kl_backward, backward_of(operator_arguments(name)[0], ALL), {},
+        )
+        for name in CASES
+    },
+    "attention_kl": (ops.attention_kl, operator_arguments("gqa")[0], {}),
+    "attention_kl_with_gradients": (
+        attention_kl_with_gradients, (None, ALL, *detached(operator_arguments("gqa")[0])), {},
+    ),
+    "attention_kl_with_gradients weighted": (
+        attention_kl_with_gradients,
+        (torch.rand(1, 4, 1), [True, False] * 2, *detached(operator_arguments("gqa")[0])), {},
+    ),
+    **{
+        f"linear_kl {name}": (linear_ops.linear_kl, LINEAR, {"functional": text})
+        for name, text in FUNCTIONALS.items()
+    },
+    "linear_kl plain": (linear_ops.linear_kl, linear_arguments(1, False, False), {}),
+    "linear_kl_backward": (
+        linear_ops.linear_kl_backward, linear_backward(LINEAR, [True] * 6), {},
+    ),
+    "linear_kl_backward of the student": (
+        linear_ops.linear_kl_backward, linear_backward(LINEAR, [True, True, *[False] * 4]), {},
+    ),
+    "linear_kl adapted": (linear_ops.linear_kl, LINEAR, adapters()),
+    "linear_kl_backward adapted": (
+        linear_ops.linear_kl_backward,
+        linear_backward(LINEAR, [True] * 10, adapters()),
+        adapters(),
+    ),
+    "linear_kl_sum adapted": (
+        linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 10), adapters(),
+    ),
+    "row_program": (rows_op.row_program, row_program_arguments(), {}),
+    "row_program_backward": (
+        rows_op.row_program_backward, row_program_backward_arguments(), {},
+    ),
+    **{
+        f"row_program {name}": (rows_op.row_program, example_arguments(name), {})
+        for name in VARIANTS_OF_ROWS
+    },
+    **{
+        f"row_program_backward {name}": (
+            rows_op.row_program_backward, example_backward(example_arguments(name)), {},
+        )
+        for name in VARIANTS_OF_ROWS
+    },
+    **{
+        f"row_program_sum {name}": (
+            rows_op.row_program_sum, example_sum(example_arguments(name)), {},
+        )
+        for name in VARIANTS_OF_ROWS if name != "indexer"
+    },
+    "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
+    "linear_kl_sum weighted": (
+        linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
+    ),
+    "checked_ids": (bounds.checked_ids, (torch.tensor([[0, 4, 2]]), 5, 1), {}),
+    "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), {}),
+    "double_backward_factor": (
+        double_backward_factor,
+        (torch.rand(()), [torch.rand(3), torch.rand(0)]),
+        {},
+    ),
+}  # fmt: skip
+
+
+def _of_each_operator() -> set[str]:
+    """The first three samples of each."""
+    names: dict[Any, list[str]] = {}
+    for name, (operator, _, _) in SAMPLES.items():
+        names.setdefault(operator, []).append(name)
+    return {name for samples in names.values() for name in samples[:3]}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", only(_of_each_operator(), SAMPLES))
+def test_opcheck(name: str) -> None:
+    operator, args, kwargs = SAMPLES[name]
+    opcheck(operator, args, kwargs)
+
+
+OF_COMPILED_GRAPHS = ("attention_kl", "attention_kl_backward gqa", "linear_kl plain",
+                      "linear_kl_backward", "linear_kl_sum", "attention_kl_with_gradients",
+                      "attention_kl_with_gradients weighted")  # fmt: skip
+
+
+@pytest.mark.usefixtures("bodies_as_written")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", OF_COMPILED_GRAPHS)
+def test_opcheck_without_autograd(name: str) -> None:
+    operator, args, kwargs = SAMPLES[name]
+    opcheck(WITHOUT_AUTOGRAD[operator], detached(args), kwargs)
+
+
+def test_no_operator_is_left_out() -> None:
+    schemas = torch._C._jit_get_all_schemas()
+    registered = {s.name for s in schemas if s.name.startswith(f"{NAMESPACE}::")}
+    sampled = {operator._schema.name for operator, _, _ in SAMPLES.values()}
+    registered = {
+        name
+        for name in registered
+        if not {"sharded", "ring"} & set(name.split("::")[1].split("_"))
+    }  # test_sharded_operators
+    sampled |= {WITHOUT_AUTOGRAD[operator]._schema.name for operator, _, _ in SAMPLES.values()}
+    assert registered == sampled
+
+
+def check_fake(operator: Any, args: Arguments, named: dict[str, Any] | None = None) -> None:
+    """What the fake says of the outputs is what they are."""
+    given = (args, named or {})
+    real = operator(*args, **given[1])
+    with FakeTensorMode() as mode:
+        fakes, options = tree_map_only(Tensor, mode.from_tensor, given)
+        told = operator(*fakes, **options)
+    for x, y in zip(told, real, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            found, expected = ((z.shape, z.dtype, z.device, z.stride()) for z in (x, y))
+            assert found == expected
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIZES = st.sampled_from([1, 2, 5, 17])
+
+
+def test_fakes_of_attention() -> None:
+    @given(specs(dtypes=DTYPES, sizes=SIZES), st.tuples(*[st.booleans()] * 4))
+    @settings(max_examples=100)
+    def any_call(spec: Any, wanted: tuple[bool, ...]) -> None:
+        args = detached(arguments_of(spec))
+        check_fake(ops.attention_kl, args)
+        check_fake(ops.attention_kl_backward, backward_of(args, list(wanted)))
+
+    any_call()
+
+
+def test_fakes_of_linear() -> None:
+    flags = st.tuples(*[st.booleans()] * 10)
+
+    @given(st.booleans(), st.booleans(), st.booleans(), flags, st.sampled_from(DTYPES))
+    @settings(max_examples=100)
+    def any_call(
+        labels: bool, bias: bool, adapts: bool, wanted: tuple[bool, ...], dtype: torch.dtype
+    ) -> None:
+        args = tuple(
+            x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in linear_arguments(0, labels, bias)
+        )
+        # a gradient to what is not there is never asked for
+        there = (*(True,) * 4, *(bias,) * 2, *(adapts,) * 4)
+        needed = [need and x for need, x in zip(wanted, there, strict=True)]
+        named = adapters(dtype) if adapts else {}
+        check_fake(linear_ops.linear_kl, args, named)
+        check_fake(linear_ops.linear_kl_backward, linear_backward(args, needed, named), named)
+        check_fake(linear_ops.linear_kl_sum, (*args, None, None, needed), named)
+
+    any_call()
+
+
+def test_fakes_of_row_programs() -> None:
+    names = st.sampled_from(sorted(CASES_OF_ROWS))
+    sizes = st.builds(
+        Sizes, st.integers(1, 2), st.sampled_from([2, 4]), SIZES, st.integers(17, 20)
+    )
+
+    @given(names, sizes)
+    @settings(max_examples=40)
+    def any_call(name: str, sizes: Sizes) -> None:
+        args = example_arguments(name, sizes)
+        check_fake(rows_op.row_program, ([x.detach() for x in args[0]], *args[1:]))
+        check_fake(rows_op.row_program_backward, example_backward(args))
+        if not any(Program.of(args[1]).dot_heads):
+            detached = ([x.detach() for x in args[0]], *args[1:])
+            check_fake(rows_op.row_program_sum, example_sum(detached))
+            check_fake(rows_op.row_program_sum, example_sum(detached, wanted=False))
+
+    any_call()

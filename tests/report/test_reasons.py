@@ -1,0 +1,161 @@
+"""docs/reference/reasons.md is the table of hints, and every row has a program that gets it.
+
+`python -m tests.report.test_reasons` writes the table.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torch_streamkl
+from tests.support.reason_examples import (
+    EXAMPLES,
+    OF_DIVERGENCES,
+    ON_RANKS,
+    SETTINGS,
+    Setting,
+)
+from tests.support.user_losses import USER_LOSSES
+from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, hint_for
+from torch_streamkl.fx_passes.reporting.wording import as_sentence
+
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "reference" / "reasons.md"
+BEGIN, END = "<!-- reasons:begin -->\n", "<!-- reasons:end -->\n"
+_USERS = {loss.fn: loss for loss in USER_LOSSES.values()}
+
+
+def table() -> str:
+    names = {reason: f"`{fn.__name__}`" for reason, fn in EXAMPLES.items()}
+    return as_markdown({**names, **{r: f"`{name}`" for r, (name, _) in ON_RANKS.items()}})
+
+
+@pytest.mark.parametrize("reason", EXAMPLES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_gets_its_row(reason: str) -> None:
+    fn = EXAMPLES[reason]
+    options: dict[str, Any] = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+    options["streamkl.row_programs"] = reason not in OF_DIVERGENCES
+    setting = SETTINGS.get(reason, Setting())
+    if not all(hasattr(torch._dynamo.config, name) for name in setting.config):
+        pytest.skip("this torch has no such setting")
+    if "register_hook" in reason and torch.__version__ < (2, 13):
+        pytest.skip("Dynamo of torch 2.11 traces a hook as a custom autograd.Function")
+    is_of_heads = next(iter(inspect.signature(fn).parameters)) == "h"
+    usual = USER_LOSSES["cosine" if is_of_heads else "gram"]
+    inputs = setting.inputs or _USERS.get(fn, usual).inputs
+    torch._dynamo.reset()
+    with torch_streamkl.reports() as report, torch._dynamo.config.patch(setting.config):
+        compiled = torch.compile(fn, backend="streamkl", options=options, **setting.compile)
+        for more in setting.calls:
+            compiled(*inputs(), *more)
+    left = [site for site in report.sites if not site.fused]
+    rows = [advice_for(site.reason) for site in left]
+    assert reason in [row.reason for row in rows if row is not None], report
+    assert all(site.hint.startswith(hint_for(site.reason)[:20]) for site in left)
+
+
+def test_every_row_has_a_program() -> None:
+    assert {row.reason for row in ADVICE} == set(EXAMPLES) | set(ON_RANKS)
+
+
+@pytest.mark.parametrize("reason", ON_RANKS)
+def test_the_check_on_ranks_asserts_the_reason(reason: str) -> None:
+    """Those checks run on two processes in test_rewritten_dtensors.py."""
+    name, said = ON_RANKS[reason]
+    row = advice_for(said)
+    assert row is not None and row.reason == reason
+    text = (TESTS / "distributed" / "test_rewritten_dtensors.py").read_text()
+    _, _, check = text.partition(f"@on_ranks\ndef {name}(")
+    assert said in check.partition("@on_ranks")[0]
+
+
+def test_the_page_is_the_table() -> None:
+    text = PAGE.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0] == table()
+
+
+def test_every_reason_of_the_sources_has_a_hint() -> None:
+    """Of losses: what keeps a check from running has none, nor has a failed check."""
+    reasons = set()
+    for file in (TESTS.parent / "fx_passes").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Unsupported":
+                if isinstance(node.args[0], ast.Constant):
+                    reasons.add(node.args[0].value)
+    assert len(reasons) > 200
+    without = {x for x in reasons if not hint_for(x) or not hint_for(as_sentence(x))}
+    assert all("mesh" in x or "DTensor" in x for x in without), without
+    assert not hint_for("the check failed: the value is off")
+
+
+def test_no_hint_asks_for_another_loss_without_saying_so() -> None:
+    for row in ADVICE:
+        changes = re.search(r"mask the other keys|average the teacher's heads only", row.hint)
+        assert not changes, row
+
+
+class _Halved(torch.autograd.Function):
+    """The same value with half of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / 2
+
+
+def _in_a_checkpoint(h: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(F.linear, h, w, use_reentrant=False)
+
+
+MAKERS = {
+    "gelu": lambda h, w: F.gelu(h @ w.mT),
+    "conv1d": lambda h, w: F.conv1d(h.mT, w[:, :, None]).mT,
+    "cdist": lambda h, w: -torch.cdist(h, w),
+    "einsum": lambda h, w: torch.einsum("td,vd,d->tv", h, w, torch.ones(4)),
+    "a custom autograd.Function": lambda h, w: _Halved.apply(h @ w.mT),
+    "the checkpoint": _in_a_checkpoint,
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_what_makes_the_scores_is_named(maker: str) -> None:
+    """No product is called none, and no graph break of other code is a reason."""
+
+    def loss(h: Tensor, w: Tensor, r: Tensor, u: Tensor) -> Tensor:
+        s = MAKERS[maker](h, w)
+        return F.kl_div(s.log_softmax(-1), (r @ u.mT).softmax(-1), reduction="batchmean")
+
+    def broken(h: Tensor, w: Tensor, r: Tensor, u: Tensor) -> Tensor:
+        print(end="")
+        return h[h[:, 0] > 0].sum()
+
+    inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((5, 9, 5, 9))]
+    torch_streamkl.explain(broken, *inputs)
+    (site,) = torch_streamkl.explain(loss, *inputs, options={"streamkl.min_mib": 0}).sites
+    assert not site.fused
+    assert f"{maker} at {__file__}" in site.reason.replace("tests/", f"{TESTS}/", 1), site
+    assert "matmul" not in site.reason and "enable()" not in site.hint
+    assert "same gradient" not in site.hint
+
+
+def main() -> None:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+# ruff: noqa: E501
+"""What the rewrite leaves of the main forms, as graphs: each snapshot is the whole program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import Tensor, fx
+
+from tests.rewrite.test_rewrite_forms import hidden_inputs
+from tests.support.programs import Program
+from torch_streamkl.fx_passes.pipeline import rewrite
+
+
+def rewritten(fn: Callable[..., Any], inputs: list[Any]) -> str:
+    """One line per node of the rewritten graph."""
+    graphs = []
+
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        report = rewrite(gm)
+        assert not report.failures
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
+    (graph,) = graphs
+    return "\n".join(_line(n) for n in graph.nodes if n.op not in ("placeholder",))
+
+
+def _line(node: fx.Node) -> str:
+    arguments = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    target = (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
+    if node.op == "output":
+        return f"return {_text(node.args[0])}"
+    return f"{node.name} = {target}({', '.join(arguments)})"
+
+
+def _text(x: object) -> str:
+    if isinstance(x, fx.Node):
+        return x.name.removeprefix("l_").rstrip("_")
+    if isinstance(x, (tuple, list)):
+        return "(" + ", ".join(_text(v) for v in x) + ")"
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
+class Snapshots(TestCase):
+    def test_forward_kl(self) -> None:
+        program = Program()
+        self.assertExpectedInline(
+            rewritten(program, program.inputs()),
+            """\
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+squeeze = squeeze(unsqueeze, 3)
+loss = mean(squeeze)
+return (loss)""",
+        )
+
+    def test_causal_mask_is_a_window(self) -> None:
+        program = Program(mask="tril_min", spelling="log_ratio", reduction="batchmean")
+        self.assertExpectedInline(
+            rewritten(program, program.inputs()),
+            """\
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536, window_right=0)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+sum_2 = sum(unsqueeze, dim=(0, 1, 2, 3), keepdim=False)
+loss = truediv(sum_2, 2)
+return (loss)""",
+        )
+
+    def test_key_padding_stays_a_small_mask(self) -> None:
+        program = Program(mask="pad_bool", spelling="clamp_both", reduction="masked_mean")
+        self.assertExpectedInline(
+            rewritten(program, program.inputs()),
+            """\
+getitem_3 = getitem(args_4, (slice(None, None, None), None, None, slice(None, None, None)))
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, functional=(max(P,0.0001)*(max(logP,-9.210340371976182)-max(logS,-9.210340371976182))), teacher_scale=0.3536, student_scale=0.3536, mask=getitem_3)
+getitem_4 = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem_4, 3)
+squeeze = squeeze(unsqueeze, 3)
+getitem_2 = getitem(args_4, (slice(None, None, None), None))
+m = to(getitem_2, torch.float32)
+mul_3 = mul(squeeze, m)
+sum_2 = sum(mul_3)
+sum_3 = sum(m)
+mul_4 = mul(sum_3, 4)
+loss = truediv(sum_2, mul_4)
+return (loss)""",
+        )
+
+    def test_attention_output_becomes_sdpa(self) -> None:
+        program = Program(mask="tril_min", uses_values=True)
+        self.assertExpectedInline(
+            rewritten(program, program.inputs()),
+            """\
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536, window_right=0)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+squeeze = squeeze(unsqueeze, 3)
+loss = mean(squeeze)
+scaled_dot_product_attention = scaled_dot_product_attention(args_0, args_1, args_1, is_causal=True)
+return (loss, scaled_dot_product_attention)""",
+        )
+
+    def test_grouped_heads_are_not_repeated(self) -> None:
+        program = Program(producer="grouped", spelling="reverse", gradient="both")
+        self.assertExpectedInline(
+            rewritten(program, program.inputs()),
+            """\
+k = getitem(args_1, (slice(None, None, None), slice(None, None, 2)))
+k_2 = getitem(args_3, (slice(None, None, None), slice(None, None, 2)))
+attention_kl_default = attention_kl.default(args_2, k_2, args_0, k, teacher_scale=0.3536, student_scale=0.3536)
+getitem = getitem(attention_kl_default, 0)
+unsqueeze = unsqueeze(getitem, 3)
+squeeze = squeeze(unsqueeze, 3)
+loss = mean(squeeze)
+return (loss)""",
+        )
+
+    def test_language_model_heads(self) -> None:
+        def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+            s, t = F.linear(xs, ws) / 2, F.linear(xt, wt) / 2
+            rows = F.kl_div(
+                s.log_softmax(-1), t.log_softmax(-1), reduction="none", log_target=True
+            ).sum(-1)
+            keep = labels != -100
+            return (rows * keep).sum() / keep.sum()
+
+        self.assertExpectedInline(
+            rewritten(loss, hidden_inputs()),
+            """\
+unsqueeze = unsqueeze(xs, 0)
+flatten = flatten(unsqueeze, 0, 2)
+unsqueeze_1 = unsqueeze(xt, 0)
+flatten_1 = flatten(unsqueeze_1, 0, 2)
+keep = ne(labels, -100)
+ones = ones((24), dtype=torch.float32, device=cpu)
+reshape_1 = reshape(ones, (2, 12))
+unsqueeze_3 = unsqueeze(reshape_1, 2)
+squeeze_1 = squeeze(unsqueeze_3, 2)
+mul_1 = mul(squeeze_1, keep)
+flatten_2 = flatten(mul_1)
+linear_kl_sum_default = linear_kl_sum.default(student_hidden=flatten, student_weight=ws, teacher_hidden=flatten_1, teacher_weight=wt, student_scale=0.5, teacher_scale=0.5, row_weight=flatten_2, needs_grad=(True, True, False, False, False, False))
+getitem_1 = getitem(linear_kl_sum_default, 0)
+once_default = once.default(getitem_1, (xs, ws))
+sum_3 = sum(keep)
+truediv_2 = truediv(once_default, sum_3)
+return (truediv_2)""",
+        )
+
+    def test_a_near_miss_is_the_same_graph(self) -> None:
+        def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, pad: Tensor) -> Tensor:
+            elements = F.kl_div(
+                (sq @ sk.mT).log_softmax(-1), (tq @ tk.mT).softmax(-1), reduction="none"
+            )
+            return (elements.cumsum(-1) * pad[:, None, None, :]).sum()
+
+        self.assertExpectedInline(
+            rewritten(loss, Program().inputs()),
+            """\
+getattr_1 = getattr(sk, mT)
+matmul = matmul(sq, getattr_1)
+log_softmax = log_softmax(matmul, -1)
+getattr_2 = getattr(tk, mT)
+matmul_1 = matmul(tq, getattr_2)
+softmax = softmax(matmul_1, -1)
+elements = kl_div(log_softmax, softmax, reduction=none)
+cumsum = cumsum(elements, -1)
+getitem = getitem(pad, (slice(None, None, None), None, None, slice(None, None, None)))
+mul = mul(cumsum, getitem)
+sum_1 = sum(mul)
+return (sum_1)""",
+        )
+
+
+if __name__ == "__main__":
+    pytest.main([__file__])
