@@ -3,7 +3,7 @@
     python -m bench.offline_matrix --targets sm_86 sm_120 --jobs 2  # goes on where it stopped
     python -m bench.offline_matrix --seconds 400 --record out/gpus.csv  # stops in time
     python -m bench.offline_matrix --add out/gpus.csv  # into bench/results/gpus.csv
-    python -m bench.offline_matrix --render  # writes docs/evidence/gpus.md's table
+    python -m bench.offline_matrix --render  # writes docs/evidence/gpus.md's tables
 
 Rows are in bench/results/gpus.csv as soon as a cell is compiled. A cell whose rows are there, of
 any Triton, with the tiles that are chosen today is not compiled again; after a change of kernels
@@ -95,47 +95,64 @@ def save(rows: list[Row], record: Path = RECORD) -> None:
 
 # ----------------------------------------------------------------------------------------- table
 COLUMNS = (
-    "GPU", "type", "D", "kernels compiled", "shared KiB, most", "of", "spill bytes, most", "in",
-    "registers, most",
+    "GPU", "dtype", "kernels compiled", "shared memory, KiB: largest", "limit",
+    "spills, bytes per thread: largest", "in kernel", "registers per thread: largest",
 )  # fmt: skip
+OF_WORK = (
+    "kernels", "combinations", "compiled", "equivalent to a compiled one",
+)  # fmt: skip
+TITLES = {
+    "attention": "attention KL: forward, student gradients",
+    "teacher": "attention KL: teacher gradients",
+    "few queries": "attention KL: few queries (split-KV)",
+    "head mean": "attention KL: teacher averaged over heads",
+    "hopper": "attention KL: Hopper kernels (`hopper`)",
+    "LM head": "LM-head KL",
+    "row program": "row programs: dot products in tiles",
+    "row program of heads": "row programs: sums over heads",
+    "row program of LM heads": "row programs: LM heads",
+}
 
 
 def table(rows: list[Row]) -> list[tuple[str, ...]]:
-    """A line for every target, dtype and head_dim: the most that any kernel takes."""
-    groups: dict[tuple[str, str, int], list[Row]] = {}
+    """A line for every target and dtype: the most that any kernel takes."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for r in rows:
-        groups.setdefault((r.target, r.dtype, r.head_dim), []).append(r)
+        groups.setdefault((r.target, r.dtype), []).append(r)
     lines = []
     order = {name: i for i, name in enumerate((*TARGETS, *DTYPES))}
-    for key in sorted(groups, key=lambda k: (order[k[0]], order[k[1]], k[2])):
-        (target, dtype, head_dim), group = key, groups[key]
+    for key in sorted(groups, key=lambda k: (order[k[0]], order[k[1]])):
+        (target, dtype), group = key, groups[key]
         worst = max(group, key=lambda r: r.spill_bytes)
         most = {n: max(getattr(r, n) for r in group) for n in ("shared_bytes", "registers")}
-        where = f"{worst.kernel}, {worst.variant}" if worst.spill_bytes else ""
+        size = f"head_dim {worst.head_dim}, " if worst.head_dim else ""
+        where = f"{worst.kernel}, {size}{worst.variant}" if worst.spill_bytes else ""
         lines.append(
-            (target, dtype, f"{head_dim or 'vocab'}", f"{len(group)}",
-             f"{most['shared_bytes'] / 1024:.0f}", f"{TARGETS[target].shared_bytes // 1024}",
-             f"{worst.spill_bytes}", where, f"{most['registers']}")
+            (target, dtype, f"{len(group)}", f"{most['shared_bytes'] / 1024:.0f}",
+             f"{TARGETS[target].shared_bytes // 1024}", f"{worst.spill_bytes}", where,
+             f"{most['registers']}")
         )  # fmt: skip
     return lines
 
 
-def render() -> None:
-    """Write the table of what was compiled into docs/evidence/gpus.md."""
-    rows = load()
+def coverage(rows: list[Row]) -> list[tuple[str, ...]]:
+    """A line for every kind of work: how many of its cells were compiled."""
     done = {r.cell for r in rows}
     every = offline_cells.cells()
-    twins = {c for c in every if c not in done and offline_cells.twin(c) in done}
-    counts = [
-        f"{w} {sum(c.work == w for c in done)} and {sum(c.work == w for c in twins)} "
-        f"of {sum(c.work == w for c in every)}"
+    same = {c for c in every if c not in done and offline_cells.twin(c) in done}
+    return [
+        (TITLES[w], *(f"{sum(c.work == w for c in cells)}" for cells in (every, done, same)))
         for w in WORK
     ]
-    versions = sorted({r.triton for r in rows})
-    cells_of = f"Cells that were compiled, and that have a twin that was: {', '.join(counts)}."
-    note = f"{len(rows)} kernels, by Triton {' and '.join(versions)}. {cells_of}"
-    lines = [note, "", *markdown_lines(COLUMNS, table(rows))]
-    between(DOCUMENT, "matrix", "\n".join(lines))
+
+
+def render() -> None:
+    """Write the tables of what was compiled into docs/evidence/gpus.md."""
+    rows = load()
+    between(DOCUMENT, "coverage", "\n".join(markdown_lines(OF_WORK, coverage(rows))))
+    versions = " and ".join(sorted({r.triton for r in rows}))
+    note = f"{len(rows)} kernels, compiled by Triton {versions}:"
+    between(DOCUMENT, "matrix", "\n".join((note, "", *markdown_lines(COLUMNS, table(rows)))))
 
 
 def between(path: Path, name: str, text: str) -> None:
@@ -195,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, default=RECORD, help="where new rows go")
     parser.add_argument("--add", nargs="*", type=Path, default=[], help="records of other runs")
     parser.add_argument("--fresh", action="store_true", help="forget what was compiled")
-    parser.add_argument("--render", action="store_true", help="only write the table")
+    parser.add_argument("--render", action="store_true", help="only write the tables")
     options = parser.parse_args(arguments)
     if options.add or options.render:
         save(merged(load(), *(load(path) for path in options.add)))

@@ -91,8 +91,8 @@ def tflops(found: Count, kernel: str, head_dim: int, chip: Chip) -> tuple[float,
 
 
 COLUMNS = (
-    "GPU", "kernel", "D", "tile", "instructions a pair", "exponentials", "shared memory",
-    "at most TFLOP/s", "of matmul", "bound by",
+    "GPU", "kernel", "head_dim", "tile", "instructions per pair", "exponentials per pair",
+    "shared-memory accesses per pair", "upper bound, TFLOP/s", "of the matmul peak", "limited by",
 )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def _streamkl(
     ours, theirs = _checked(options)
     inner = ours.inner
     if not ddp.is_part_of_a_rewritten_graph():
-        is_usual = mode in (None, "default") and not theirs and _is_inductor_as_it_is()
+        is_usual = mode in (None, "default") and not theirs and _is_plain_inductor()
         may_run_without_inductor = is_usual and inner != "aot_eager"  # "eager" is explain()
         rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"), may_run_without_inductor)
     if inner == "eager":
@@ -261,7 +261,7 @@ def without_rewrite(configured: Any) -> None:
         observer(report)
 
 
-def _is_inductor_as_it_is() -> bool:
+def _is_plain_inductor() -> bool:
     """Whether Inductor has no configuration that a graph would miss if it bypassed Inductor."""
     config = torch._inductor.config
     passes = (
@@ -270,10 +270,10 @@ def _is_inductor_as_it_is() -> bool:
         without_ours(config.pre_grad_custom_pass),
     )  # fmt: skip
     graphs = config.triton.cudagraphs or config.cpp_wrapper
-    return not graphs and not _is_to_be_stored() and all(not x for x in passes)
+    return not graphs and not _is_stored_in_a_cache() and all(not x for x in passes)
 
 
-def _is_to_be_stored() -> bool:
+def _is_stored_in_a_cache() -> bool:
     """Whether compiled code is written to a file, as by aot_compile(): only Inductor's can be."""
     settings = (
         (torch._functorch.config, "bundled_autograd_cache"),

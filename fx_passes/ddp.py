@@ -93,7 +93,8 @@ def _without_errors(
 
 
 def _keep_numbers_with_their_users(graph: fx.Graph) -> None:
-    """A part cannot return a number that is no size, such as the scale of scores made elsewhere.
+    """Copies numbers into the parts that use them, because a part cannot return a number that is
+    no size.
 
     With dynamic shapes those of modules are read from inputs of the graph, which every part has.
     """

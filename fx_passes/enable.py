@@ -44,7 +44,7 @@ class EnabledPass(PreGradPass):
         super().__init__(ours, rewrite_and_report)
 
 
-class _OfProcess:
+class _ProcessWide:
     """Replaces a ContextVar: one value for all threads, as older torch keeps its settings."""
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class _OfProcess:
 
 # Dynamo's settings before the first `enable`, kept as torch keeps its own: newer releases keep
 # them for each thread. Not in our passes, which the user may replace.
-_before: ContextVar[dict[str, object] | None] | _OfProcess = (
+_before: ContextVar[dict[str, object] | None] | _ProcessWide = (
     ContextVar("settings before enable", default=None)
     if hasattr(_config_module, "ContextVar")
-    else _OfProcess()
+    else _ProcessWide()
 )
 
 
@@ -161,7 +161,7 @@ def _set(ours: RewriteOptions | None) -> None:
             kept[name] = before[name] if name in before and now == value else now
             setattr(dynamo, name, value)
         _before.set(kept)
-        fallback.install(_captures_because_of_us)
+        fallback.install(_captures_by_enable)
         inductor.pre_grad_custom_pass = chained(EnabledPass(ours), inductor.pre_grad_custom_pass)
         inductor.joint_custom_pre_pass = chained(
             JointPass(ours, without_rewrite), inductor.joint_custom_pre_pass
@@ -178,7 +178,7 @@ def _set(ours: RewriteOptions | None) -> None:
     fallback.uninstall()
 
 
-def _captures_because_of_us() -> bool:
+def _captures_by_enable() -> bool:
     """Whether this thread captures data-dependent shapes only because of `enable`."""
     before, now = _before.get() or {}, getattr(torch._dynamo.config, fallback.SETTING)
     return before.get(fallback.SETTING) is False and bool(now)

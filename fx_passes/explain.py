@@ -61,7 +61,7 @@ def explain(fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs:
 
 
 def check_program(caller: str, fn: Any, options: Given) -> None:
-    """Raises if ``fn`` is not callable, or if its own argument ``options`` was taken for ours."""
+    """Raises if ``fn`` is not callable, or if its own ``options`` argument was taken as ours."""
     if not callable(fn):
         hint = ", a result: pass the function and its arguments, not what it returned"
         raise TypeError(
@@ -86,7 +86,7 @@ def check_program(caller: str, fn: Any, options: Given) -> None:
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function or module that was passed to torch.compile; others as they are."""
+    """Returns the function or module under torch.compile, or ``fn`` if it is not compiled."""
     inner = getattr(fn, "_orig_mod", None)  # of a module that was compiled
     if isinstance(inner, nn.Module):
         return inner

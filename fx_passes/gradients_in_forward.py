@@ -87,7 +87,7 @@ def topological_sort() -> Any:
 
 
 def _forward_of(backward: fx.Node) -> fx.Node | None:
-    """The forward whose statistics it reads, where the rewrite may move work into that."""
+    """Returns the forward call of a backward, if work may move into it."""
     statistics: Any = backward.args[1]
     if statistics.target is not operator.getitem:
         return None
@@ -115,8 +115,8 @@ def _try_to_replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> 
 def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     grad, needs_grad, given = backward.args[0], backward.args[3], backward.args[4:]
     assert isinstance(grad, fx.Node)
-    graph, behind = forward.graph, descendants([forward])
-    too_late = late | behind
+    graph, after_forward = forward.graph, descendants([forward])
+    too_late = late | after_forward
     inputs: list[fx.Node] = []
     fx.map_arg(given, inputs.append)
     if not too_late.isdisjoint(inputs):
@@ -124,7 +124,7 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     if any(is_unknown(size) for size in _value(grad).shape):
         return False  # there may be no row: the number is infinite then, and the gradients are 0
     with graph.inserting_before(backward):
-        factors = _Factors(graph, late, behind).of(grad)
+        factors = _Factors(graph, late, after_forward).of(grad)
         if factors is None or _value(factors.number).dim() != 0:
             return False
         number = factors.number
@@ -155,8 +155,8 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
 class _Factors:
     """Splits a gradient into a number and weights; adds the nodes that make them."""
 
-    def __init__(self, graph: fx.Graph, late: set[fx.Node], behind: set[fx.Node]) -> None:
-        self.graph, self.late, self.behind = graph, late, behind
+    def __init__(self, graph: fx.Graph, late: set[fx.Node], after_forward: set[fx.Node]) -> None:
+        self.graph, self.late, self.after_forward = graph, late, after_forward
 
     def of(self, node: Any) -> Weighted | None:
         """Returns the factors of a node that depends on the loss's gradient."""
@@ -193,7 +193,9 @@ class _Factors:
         return Weighted(found.number, weight)
 
     def _as_weight(self, x: fx.Node, node: fx.Node) -> fx.Node:
-        """A factor of a gradient, which may be a mask, with as many dimensions as that."""
+        """Converts a factor of a gradient, such as a mask, to the dtype and number of dimensions
+        of the gradient.
+        """
         if not _value(x).dtype.is_floating_point:
             x = self._call(prims.convert_element_type.default, x, _value(node).dtype)
         return self._with_dimensions_of(x, node)
@@ -209,7 +211,7 @@ class _Factors:
             return None
         if _is_number(other):
             return Weighted(self._call(aten.mul.Tensor, found.number, other), found.weight)
-        if other in self.behind:
+        if other in self.after_forward:
             return None
         other = self._as_weight(other, node)
         if found.weight is None:
@@ -222,7 +224,7 @@ class _Factors:
             return None
         if _is_number(other):
             return Weighted(self._call(aten.div.Tensor, found.number, other), found.weight)
-        if other in self.behind:
+        if other in self.after_forward:
             return None
         inverse = self._call(aten.reciprocal.default, self._as_weight(other, node))
         if found.weight is not None:
@@ -230,8 +232,8 @@ class _Factors:
         return Weighted(found.number, inverse)
 
     def _selected(self, node: fx.Node, condition: Any, x: Any, is_where: bool) -> Weighted | None:
-        """x where a condition is as it should be, and 0 elsewhere."""
-        if condition in self.late | self.behind:
+        """Returns x with 0 where a condition does not select it."""
+        if condition in self.late | self.after_forward:
             return None
         found = self.of(x)
         if found is None:
@@ -258,7 +260,7 @@ def _read_inputs(given: Any, needs_grad: Any) -> list[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The input of the graph that an operand is, in another shape."""
+    """Returns the graph input that an operand is a reshaped view of."""
     while node.target in PER_DIMENSION | RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
     return node if node.op == "placeholder" else None

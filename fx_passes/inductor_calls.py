@@ -122,7 +122,7 @@ def _is_literal(source: str) -> bool:
 
 
 def _given(arguments: Sequence[str]) -> tuple[list[str], tuple[Any, ...]]:
-    """The tensors up to the last that is there, and the options."""
+    """Splits arguments into tensors, without trailing None, and options."""
     tensors = list(arguments[: ops.NUM_TENSORS])
     while tensors and tensors[-1] == "None":
         tensors.pop()

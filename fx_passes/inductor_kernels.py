@@ -54,7 +54,7 @@ def install() -> bool:
 
 
 def _check_inductor() -> None:
-    """Raises where the private parts that launches are made of are not those that we know."""
+    """Raises if the private parts of Inductor that we use have changed."""
     from torch._inductor import ir
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.kernel.mm import aten_mm
@@ -77,7 +77,7 @@ def _check_inductor() -> None:
 def _lower(
     operator: Any, run: Callable[..., Any], fallback: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The lowering of an operator whose implementation is ``run``."""
+    """Returns the lowering of an operator whose implementation is ``run``."""
     if not is_needed():
         return fallback(*args, **kwargs)
     given = _by_name(operator, args, kwargs)

@@ -191,12 +191,12 @@ class Lowering:
 
 
 def _is_whole(x: Tensor, root: Tensor) -> bool:
-    """Whether a tensor is all of what its memory belongs to, in its order."""
+    """Whether a tensor covers the memory that it belongs to, in the same order."""
     return x.shape == root.shape and x.stride() == root.stride()
 
 
 def _expression(n: Any) -> Any:
-    """A number of the trace as Inductor has it."""
+    """Converts a number of the trace to Inductor's."""
     if isinstance(n, torch.SymInt):
         return n.node.expr
     return n

@@ -24,25 +24,25 @@ Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our 
 
 
 def cache_key(ours: RewriteOptions) -> str:
-    """Returns what a compiled graph depends on besides the graph: our sources and our options."""
+    """Returns our part of the compile caches' key: the digest of our sources, and the options."""
     return f"torch_streamkl {source_digest()} {ours}"
 
 
 class JointPass(CustomGraphPass):
     """Makes graphs without autograd call our operators directly, and moves gradients on a CPU.
 
-    Its uuid is in the cache keys of FX and AOTAutograd. ``told`` is called with the configured
-    pre-grad pass if that is not the rewrite any more; None if the graph was rewritten before.
+    Its uuid is in the cache keys of FX and AOTAutograd. If another pre-grad pass has replaced the
+    rewrite, it calls ``on_replaced`` with that pass. None: the graph was rewritten before.
     """
 
-    def __init__(self, ours: RewriteOptions, told: Callable[[Any], None] | None) -> None:
+    def __init__(self, ours: RewriteOptions, on_replaced: Callable[[Any], None] | None) -> None:
         self.ours = ours
-        self.told = told
+        self.on_replaced = on_replaced
 
     def __call__(self, graph: fx.Graph) -> None:
         configured = torch._inductor.config.pre_grad_custom_pass
-        if self.told is not None and rewriting_pass(configured) is None:
-            self.told(configured)
+        if self.on_replaced is not None and rewriting_pass(configured) is None:
+            self.on_replaced(configured)
         if not _has_our_operators(graph):
             return  # a graph of somebody else: nothing is installed for it
         inductor_calls.install()

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.analysis.sites import divergence_sites, quadratic_nodes
+from torch_streamkl.fx_passes.analysis.elements.reading import FormulaInterpreter
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
+from torch_streamkl.fx_passes.analysis.sites import divergence_sites, score_sized_nodes
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import find_region, has_seeds
@@ -149,7 +149,7 @@ def rewrite(
 
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:
-    """Tells bodies that have no losses to find, such as those that gather a parameter of FSDP."""
+    """Whether a subgraph cannot hold a loss, such as one that gathers a parameter for FSDP."""
     subgraphs = [x for x in body.children() if isinstance(x, fx.GraphModule)]
     return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 
@@ -183,7 +183,7 @@ def _rewrite_graph(
         trace = trace_region(gm, region)
     except Unsupported as blocked:
         return not_fused(str(blocked), graph), {}
-    recognised = Recogniser(trace)
+    recognised = ScoreInterpreter(trace)
     aliases = Aliases(graph, region)
     found = divergence_sites(trace, recognised)
     candidates, plans = find_candidates(trace, recognised.values)
@@ -225,7 +225,7 @@ def _rewrite_graph(
         else:
             stayed.append((candidate, site))
 
-    elements = RowElements(trace, recognised) if row_programs else None
+    elements = FormulaInterpreter(trace, recognised) if row_programs else None
     waiting = [c for c in candidates if elements is not None and needs_no_mask(c, elements)]
     for candidate in candidates:
         if candidate not in waiting:
@@ -256,7 +256,7 @@ def _rewrite_graph(
             fuse(candidate)
     operands_of_user = dict(trace.outer)  # before later passes replace nodes
     report.sites += [site for _, site in stayed]
-    products = quadratic_nodes(trace, recognised, [*path, *unfused], operands)
+    products = score_sized_nodes(trace, recognised, [*path, *unfused], operands)
     sizes = {n: inner for n, inner in products.items() if not is_view(n) and not _is_scalar(n)}
     reread_counts(sizes, trace, recognised, selections, builder)
     if fused:
@@ -296,7 +296,7 @@ def _fuse(
     candidate: Candidate,
     build: Builder,
     trace: Trace,
-    recognised: Recogniser,
+    recognised: ScoreInterpreter,
     aliases: Aliases,
     refused: Refused,
     outside: Readers,
@@ -312,7 +312,7 @@ def _fuse(
     value = example(node)
     assert isinstance(value, Tensor)
     try:
-        with build.undone_if_blocked():
+        with build.undone_if_unsupported():
             if node.name in refused:
                 raise Unsupported(refused[node.name])
             elements = candidate.plan.rows.elements
@@ -349,7 +349,7 @@ def _fuse_program(
     assert isinstance(value, Tensor)
     left = why_program_is_left(program, value.device.type, min_mib)
     try:
-        with build.undone_if_blocked():
+        with build.undone_if_unsupported():
             if name in refused:
                 raise Unsupported(refused[name])
             check_readers_of_program(program, outside)

@@ -73,7 +73,9 @@ def _num_rows(site: fx.Node) -> int:
 
 
 def _is_plain(node: fx.Node, num_rows: int) -> bool:
-    """An input, a site, a view, or an operation on rows; all sizes are numbers."""
+    """Whether a node is an input, a fused loss, a view or an operation on per-row values, and all
+    sizes are numbers.
+    """
     if node.op == "output" or node.target is ops.attention_kl:
         return True
     value = example(node)
@@ -90,7 +92,7 @@ def _is_plain(node: fx.Node, num_rows: int) -> bool:
 
 
 def _site_of(node: fx.Node) -> fx.Node | None:
-    """The site whose values a node takes."""
+    """Returns the call whose values a node takes."""
     site = node.args[0] if node.target is operator.getitem else None
     if not isinstance(site, fx.Node) or site.target is not ops.attention_kl or node.args[1] != 0:
         return None
@@ -130,7 +132,7 @@ def _is_chain_end(node: fx.Node) -> bool:
 
 
 def _shorten(node: fx.Node) -> None:
-    """Views of views as one view, or none where the last is what the first was made of."""
+    """Replaces a chain of views by one view, or by nothing if the last equals the first."""
     base, length = node, 0
     while _is_view(base):
         base, length = base.all_input_nodes[0], length + 1

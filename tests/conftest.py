@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from tests.support import covering, quick
 from torch_streamkl import checks
-from torch_streamkl.fx_passes.validation.check import LISTENERS, Verdict
+from torch_streamkl.fx_passes.validation.check import LISTENERS, CheckResult
 from torch_streamkl.rows import op
 
 settings.register_profile("streamkl", derandomize=True, deadline=None)
@@ -108,11 +108,11 @@ def _nothing_is_recorded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def failed_checks(request: pytest.FixtureRequest) -> Iterator[list[Verdict]]:
+def failed_checks(request: pytest.FixtureRequest) -> Iterator[list[CheckResult]]:
     """The checks that failed or broke; empty after a test without ``expects_failed_checks``."""
-    failed: list[Verdict] = []
+    failed: list[CheckResult] = []
 
-    def listen(verdict: Verdict) -> None:
+    def listen(verdict: CheckResult) -> None:
         if verdict.difference or verdict.is_fault:
             failed.append(verdict)
 

@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class Bounded(dict[Any, V]):
-    """A cache that lets everything go when it is full: what it held is made again."""
+    """Caches up to a number of entries, and drops all of them when it is full."""
 
     def __init__(self, most: int = 1024) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def forward_kl(
             to one token's logits if these are larger.
 
     Returns:
-        Values in nats, float32: a scalar, or ``[batch, tokens]`` with ``reduction="none"``.
+        A scalar, or ``[batch, tokens]`` with ``reduction="none"``. float32, in nats.
         Gradients go to xs and ws; the teacher is a constant.
 
     Raises:

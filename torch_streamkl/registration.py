@@ -14,7 +14,7 @@ from torch_streamkl import flop_counts
 NAMESPACE = "torch_streamkl"
 # Of each operator the one that compiled graphs call. Autograd is done with when a graph is traced,
 # but the dispatcher would still pass all arguments through the Python that registers it, and back:
-# 33 of the 257 us on the host of a compiled step, its kernels left out.
+# 33 of the 257 us of CPU time of a compiled step, without its kernels.
 WITHOUT_AUTOGRAD: dict[Any, Any] = {}
 
 

@@ -72,8 +72,12 @@ class Spec:
         last: Collection[str] = (),
         without: Collection[str] = (),
     ) -> None:
-        """``first``: tensors of the problem before optional ones of the sides. ``last``: fields of
-        a side after everything else. ``without``: fields that the operator has not.
+        """Derives the arguments, in this order, from the fields of two dataclasses.
+
+        Args:
+            first: tensors of the problem that come before optional tensors of the sides.
+            last: fields of a side that come after everything else.
+            without: fields that the operator does not have.
         """
         own = [x for x in fields(side) if x.name not in without]
         shared = [x for x in fields(problem) if x.name not in (*SIDES, *without)]

@@ -262,7 +262,8 @@ def _decide(
 
 
 def largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """Returns the largest error of a row over what another order of the same sums explains.
+    """Returns the largest error of a row, relative to the error that another order of the same
+    sums explains.
 
     That is two roundings of the results' dtype, and 1e-4 where they are float32.
     """
@@ -340,7 +341,7 @@ def _first_run(shape: Shape, kernel: str, tiles: TritonLaunch) -> str:
 
 # ----------------------------------------------------------------------------------------- output
 def show(what: str) -> None:
-    """Says on standard error what is done now."""
+    """Prints the current step to standard error."""
     print(what, file=sys.stderr, flush=True)
 
 

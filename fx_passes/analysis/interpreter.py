@@ -2,7 +2,7 @@
 
 Rules are compositional: each knows one operation and the meanings of its inputs, never the
 spelling of a whole loss. So spelling, reduction, scale, masks, casts and layout are independent of
-each other. The class is called Recogniser.
+each other. The class is called ScoreInterpreter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size
 T = TypeVar("T")
 
 
-class Recogniser(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRules):
+class ScoreInterpreter(MatmulRules, FunctionRules, LossRules, SelectionRules, WriteRules):
     """Computes abstract values of all nodes of a trace, in ``values``, and else ``reasons`` why
     not.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.scores import Scores
@@ -44,7 +44,7 @@ class Mark:
     is_log: bool
 
 
-def divergence_sites(trace: Trace, recognised: Recogniser) -> list[fx.Node]:
+def divergence_sites(trace: Trace, recognised: ScoreInterpreter) -> list[fx.Node]:
     """Returns the first nodes of the trace where two distributions meet, one of them as a
     logarithm.
     """
@@ -66,7 +66,7 @@ def divergence_sites(trace: Trace, recognised: Recogniser) -> list[fx.Node]:
 
 
 def _marks_of(
-    node: fx.Node, name: str, inherited: frozenset[Mark], recognised: Recogniser
+    node: fx.Node, name: str, inherited: frozenset[Mark], recognised: ScoreInterpreter
 ) -> frozenset[Mark]:
     source = node.args[0] if node.args else None
     if name in MATMULS or not isinstance(source, fx.Node):
@@ -94,7 +94,7 @@ def _is_call(node: fx.Node, name: str) -> bool:
 
 
 def reason_of(
-    site: fx.Node, recognised: Recogniser, plans: Mapping[fx.Node, object]
+    site: fx.Node, recognised: ScoreInterpreter, plans: Mapping[fx.Node, object]
 ) -> tuple[str, fx.Node | None]:
     """Explains why a loss is not fused: the nearest unsupported operation, and why it is."""
     for node in (site, *site.users):
@@ -131,7 +131,7 @@ def reason_of(
     return f"{ONE_SIDE} in this graph, or not summed in it", None
 
 
-def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] | None:
+def _further_back(node: fx.Node, recognised: ScoreInterpreter) -> tuple[str, fx.Node] | None:
     """Yields unsupported operations that the node depends on, the nearest first."""
     for earlier in _near(node, "all_input_nodes"):
         reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
@@ -140,7 +140,7 @@ def _further_back(node: fx.Node, recognised: Recogniser) -> tuple[str, fx.Node] 
     return None
 
 
-def _first_with(reason: str, node: fx.Node, recognised: Recogniser) -> fx.Node:
+def _first_with(reason: str, node: fx.Node, recognised: ScoreInterpreter) -> fx.Node:
     """Finds where a reason that was passed on from input to user began."""
     for earlier in _near(node, "all_input_nodes"):
         if recognised.reasons.get(earlier) == reason and not any(
@@ -162,9 +162,9 @@ def _near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
                 queue.append(other)
 
 
-def quadratic_nodes(
+def score_sized_nodes(
     trace: Trace,
-    recognised: Recogniser,
+    recognised: ScoreInterpreter,
     sites: Sequence[fx.Node],
     operands: Iterable[fx.Node] = (),
 ) -> dict[fx.Node, fx.Node]:
@@ -192,7 +192,7 @@ def quadratic_nodes(
 class _Families:
     """Says which score matrices precede each node, as bits."""
 
-    def __init__(self, trace: Trace, recognised: Recogniser) -> None:
+    def __init__(self, trace: Trace, recognised: ScoreInterpreter) -> None:
         self.behind: dict[fx.Node, int] = {}
         self.sizes: dict[int, object] = {}
         self._recognised = recognised
@@ -234,14 +234,14 @@ class _Families:
         return _union(g for g in self.groups if g & chosen)
 
 
-def is_origin(node: fx.Node, recognised: Recogniser) -> bool:
+def is_origin(node: fx.Node, recognised: ScoreInterpreter) -> bool:
     """Returns whether a node is a score matrix, or is computed from logits from elsewhere."""
     if isinstance(recognised.values.get(node), Scores):
         return True
     return node.op == "call_function" and name_of(node) in SOFTMAXES | {"log_softmax", "log"}
 
 
-def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
+def _operands_of(node: fx.Node, recognised: ScoreInterpreter) -> object:
     """Returns the operands of the product that a score matrix is, or the node itself."""
     scores = recognised.values.get(node)
     if not isinstance(scores, Scores):
@@ -250,7 +250,7 @@ def _operands_of(node: fx.Node, recognised: Recogniser) -> object:
     return tuple((recognised.canonical.get(x.node, x.node), x.steps, x.layout) for x in refs)
 
 
-def _is_projection(node: fx.Node, recognised: Recogniser) -> bool:
+def _is_projection(node: fx.Node, recognised: ScoreInterpreter) -> bool:
     scores = recognised.values.get(node)
     if not isinstance(scores, Scores):
         return False

@@ -57,7 +57,7 @@ class Aliases:
                     self.writes.setdefault(storage, []).append(node)
 
     def _note_reads_of_writes(self, region: Region) -> None:
-        """What an operation wrote is read by the names that the tensor had before, too.
+        """Records that later reads by a tensor's earlier names see what an operation wrote.
 
         The analysis takes the write itself for what such a name has: ``m.tril_(); s[m]``.
         """
@@ -94,8 +94,8 @@ class Aliases:
                 continue
             for write in self._writes_since(node, self.first_use[node]):
                 found = LateWrite(node, write, "after the scores are computed")
-                is_behind = before is not None and self.position[write] > self.position[before]
-                if not is_behind or _requires_grad(node):
+                is_later = before is not None and self.position[write] > self.position[before]
+                if not is_later or _requires_grad(node):
                     raise Unsupported(found.reason)
                 late.append(found)
         for tensors, made_of in selecting:

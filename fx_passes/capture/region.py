@@ -110,7 +110,7 @@ def _add_identities(inside: set[fx.Node]) -> None:
 
 
 def _drop_orphans(inside: set[fx.Node]) -> None:
-    """Leaves are tensors: an element of a tuple that was made outside is a leaf itself."""
+    """Removes `getitem` nodes of tuples from outside: only tensors are inputs of a region."""
     for node in list(inside):
         source = node.args[0] if node.args else None
         if (
@@ -123,7 +123,7 @@ def _drop_orphans(inside: set[fx.Node]) -> None:
 
 
 def _is_operation(node: fx.Node) -> bool:
-    """A call that produces tensors and that re-tracing may run."""
+    """Whether a node is a call that produces tensors and may be traced again."""
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -151,7 +151,7 @@ def _is_softmax_by_hand(node: fx.Node) -> bool:
 
 
 def _compares_products(node: fx.Node) -> bool:
-    """``mse_loss`` of scores, as they are: both arguments are what matmuls made."""
+    """Whether a node is ``mse_loss`` of two matmuls, as they are."""
     tensors = node.all_input_nodes
     return name_of(node) == "mse_loss" and len(tensors) == 2 and all(map(_is_of_product, tensors))
 
@@ -177,30 +177,30 @@ def compared_by_hand(node: fx.Node) -> list[fx.Node]:
     if name_of(node) not in PRODUCTS or len(node.all_input_nodes) != 2:
         return []
     for weight, ratio in (node.all_input_nodes, reversed(node.all_input_nodes)):
-        sources = [_behind(x, GUARDS) for x in _compared(_behind(ratio, CASTS))]
+        sources = [_looking_through(x, GUARDS) for x in _compared(_looking_through(ratio, CASTS))]
         value = example(sources[0]) if len(sources) == 2 else None
         if (
             isinstance(value, Tensor)
             and value.dim() > 1
             and is_tensor(sources[1])
-            and _behind(weight, GUARDS) in sources
+            and _looking_through(weight, GUARDS) in sources
         ):
             return sources
     return []
 
 
 def _compared(ratio: fx.Node) -> list[fx.Node]:
-    """The two tensors of which a node is the logarithm of the ratio, or fewer."""
+    """Returns the two tensors whose ratio a node is the logarithm of, or fewer."""
     if name_of(ratio) in DIFFERENCES:
-        logs = [_behind(x, CASTS) for x in ratio.all_input_nodes]
+        logs = [_looking_through(x, CASTS) for x in ratio.all_input_nodes]
         return [x.all_input_nodes[0] for x in logs if name_of(x) == "log"]
     if name_of(ratio) == "log" and len(ratio.all_input_nodes) == 1:
-        quotient = _behind(ratio.all_input_nodes[0], CASTS)
+        quotient = _looking_through(ratio.all_input_nodes[0], CASTS)
         return quotient.all_input_nodes if name_of(quotient) in QUOTIENTS else []
     return []
 
 
-def _behind(node: fx.Node, names: set[str]) -> fx.Node:
+def _looking_through(node: fx.Node, names: set[str]) -> fx.Node:
     """Returns the tensors to which these operations, each with one tensor input, are applied."""
     while name_of(node) in names and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
@@ -226,7 +226,7 @@ def _add_with_inputs(node: fx.Node, inside: set[fx.Node]) -> None:
 
 
 def _is_view_of_operand(node: fx.Node) -> bool:
-    """Not ``view(dtype)``, which reads other numbers, nor repeats that are a tensor."""
+    """Whether a node is a view of an operand; ``view(dtype)`` and repeats are not."""
     name = name_of(node)
     if name == "view" and any(
         isinstance(x, torch.dtype) for x in (*node.args, *node.kwargs.values())

@@ -174,7 +174,7 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _take_symbols(mode: FakeTensorMode, bindings: Mapping[Any, Any], result: object) -> None:
-    """Numbers of selected rows get the user's symbols, of which more is known: which are equal."""
+    """Renames new data-dependent sizes to the user's symbols, whose equalities are known."""
     assert mode.shape_env is not None
     for symbol, path in bindings.items():
         made = key_get(result, path)

@@ -54,8 +54,8 @@ class Agreement:
             return dict(refused)
         digest = hashlib.sha256(repr((self.inputs, list(rewrite))).encode()).hexdigest()
         everyone = self._exchanged({"digest": digest, "refused": dict(refused)})
-        failed = [f"rank {rank}: {told['failed']}" for rank, told in everyone.items()
-                  if "failed" in told]  # fmt: skip
+        failed = [f"rank {rank}: {message['failed']}" for rank, message in everyone.items()
+                  if "failed" in message]  # fmt: skip
         if failed:
             raise Unsupported(f"the analysis failed on {'; '.join(failed)}")
         first, *rest = everyone
@@ -64,8 +64,8 @@ class Agreement:
             listed = " and ".join(f"rank {rank}" for rank in odd)
             raise Unsupported(f"{listed} compiles another graph than rank {first}")
         agreed: dict[str, str] = {}
-        for site in sorted({site for told in everyone.values() for site in told["refused"]}):
-            reasons = {r: told["refused"].get(site) for r, told in everyone.items()}
+        for site in sorted({site for message in everyone.values() for site in message["refused"]}):
+            reasons = {r: message["refused"].get(site) for r, message in everyone.items()}
             if len(set(reasons.values())) == 1:
                 agreed[site] = reasons[first]
             else:
@@ -73,7 +73,7 @@ class Agreement:
         return agreed
 
     @contextlib.contextmanager
-    def told_of_failures(self) -> Iterator[None]:
+    def sharing_failures(self) -> Iterator[None]:
         """Tells other ranks if this rank's analysis raises, so that they do not wait."""
         try:
             yield
@@ -81,22 +81,22 @@ class Agreement:
             raise
         except Exception as error:
             if self.store is not None and not self.is_settled:
-                self._tell({"failed": f"{type(error).__name__}: {error}"[:300]})
+                self._post({"failed": f"{type(error).__name__}: {error}"[:300]})
             raise
 
-    def _tell(self, told: object) -> int:
+    def _post(self, message: object) -> int:
         assert self.store is not None
         me = torch.distributed.get_rank()
         number = int(self.store.add(f"{self.prefix}/count/{me}", 1))
-        self.store.set(f"{self.prefix}/{number}/{me}", json.dumps(told))
+        self.store.set(f"{self.prefix}/{number}/{me}", json.dumps(message))
         return number
 
-    def _exchanged(self, told: object) -> dict[int, dict[str, Any]]:
+    def _exchanged(self, message: object) -> dict[int, dict[str, Any]]:
         """Returns what every rank sends, by rank; raises RanksDisagreeError if one sends
         nothing.
         """
         assert self.store is not None
-        number = self._tell(told)
+        number = self._post(message)
         found = {}
         for rank in self.ranks:
             try:
@@ -111,7 +111,7 @@ class Agreement:
 
 
 def _signature(graph: fx.Graph) -> list[object]:
-    """The DTensors of a graph; what is plain may be a rank's own."""
+    """Describes the DTensors of a graph; plain tensors may differ between ranks."""
     return [
         (node.name, _sizes(x), str(x.placements))
         for node in graph.nodes

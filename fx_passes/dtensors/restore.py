@@ -100,7 +100,9 @@ class Restore:
                 self.graph.erase_node(node)
 
     def _makers_of_own_vocab(self) -> set[str]:
-        """The nodes that make logits of a rank's vocabulary shard, which must have no reader."""
+        """Returns the nodes that compute logits of this rank's vocabulary shard, which must have
+        no reader.
+        """
         heads = {n for n in self.user.values() if conversion(n) == "from_local"}
         chain = {a for n in heads for a in n.all_input_nodes if name_of(a) == "linear"}
         chain |= {a for n in chain for a in n.all_input_nodes if conversion(a) == "to_local"}
@@ -137,7 +139,7 @@ class Restore:
             node.meta["example_value"] = old.meta["example_value"]
 
     def _as_read_before(self, change: Change) -> None:
-        """The new value as the type and placements that its readers had before."""
+        """Converts a new value to the type and placements that its readers had before."""
         old, new = self.user[change.before.name], change.after
         wanted, have = example(old), example(new)
         if not isinstance(wanted, Tensor) or not isinstance(have, Tensor):
@@ -171,8 +173,8 @@ class Restore:
             reader.replace_input_with(old, new)
 
     def _looser(self, readers: list[fx.Node]) -> list[fx.Node]:
-        """Finds what is computed from a sum's terms on ranks (Partial) before the sum is asked
-        for.
+        """Finds nodes between a Partial value and its reduction, which may read the reduced value
+        instead.
 
         It may as well be computed from the sum, unless somebody sees the terms.
         """
@@ -244,7 +246,7 @@ class Restore:
         )
 
     def _add_up_terms(self, hidden: fx.Node, call: fx.Node) -> None:
-        """Hidden states that ranks have terms of (Partial) are added up, as for any logits."""
+        """Sums hidden states that are ``Partial()``, before a call reads them."""
         x = example(hidden)
         if not is_dtensor(x) or not any(p.is_partial() for p in x.placements):
             return
@@ -253,7 +255,7 @@ class Restore:
         call.replace_input_with(hidden, added)
 
     def _gather_tokens(self, node: fx.Node) -> None:
-        """Tokens that are flattened or cut, where the ranks share the vocabulary too.
+        """Gathers tokens that are flattened or sliced, over ranks that also share the vocabulary.
 
         Those ranks need all of the tokens in any case.
         """
@@ -315,7 +317,7 @@ class Restore:
         self.how[node.meta[SITE]] = " and ".join(shared)
 
     def _is_own(self, side: str, given: dict[str, Any]) -> bool:
-        """Whether hidden states are plain, and what a rank multiplied its shard by."""
+        """Whether logits are this rank's own: plain hidden states times its shard of the head."""
         hidden, head = (self._sources(given[f"{side}_{x}"]) for x in ("hidden", "weight"))
         return (
             not is_dtensor(example(given[f"{side}_hidden"]))
@@ -324,7 +326,7 @@ class Restore:
         )
 
     def _sources(self, node: fx.Node) -> set[str]:
-        """The user's tensors that a new node is made of."""
+        """Returns the user's tensors that a new node is computed from."""
         return {n.name for n in self._steps_to(node) if n.name in self.user}
 
     def _steps_to(self, node: fx.Node) -> set[fx.Node]:
@@ -340,7 +342,7 @@ class Restore:
         return found
 
     def _of_rows(self, node: fx.Node) -> None:
-        """Makes what is computed from rows plain: weights of rows become what every rank has."""
+        """Makes per-row values plain tensors, the same on every rank."""
         self.rows.add(node)
         for source in node.all_input_nodes:
             if is_dtensor(example(source)) and not _reads_sizes(node):
@@ -402,7 +404,7 @@ class Restore:
 
     # --------------------------------------------------------------------------------- helpers
     def _record(self, node: fx.Node) -> None:
-        """The node's value on what its inputs are now."""
+        """Updates the example value of a node from those of its inputs."""
         look_up: Any = example
         given: Any = fx.map_arg((node.args, node.kwargs), look_up)
         args, kwargs = given

@@ -30,7 +30,7 @@ def rewrite_sharded(
     Checks run on whole tensors, on every rank by itself.
     """
     agreement = Agreement(gm.graph)
-    with agreement.told_of_failures():
+    with agreement.sharing_failures():
         whole = whole_graph(gm.graph)
         unfit: dict[str, str] = {}
         latest = whole
@@ -73,7 +73,7 @@ def rewrite_sharded(
 
 
 def _calls(graph: fx.Graph) -> list[str]:
-    """The operators of ours with their options, which ranks must call alike."""
+    """Describes the calls of our operators with their options, which ranks must have in common."""
     calls = [n for n in graph.nodes if SITE in n.meta]
     return [f"{n.meta[SITE]} {n.target} {n.args} {n.kwargs}" for n in calls]
 

@@ -110,7 +110,7 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 
 def _opaque_node(node: fx.Node, recorded: Any, values: dict[fx.Node, Any]) -> Any:
-    """The whole value of a node that has to do with DTensors; the node is changed to give it."""
+    """Returns the whole value of a node on DTensors, and changes the node to compute it."""
     is_call = node.op in ("call_function", "call_method")
     if not is_call or isinstance(node.target, torch._ops.HigherOrderOperator):
         return _whole(recorded)  # the body of a checkpoint is rewritten as a graph of its own
@@ -230,7 +230,7 @@ def _head_of_own_vocab(node: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def _before_slices_of_all(x: fx.Node) -> fx.Node:
-    """The same numbers before ``x[:, slice(-0, None)]``, which the analysis does not see."""
+    """Returns the node before slices that select everything: the analysis has no rule for them."""
     while name_of(x) == "getitem" and isinstance(x.args[0], fx.Node):
         source, index = x.args[0], x.args[1]
         parts = index if isinstance(index, tuple) else (index,)
@@ -246,7 +246,7 @@ def _before_slices_of_all(x: fx.Node) -> fx.Node:
 
 
 def _whole_of_own_part(part: Any) -> fx.Node | None:
-    """The DTensor whose local part a node is, with the gradient of that part."""
+    """Returns the DTensor that a node is the local part of, if gradients flow to that part."""
     if not isinstance(part, fx.Node) or conversion(part) != "to_local":
         return None
     whole, arguments = part.all_input_nodes[0], _arguments(part)

@@ -36,7 +36,9 @@ class Selections:
         self.counts: dict[str, tuple[fx.Node, int]] = {}
 
     def positions_of(self, size: str) -> fx.Node | None:
-        """Returns the positions of a mask that selects so many rows."""
+        """Returns the node with the positions of the rows whose number is ``size``, if there is
+        one.
+        """
         return self.positions.get(self.masked.get(size))
 
 
@@ -55,7 +57,7 @@ class Builder:
         self.selecting: list[tuple[list[fx.Node], list[fx.Node]]] = []
 
     @contextlib.contextmanager
-    def undone_if_blocked(self) -> Iterator[None]:
+    def undone_if_unsupported(self) -> Iterator[None]:
         """Removes what was inserted inside of the block if it raises Unsupported."""
         kept = len(self.added)
         try:
@@ -135,7 +137,7 @@ class Builder:
         made = self.selections.positions.get(selection)
         if made is None:
             build = Builder(mask.next, self.mode, self.selections)
-            with build.undone_if_blocked():
+            with build.undone_if_unsupported():
                 flat = build.method("flatten", rows(build))
                 made = build.method("squeeze", build.call(torch.nonzero, flat), 1)
             self.selections.positions[selection] = made

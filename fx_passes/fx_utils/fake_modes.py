@@ -1,4 +1,4 @@
-"""Sets the fake tensor mode that torch's own code finds when it asks for the current one."""
+"""Sets the current fake tensor mode, for torch functions that look it up."""
 
 from __future__ import annotations
 

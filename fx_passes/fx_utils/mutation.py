@@ -87,9 +87,7 @@ RECORDS, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
 
 
 def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Returns the mode that each node of a graph is computed in, by the code's own changes of
-    it.
-    """
+    """Returns the autograd mode in which each node of a graph is computed."""
     modes, entered = {}, list[str]()
     mode = RECORDS
     for node in nodes:
@@ -107,22 +105,22 @@ def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the operations that autograd does not record, by the code's own changes of the
-    mode.
-    """
+    """Returns the operations that autograd does not record."""
     modes = autograd_modes(graph.nodes)
     return {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
 
 
 def _is_named_in_place(node: fx.Node) -> bool:
-    """``x.add_()``, ``F.relu_(x)``; ``operator.and_`` is named so because ``and`` is a keyword."""
+    """Whether a name says that a call works in place: ``x.add_()``, ``F.relu_(x)``, but not
+    ``operator.and_``.
+    """
     name = name_of(node)
     from_operator = getattr(node.target, "__module__", None) == operator.and_.__module__
     return name.endswith("_") and not name.endswith("__") and not from_operator
 
 
 def _packet_of(node: fx.Node, name: str) -> torch._ops.OpOverloadPacket | None:
-    """The ATen operator after a method, or after a function of torch that is written in C."""
+    """Returns the ATen operator of a tensor method, or of a torch function written in C."""
     if node.op == "call_method" or inspect.isbuiltin(node.target):
         packet = getattr(torch.ops.aten, name, None)
         return packet if isinstance(packet, torch._ops.OpOverloadPacket) else None

@@ -24,7 +24,7 @@ from torch_streamkl.version import __version__
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """An error that says what to do in the place of one that says what is missing."""
+    """Returns an ImportError that says what to do, in place of one that names what is missing."""
     try:
         yield
     except (ImportError, AttributeError) as missing:

@@ -167,7 +167,9 @@ def _without_empty_rows(
     tensors: list[fx.Node],
     dtype: torch.dtype,
 ) -> fx.Node:
-    """No gradient to rows of which a dense additive mask leaves nothing: they are uniform."""
+    """Stops the gradient of rows that a dense additive mask leaves empty: eager's are uniform
+    there.
+    """
     shape = call.geometry
     result = example(value)
     if not biases or not (isinstance(result, Tensor) and result.requires_grad):
@@ -186,7 +188,7 @@ def _without_empty_rows(
 
 
 def _compute_dtype(call: Call, outer: Mapping[fx.Node, fx.Node]) -> torch.dtype:
-    """The type of the operands: the narrowest that all of them have exactly."""
+    """Returns the narrowest dtype that represents all operands exactly."""
     dtypes = []
     for operand in _operands(call):
         value = example(outer_node(operand.node, outer))
@@ -258,7 +260,7 @@ def _conjunction(
     tensors: Sequence[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node | None:
-    """One boolean tensor that is True where all of a side's mask tensors allow a key."""
+    """Combines the mask tensors of a side into one boolean tensor, True for allowed keys."""
     total: fx.Node | None = None
     for literal in literals:
         node = outer_node(literal.node, outer)
@@ -276,7 +278,7 @@ def _removed_on(
     tensors: list[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node | None:
-    """A bias of -inf at the keys that this side lacks and the other has."""
+    """Builds a bias of -inf at the keys that this side lacks and the other side has."""
     stricter = call.mask.stricter
     if stricter is None or stricter.side != side:
         return None

@@ -135,7 +135,7 @@ def _bias(
     scale: float,
     outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node | None:
-    """The biases as one vector that is added before the scale."""
+    """Sums the biases into one vector, which is added before the scale."""
     total: fx.Node | None = None
     dtype = side.distribution.scores.dtype
     for bias in biases:

@@ -81,7 +81,7 @@ class _Lowering:
         self.tensors = [outer_node(x.node, outer) for d in plan.dots for x in (d.lhs, d.rhs)]
 
     def of_one_type(self, tensors: Sequence[fx.Node]) -> list[fx.Node]:
-        """Operands in the narrowest type that all of them have exactly."""
+        """Casts operands to the narrowest dtype that represents all of them exactly."""
         dtypes = [_value(x).dtype for x in tensors]
         widest = dtypes[0]
         for dtype in dtypes[1:]:
@@ -167,7 +167,8 @@ class _Lowering:
         return self._arranged(x, slots, sizes, wanted, expanded=())
 
     def _number(self, node: fx.Node) -> fx.Node:
-        """A number of Python as a tensor; 32 bits are what arithmetic on narrower types has.
+        """Converts a Python number to a tensor of at least 32 bits, as arithmetic on narrower
+        types has.
 
         AOTAutograd makes tensors of symbolic floats where they meet a tensor in arithmetic.
         Anywhere else, as in `torch.full`, it makes them constants: a compilation for each value.
@@ -191,7 +192,8 @@ class _Lowering:
         wanted: Sequence[Dim],
         expanded: Sequence[int],
     ) -> fx.Node:
-        """A tensor with a dimension for each group of axes, and one for what is contracted.
+        """Reshapes a tensor to one dimension for each group of axes, and one for the contracted
+        axes.
 
         A group of which the tensor has nothing is of size 1, or whole where it is to be expanded.
         """
@@ -230,7 +232,7 @@ class _Lowering:
         return _grouped(build, x, bounds)
 
     def result(self, output: Output, values: Mapping[Formula, tuple[fx.Node, Dim]]) -> fx.Node:
-        """Per-row values as the user's graph has them."""
+        """Returns per-row values in the shape of the user's graph."""
         build, like = self.build, _value(output.node)
         dims = [self.axes.atoms(d) for d in output.placed.dims]
         x = self._of_rows(output.placed.formula, dims, values, like.dtype)

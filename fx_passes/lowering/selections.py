@@ -69,11 +69,11 @@ def _count_positions(build: Builder, selection: RowSelection, tensors: list[fx.N
     for i, size in enumerate(selection.shape):
         if isinstance(size, int):
             continue
-        behind = i - len(selection.shape) - (selection.kind == GATHER)
+        negative_dim = i - len(selection.shape) - (selection.kind == GATHER)
         for inner, tensor in zip(selection.tensors, tensors, strict=True):
             shape = shape_of(inner)
-            if -behind <= len(shape) and provably_equal(shape[behind], size):
-                build.count(size, tensor, behind)
+            if -negative_dim <= len(shape) and provably_equal(shape[negative_dim], size):
+                build.count(size, tensor, negative_dim)
 
 
 def _flat(build: Builder, x: fx.Node, dim: int, num_dims: int) -> fx.Node:
@@ -94,7 +94,7 @@ def _regrouped(build: Builder, x: fx.Node, dim: int, num_dims: int, sizes: Shape
 def _gathered(
     build: Builder, x: fx.Node, dim: int, index: fx.Node, selection: RowSelection
 ) -> fx.Node:
-    """``gather`` along one of the rows' dimensions, of everything else that ``x`` has."""
+    """Inserts a ``gather`` along one dimension of the rows, for all other dimensions of ``x``."""
     num_rows = len(selection.sizes)
     sizes: list[int | fx.Node] = []
     for d, size in enumerate(_shape(x)):

@@ -58,15 +58,15 @@ def softcapped_attention(
     captured = _Captured(q.device)
     low, high = captured.number(first), captured.number(last)
     kept = [captured.tensor(x) for x in masks]
-    before, behind, living = (captured.tensor(x) for x in (inner_bias, bias, alive))
+    before_softcap, after_softcap, living = (captured.tensor(x) for x in (inner_bias, bias, alive))
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *given: Tensor) -> Tensor:
         place = (b, h, i, j)
-        if before is not None:
-            s = s + before(given, place)
+        if before_softcap is not None:
+            s = s + before_softcap(given, place)
         s = capped = softcap * torch.tanh(s)
-        if behind is not None:
-            s = s + behind(given, place)
+        if after_softcap is not None:
+            s = s + after_softcap(given, place)
         if low is not None:
             s = torch.where(j - i >= low(given, place), s, -math.inf)
         if high is not None:

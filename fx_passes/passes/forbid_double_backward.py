@@ -82,7 +82,7 @@ def _operands_of(call: fx.Node) -> list[tuple[fx.Node, bool]]:
 
 
 def _nearest_read(operand: fx.Node, is_read: bool) -> fx.Node | None:
-    """The nearest input of a graph that an operand is computed from, if a backward reads it.
+    """Returns the nearest graph input that an operand is computed from, if a backward reads it.
 
     What other functions than linear ones are of counts as read: they read it, or their result.
     """
@@ -107,7 +107,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _reads(node: fx.Node, x: fx.Node, is_read: bool) -> bool:
-    """Whether the backward of a linear function reads ``x``, or what is after a view of it."""
+    """Whether the backward of a linear function reads ``x``, or the value after a view of it."""
     name = name_of(node)
     if name in VIEWS:
         return is_read

@@ -27,8 +27,8 @@ def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) 
     found: dict[str, str] = {}
     for node in graph.nodes:
         for write in late.get(node.meta.get(SITE, ""), ()):
-            is_behind = position[write.write] > position[node]
-            if not is_behind or _reads_again(node):
+            is_later = position[write.write] > position[node]
+            if not is_later or _reads_again(node):
                 found[node.meta[SITE]] = write.reason
     return found
 

@@ -72,11 +72,11 @@ def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
     if not chain.steps:
         return False
     order = list(call.graph.nodes)
-    behind = order[order.index(chain.steps[0]) :]
+    following = order[order.index(chain.steps[0]) :]
     carried = {*call.users, *chain.steps}
     read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
     reads = {storage_of(a) for a in read} - {None}
-    return any(storage_of(x) in reads for n in behind for x in written_by(n))
+    return any(storage_of(x) in reads for n in following for x in written_by(n))
 
 
 def _is_eligible(call: fx.Node) -> bool:
@@ -148,7 +148,7 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
-    """A sum or mean over every dimension."""
+    """Whether a node is a sum or mean over every dimension."""
     whole = node.args[:1] == (x,) and _value(node).dim() == 0 and "dtype" not in node.kwargs
     return whole and _needs_gradient(node) == _needs_gradient(x)
 
@@ -174,7 +174,7 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
 
 
 def _unless_no_row(total: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> fx.Node:
-    """The mean of no row is NaN, and no gradient of it reaches the head, whatever its size is.
+    """Makes the mean NaN if there is no row; the head then gets no gradient.
 
     The gradients that the sum keeps are 0 then, and what they are multiplied with, such as the
     gradient of a quotient by the number of rows, may be infinite.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_selection import RowSelection
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_unknown
 Counts = dict[str, tuple[fx.Node, Size]]  # by symbol: positions, and entries of a row
 
 
-def symbols_of_counts(recognised: Recogniser) -> dict[str, RowSelection]:
+def symbols_of_counts(recognised: ScoreInterpreter) -> dict[str, RowSelection]:
     """Returns the selections by mask, keyed by the symbols of their row counts in the trace."""
     return {
         str(expression(shape_of(node)[dim] // width)): selection
@@ -34,7 +34,7 @@ def symbols_of_counts(recognised: Recogniser) -> dict[str, RowSelection]:
 def reread_counts(
     quadratic: Iterable[fx.Node],
     trace: Trace,
-    recognised: Recogniser,
+    recognised: ScoreInterpreter,
     selections: Selections,
     builder: Callable[[fx.Node], Builder],
 ) -> None:
@@ -51,7 +51,7 @@ def reread_counts(
                 _reread(user, *found, builder(user))
 
 
-def _counts(trace: Trace, recognised: Recogniser, selections: Selections) -> Counts:
+def _counts(trace: Trace, recognised: ScoreInterpreter, selections: Selections) -> Counts:
     """Returns the user's symbols for numbers of selected rows, or of their entries."""
     counts: Counts = {}
     for inner, (selection, dim, width) in recognised.counted.items():
@@ -69,7 +69,7 @@ def _reread(size: fx.Node, positions: fx.Node, width: Size, build: Builder) -> N
         return
     tensors = [n for n in size.graph.nodes if n.op == "placeholder" and _is_tensor(n)]
     try:
-        with build.undone_if_blocked():
+        with build.undone_if_unsupported():
             number = build.call(torch.ops.aten.sym_size.int, positions, 0)
             entries = build.call(operator.mul, number, build.size(width, tensors))
     except Unsupported:

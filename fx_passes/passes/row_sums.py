@@ -55,7 +55,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Chain:
-    """Collects what is computed of a program's values, until it is one number."""
+    """Describes the computation from a program's values to one number."""
 
     before: tuple[fx.Node, ...]  # in the order of the graph
     total: fx.Node
@@ -84,13 +84,13 @@ def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
         if chain is None or _is_written_meanwhile(call, chain):
             continue
         build = builder(chain.total)
-        with contextlib.suppress(Unsupported), build.undone_if_blocked():
+        with contextlib.suppress(Unsupported), build.undone_if_unsupported():
             replaced.append(_replace(call, chain, build))
     return replaced
 
 
 def _weights(node: fx.Node) -> set[int | None]:
-    """The memory of the LM heads whose gradients a call of ours makes."""
+    """Returns the memory of the LM heads whose gradients a call computes."""
     if node.target in (linear_ops.linear_kl, linear_ops.linear_kl_sum):
         given: Any = [node.args[1]] if len(node.args) > 1 else [node.kwargs["student_weight"]]
     elif node.target is row_op.row_program:
@@ -101,7 +101,7 @@ def _weights(node: fx.Node) -> set[int | None]:
 
 
 def _is_eligible(call: fx.Node) -> bool:
-    """LM heads whose rows are there, of which something needs a gradient."""
+    """Whether a call is of LM heads with at least one row, and something needs a gradient."""
     tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
     program: Any = call.args[1]
     problem = RowProblem.of(program, tensors)
@@ -124,7 +124,7 @@ class _Reader:
         self.terms: dict[fx.Node, Term] = {}
         self.known: list[KnownTensor] = []
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
-        self.behind = descendants([call])
+        self.after_call = descendants([call])
         program: Any = call.args[1]
         tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
         self.problem = RowProblem.of(program, tensors)
@@ -213,7 +213,7 @@ class _Reader:
         return x if not x.is_sum or _value(node).dim() == 0 else None
 
     def _total(self, node: fx.Node, x: Term) -> Term | None:
-        """A sum or mean over all rows, whatever dimensions it names."""
+        """Matches a sum or mean over all rows, whatever dimensions it names."""
         if "dtype" in node.kwargs or _value(node).dim() != 0 or _value(node.args[0]).dim() == 0:
             return None
         if name_of(node) == "sum":
@@ -227,7 +227,7 @@ class _Reader:
         return self._capture(KnownTensor(None), FLOAT)
 
     def _apply(self, node: fx.Node, op: str, given: list[Any]) -> Term | None:
-        """A pointwise operation: of per-row values, or of their sums where it is linear."""
+        """Applies a pointwise operation to per-row values, or to their sums if it is linear."""
         rows = [a for a in given if isinstance(a, fx.Node) and a in self.terms]
         is_sum = self.terms[rows[0]].is_sum
         if any(self.terms[a].is_sum != is_sum for a in rows) or not _as_many(node, rows[0]):
@@ -249,7 +249,7 @@ class _Reader:
         return Term(literally(op, *found), is_sum) if len(found) == len(given) else None
 
     def _argument(self, x: Any, node: fx.Node, is_condition: bool) -> Node | None:
-        """A value of rows, a number, or a tensor that is known before the call."""
+        """Returns a per-row value, a number, or a tensor that is known before the call."""
         if isinstance(x, (int, float)) and not isinstance(x, bool) and not is_condition:
             return const(float(x)) if math.isfinite(x) else None
         if not isinstance(x, fx.Node):
@@ -258,7 +258,7 @@ class _Reader:
             fits = not is_condition and _same_shape(x, node)
             return self.terms[x].expr if fits else None
         value = example(x)
-        if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:
+        if not isinstance(value, Tensor) or x in self.after_call or value.requires_grad:
             return None
         if (value.dtype == torch.bool) != is_condition or value.device != self.device:
             return None
@@ -313,7 +313,7 @@ def _has_finite_gradient(total: fx.Node) -> bool:
 
 
 def _is_a_count(x: Any) -> bool:
-    """A count that is one at least: `clamp(min=1)` of integers."""
+    """Whether a node is a count of at least one, such as `clamp(min=1)` of integers."""
     if not isinstance(x, fx.Node) or name_of(x) not in ("clamp", "clip", "clamp_min"):
         return False
     given: list[Any] = [*x.args[1:], *x.kwargs.values()]
@@ -322,12 +322,12 @@ def _is_a_count(x: Any) -> bool:
 
 
 def _is_factor(x: Any) -> bool:
-    """A number that a sum may be multiplied with, or divided by, row by row."""
+    """Whether a number may multiply or divide a sum row by row."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < abs(x) < math.inf
 
 
 def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
-    """Whether what is read changes between the call and the number, where the sum is made."""
+    """Whether an in-place write changes an input between the call and the sum."""
     read = {*call.all_input_nodes, *(k.node for k in chain.known if k.node is not None)}
     reads = {storage_of(x) for x in read} - {None}
     following = call.next
@@ -374,7 +374,7 @@ def _tensor_of_rows(known: KnownTensor, call: fx.Node, build: Builder) -> fx.Nod
 
 
 def _as_many(a: Any, b: Any) -> bool:
-    """Whether two tensors have as many entries: per-row values, none of which are repeated."""
+    """Whether two tensors have equally many entries, so that no per-row value is repeated."""
     return provably_equal(_value(a).numel(), _value(b).numel())
 
 

@@ -45,7 +45,7 @@ from torch_streamkl.fx_passes.lowering.operands import (
 from torch_streamkl.fx_passes.passes import softcapped
 from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
 from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
-from torch_streamkl.fx_passes.planning.profitability import why_maps_are_left
+from torch_streamkl.fx_passes.planning.profitability import why_attention_is_skipped
 
 STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
@@ -63,28 +63,30 @@ def replace_attention(
 ) -> list[str]:
     """Replaces attention written by hand whose probabilities have no other reader.
 
-    Maps of less than ``min_mib`` are skipped, None being what was measured on the device.
+    Attention probabilities below ``min_mib`` are skipped; None is the threshold of the device.
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
-    leftovers, written = Leftovers(trace.outer), written_storages(graph)
+    remaining_attention, written = RemainingAttention(trace.outer), written_storages(graph)
     for inner in trace.graph.nodes:
         value, node = values.get(inner), trace.outer.get(inner)
         if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
             continue
         if node.name in refused:
             reason = refused[node.name]
-            notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
+            notes[f"the attention at {location_of(node)[0]} keeps its probabilities: {reason}"] = (
+                None
+            )
             continue
         device = _device_of(node)
-        size = why_maps_are_left(value.probabilities, device, min_mib)
+        size = why_attention_is_skipped(value.probabilities, device, min_mib)
         if size:
             notes[f"the attention at {location_of(node)[0]} is skipped: {size}"] = None
             continue
         build = builder(node)
         try:
-            with build.undone_if_blocked():
-                replacement = leftovers.replace(node, value, build)
+            with build.undone_if_unsupported():
+                replacement = remaining_attention.replace(node, value, build)
                 if not _same_metadata(replacement, node):
                     raise Unsupported("the fused attention has another shape or type")
                 if strides_are_seen(node, replacement, build, written):
@@ -93,7 +95,9 @@ def replace_attention(
                     replacement = with_strides_of(build, replacement, value_of_user)
                 aliases.check(build.added, build.selecting)
         except Unsupported as reason:
-            notes[f"the attention at {location_of(node)[0]} keeps its maps: {reason}"] = None
+            notes[f"the attention at {location_of(node)[0]} keeps its probabilities: {reason}"] = (
+                None
+            )
             continue
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it
@@ -132,7 +136,7 @@ def _same_metadata(a: fx.Node, b: fx.Node) -> bool:
 
 
 @dataclass
-class Leftovers:
+class RemainingAttention:
     """Rewrites the attention of one graph; masks that layers share are built once."""
 
     outer: Mapping[fx.Node, fx.Node]
@@ -323,7 +327,7 @@ def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:
 def _with_groups(
     build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, options: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node, dict[str, Any]]:
-    """Grouped heads: as they are where the fused kernels take them, repeated elsewhere."""
+    """Keeps grouped heads if the fused kernels support them, and repeats them otherwise."""
     heads = shape(q)[1]
     if provably_equal(shape(k)[1], heads) and provably_equal(shape(v)[1], heads):
         return k, v, options
@@ -355,7 +359,8 @@ def _repeated(build: Builder, x: fx.Node, heads: Size, q: fx.Node) -> fx.Node:
 def _fused(
     build: Builder, q: fx.Node, k: fx.Node, v: fx.Node, scale: float, options: dict[str, Any]
 ) -> fx.Node:
-    """scaled_dot_product_attention, on a GPU of heads as wide as its fused kernels take them.
+    """Inserts scaled_dot_product_attention; on a GPU, heads are padded to a width of its fused
+    kernels.
 
     With a mask those want rows of whole 16 bytes: for TinyBERT's heads of 26 the maps would be
     made. Zeros add nothing to scores, and what they add to the result is cut off.
@@ -375,7 +380,7 @@ def _is_on_gpu(x: fx.Node) -> bool:
 
 
 def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
-    """A tensor whose last dimension is filled up with zeros to 16 bytes."""
+    """Pads the last dimension of a tensor with zeros to a multiple of 16 bytes."""
     value, width = example(x), shape(x)[-1]
     assert isinstance(value, Tensor)
     if not isinstance(width, int):

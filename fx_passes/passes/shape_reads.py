@@ -46,7 +46,7 @@ def shapes_as_sizes(
 
 
 def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node]) -> fx.Node:
-    """Computes what a node returns from the shape or type of its tensor alone."""
+    """Computes the result of a node that reads only the shape or type of its tensor."""
     x, name = node.args[0], name_of(node)
     assert isinstance(x, fx.Node)
     if name in OF_ITS_TYPE:

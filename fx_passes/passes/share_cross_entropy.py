@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain import layout as lay
 from torch_streamkl.fx_passes.domain.scores import (
@@ -50,7 +50,10 @@ NEVER_CAST = {
 
 
 def share_cross_entropy(
-    graph: fx.Graph, trace: Trace, recognised: Recogniser, builder: Callable[[fx.Node], Builder]
+    graph: fx.Graph,
+    trace: Trace,
+    recognised: ScoreInterpreter,
+    builder: Callable[[fx.Node], Builder],
 ) -> list[str]:
     """Replaces cross-entropies of the logits of a `linear_kl` call by the call's second output.
 
@@ -211,7 +214,7 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Arithmetic on tensors: nothing is written, and nothing else happens."""
+    """Whether a node is arithmetic on tensors, without side effects."""
     value = example(node)
     return (
         node.op in ("call_function", "call_method")
@@ -222,7 +225,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _computes_alike(order: Sequence[fx.Node], nodes: Sequence[fx.Node], place: fx.Node) -> bool:
-    """Whether autograd and autocast treat the nodes at ``place`` as where they are.
+    """Whether autograd and autocast have the same modes at ``place`` and at the nodes.
 
     The first one is the divergence or the cross-entropy: autocast does not reach into the operator
     that computes both.
@@ -240,7 +243,7 @@ Modes = tuple[str, dict[object, tuple[object, ...]]]
 
 
 def _modes(order: Sequence[fx.Node]) -> dict[fx.Node, Modes]:
-    """Autograd and autocast (of each device type, what was entered last) at each node."""
+    """Returns the autograd mode and the innermost autocast of each device type, at each node."""
     autograd = autograd_modes(order)
     entered: list[fx.Node] = []
     modes: dict[fx.Node, Modes] = {}

@@ -79,7 +79,7 @@ def why_left(candidate: Candidate, device: str, given: float | None) -> str:
     return too_small(mib, "logits" if is_head else "scores", least, device, given, "losses")
 
 
-def why_maps_are_left(elements: Elements, device: str, given: float | None) -> str:
+def why_attention_is_skipped(elements: Elements, device: str, given: float | None) -> str:
     """Explains why such attention is skipped; an empty text if it is fused."""
     mib, least = _mib_of(elements), least_attention_mib(device, given)
     if mib is None or mib >= least:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.elements.operands import is_symbolic_number
-from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
+from torch_streamkl.fx_passes.analysis.elements.reading import FormulaInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import (
     Axes,
@@ -103,10 +103,10 @@ class RowPlan:
     sums: dict[Formula, tuple[int, Dim]]  # the reductions that outputs use, and their heads
     captures: tuple[Captured, ...]
     outputs: tuple[Output, ...]
-    elements: RowElements
+    elements: FormulaInterpreter
 
 
-def plan_program(roots: Sequence[fx.Node], elements: RowElements, trace: Trace) -> RowPlan:
+def plan_program(roots: Sequence[fx.Node], elements: FormulaInterpreter, trace: Trace) -> RowPlan:
     """Returns one program for these sums, or raises Unsupported."""
     return _Planner(elements, [elements.placed[r] for r in roots]).plan(roots, trace)
 
@@ -131,7 +131,7 @@ def sums_in(root: Formula, keys: Dim, axes: Axes) -> list[Formula]:
 class _Planner:
     """Turns formulas into a program."""
 
-    def __init__(self, elements: RowElements, placed: Sequence[Placed]) -> None:
+    def __init__(self, elements: FormulaInterpreter, placed: Sequence[Placed]) -> None:
         self.elements, self.axes = elements, elements.axes
         self.roots = [x.formula for x in placed]
         self.formulas = list(dict.fromkeys(f for r in self.roots for f in formulas_in(r)))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from torch_streamkl.fx_passes.analysis.elements.algebra import is_block_level, is_row_level
-from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
+from torch_streamkl.fx_passes.analysis.elements.reading import FormulaInterpreter
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.masks import AxisTensor
@@ -36,7 +36,7 @@ def may_have_programs(trace: Trace) -> bool:
 
 
 def find_programs(
-    elements: RowElements,
+    elements: FormulaInterpreter,
     trace: Trace,
     region: Region,
     handled: set[fx.Node],
@@ -76,7 +76,7 @@ def find_programs(
     return found
 
 
-def needs_no_mask(candidate: Candidate, elements: RowElements) -> bool:
+def needs_no_mask(candidate: Candidate, elements: FormulaInterpreter) -> bool:
     """Returns whether a divergence with a dense mask or bias is also a program that reads ids."""
     whole = elements.placed.get(candidate.inner)
     if whole is None or whole.formula.op != "reduce":
@@ -93,7 +93,7 @@ def needs_no_mask(candidate: Candidate, elements: RowElements) -> bool:
     )
 
 
-def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.Node]:
+def find_roots(elements: FormulaInterpreter, trace: Trace, region: Region) -> list[fx.Node]:
     """Sums over keys that code outside of the elements reads.
 
     A sum inside of one of the user's operations, such as a norm, is no value of the graph: the
@@ -120,7 +120,7 @@ def find_roots(elements: RowElements, trace: Trace, region: Region) -> list[fx.N
 
 
 def _read_outside(
-    elements: RowElements, trace: Trace, inside: set[fx.Node], mapped: set[fx.Node]
+    elements: FormulaInterpreter, trace: Trace, inside: set[fx.Node], mapped: set[fx.Node]
 ) -> set[fx.Node]:
     """The nodes that other code uses, or uses what is computed from them alone as rows' values."""
     leaves: dict[fx.Node, bool] = {}
@@ -159,7 +159,7 @@ def _leaves(
 def _joined(
     plan: RowPlan,
     root: fx.Node,
-    elements: RowElements,
+    elements: FormulaInterpreter,
     trace: Trace,
     position: Mapping[fx.Node, int],
 ) -> RowPlan | None:

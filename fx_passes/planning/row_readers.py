@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.elements.reading import RowElements
+from torch_streamkl.fx_passes.analysis.elements.reading import FormulaInterpreter
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
@@ -50,7 +50,7 @@ def check_readers_of_program(plan: RowPlan, outside: Readers) -> None:
 
 
 def why_kept(
-    plan: RowPlan, elements: RowElements, trace: Trace, region: Region, gone: set[fx.Node]
+    plan: RowPlan, elements: FormulaInterpreter, trace: Trace, region: Region, gone: set[fx.Node]
 ) -> str:
     """Explains why fusing would recompute: other code also needs all products of a program.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
+from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
 from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 from torch_streamkl.fx_passes.reporting.graph_breaks import is_nested, reason_in
 
@@ -356,7 +356,7 @@ _BREAKS = (
 )
 _ANY_BREAK = (
     "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called function "
-    + "torch_streamkl.enable(), or " * MENDS_NESTED_BREAKS
+    + "torch_streamkl.enable(), or " * HAS_NESTED_GRAPH_BREAKS
     + "torch._dynamo.config.nested_graph_breaks = True, keeps its caller's part together"
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.analysis.sites import ELSEWHERE, NOT_MADE, reason_of
 from torch_streamkl.fx_passes.capture.preconditions import divergence_like
 from torch_streamkl.fx_passes.capture.region import MATMULS
@@ -44,7 +44,7 @@ def not_fused(reason: str, graph: fx.Graph) -> Report:
 def unfused_sites(
     found: Sequence[fx.Node],
     trace: Trace,
-    recognised: Recogniser,
+    recognised: ScoreInterpreter,
     plans: Plans,
     of_programs: Mapping[fx.Node, str],
 ) -> list[Site]:
@@ -144,7 +144,7 @@ def _symbolic_number(origin: fx.Node) -> str:
     return ""
 
 
-def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: Recogniser) -> str:
+def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: ScoreInterpreter) -> str:
     """The reason, with where that is made which is not made in the graph, or written to."""
     origin = node_of(recognised.trace, site)
     if "modified in place" in reason:
@@ -170,7 +170,7 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: Recogn
     return _OUTSIDE.sub(lambda found: f"{found[1]}: {said}", reason, count=1)
 
 
-def _with_write(reason: str, site: fx.Node, recognised: Recogniser) -> str:
+def _with_write(reason: str, site: fx.Node, recognised: ScoreInterpreter) -> str:
     """The reason, with the last write to what a site is made of."""
     made_of = ancestors(site)
     for node in reversed(recognised.trace.graph.nodes):
@@ -204,7 +204,7 @@ def _reads_input(site: fx.Node) -> bool:
     return False
 
 
-def _source(site: fx.Node, recognised: Recogniser) -> fx.Node | None:
+def _source(site: fx.Node, recognised: ScoreInterpreter) -> fx.Node | None:
     """The user's operation that makes what a site compares and that the analysis does not know.
 
     It is as large as what the site compares. None where an input of the graph is.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.analysis.sites import is_origin
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.domain.scores import Scores
@@ -65,7 +65,7 @@ def readers_text(
 def large_tensors_left(
     graph: fx.Graph,
     sizes: dict[fx.Node, fx.Node],
-    recognised: Recogniser,
+    recognised: ScoreInterpreter,
     outer: Mapping[fx.Node, fx.Node],
 ) -> list[Remaining]:
     """Returns those of ``sizes`` (large tensors of the trace) that are still materialized."""
@@ -100,7 +100,7 @@ def _is_vector(value: Tensor) -> bool:
     return sum(not is_one(n) for n in value.shape) < 2
 
 
-def _is_far_smaller(inner: fx.Node, recognised: Recogniser) -> bool:
+def _is_far_smaller(inner: fx.Node, recognised: ScoreInterpreter) -> bool:
     """Whether it is far smaller than any scores that it is made of, such as means over queries."""
     made = _num_elements(inner)
     scores = [_num_elements(a) for a in ancestors(inner) if is_origin(a, recognised)]
@@ -114,7 +114,7 @@ def _is_far_smaller(inner: fx.Node, recognised: Recogniser) -> bool:
 def _made_again(
     graph: fx.Graph,
     sizes: dict[fx.Node, fx.Node],
-    recognised: Recogniser,
+    recognised: ScoreInterpreter,
     outer: Mapping[fx.Node, fx.Node],
 ) -> set[fx.Node]:
     """Products of the operands of ``sizes`` that no site reads, and what is made of them."""

@@ -1,4 +1,4 @@
-"""Compares two graphs node by node to find what a rewrite changed, without asking the rewrite."""
+"""Finds the nodes that a rewrite changed by comparing both graphs node by node."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
 from torch_streamkl.fx_passes.validation.compare import (
-    Slack,
+    Tolerance,
     difference,
     is_informative,
 )
@@ -53,15 +53,15 @@ from torch_streamkl.fx_passes.validation.sizes import Sizes, smaller_sizes
 
 log = logging.getLogger("torch_streamkl.validation")
 PASSED = "same value and gradients on random inputs"
-SLACK = 2  # of the time left, before a run is stopped
+TIME_LIMIT_FACTOR = 2  # of the time left, before a run is stopped
 NUM_ROUNDINGS = 5  # runs with other roundings, before a difference is believed
 
 
-LISTENERS: list[Callable[[Verdict], None]] = []  # who wants to hear of every verdict
+LISTENERS: list[Callable[[CheckResult], None]] = []  # who wants to hear of every verdict
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """Holds the check's result for one replaced value."""
 
     node: str  # of the user's graph
@@ -85,7 +85,7 @@ class Budget:
 
 def check(
     before: fx.Graph, after: fx.Graph, owner: fx.GraphModule, options: CheckOptions
-) -> list[Verdict]:
+) -> list[CheckResult]:
     """Returns a verdict for every value of ``before`` that ``after`` computes in another way."""
     graphs = compare_graphs(before, after)
     budget = Budget(math.inf if options.mode == "always" else options.max_seconds)
@@ -111,7 +111,7 @@ def check(
             log.warning("a check failed to run", exc_info=True)
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             is_fault = True
-        verdicts.append(Verdict(change.before.name, sites, found, reason, is_fault))
+        verdicts.append(CheckResult(change.before.name, sites, found, reason, is_fault))
         for listener in LISTENERS:
             listener(verdicts[-1])
     return verdicts
@@ -149,7 +149,7 @@ def _affordable_sizes(
     options: CheckOptions,
     budget: Budget,
 ) -> Sizes:
-    """The first sizes that are within the bounds: those of the trace, then smaller ones."""
+    """Returns the first sizes within the limits: those of the trace, then smaller ones."""
     refusal = ""
     for sizes in _candidates(graph):
         needed = bytes_needed(region.before, region.leaves, sizes)
@@ -191,7 +191,7 @@ class _Comparison:
         for draw in PLAIN:
             try:
                 return self._difference_on(draw)
-            except _NotTelling as error:
+            except _Inconclusive as error:
                 reason = str(error)
         if any(name_of(n) in ASKS_FOR_INFINITY for n in self.region.before):
             raise NotChecked(f"{reason}, and it asks for infinite numbers")
@@ -199,7 +199,7 @@ class _Comparison:
         for draw in FINITE:
             try:
                 found = self._difference_on(draw)
-            except _NotTelling as error:
+            except _Inconclusive as error:
                 raise NotChecked(reason) from error
             if not found:
                 break
@@ -207,7 +207,7 @@ class _Comparison:
 
     def _difference_on(self, draw: Draw) -> str:
         inputs = values_of(self.region.leaves, self.region.before, self.sizes, draw, self.owner)
-        naive, exact = self._told(inputs, draw)
+        naive, exact = self._run_both(inputs, draw)
         try:
             # a mask of an operator means -inf by itself; a row program has the number in it
             finite = draw.finite and any(n.target in PROGRAM_TEXTS for n in self.region.after)
@@ -217,7 +217,7 @@ class _Comparison:
             raise
         except Exception as error:
             return f"it raises {type(error).__name__}: {_first_line(error)}"
-        slack = Slack()
+        slack = Tolerance()
         slack.add(naive, exact)
         found = difference(ours, naive, exact, slack)
         for seed in range(NUM_ROUNDINGS):
@@ -234,8 +234,10 @@ class _Comparison:
             found = difference(ours, naive, exact, slack)
         return found
 
-    def _told(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
-        """The user's code in its own dtypes and in float64, where that gives numbers."""
+    def _run_both(self, inputs: dict[str, Any], draw: Draw) -> tuple[Result, Result]:
+        """Runs the user's code in its own dtypes and in float64; raises if the result says
+        nothing.
+        """
         try:
             naive = self._naive(inputs, draw)
             exact = self._naive(inputs, draw, wide=True)
@@ -243,11 +245,11 @@ class _Comparison:
             raise
         except Exception as error:
             log.debug("a draw cannot be run", exc_info=True)
-            raise _NotTelling(
+            raise _Inconclusive(
                 f"the code raises {type(error).__name__} on random inputs: {_first_line(error)}"
             ) from error
         if not is_informative(exact):
-            raise _NotTelling("the code gives NaN on random inputs")
+            raise _Inconclusive("the code gives NaN on random inputs")
         return naive, exact
 
     def _naive(
@@ -263,7 +265,7 @@ class _Comparison:
         start = time.perf_counter()
         # what it takes is known after a run only; a difference is confirmed whatever it takes
         is_judged = noise is None and terms is None
-        deadline = start + SLACK * self.budget.left if is_judged else None
+        deadline = start + TIME_LIMIT_FACTOR * self.budget.left if is_judged else None
         how: dict[str, Any] = {"wide": wide, "noise": noise, "finite": draw.finite, "terms": terms}
         try:
             return run(nodes, name, inputs, deadline, **how)
@@ -271,7 +273,7 @@ class _Comparison:
             self.budget.left -= time.perf_counter() - start
 
 
-class _NotTelling(Exception):
+class _Inconclusive(Exception):
     """Says why a run of the user's code gives nothing to compare with."""
 
 

@@ -26,7 +26,7 @@ MULTIPLE = 4  # of the error of the user's code
 
 
 @dataclass
-class Slack:
+class Tolerance:
     """Holds, by result, how far the user's code is from float64."""
 
     error: dict[str, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Slack:
         return MULTIPLE * (self.error.get(name, 0.0) + of_terms) + last_digit
 
 
-def difference(ours: Result, naive: Result, exact: Result, slack: Slack) -> str:
+def difference(ours: Result, naive: Result, exact: Result, slack: Tolerance) -> str:
     """Describes the first difference, with the figures; empty if there is none."""
     reason = _structure(ours, naive)
     if reason:

@@ -45,7 +45,7 @@ _ORDERS = {"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"}
 
 
 @dataclass
-class Meaning:
+class IntegerRole:
     """Describes what the program does with an integer input."""
 
     limit: int | None = None  # the values are indices below it
@@ -68,8 +68,8 @@ def values_of(
         elif leaf.op == "get_attr" and not is_parameter(leaf):
             found[leaf.name] = _constant(owner, leaf)
         elif isinstance(value, Tensor):
-            meaning = _meaning(leaf, nodes, sizes) if _is_integer(value.dtype) else Meaning()
-            found[leaf.name] = _random(value, sizes, draw, index, meaning)
+            role = _role_of(leaf, nodes, sizes) if _is_integer(value.dtype) else IntegerRole()
+            found[leaf.name] = _random(value, sizes, draw, index, role)
         else:
             raise NotChecked(f"an input that is no tensor: {type(value).__name__}")
     return found
@@ -89,12 +89,12 @@ def _constant(owner: Any, leaf: fx.Node) -> Any:
     return copy.requires_grad_(value.requires_grad)
 
 
-def _random(value: Tensor, sizes: Sizes, draw: Draw, index: int, meaning: Meaning) -> Tensor:
+def _random(value: Tensor, sizes: Sizes, draw: Draw, index: int, role: IntegerRole) -> Tensor:
     if is_traceable_wrapper_subclass(value) or value.layout != torch.strided:
         raise NotChecked(f"an input is a {type(value).__name__} of layout {value.layout}")
     shape, strides = sizes.numbers(value.shape), sizes.numbers(value.stride())
     generator = torch.Generator(value.device).manual_seed(1000 + index)
-    made = _entries(shape, value.dtype, value.device, generator, draw, meaning)
+    made = _entries(shape, value.dtype, value.device, generator, draw, role)
     numel = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     memory = torch.zeros(numel if all(shape) else 0, dtype=value.dtype, device=value.device)
     result = memory.as_strided(shape, strides)
@@ -113,7 +113,7 @@ def _entries(
     device: torch.device,
     generator: torch.Generator,
     draw: Draw,
-    meaning: Meaning,
+    role: IntegerRole,
 ) -> Tensor:
     def uniform() -> Tensor:
         return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
@@ -123,7 +123,7 @@ def _entries(
     if dtype.is_complex:
         return torch.complex(uniform(), uniform()).to(dtype)
     if not dtype.is_floating_point:
-        return _integers(shape, dtype, uniform(), draw, meaning)
+        return _integers(shape, dtype, uniform(), draw, role)
     if sum(n > 1 for n in shape) <= 1:
         # scales, temperatures, row weights, biases: not near 0, since they may be divided by
         return (0.5 + uniform()).to(dtype)
@@ -134,7 +134,7 @@ def _entries(
 
 
 def _mask(shape: list[int], uniform: Tensor, first: bool | None) -> Tensor:
-    """Random, with an entry that is True and one that is False in each row and column."""
+    """Draws a random mask with a True and a False in each row and column."""
     mask = uniform > 0.3
     if first is not None:
         for dim in range(max(0, len(shape) - 2), len(shape)):
@@ -161,30 +161,30 @@ def _diagonals(shape: list[int], device: torch.device) -> tuple[Tensor, int] | N
 
 
 def _integers(
-    shape: list[int], dtype: torch.dtype, uniform: Tensor, draw: Draw, meaning: Meaning
+    shape: list[int], dtype: torch.dtype, uniform: Tensor, draw: Draw, role: IntegerRole
 ) -> Tensor:
     low = 0
-    high = 2 if meaning.limit is None else meaning.limit
-    if meaning.limit is None and meaning.ordered is not None:
-        low, high = 1, meaning.ordered + 1
+    high = 2 if role.limit is None else role.limit
+    if role.limit is None and role.ordered is not None:
+        low, high = 1, role.ordered + 1
     largest = torch.iinfo(dtype).max
     values = (low + uniform.double() * max(1, high - low)).floor().clamp(max=largest)
     result = values.to(dtype)
-    if meaning.limit is None and meaning.ordered is None:
+    if role.limit is None and role.ordered is None:
         # a mask of zeros and ones: some of each in each row
         result = _mask(shape, uniform, draw.first).to(dtype)
     if draw.special:
         smallest = torch.iinfo(dtype).min
-        for rank, special in enumerate(sorted(meaning.special)):
+        for rank, special in enumerate(sorted(role.special)):
             if smallest <= special <= largest and special not in (0, 1):
                 chosen = (uniform * 997.0 + 0.37 * rank) % 1.0 < 0.2
                 result = torch.where(chosen, special, result)
     return result
 
 
-def _meaning(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> Meaning:
-    """Follow an integer input through views and casts to where it is used."""
-    meaning = Meaning()
+def _role_of(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> IntegerRole:
+    """Follows an integer input through views and casts to its uses."""
+    role = IntegerRole()
     same: set[fx.Node | str] = {leaf.name}
     for node in nodes:
         inputs = [a for a in node.all_input_nodes if a.name in same]
@@ -193,48 +193,48 @@ def _meaning(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> Meaning:
         name = name_of(node)
         if name in ("cross_entropy", "nll_loss", "cross_entropy_loss"):
             logits = _shape(node.args[0], sizes)
-            _at_most(meaning, logits[1 if len(logits) > 1 else 0] if logits else None)
+            _at_most(role, logits[1 if len(logits) > 1 else 0] if logits else None)
             ignored = node.kwargs.get("ignore_index", -100)
-            meaning.special |= {ignored} if isinstance(ignored, int) else set()
+            role.special |= {ignored} if isinstance(ignored, int) else set()
         elif name in ("gather", "take_along_dim", "index_select", "scatter", "index_add"):
             source, dim = _shape(node.args[0], sizes), node.args[1]
             if name == "take_along_dim":
                 dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-            _at_most(meaning, source[dim] if source and isinstance(dim, int) else None)
+            _at_most(role, source[dim] if source and isinstance(dim, int) else None)
         elif name in ("embedding", "embedding_bag"):
             weights = [_shape(a, sizes) for a in node.all_input_nodes if a.name not in same]
-            _at_most(meaning, weights[0][0] if weights and weights[0] else None)
+            _at_most(role, weights[0][0] if weights and weights[0] else None)
         elif name == "one_hot":
             count = node.args[1] if len(node.args) > 1 else node.kwargs.get("num_classes", -1)
-            _at_most(meaning, count if isinstance(count, int) and count > 0 else None)
+            _at_most(role, count if isinstance(count, int) and count > 0 else None)
         elif name == "getitem" and node.args[0] not in inputs:
             source = _shape(node.args[0], sizes)
             places = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             for place, index in enumerate(places):
                 if index in inputs and source and Ellipsis not in places:
-                    _at_most(meaning, source[min(place, len(source) - 1)])
+                    _at_most(role, source[min(place, len(source) - 1)])
         elif name in _COMPARISONS | _ORDERS:
-            _compared(meaning, node, inputs, name in _ORDERS, sizes)
+            _compared(role, node, inputs, name in _ORDERS, sizes)
         elif isinstance(value := example(node), Tensor) and _is_integer(value.dtype):
             same.add(node.name)
-    return meaning
+    return role
 
 
 def _compared(
-    meaning: Meaning, node: fx.Node, inputs: list[fx.Node], is_order: bool, sizes: Sizes
+    role: IntegerRole, node: fx.Node, inputs: list[fx.Node], is_order: bool, sizes: Sizes
 ) -> None:
     for other in node.args:
         if isinstance(other, (int, float)) and math.isfinite(other):
-            meaning.special |= {int(other), int(other) + 1} if is_order else {int(other)}
+            role.special |= {int(other), int(other) + 1} if is_order else {int(other)}
         elif isinstance(other, fx.Node) and other not in inputs and is_order:
             shape = _shape(other, sizes)
             if shape and not any(a.op == "placeholder" for a in other.all_input_nodes):
-                meaning.ordered = max(shape)
+                role.ordered = max(shape)
 
 
-def _at_most(meaning: Meaning, limit: int | None) -> None:
+def _at_most(role: IntegerRole, limit: int | None) -> None:
     if limit is not None:
-        meaning.limit = limit if meaning.limit is None else min(limit, meaning.limit)
+        role.limit = limit if role.limit is None else min(limit, role.limit)
 
 
 def _shape(node: Any, sizes: Sizes) -> list[int]:

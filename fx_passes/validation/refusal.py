@@ -10,7 +10,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import location_of
 from torch_streamkl.fx_passes.reporting.report import Report, Site
-from torch_streamkl.fx_passes.validation.check import Verdict, check
+from torch_streamkl.fx_passes.validation.check import CheckResult, check
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 
 log = logging.getLogger("torch_streamkl.validation")
@@ -59,7 +59,7 @@ def rewrite_checked(
         refused.update(new)
 
 
-def _refusals(verdict: Verdict, options: CheckOptions) -> list[tuple[str, str]]:
+def _refusals(verdict: CheckResult, options: CheckOptions) -> list[tuple[str, str]]:
     """Lists the losses not to rewrite after a verdict, and why."""
     reason = ""
     if verdict.difference:
@@ -69,8 +69,8 @@ def _refusals(verdict: Verdict, options: CheckOptions) -> list[tuple[str, str]]:
     return [(node, reason) for node in verdict.sites or {verdict.node}] if reason else []
 
 
-def _with_verdict(site: Site, verdicts: list[Verdict]) -> Site:
-    """A fused site with what the checks of its values say: the first that is no pass."""
+def _with_verdict(site: Site, verdicts: list[CheckResult]) -> Site:
+    """Adds to a fused loss the first check of its values that did not pass."""
     mine = [v for v in verdicts if site.node in v.sites]
     if not site.fused or not mine:
         return site

@@ -99,7 +99,7 @@ def _with_modes(graph: Graph, chosen: set[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def _latest_mode(node: fx.Node, recording: bool) -> fx.Node:
-    """The last node before this one that sets whether gradients are recorded."""
+    """Returns the last earlier node that sets whether gradients are recorded."""
     while name_of(node) != "_set_grad_enabled" or node.args[0] is not recording:
         node = node.prev
     return node
@@ -129,7 +129,9 @@ def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _cone(node: fx.Node) -> set[str]:
-    """A node and what it is computed from by cheap operations, down to heavy ones and inputs."""
+    """Returns a node and what it is computed from by cheap operations, down to inputs and
+    expensive ones.
+    """
     found: set[str] = set()
     stack = [node]
     while stack:
@@ -148,16 +150,18 @@ def _torn(leaves: list[fx.Node], inside: set[str], cheap: frozenset[str]) -> set
     cones = {x: _cone(x) for x in leaves if not is_leaf(x)}
     torn: set[str] = set()
     for leaf, cone in cones.items():
-        behind = cone - {leaf.name}
+        ancestors_of_leaf = cone - {leaf.name}
         for source in leaf.all_input_nodes if name_of(leaf) in HEAVY else []:
-            behind |= _cone(source)
+            ancestors_of_leaf |= _cone(source)
         others = (inside | names) - {leaf.name}
-        shared = any(behind & (other - {x.name}) for x, other in cones.items() if x is not leaf)
+        shared = any(
+            ancestors_of_leaf & (other - {x.name}) for x, other in cones.items() if x is not leaf
+        )
         value = example(leaf)
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         is_constant = cone <= cheap  # the program may make the same table in several places
-        if behind & others or shared or is_constant or (not is_float and len(cone) > 1):
-            torn |= {leaf.name} | (behind & cheap)
+        if ancestors_of_leaf & others or shared or is_constant or (not is_float and len(cone) > 1):
+            torn |= {leaf.name} | (ancestors_of_leaf & cheap)
     return torn
 
 
@@ -168,7 +172,7 @@ def _with_writes(
     last: fx.Node,
     stops: frozenset[str],
 ) -> set[fx.Node]:
-    """Writes to what the nodes read, which have no data edge to them, and their inputs."""
+    """Adds in-place writes to memory that the nodes read, and the inputs of these writes."""
     added: set[fx.Node] = set()
     end = graph.position[last.name]
     before = [(node, memory) for node, memory in graph.writes if graph.position[node.name] < end]

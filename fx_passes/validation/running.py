@@ -32,7 +32,7 @@ _FILL = 1e4  # beyond it lie the values of masks
 
 @dataclass
 class Result:
-    """Holds what a region computes: its value, and the gradients of its leaves."""
+    """Holds the value that a region computes, and the gradients of its inputs."""
 
     value: Any
     gradients: dict[str, Tensor | None]
@@ -214,7 +214,7 @@ def _limited(x: Any) -> Any:
 
 
 def _dependent(nodes: Sequence[fx.Node], leaves: Mapping[str, Any]) -> frozenset[str]:
-    """The nodes that are computed from floating leaves, by data or through memory."""
+    """Returns the nodes that depend on floating-point inputs, by data or through memory."""
     found = {n for n, x in leaves.items() if isinstance(x, Tensor) and x.dtype.is_floating_point}
     while True:
         size = len(found)

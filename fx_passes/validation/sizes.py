@@ -94,7 +94,7 @@ def _smaller_sizes(graph: fx.Graph) -> list[Sizes]:
 
 
 def _divided(hints: Mapping[sympy.Symbol, int], factor: int) -> dict[sympy.Symbol, int]:
-    """Sizes of at least 8, or as they were; different ones stay different."""
+    """Divides sizes by a factor, down to 8; different sizes stay different."""
     found: dict[sympy.Symbol, int] = {}
     for symbol, hint in sorted(hints.items(), key=lambda item: item[1]):
         size = max(hint // factor, min(hint, 8))

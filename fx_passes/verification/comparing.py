@@ -204,7 +204,9 @@ def _of_numbers(runs: Runs, name: str) -> tuple[str, str, float, int]:
 
 
 def _irregular(x: Tensor, y: Tensor, d: Tensor, odd: Tensor, far: float) -> tuple[str, str]:
-    """Entries where eager code or float64 has no number: a difference, and a note."""
+    """Compares entries that are NaN or infinite in eager code or float64; returns a difference and
+    a note.
+    """
     wrong = odd & (x.isfinite() | y.isnan())
     if bool(wrong.any()):
         return _counted("a number, NaN or infinity in place of another", wrong), ""

@@ -1,4 +1,4 @@
-"""Finds everything a program can reach besides its arguments: what it reads and may change.
+"""Finds the objects that a program can reach besides its arguments, and may read or change.
 
 It finds tensors and mutable objects (lists, dicts, sets, attributes of objects and classes,
 closure cells, named globals, generators of random numbers) of a function, of the objects that it
@@ -32,7 +32,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 @dataclass
-class Holder:
+class ObservedObject:
     """Holds a mutable object, and the values that it had before the first run."""
 
     name: str  # as a user knows it
@@ -56,13 +56,13 @@ class Holder:
 
 def reached_from(
     program: Callable[..., Any], arguments: list[Any]
-) -> tuple[dict[str, Tensor], list[Holder], list[str]]:
+) -> tuple[dict[str, Tensor], list[ObservedObject], list[str]]:
     """Returns tensors by name, mutable objects, and iterators, which cannot be restored.
 
     ``arguments`` are those that are no tensors and no containers.
     """
     tensors: dict[str, Tensor] = {}
-    holders: list[Holder] = []
+    holders: list[ObservedObject] = []
     iterators: list[str] = []
     waiting = deque([("", program)])
     waiting += [(f"argument {i}", x) for i, x in enumerate(arguments) if not isinstance(x, Tensor)]
@@ -78,7 +78,7 @@ def reached_from(
         if isinstance(x, Iterator) and not isinstance(x, io.IOBase):
             iterators.append(name)
         if _is_mutable(x):
-            holders.append(Holder(name, x, contents(x)))
+            holders.append(ObservedObject(name, x, contents(x)))
         for label, part in _parts(x):
             if label:
                 waiting.append((f"{name}.{label}" if name else label, part))

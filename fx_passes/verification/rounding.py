@@ -32,8 +32,10 @@ _FILL = 1e4  # beyond it lie the values of masks
 _MOST = 1.0  # a negative number that moves by more is the value of a mask
 
 
-class RoundedNumber(float):
-    """A number of a tensor: what is computed with it moves by a rounding of the tensor's dtype."""
+class PerturbedNumber(float):
+    """Represents a number from a tensor: results computed with it are perturbed by one rounding of
+    its dtype.
+    """
 
     eps: float
     signs: random.Random
@@ -41,18 +43,18 @@ class RoundedNumber(float):
     def moved(self, x: Any) -> Any:
         if type(x) is not float:  # complex, or NotImplemented
             return x
-        return rounded_number(x * (1 + self.signs.choice((-1, 1)) * self.eps), self)
+        return perturbed_number(x * (1 + self.signs.choice((-1, 1)) * self.eps), self)
 
 
-def rounded_number(x: float, like: Any) -> RoundedNumber:
+def perturbed_number(x: float, like: Any) -> PerturbedNumber:
     """Returns a number that is rounded as another one is."""
-    number = RoundedNumber(x)
+    number = PerturbedNumber(x)
     number.eps, number.signs = like.eps, like.signs
     return number
 
 
 def _moving(name: str) -> Any:
-    def operation(self: RoundedNumber, *others: Any) -> Any:
+    def operation(self: PerturbedNumber, *others: Any) -> Any:
         return self.moved(getattr(float, name)(self, *others))
 
     return operation
@@ -60,11 +62,11 @@ def _moving(name: str) -> Any:
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     for _side in ("", "r"):
-        setattr(RoundedNumber, f"__{_side}{_name}__", _moving(f"__{_side}{_name}__"))
+        setattr(PerturbedNumber, f"__{_side}{_name}__", _moving(f"__{_side}{_name}__"))
 
 
-class NumbersOfTensors(TorchFunctionMode):
-    """``item()`` of floating-point tensors gives a `RoundedNumber`."""
+class PerturbItems(TorchFunctionMode):
+    """Makes ``item()`` of floating-point tensors return a `PerturbedNumber`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -76,24 +78,24 @@ class NumbersOfTensors(TorchFunctionMode):
         if func is not Tensor.item or type(made) is not float:
             return made
         self.eps = torch.finfo(args[0].dtype).eps
-        return rounded_number(made, self)
+        return perturbed_number(made, self)
 
 
-class RoundedOtherwise(TorchDispatchMode):
-    """Moves the result of every operation by a rounding of its dtype, up or down.
+class PerturbRounding(TorchDispatchMode):
+    """Perturbs the result of every operation by one rounding of its dtype, up or down.
 
-    Sums and matrix products also get inputs that are moved, because their own additions may be
-    done in another order. The result of an exponential is moved by as much as roundings of its
-    argument change it. Numbers that a program takes out of tensors stay
-    float64, where a compiled program may keep them as tensors: what is computed from such a number
-    is moved, too.
+    - Sums and matrix products also get perturbed inputs, because their own additions may be done
+      in another order.
+    - The result of an exponential changes by as much as roundings of its argument change it.
+    - Numbers that a program takes out of tensors stay float64, while a compiled program may keep
+      them as tensors. So results that are computed from such a number are perturbed, too.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
-        self.numbers = NumbersOfTensors(seed)
+        self.numbers = PerturbItems(seed)
 
     def __enter__(self) -> Any:
         self.numbers.__enter__()
@@ -134,7 +136,7 @@ class RoundedOtherwise(TorchDispatchMode):
         return tree_map(moved, made)
 
     def _moved_wide(self, x: Any) -> Any:
-        """An input of a sum, which is added up in at least float32."""
+        """Perturbs an input of a sum, which is added up in at least float32."""
         if not _is_plain(x) or x.dtype not in (torch.float32, torch.float64):
             return x
         near = x + self._change(x)

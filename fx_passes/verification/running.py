@@ -25,14 +25,14 @@ from torch_streamkl.fx_passes.validation.running import (
     weights,
 )
 from torch_streamkl.fx_passes.verification.program_state import reached_from
-from torch_streamkl.fx_passes.verification.rounding import RoundedOtherwise
+from torch_streamkl.fx_passes.verification.rounding import PerturbRounding
 from torch_streamkl.fx_passes.verification.values import Results, flattened, output_parts
 
 FREED = "no gradient of the outputs is compared: the program ran backward() through them itself"
 
 
 class InFloat64(TorchFunctionMode):
-    """Gives float64 to code that asks for a narrower dtype; ``finite``: a number for -inf."""
+    """Computes in float64 where code asks for a narrower dtype; ``finite`` replaces -inf."""
 
     def __init__(self, finite: bool = False) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Runner:
         with contextlib.ExitStack() as modes:
             modes.enter_context(modes_restored())
             modes.enter_context(torch.compiler.set_stance(stance))
-            rounded = contextlib.nullcontext() if seed is None else RoundedOtherwise(seed)
+            rounded = contextlib.nullcontext() if seed is None else PerturbRounding(seed)
             with _in_float64(finite) if wide else contextlib.nullcontext(), rounded:
                 output = program(*args, **kwargs)
             found = self._gradients(output, tensors, rounded)
@@ -201,7 +201,7 @@ class Runner:
                 results.add(f"{name} after", value)
 
     def _add_changed_arguments(self, results: Results, before: dict[str, Any], given: Any) -> None:
-        """Entries of lists and dicts among the arguments that are others now."""
+        """Records entries of list and dict arguments that the program replaced."""
         after = dict(flattened(given, "argument"))
         for name in dict.fromkeys([*before, *after]):
             old, new = before.get(name), after.get(name)
@@ -212,7 +212,9 @@ class Runner:
                 results.add(f"{name} after", new)
 
     def _same_if_reached(self, given: Any, copy: Any) -> Any:
-        """An argument that the program also reaches by itself is the same tensor there."""
+        """Returns the argument itself if the program also reaches it by another name, else its
+        copy.
+        """
         return given if any(given is x for x in self.others.values()) else copy
 
     def _widen(self, copies: list[Any]) -> None:
@@ -239,7 +241,7 @@ def _leaves(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _entrance(x: Any) -> Any:
-    """A view of what stands for a tensor with a history, so that it can be written to."""
+    """Returns a view of an inner tensor, so that the program may write to it."""
     is_inner = isinstance(x, Tensor) and getattr(x, "streamkl_inner", False)
     return x.view_as(x) if is_inner else x
 

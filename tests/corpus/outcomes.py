@@ -83,8 +83,8 @@ def verdict_of(outcome: Outcome) -> str:
     if total and outcome.num_fused == total:
         return "fused" if total == 1 else f"fused ({total} losses)"
     if outcome.num_fused:
-        return f"{outcome.num_fused} of {total} sites fused"
-    return "not fused" if total else "no site"
+        return f"{outcome.num_fused} of {total} losses fused"
+    return "not fused" if total else "no loss"
 
 
 def row_of(case: dict[str, Any], outcome: Outcome) -> Row:

@@ -14,23 +14,27 @@ from tests.corpus.naive_losses import ALL_CASES, BY_NAME
 from tests.corpus.outcomes import Row, row_of, run_case
 
 PATH = Path(__file__).parents[2] / "docs" / "evidence" / "corpus.md"
-HEAD = """# The corpus: what happens to real losses
+HEAD = """# The corpus: which public losses fuse?
 
-`tests/corpus/naive_losses.py` has {total} losses that follow the operations of public distillation
-code. Each line is one of them. In {fused}, every loss is fused.
+`tests/corpus/naive_losses.py` has {total} losses that follow the operations of public
+distillation code.
+{with_matmuls} of them include the matmuls that compute scores or logits. **{fused} of these
+{with_matmuls} fuse completely.**
+The other {on_logits} take logits as inputs, so they cannot save memory: the logits exist
+before the loss.
 
-- Compiled with `backend="streamkl"`: float32, static shapes, training, at any size
-  (`streamkl.min_mib=0`).
-- The errors are those against float64, relative to the largest value of the loss and of each
-  gradient.
-- "no site": the graph has no two distributions to compare.
-- `{heads}` marks losses with the language-model heads inside of the graph. A loss on logits alone
-  is not fused, because its logits exist before it starts.
+- Each line is one loss. `{heads}` marks a loss together with its LM heads. The same loss
+  without them is on another line.
+- "not fused": the report's reason is in the next column. "no loss": the graph compares no two
+  distributions.
+- Errors are relative to float64: of the loss, and of the gradient with the largest error.
+- Losses are compiled with `backend="streamkl"` and `streamkl.min_mib=0`: float32, static
+  shapes, training.
 
-Written by `python -m tests.corpus.table`; `tests/rewrite/test_corpus.py` checks that
+`python -m tests.corpus.table` writes this page, and `tests/rewrite/test_corpus.py` checks that
 it is current.
 
-| case | verdict | reason | loss error | gradient error |
+| loss | outcome | reason, or what remains | loss error | gradient error |
 | --- | --- | --- | --- | --- |
 """
 LINE = re.compile(
@@ -41,13 +45,13 @@ LINE = re.compile(
 CAPTURED = """
 ## With the settings of `torch_streamkl.enable()`
 
-These are the losses above that have both products and are not fused. Here graph breaks are
-allowed, and Dynamo has the settings of `enable()`:
+These losses include their matmuls and are not fused above. Here graph breaks are allowed, and
+Dynamo has the settings of `enable()`:
 
-- a graph break in a called function leaves its caller's graph whole;
+- a graph break in a called function leaves the caller's graph whole;
 - rows that a mask selects stay in the graph.
 
-| case | verdict | reason | loss error | gradient error |
+| loss | outcome | reason, or what remains | loss error | gradient error |
 | --- | --- | --- | --- | --- |
 """
 
@@ -60,7 +64,14 @@ def is_captured(row: Row) -> bool:
 def render(rows: Sequence[Row], captured: Sequence[Row]) -> str:
     """The page."""
     fused = sum(row.verdict.startswith("fused") for row in rows)
-    head = HEAD.format(total=len(rows), fused=fused, heads="/lm_head")
+    with_matmuls = sum(bool(BY_NAME[row.case]["has_matmul"]) for row in rows)
+    head = HEAD.format(
+        total=len(rows),
+        with_matmuls=with_matmuls,
+        on_logits=len(rows) - with_matmuls,
+        fused=fused,
+        heads="/lm_head",
+    )
     return head + _lines(rows) + CAPTURED + _lines(captured)
 
 

@@ -574,11 +574,11 @@ def a_check_that_fails_on_one_rank(me: Rank) -> None:
 
     original = refusal.check
 
-    def failing(*args: Any) -> list[check.Verdict]:
+    def failing(*args: Any) -> list[check.CheckResult]:
         verdicts = original(*args)
         if me.rank != me.size - 1:
             return verdicts
-        return [check.Verdict(v.node, v.sites, "the value is off") for v in verdicts]
+        return [check.CheckResult(v.node, v.sites, "the value is off") for v in verdicts]
 
     refusal.check = failing
     try:

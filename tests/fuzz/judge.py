@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.fuzz.rounding import RoundedOtherwise
+from tests.fuzz.rounding import PerturbRounding
 from tests.fuzz.tree import Program
 from tests.support.misleading_programs import Results, run
 from torch_streamkl.fx_passes import backend
@@ -144,7 +144,7 @@ def _moves(program: Program, eager: Results) -> list[float]:
     for seed in range(NUM_NUDGES):
         generator = torch.Generator().manual_seed(seed)
         inputs = [_nudged(x, NUDGE[program.dtype], generator) for x in program.inputs()]
-        with RoundedOtherwise(seed):
+        with PerturbRounding(seed):
             near = run(program.function(), inputs)
         for i, ((_, x), (_, y)) in enumerate(zip(_all(eager), _all(near), strict=True)):
             if x is not None and y is not None and x.shape == y.shape:

@@ -14,7 +14,7 @@ EXPONENTIALS = ("exp", "_softmax", "_log_softmax", "logsumexp")
 LOGARITHMS = ("_log_softmax", "logsumexp")
 
 
-class RoundedOtherwise(TorchDispatchMode):
+class PerturbRounding(TorchDispatchMode):
     """Moves each new floating tensor by one rounding of its dtype, up or down.
 
     Exponentials are moved by what a rounding of their argument does: -1e4 next to a score of 1

@@ -208,10 +208,10 @@ def test_which_sums_over_heads_are_kept() -> None:
                 torch.empty(shape, dtype=torch.bfloat16) for shape in [*shapes, (1, 64, size)]
             ]
             problem = RowProblem.of(program.text, tensors)
-            kept = row_blocks.kept_maps(problem)
+            kept = row_blocks.kept_tensors(problem)
             insides = [program.nodes[program.nodes[i].args[0]].head for i in kept]
             assert insides == sorted(insides)  # the teacher's axis is the first
-            return len(row_blocks.allocate(problem, True).maps)
+            return len(row_blocks.allocate(problem, True).materialized)
 
     assert [count(size) for size in (2048, 4096, 4224)] == [2, 1, 0]
 

@@ -126,15 +126,15 @@ def test_gradients_to_values_of_rows_by_one_kernel(
 ) -> None:
     """They are torch's, which computes what a kernel would compute in another way."""
     from torch_streamkl.rows.triton import blocks as row_blocks
-    from torch_streamkl.rows.triton import seeds
+    from torch_streamkl.rows.triton import cotangents
 
     sizes = []
 
     def both(problem: Any, result: Any, loss: Any, *given: Any) -> dict[int, Tensor]:
         found = kernel(problem, result, loss, *given)
-        assert seeds._source(problem.program, loss) is not None
+        assert cotangents._source(problem.program, loss) is not None
         with monkeypatch.context() as patch:
-            patch.setattr(seeds, "_source", lambda *_: None)
+            patch.setattr(cotangents, "_source", lambda *_: None)
             expected = kernel(problem, result, loss, *given)
         assert list(found) == sorted(expected)
         for c, x in expected.items():
@@ -142,29 +142,29 @@ def test_gradients_to_values_of_rows_by_one_kernel(
         sizes.append(found[0].shape)
         return found
 
-    kernel = row_blocks.seeds_of
-    monkeypatch.setattr(row_blocks, "seeds_of", both)
+    kernel = row_blocks.cotangents_of
+    monkeypatch.setattr(row_blocks, "cotangents_of", both)
     case = cast(CASES[name](Sizes(rows=13, keys=71, dim=9)), torch.float32)
     _with(name, reduction="mean", impl="triton")(**case.tensors)
     assert {sum(size[2] for size in sizes)} <= {13, 26}  # rows of the example's one or two calls
 
 
 def test_what_a_kernel_computes_otherwise_is_torchs() -> None:
-    from torch_streamkl.rows.triton import seeds
+    from torch_streamkl.rows.triton import cotangents
 
     program = _program_of_labels()
     for op_of_loss, is_known in (("log", True), ("tanh", False), ("clamp_min", False)):
         x = row_value(program.outputs[0])
         args = [x, -1.0] if op_of_loss == "clamp_min" else [x]
         loss = RowLoss.of_node(apply(op_of_loss, *args) * x, is_literal=False)
-        assert (seeds._source(program, loss) is not None) == is_known, op_of_loss
+        assert (cotangents._source(program, loss) is not None) == is_known, op_of_loss
 
 
 @outside
 @pytest.mark.parametrize("target", ["sm_75", "sm_90", "gfx942"])
 def test_compiles(target: str) -> None:
     """Gradients to values of a block of rows, which a tensor of 16 bits weighs."""
-    from torch_streamkl.rows.triton import seeds
+    from torch_streamkl.rows.triton import cotangents
 
     program = _program_of_labels()
     x = row_value(program.outputs[0])
@@ -176,7 +176,7 @@ def test_compiles(target: str) -> None:
         result = torch_impl.allocate(problem, True)
         weight = torch.empty(1, 1, 300, dtype=torch.bfloat16, device="cuda")
         at = slice(0, 1), slice(128, 300), slice(0, 70)
-        found = seeds.seeds_of(problem, result.of_rows(*at[:2]), loss, [weight], at)
+        found = cotangents.cotangents_of(problem, result.of_rows(*at[:2]), loss, [weight], at)
         assert [x.shape for x in found.values()] == [(1, 1, 172)] * 2
     (launch,) = launches
     assert launch.grid == (2, 1, 1)
@@ -429,7 +429,7 @@ def test_a_divergence_that_is_not_summed_as_it_is() -> None:
 @outside
 def test_errors() -> None:
     head = _head()
-    with pytest.raises(ValueError, match="one value of rows, got a dict of a, b"):
+    with pytest.raises(ValueError, match="one per-row value, got a dict of a, b"):
         row_program(
             lambda e: {"a": e.s.sum("key"), "b": e.s.logsumexp("key")},
             dots={"s": head},

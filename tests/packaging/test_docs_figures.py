@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,23 @@ def test_pages_have_the_figures_of_records(page: str, text: str, row: str, provi
     shown = re.sub(r"[()]", "", text)
     assert shown in (ROOT / page).read_text()
     assert_is(", ".join(re.findall(r"\(([^)]*)\)", text)), measured(row, provider))
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@pytest.mark.skipif(
+    git("rev-parse", "--is-shallow-repository") != "false", reason="needs the history"
+)
+def test_commits_that_pages_name_exist() -> None:
+    named = {
+        (str(page.relative_to(ROOT)), match[0])
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        for match in re.finditer(
+            r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7}\b", page.read_text()
+        )
+    }
+    assert len(named) > 10
+    assert not [x for x in named if git("cat-file", "-t", x[1]) != "commit"]

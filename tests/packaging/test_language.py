@@ -39,6 +39,14 @@ RETIRED = {
     "heads_as_rows": "pack_gqa",
     "one_beside": "next to",
     "vocabulary entrys": "a rename's slip",
+    "recognisers?": "ScoreInterpreter",
+    "RowElements": "FormulaInterpreter",
+    "quadratic[_ ]nodes": "score-sized nodes",
+    "(?:every|new|own|kept)_maps?": "materialized nodes",
+    "unrecordable": "NotCapturable",
+    "undone_if_blocked": "undone_if_unsupported",
+    "is_behind": "is_later",
+    "leftovers": "RemainingAttention",
 }
 # where a term means what everybody means by it: (path, pattern) and the reason
 ALLOWED = {

@@ -19,7 +19,7 @@ import torch_streamkl
 from tests.support.covering import every
 from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.fx_passes.backend import collected
-from torch_streamkl.fx_passes.capture.settings import MENDS_NESTED_BREAKS
+from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
 from torch_streamkl.fx_passes.reporting.report import Report
 
 VOCAB = 50
@@ -126,7 +126,7 @@ def run(loss: Loss, keeps_none: bool = False, **options: Any) -> Report:
 
 @pytest.mark.parametrize("loss", every(2, [*ONE_GRAPH, *NESTED]), ids=lambda f: f.__name__)
 def test_fused_under_enable(loss: Loss) -> None:
-    if loss in NESTED and not MENDS_NESTED_BREAKS:
+    if loss in NESTED and not HAS_NESTED_GRAPH_BREAKS:
         pytest.skip("torch before 2.13 cannot mend a break in a called function")
     with torch_streamkl.enable():
         report = run(loss, fullgraph=loss in ONE_GRAPH)
@@ -152,7 +152,7 @@ def test_the_setting_is_named_by_default(loss: Loss) -> None:
     (site,) = report.sites
     name = "capture_dynamic_output_shape_ops" if loss in ONE_GRAPH else "nested_graph_breaks"
     assert f"torch._dynamo.config.{name} = True" in site.hint, report
-    if name == "capture_dynamic_output_shape_ops" or MENDS_NESTED_BREAKS:
+    if name == "capture_dynamic_output_shape_ops" or HAS_NESTED_GRAPH_BREAKS:
         assert "torch_streamkl.enable()" in site.hint, report
 
 

@@ -162,7 +162,7 @@ def test_strict_raises_the_figures() -> None:
 
 
 @expects_failed_checks
-def test_tests_hear_of_failed_checks(failed_checks: list[check.Verdict]) -> None:
+def test_tests_hear_of_failed_checks(failed_checks: list[check.CheckResult]) -> None:
     with planted(scaled("student_scale", 2.0)):
         rewritten("masked")
     assert [v.difference[:9] for v in failed_checks] == ["the value"]

@@ -18,7 +18,7 @@ import torch_streamkl
 from tests.support.wrong_programs import PLANTED, Opaque, Output, vector
 from torch_streamkl import Verification
 from torch_streamkl.fx_passes import verify as verifying
-from torch_streamkl.fx_passes.verification.rounding import RoundedOtherwise
+from torch_streamkl.fx_passes.verification.rounding import PerturbRounding
 
 OPTIONS: dict[str, Any] = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
 
@@ -408,7 +408,7 @@ def test_operations_that_no_mode_may_see_have_moved_arguments(
     def refuse(*_: Any) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(RoundedOtherwise, "__torch_dispatch__", refuse)
+    monkeypatch.setattr(PerturbRounding, "__torch_dispatch__", refuse)
     torch.manual_seed(0)
     x = (4 * torch.randn(16, 40, dtype=torch.float64)).requires_grad_()
     assert compared(_softmax, _by_logarithms, x).ok

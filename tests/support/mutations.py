@@ -605,7 +605,7 @@ FAULTS = (
     ),
     Fault(
         ROW_SUMS,
-        "if not isinstance(value, Tensor) or x in self.behind or value.requires_grad:",
+        "if not isinstance(value, Tensor) or x in self.after_call or value.requires_grad:",
         "if not isinstance(value, Tensor):",
         "rewrite/test_row_sums_in_graphs.py",
     ),
@@ -876,7 +876,7 @@ FAULTS = (
         "operators/test_row_programs.py operators/test_row_program_rules.py",
     ),
     Fault(
-        "torch_streamkl/rows/triton/maps.py",
+        "torch_streamkl/rows/triton/materialized.py",
         "out.scatter_add_(-1, places, values.expand(places.shape))",
         "out.scatter_(-1, places, values.expand(places.shape))",
         "operators/test_row_program_maps.py",

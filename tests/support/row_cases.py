@@ -122,7 +122,7 @@ def _alpha_beta(teacher: Any, student: Any, scale: float) -> Tensor:
     return (mixed - (0.5 * log_p + 0.25 * log_s).exp()).sum(-1) / 0.125
 
 
-def _mse_of_maps(teacher: Any, student: Any, scale: float) -> Tensor:
+def _mse_of_probabilities(teacher: Any, student: Any, scale: float) -> Tensor:
     p, s = (_scores(x, scale, causal=False).softmax(-1) for x in (teacher, student))
     return F.mse_loss(p, s, reduction="none").sum(-1)
 
@@ -261,7 +261,7 @@ NAIVE: dict[str, Callable[..., Tensor]] = {
     "forward_kl": _forward_kl,
     "js": _js,
     "alpha_beta": _alpha_beta,
-    "mse_of_maps": _mse_of_maps,
+    "mse_of_probabilities": _mse_of_probabilities,
     "blocks_of_keys": _blocks,
 }
 CASES: dict[str, Callable[[Sizes], Case]] = {

@@ -44,7 +44,7 @@ LSE_UNIT = {
 }  # of stored log-sum-exps, in nats
 
 # of the forward, from which "auto" takes the kernels for Hopper: about 0.1 ms on an H200. Below,
-# their launches, which make tensor descriptors on the host, take longer than the kernels.
+# their launches, which make tensor descriptors on the CPU, take longer than the kernels.
 HOPPER_LEAST_FLOP = 2.0**35
 
 LEAST_SHARE = 0.75  # of the multiprocessors that have a program where blocks are in parts
@@ -117,7 +117,7 @@ def _is_rare(problem: AttentionProblem) -> bool:
 
 
 def _is_measured(problem: AttentionProblem, backward: bool) -> bool:
-    """Whether such a problem was measured, and is faster than with the portable kernels."""
+    """Whether Hopper kernels were measured as faster than the portable ones for a problem."""
     if (problem.student.head_dim, problem.teacher.head_dim) != (128, 128):
         return False
     if has_bias(problem):  # of two biases the gradients have 0.8 of the rate

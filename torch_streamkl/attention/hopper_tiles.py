@@ -20,7 +20,7 @@ def is_prepared(problem: AttentionProblem) -> bool:
 
 
 def sums_squares(problem: AttentionProblem) -> bool:
-    """Returns whether the Hopper forward sums squares in one pass: if it goes by blocks."""
+    """Returns whether the Hopper forward sums squares in one pass, without persistent kernels."""
     return (
         problem.functional.squares is not None
         and problem.mask is None
@@ -147,7 +147,9 @@ def has_bias(problem: AttentionProblem) -> bool:
 
 
 def has_one_bias(problem: AttentionProblem) -> bool:
-    """Returns whether both sides have the same bias, such as an additive mask: it is read once."""
+    """Returns whether both sides have the same bias, such as an additive mask. Kernels read it
+    once.
+    """
     student, teacher = problem.student.bias, problem.teacher.bias
     if student is None or teacher is None:
         return False

@@ -161,8 +161,8 @@ def attention_kl(
             ``torch.use_deterministic_algorithms(True)`` overrides it.
 
     Returns:
-        Values in nats, float32 (float64 for float64 inputs): ``[batch, num_heads, seqlen_q]``, or
-        a scalar with a reduction.
+        ``[batch, num_heads, seqlen_q]``, or a scalar with a reduction. float32 (float64 for
+        float64 inputs), in nats.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before any launch. The message has the
@@ -295,8 +295,8 @@ def attention_kl_varlen(
     not apply to packed sequences. Gradients are always deterministic.
 
     Returns:
-        Values in nats, float32 (float64 for float64 inputs): ``[num_heads, total_q]``, or a scalar
-        with a reduction. ``"batchmean"`` divides the sum by the number of sequences.
+        ``[num_heads, total_q]``, or a scalar with a reduction. float32 (float64 for float64
+        inputs), in nats. ``"batchmean"`` divides the sum by the number of sequences.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before any launch, as `attention_kl` does.

@@ -152,7 +152,7 @@ needs_grads, compiled_gradients = (functools.partial(_needs_grads, x) for x in (
 
 
 def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates values and statistics, uninitialised: what a fake call returns."""
+    """Allocates uninitialised values and statistics, as the fake implementation returns them."""
     problem, _ = problem_of(*args, **kwargs)
     value, stats = RowStatistics.allocate(problem)
     return value, stats.student, stats.teacher

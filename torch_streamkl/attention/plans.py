@@ -267,7 +267,9 @@ def _masks(problem: AttentionProblem, strides: tuple[int, ...]) -> MaskArgs:
 
 
 def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
-    """Strides of a tensor, 0 where it has size 1: it is never expanded."""
+    """Returns the strides of a tensor, with 0 for dimensions of size 1, so that it need not be
+    expanded.
+    """
     if x is None:
         return (0, 0, 0, 0)
     return tuple(

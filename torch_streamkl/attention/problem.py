@@ -124,7 +124,7 @@ class AttentionProblem:
 
     def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
         """Yields the row range, key range and problem of each packed sequence; reads offsets on
-        the host.
+        the CPU.
         """
         assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         offsets = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)
@@ -154,7 +154,7 @@ SPEC = Spec(AttentionProblem, Side, first=("mask",))
 
 @dataclass(eq=False)
 class RowStatistics:
-    """Holds what the backward needs of a row: for each side softmax_lse and delta.
+    """Stores softmax_lse and delta of each row and side, for the backward.
 
     The log-sum-exps are of the final scores, sinks included; a row without keys has -inf. Their
     unit is the implementation's (LSE_UNIT in attention/heuristics.py): converting would cost large

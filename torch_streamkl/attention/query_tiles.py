@@ -93,7 +93,7 @@ def limit(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _or_by_blocks(name: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+def _with_fallback(name: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Calls a function of a problem, or that of `torch_impl` where query tiles do not compute."""
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -388,6 +388,6 @@ def _tile_of(
     ), f"r{keys}"
 
 
-forward = _or_by_blocks("forward", lambda problem: _forward(problem, None, NOTHING)[:2])
-forward_with_gradients = _or_by_blocks("forward_with_gradients", _forward)
-backward = _or_by_blocks("backward", _backward)
+forward = _with_fallback("forward", lambda problem: _forward(problem, None, NOTHING)[:2])
+forward_with_gradients = _with_fallback("forward_with_gradients", _forward)
+backward = _with_fallback("backward", _backward)

@@ -113,7 +113,9 @@ def log_probabilities(
 
 
 def _mean_over_groups(log_p: Tensor, num_groups: int) -> Tensor:
-    """Log of the mean probability over head groups: [batch, num_groups, seqlen_q, seqlen_k]."""
+    """Returns the log of the mean probability over head groups, [batch, num_groups, seqlen_q,
+    seqlen_k].
+    """
     grouped = log_p.unflatten(1, (num_groups, -1))
     absent = (grouped == -math.inf).all(2)
     mean = torch.logsumexp(grouped.masked_fill(absent.unsqueeze(2), 0.0), dim=2) - math.log(

@@ -27,7 +27,7 @@ from torch_streamkl.attention.problem import (
 from torch_streamkl.attention.torch_scores import (
     Blocks,
     Mask,
-    Rows,
+    QueryBlock,
     folded_queries,
     kv_heads_of,
     per_head,
@@ -55,7 +55,7 @@ class RowGradient:
 
 
 @dataclass(frozen=True)
-class Rests:
+class LseRemainders:
     """Holds what rounding took from the log-sum-exps of RowStatistics, in their shapes."""
 
     student: Tensor
@@ -79,7 +79,7 @@ def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatis
     blocks = Blocks(problem)
     left = list(blocks.rows())
     # the values are summed with what rounding takes from the log-sum-exps, which is not kept
-    rests = Rests(torch.zeros_like(stats.student_lse), torch.zeros_like(stats.teacher_lse))
+    rests = LseRemainders(torch.zeros_like(stats.student_lse), torch.zeros_like(stats.teacher_lse))
     if problem.head_mean:
         for rows in left:
             _head_mean_lse(blocks, rows, stats, rests)
@@ -91,11 +91,11 @@ def _forward_sequence(problem: AttentionProblem, value: Tensor, stats: RowStatis
 
 def _first_pass(
     blocks: Blocks,
-    row_blocks: list[Rows],
+    row_blocks: list[QueryBlock],
     value: Tensor,
     stats: RowStatistics,
-    rests: Rests,
-) -> list[Rows]:
+    rests: LseRemainders,
+) -> list[QueryBlock]:
     """Computes log-sum-exps, values and deltas with a closed form; lists blocks without one."""
     problem, functional = blocks.problem, blocks.problem.functional
     guard, form = functional.guarded, functional.closed_form or Bilinear()
@@ -130,7 +130,7 @@ def _first_pass(
 
 def _row_state(
     blocks: Blocks,
-    rows: Rows,
+    rows: QueryBlock,
     form: Bilinear,
     lowest: tuple[Tensor, Tensor] | None,
     num_allowed: Tensor,
@@ -170,7 +170,7 @@ def _with_masked_keys(
     return merge(state, masked_keys_state(fill_t, fill_s, absent), form), absent > 0
 
 
-def _count(mask: Mask | None, keys: slice, rows: Rows) -> Tensor | int:
+def _count(mask: Mask | None, keys: slice, rows: QueryBlock) -> Tensor | int:
     """Counts the allowed keys of a block, per row."""
     if mask is None:
         return keys.stop - keys.start
@@ -194,7 +194,9 @@ def _lowest(scores: Tensor, mask: Mask | None) -> Tensor:
     ).amin(-1)
 
 
-def _head_mean_lse(blocks: Blocks, rows: Rows, stats: RowStatistics, rests: Rests) -> None:
+def _head_mean_lse(
+    blocks: Blocks, rows: QueryBlock, stats: RowStatistics, rests: LseRemainders
+) -> None:
     """Computes log-sum-exps of the student's heads and of all teacher heads of their groups."""
     problem, teacher_rows = blocks.problem, blocks.teacher_rows(rows)
     sides = [(problem.student, rows, stats.student_lse, rests.student)]
@@ -236,10 +238,10 @@ def _with_scores(
 
 def _second_pass(
     blocks: Blocks,
-    rows: Rows,
+    rows: QueryBlock,
     value: Tensor,
     stats: RowStatistics,
-    rests: Rests,
+    rests: LseRemainders,
 ) -> None:
     """Sums f, h and g with the log-sum-exps of the first pass."""
     problem, teacher_rows = blocks.problem, blocks.teacher_rows(rows)
@@ -312,7 +314,7 @@ def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[
 def _per_teacher_head(
     problem: AttentionProblem, g: Tensor, log_t: Tensor, variables: dict[str, Tensor]
 ) -> Tensor:
-    """Returns g for every teacher head, whose share d logP / d logP_head is P_head / (P heads)."""
+    """Returns g for every teacher head: d logP / d logP_head is P_head / (P heads)."""
     if not problem.head_mean:
         return g
     mean = variables["logP"].clamp_min(-1e30).unsqueeze(2)
@@ -431,7 +433,7 @@ def _plain_gradient(
 def _add_gradient(
     problem: AttentionProblem,
     side: Side,
-    rows: Rows,
+    rows: QueryBlock,
     keys: slice,
     d_score: Tensor,
     slope: Tensor | float,
@@ -439,7 +441,7 @@ def _add_gradient(
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> None:
-    """Adds what a block contributes to dQ and dK; overwrites ``d_score``."""
+    """Adds the terms of one block to dQ and dK; overwrites ``d_score``."""
     d_dot = d_score.mul_(row_grad.grad * (side.scale / problem.temperature))
     if row_grad.has_zeros:
         d_dot.masked_fill_(row_grad.grad == 0, 0.0)
@@ -459,7 +461,7 @@ def _add_gradient(
 
 
 def _sink_of(side: Side) -> Tensor | None:
-    """[heads, 1], which broadcasts to rows."""
+    """Returns the sink of each head as [heads, 1], which broadcasts to rows."""
     if side.sink is None:
         return None
     return side.sink.to(torch.promote_types(side.sink.dtype, torch.float32))[:, None]

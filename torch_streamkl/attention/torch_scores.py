@@ -55,7 +55,7 @@ def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryBlock:
     """Describes one block of query rows: ranges over batch, student heads and queries."""
 
     batch: slice
@@ -95,21 +95,21 @@ class Blocks:
         self.sizes = torch_blocks(problem)
         self.offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[QueryBlock]:
         """Yields blocks of query rows."""
         p, sizes = self.problem, self.sizes
         for batch in ranges(p.batch, sizes.batch):
             for heads in ranges(p.num_heads, sizes.heads):
                 for queries in ranges(p.seqlen_q, sizes.queries):
-                    yield Rows(batch, heads, queries)
+                    yield QueryBlock(batch, heads, queries)
 
-    def teacher_rows(self, rows: Rows) -> Rows:
+    def teacher_rows(self, rows: QueryBlock) -> QueryBlock:
         """Returns the same rows of the teacher's heads."""
         ratio = self.problem.teacher.num_heads // self.problem.num_heads
         heads = slice(rows.heads.start * ratio, rows.heads.stop * ratio)
-        return Rows(rows.batch, heads, rows.queries)
+        return QueryBlock(rows.batch, heads, rows.queries)
 
-    def keys(self, rows: Rows) -> Iterator[tuple[slice, Mask | None]]:
+    def keys(self, rows: QueryBlock) -> Iterator[tuple[slice, Mask | None]]:
         """Yields blocks of keys that the window admits for at least one of the rows, with their
         masks: None where every key is allowed.
         """
@@ -121,7 +121,7 @@ class Blocks:
             keys = slice(start + part.start, start + part.stop)
             yield keys, self._mask(rows, keys)
 
-    def _mask(self, rows: Rows, keys: slice) -> Mask | None:
+    def _mask(self, rows: QueryBlock, keys: slice) -> Mask | None:
         p = self.problem
         left, right = p.window_left, p.window_right
         if left is None and right is None and p.key_lengths is None:
@@ -139,13 +139,15 @@ class Blocks:
             parts.append(_broadcast_block(p.mask, rows, keys))
         return Mask(functools.reduce(torch.bitwise_and, parts)) if parts else None
 
-    def _positions(self, rows: Rows, keys: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions of rows among the keys, and of keys."""
+    def _positions(
+        self, rows: QueryBlock, keys: slice, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the positions of the rows (aligned with the keys), and of the keys."""
         i = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)[None, :]
         return i + self.offset, j
 
-    def scores(self, side: Side, rows: Rows, keys: slice, mask: Mask | None) -> ScoreBlock:
+    def scores(self, side: Side, rows: QueryBlock, keys: slice, mask: Mask | None) -> ScoreBlock:
         """Returns scores of a block, -inf where a key is not allowed."""
         dtype = self.problem.compute_dtype
         kv_heads = kv_heads_of(side, rows)
@@ -178,7 +180,7 @@ class Blocks:
         return ScoreBlock(x, slope, is_finite)
 
     def log_probabilities(
-        self, side: Side, rows: Rows, keys: slice, mask: Mask | None, lse: Tensor
+        self, side: Side, rows: QueryBlock, keys: slice, mask: Mask | None, lse: Tensor
     ) -> ScoreBlock:
         """Subtracts log-sum-exps, those `without_infinity`, from scores."""
         block = self.scores(side, rows, keys, mask)
@@ -186,27 +188,27 @@ class Blocks:
         return block
 
 
-def folded_queries(side: Side, rows: Rows, dtype: torch.dtype) -> Tensor:
+def folded_queries(side: Side, rows: QueryBlock, dtype: torch.dtype) -> Tensor:
     """Returns queries as [batch, kv_heads, group * queries, head_dim]: GQA groups as rows."""
     kv_heads = kv_heads_of(side, rows)
     q = rows.of(side.q).to(dtype)
     return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)
 
 
-def kv_heads_of(side: Side, rows: Rows) -> slice:
+def kv_heads_of(side: Side, rows: QueryBlock) -> slice:
     """Returns the key heads of a block of rows."""
     group = side.num_heads // side.num_kv_heads
     return slice(rows.heads.start // group, -(-rows.heads.stop // group))
 
 
-def _broadcast_block(x: Tensor, rows: Rows, keys: slice) -> Tensor:
-    """The block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
+def _broadcast_block(x: Tensor, rows: QueryBlock, keys: slice) -> Tensor:
+    """Returns one block of a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]."""
     index = (rows.batch, rows.heads, rows.queries, keys)
     return x[tuple(r if size > 1 else slice(None) for r, size in zip(index, x.shape, strict=True))]
 
 
 def per_head(allowed: Tensor, num_heads: int) -> Tensor:
-    """Repeats what the student's heads have for the heads of a block."""
+    """Repeats a mask of the student's heads for all heads of a block."""
     if allowed.shape[1] in (1, num_heads):
         return allowed
     return allowed.repeat_interleave(num_heads // allowed.shape[1], dim=1)

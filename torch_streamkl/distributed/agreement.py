@@ -59,8 +59,8 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """Holds what a rank tells the others of its call."""
+class _CallDescription:
+    """Describes a rank's call to the other ranks."""
 
     kind: str
     options: Mapping[str, str]  # of the operator
@@ -70,8 +70,8 @@ class _Told:
 
     @property
     def text(self) -> bytes:
-        told = [self.kind, dict(self.options), dict(self.arguments), self.refusal]
-        return json.dumps(told).encode()
+        description = [self.kind, dict(self.options), dict(self.arguments), self.refusal]
+        return json.dumps(description).encode()
 
     @property
     def header(self) -> list[int]:
@@ -79,9 +79,11 @@ class _Told:
         return [int(self.refusal is not None), *digests, *self.sizes.values()]
 
     @staticmethod
-    def of(text: bytes) -> _Told:
+    def of(text: bytes) -> _CallDescription:
         kind, options, arguments, refusal = json.loads(text)
-        return _Told(kind, options, arguments, {}, None if refusal is None else tuple(refusal))
+        return _CallDescription(
+            kind, options, arguments, {}, None if refusal is None else tuple(refusal)
+        )
 
 
 _log = logging.getLogger(__name__)
@@ -106,8 +108,8 @@ def agree(
     if call is not None and call.group_name != group_name:
         call = None
     options = {name: str(value) for name, value in same.items()}
-    told = _Told(kind, options, {} if call is None else call.arguments, own)
-    key = (group_name, device, *(tuple(x.items()) for x in (options, told.arguments, own)))
+    description = _CallDescription(kind, options, {} if call is None else call.arguments, own)
+    key = (group_name, device, *(tuple(x.items()) for x in (options, description.arguments, own)))
     if is_capturing(device):
         if key not in _answers:
             raise RuntimeError(
@@ -119,7 +121,7 @@ def agree(
         return _answers[key]
     if call is not None:
         call.has_met = True  # also if the exchange fails: another one would not end either
-    rows, error = _exchanged(told, collectives.resolve(group_name), device)
+    rows, error = _exchanged(description, collectives.resolve(group_name), device)
     if error is not None:
         raise error
     answer = [dict(zip(own, row[_NUM_FIRST:], strict=False)) for row in rows]
@@ -150,8 +152,8 @@ def together(
     except Exception as error:
         if current.has_met or is_capturing(device):
             raise
-        told = _Told(kind, {}, current.arguments, refusal=_refusal(error))
-        raised = _exchanged(told, group, device, error)[1]
+        description = _CallDescription(kind, {}, current.arguments, refusal=_refusal(error))
+        raised = _exchanged(description, group, device, error)[1]
         raise raised or error from None
     finally:
         _current.reset(token)
@@ -181,8 +183,8 @@ def together_on_mesh(
     if not is_capturing(device):  # nothing may wait; the same call went well before the capture
         for dim in range(mesh.ndim):
             refused = None if error is None else _refusal(error)
-            told = _Told(kind, {}, arguments, refusal=refused)
-            _, error = _exchanged(told, mesh.get_group(dim), device, error, explain)
+            description = _CallDescription(kind, {}, arguments, refusal=refused)
+            _, error = _exchanged(description, mesh.get_group(dim), device, error, explain)
     if error is not None:
         raise error
     return result
@@ -198,14 +200,14 @@ def _digest(x: object) -> int:
 
 
 def _exchanged(
-    told: _Told,
+    description: _CallDescription,
     group: ProcessGroup,
     device: torch.device,
     error: Exception | None = None,
     explain: Callable[[], Any] = lambda: None,
 ) -> tuple[list[list[int]], Exception | None]:
     """Returns the headers of all ranks, and the error that all of them have to raise."""
-    header = told.header
+    header = description.header
     rows = _gathered(header + [0] * (_HEADER - len(header)), group, device)
     refused, kinds, options, arguments = ({row[i] for row in rows} for i in range(_NUM_FIRST))
     if refused == {0} and len(kinds) == len(options) == 1 and len(arguments - {0}) <= 1:
@@ -214,19 +216,21 @@ def _exchanged(
         try:
             explain()
         except (ValueError, TypeError, NotImplementedError) as refusal:
-            error, told = refusal, replace(told, refusal=_refusal(refusal))
+            error, description = refusal, replace(description, refusal=_refusal(refusal))
         except Exception as unexpected:  # what ranks differ in is the better message
             _log.debug("arguments could not be tried alone", exc_info=unexpected)
-    text = told.text
+    text = description.text
     sizes = [size for (size,) in _gathered([len(text)], group, device)]
     padded = _gathered([*text, *[0] * (max(sizes) - len(text))], group, device)
-    everyone = [_Told.of(bytes(x[:size])) for x, size in zip(padded, sizes, strict=True)]
+    everyone = [
+        _CallDescription.of(bytes(x[:size])) for x, size in zip(padded, sizes, strict=True)
+    ]
     is_refused = any(x.refusal is not None for x in everyone)
     return rows, _refused(everyone, error) if is_refused else _different(everyone)
 
 
-def _refused(everyone: list[_Told], error: Exception | None) -> Exception:
-    refusals = [told.refusal for told in everyone]
+def _refused(everyone: list[_CallDescription], error: Exception | None) -> Exception:
+    refusals = [description.refusal for description in everyone]
     if error is not None and len(set(refusals)) == 1:
         return error
     first = next(refusal for refusal in refusals if refusal is not None)
@@ -240,12 +244,15 @@ def _refused(everyone: list[_Told], error: Exception | None) -> Exception:
     return raised
 
 
-def _different(everyone: list[_Told]) -> Exception:
+def _different(everyone: list[_CallDescription]) -> Exception:
     """Describes the first argument in which ranks differ."""
-    if len({told.kind for told in everyone}) > 1:
-        kinds = listed([told.kind for told in everyone])
+    if len({description.kind for description in everyone}) > 1:
+        kinds = listed([description.kind for description in everyone])
         return DisagreementError(f"all ranks must make the same call, got {kinds}")
-    for given in ([told.options for told in everyone], [told.arguments for told in everyone]):
+    for given in (
+        [description.options for description in everyone],
+        [description.arguments for description in everyone],
+    ):
         known = [x for x in given if x]
         for name in dict.fromkeys(name for x in known for name in x):
             if len({x.get(name) for x in known}) > 1:

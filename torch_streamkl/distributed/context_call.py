@@ -118,7 +118,9 @@ def compare(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raises on what is not legal here, and agrees with the other ranks on the rest."""
+    """Raises for arguments that context parallelism does not support, and compares the rest
+    between ranks.
+    """
     checks.refuse_all_transforms("attention_kl_context_parallel")
     given = {name: arguments[name] for name in QUERIES_AND_KEYS}
     method, reduction = arguments["method"], arguments["reduction"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -31,13 +31,13 @@ from torch_streamkl.distributed.context_call import (
     compare,
 )
 from torch_streamkl.distributed.sequence import (
-    HEAD_TAIL,
     chunks_of,
     some_heads,
     some_rows,
     whole_sequence,
 )
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
+from torch_streamkl.divergences.names import Reduction
 
 _P = ParamSpec("_P")
 
@@ -62,15 +62,15 @@ def attention_kl_context_parallel(
     teacher_k: Tensor,
     *,
     mesh: DeviceMesh | ProcessGroup,
-    method: str = "gather",
-    load_balance: str | None = HEAD_TAIL,
+    method: Literal["gather", "heads", "ring"] = "gather",
+    load_balance: Literal["head_tail"] | None = "head_tail",
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     row_mask: Tensor | None = None,
-    reduction: str = "none",
+    reduction: Reduction = "none",
     **options: Any,
 ) -> Tensor:
     """Computes `attention_kl` of a sequence that ranks share, and returns the values of this
@@ -125,8 +125,7 @@ def attention_kl_context_parallel(
             between rows is this rank's part instead, and keeps its own gradient.
 
     Returns:
-        Values in nats, float32: ``[batch, num_heads, rows]``, or a scalar that is the same on
-        every rank.
+        ``[batch, num_heads, rows]``, or a scalar that is the same on every rank. float32, in nats.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, with the rule and the value.

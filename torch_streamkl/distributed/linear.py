@@ -29,8 +29,8 @@ class UnsummedGroup:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Holds the operators' last arguments (NOTE [Places] in linear_ops.py).
+class ShardArguments:
+    """Holds the operators' last arguments (NOTE [Shard arguments] in linear_ops.py).
 
     It also says who adds up the gradients of hidden states.
     """
@@ -78,12 +78,12 @@ def _of_any_tokens(function: Callable[..., Tensor], given: dict[str, Any]) -> Te
     return no_tokens.mean_of_none(value, reduction, tokens)
 
 
-def places_of(
+def shard_arguments_of(
     group: ProcessGroup | DeviceMesh | UnsummedGroup,
     student_vocab_start: int | None,
     teacher_vocab_start: int | None,
     impl: str,
-) -> Places:
+) -> ShardArguments:
     """Checks the shards of all ranks, and returns which vocabulary entries each has."""
     if impl == "reference":
         raise NotImplementedError(
@@ -103,30 +103,36 @@ def places_of(
         "student_vocab_start": BY_RANK if student_vocab_start is None else student_vocab_start,
         "teacher_vocab_start": BY_RANK if teacher_vocab_start is None else teacher_vocab_start,
     }
-    return Places(arguments, sums_gradients)
+    return ShardArguments(arguments, sums_gradients)
 
 
-def rows(tensors: list[Any], options: dict[str, Any], places: Places) -> tuple[Tensor, Tensor]:
+def rows(
+    tensors: list[Any], options: dict[str, Any], shard_arguments: ShardArguments
+) -> tuple[Tensor, Tensor]:
     """Returns values and cross-entropies per token."""
     value, hard, *_ = linear_ops.linear_kl_sharded(
-        *_shared(tensors, places), **options, **places.arguments
+        *_shared(tensors, shard_arguments), **options, **shard_arguments.arguments
     )
     return value, hard
 
 
-def total(arguments: tuple[Any, ...], options: dict[str, Any], places: Places) -> Tensor:
+def total(
+    arguments: tuple[Any, ...], options: dict[str, Any], shard_arguments: ShardArguments
+) -> Tensor:
     """Returns a weighted sum whose gradients the forward computes."""
     result: Tensor = linear_ops.linear_kl_sharded_sum(
-        *_shared(arguments, places), **options, **places.arguments
+        *_shared(arguments, shard_arguments), **options, **shard_arguments.arguments
     )[0]
     return result
 
 
-def _shared(arguments: Any, places: Places) -> list[Any]:
+def _shared(arguments: Any, shard_arguments: ShardArguments) -> list[Any]:
     """Returns the arguments, with hidden states whose gradients are summed over ranks."""
     shared = list(arguments)
     for index in (0, 2):
-        needs_sum = places.sums_gradients and shared[index].requires_grad
+        needs_sum = shard_arguments.sums_gradients and shared[index].requires_grad
         if needs_sum and torch.is_grad_enabled():
-            shared[index] = with_summed_gradient(shared[index], places.arguments["group_name"])
+            shared[index] = with_summed_gradient(
+                shared[index], shard_arguments.arguments["group_name"]
+            )
     return shared

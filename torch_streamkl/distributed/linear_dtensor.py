@@ -78,7 +78,9 @@ def _together(
 
 
 def _checked(given: dict[str, Any]) -> Layout:
-    """Returns the layout; raises on what is not legal here, or on what only this rank can see."""
+    """Returns the layout; raises for unsupported placements, and for errors that only this rank
+    sees.
+    """
     if given["group"] is not None:
         raise ValueError(
             "group is for plain tensors; DTensors say which ranks shard the vocabulary"

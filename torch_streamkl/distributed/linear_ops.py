@@ -57,20 +57,20 @@ from torch_streamkl.registration import NAMESPACE, register
 _lib = Library(NAMESPACE, "FRAGMENT")
 IGNORED = -(2**62)  # of labels that count from this rank's first vocabulary entry
 
-# NOTE [Places]
+# NOTE [Shard arguments]
 # Which process group, and the vocabulary entries at which this rank's shards begin (-1: ranks hold
 # consecutive vocabulary entries, in their order). Keyword-only: everything before them is as
 # `linear_kl` has it.
-_PLACES = "*, str group_name, int student_vocab_start=-1, int teacher_vocab_start=-1"
+_SHARD_ARGUMENTS = "*, str group_name, int student_vocab_start=-1, int teacher_vocab_start=-1"
 
 _lib.define(
-    f"linear_kl_sharded({TENSORS}, {OPTIONS}, {_PLACES}) -> "
+    f"linear_kl_sharded({TENSORS}, {OPTIONS}, {_SHARD_ARGUMENTS}) -> "
     "(Tensor value, Tensor hard, Tensor statistics, Tensor local_labels)",
     tags=TAGS,
 )
 _lib.define(
     f"linear_kl_sharded_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
-    f"bool[] needs_grad=[], {OPTIONS}, {_PLACES}) -> "
+    f"bool[] needs_grad=[], {OPTIONS}, {_SHARD_ARGUMENTS}) -> "
     f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS})",
     tags=TAGS,
 )

@@ -105,7 +105,7 @@ OWN: Own = {"weight": (0,), "group": None}
 
 
 def _group_of(weight: Tensor, ranges: object, like: object, group: Any) -> ProcessGroup:
-    """The ranks that shard the vocabulary; raises on arguments that do not fit."""
+    """Returns the ranks that shard the vocabulary; raises on arguments that do not fit."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
     if (ranges is None) == (like is None):

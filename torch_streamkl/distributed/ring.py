@@ -31,7 +31,9 @@ from torch_streamkl.program.divergences import Functional
 
 @dataclass(frozen=True)
 class Block:
-    """Holds rows of this rank and keys of one rank, of which some pairs may be seen."""
+    """Describes a block of this rank's rows and another rank's keys that see each other at least
+    in part.
+    """
 
     rows: slice  # of this rank's rows
     keys: slice  # of the rows of the rank whose keys they are
@@ -140,7 +142,7 @@ def _block(row: int, key: int, size: int, left: int | None, right: int | None) -
     return Block(rows, keys, row + first, key + first_key, before, after)
 
 
-class _Circle:
+class _RingExchange:
     """Sends the tensors of a rank to the next one, all of them as one tensor."""
 
     def __init__(self, tensors: list[Tensor], group_name: str) -> None:
@@ -150,7 +152,7 @@ class _Circle:
         self.flat = torch.cat([x.reshape(-1) for x in tensors])
 
     def tensors(self) -> list[Tensor]:
-        """Returns what is here now, as views."""
+        """Returns views of the tensors that this rank holds now."""
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -169,7 +171,7 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
     problem, form = ring.problem, form_of(ring.problem.functional)
     value, stats = RowStatistics.allocate(problem)
     state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
-    circle = _Circle([problem.student.k, problem.teacher.k], ring.group_name)
+    circle = _RingExchange([problem.student.k, problem.teacher.k], ring.group_name)
     for step in range(circle.size):
         is_last = step + 1 == circle.size
         moving = None if is_last else circle.send()
@@ -212,8 +214,8 @@ def backward(
         side.q.new_zeros(side.q.shape, dtype=problem.compute_dtype) if need else None
         for side, need in zip(sides, needs_grad[::2], strict=True)
     ]
-    circle = _Circle([side.k for side in sides], ring.group_name)
-    d_keys = _Circle(
+    circle = _RingExchange([side.k for side in sides], ring.group_name)
+    d_keys = _RingExchange(
         [
             side.k.new_zeros(side.k.shape if need else 0, dtype=problem.compute_dtype)
             for side, need in zip(sides, needs_grad[1::2], strict=True)

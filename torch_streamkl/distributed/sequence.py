@@ -10,7 +10,7 @@ heads by an all-to-all, and back. All three differentiate.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def shard_sequence(
     mesh: DeviceMesh | ProcessGroup,
     *,
     dim: int = 2,
-    load_balance: str | None = HEAD_TAIL,
+    load_balance: Literal["head_tail"] | None = "head_tail",
 ) -> Tensor:
     """Returns this rank's rows of a tensor that every rank has whole.
 

@@ -28,7 +28,9 @@ from torch_streamkl.runtime.workspace import MIB, even_ranges, even_step, padded
 
 @dataclass(frozen=True)
 class Shard:
-    """Describes this rank's vocabulary shard as a problem, and what it knows of the others."""
+    """Describes this rank's vocabulary shard as a problem of its own, and how it relates to the
+    other shards.
+    """
 
     problem: LinearProblem
     group_name: str

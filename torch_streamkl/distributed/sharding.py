@@ -44,8 +44,8 @@ _NAMES = ("batch", "heads", "queries")
 
 
 @dataclass(frozen=True)
-class Way:
-    """Describes one way to share a call: placements of tensors, values and keys' gradients."""
+class ShardingStrategy:
+    """Describes how ranks share a call: placements of tensors, values and keys' gradients."""
 
     name: str
     inputs: dict[str, Placement]
@@ -54,11 +54,11 @@ class Way:
     key_gradients: dict[str, Placement]
 
 
-def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
+def sharding_strategies(given: dict[str, Any], num_ranks: int) -> list[ShardingStrategy]:
     """Lists the ways to share a call over so many ranks; ``given`` has tensors or their specs."""
     tensors = {name: given[name] for name in (*QUERIES, *KEYS, *_DIMENSIONS)
                if given.get(name) is not None}  # fmt: skip
-    everywhere = Way(
+    everywhere = ShardingStrategy(
         "no rank",
         dict.fromkeys(tensors, Replicate()),
         Replicate(),
@@ -73,7 +73,7 @@ def ways(given: dict[str, Any], num_ranks: int) -> list[Way]:
         gradients: dict[str, Placement] = {
             name: Partial() if inputs[name] == Replicate() else inputs[name] for name in KEYS
         }
-        found.append(Way(_NAMES[dim], inputs, Shard(dim), Shard(dim + 1), gradients))
+        found.append(ShardingStrategy(_NAMES[dim], inputs, Shard(dim), Shard(dim + 1), gradients))
     return found
 
 
@@ -112,8 +112,8 @@ def _placement(name: str, x: Any, dim: int) -> Placement:
     return Replicate() if own is None or x.shape[own] == 1 else Shard(own)
 
 
-def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
-    """Returns the way that the placements of each mesh dimension ask for; raises without one."""
+def fitting_strategies(given: dict[str, Any], mesh: DeviceMesh) -> list[ShardingStrategy]:
+    """Returns the strategy of each mesh dimension by its placements; raises if none fits."""
     found = []
     for mesh_dim in range(mesh.ndim):
         num_ranks = mesh.size(mesh_dim)
@@ -122,17 +122,18 @@ def fitting_ways(given: dict[str, Any], mesh: DeviceMesh) -> list[Way]:
             for name in (*QUERIES, *KEYS, *_DIMENSIONS)
             if given.get(name) is not None
         }
-        way = next((way for way in ways(given, num_ranks) if _fits(way, placed)), None)
-        if way is None:
+        fitting = (x for x in sharding_strategies(given, num_ranks) if _fits(x, placed))
+        strategy = next(fitting, None)
+        if strategy is None:
             raise NotImplementedError(_refusal(given, placed, mesh_dim, num_ranks))
-        found.append(way)
+        found.append(strategy)
     return found
 
 
-def _fits(way: Way, placed: dict[str, Placement]) -> bool:
-    """Whether inputs are placed as the way needs them, or need a local slice at most."""
+def _fits(strategy: ShardingStrategy, placed: dict[str, Placement]) -> bool:
+    """Whether inputs are placed as the strategy needs them, or need a local slice at most."""
     return all(
-        placement == way.inputs[name] or (name in _DIMENSIONS and placement == Replicate())
+        placement == strategy.inputs[name] or (name in _DIMENSIONS and placement == Replicate())
         for name, placement in placed.items()
     )
 
@@ -156,18 +157,23 @@ def _given(arguments: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(ARGUMENTS, arguments, strict=False))
 
 
-def _fitting(given: dict[str, Any]) -> dict[str, Way]:
-    return {way.name: way for way in fitting_ways(given, given["student_q"].mesh)}
+def _fitting(given: dict[str, Any]) -> dict[str, ShardingStrategy]:
+    return {
+        strategy.name: strategy for strategy in fitting_strategies(given, given["student_q"].mesh)
+    }
 
 
-def _inputs(way: Way, num_arguments: int) -> list[Placement | None]:
-    return [way.inputs.get(name) for name in ARGUMENTS[:num_arguments]]
+def _inputs(strategy: ShardingStrategy, num_arguments: int) -> list[Placement | None]:
+    return [strategy.inputs.get(name) for name in ARGUMENTS[:num_arguments]]
 
 
 def _forward(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     return [
-        ([way.value, way.statistics, way.statistics], _inputs(way, len(arguments)))
-        for way in _fitting(_given(arguments)).values()
+        (
+            [strategy.value, strategy.statistics, strategy.statistics],
+            _inputs(strategy, len(arguments)),
+        )
+        for strategy in _fitting(_given(arguments)).values()
     ]
 
 
@@ -175,13 +181,13 @@ def _backward(
     grad: Any, student_stats: Any, teacher_stats: Any, needs_grad: Any, *arguments: Any
 ) -> list[tuple[list[Any], list[Any]]]:
     rows = []
-    for way in _fitting(_given(arguments)).values():
+    for strategy in _fitting(_given(arguments)).values():
         gradients = [
-            way.key_gradients[name] if name in KEYS else way.inputs[name]
+            strategy.key_gradients[name] if name in KEYS else strategy.inputs[name]
             for name in ("student_q", "student_k", "teacher_q", "teacher_k")
         ]
-        statistics = [way.value, way.statistics, way.statistics, None]
-        rows.append((gradients, statistics + _inputs(way, len(arguments))))
+        statistics = [strategy.value, strategy.statistics, strategy.statistics, None]
+        rows.append((gradients, statistics + _inputs(strategy, len(arguments))))
     return rows
 
 
@@ -189,7 +195,7 @@ register_sharding(ops.attention_kl)(_forward)
 register_sharding(ops.attention_kl_backward)(_backward)
 # DTensor remembers what it found for the same tensors and integers. The shapes of the backward's
 # results also depend on `needs_grad`, a list of booleans: everything from there on has to count.
-_WANTED = [a.name for a in ops.attention_kl_backward._schema.arguments].index("needs_grad")
+_NEEDS_GRAD = [a.name for a in ops.attention_kl_backward._schema.arguments].index("needs_grad")
 DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[ops.attention_kl_backward] = (
-    RuntimeSchemaInfo(static_argnum=_WANTED, needs_pytree=True)
+    RuntimeSchemaInfo(static_argnum=_NEEDS_GRAD, needs_pytree=True)
 )

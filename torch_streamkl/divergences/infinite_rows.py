@@ -24,7 +24,7 @@ def with_infinite_rows(
     student: tuple[Tensor, Tensor],
     counted: Tensor,
 ) -> Tensor:
-    """``sums`` of log-probabilities; each side is those and their log-sum-exps, one a row.
+    """Returns ``sums`` of the log-probabilities of both sides, with a gradient for infinite rows.
 
     An infinite row has a first derivative only.
     """
@@ -42,7 +42,7 @@ def with_infinite_rows(
 
 
 def _first_order(log_p: Tensor, lse: Tensor, d: Tensor) -> Tensor:
-    """0 in every row, with the derivative d to log-probabilities."""
+    """Returns 0 for every row, with d as the derivative by the log-probabilities."""
     present, is_finite = log_p.isfinite(), d.isfinite()
     moves = _zero(log_p.masked_fill(~present, 0.0))
     largest = torch.finfo(d.dtype).max
@@ -55,5 +55,5 @@ def _first_order(log_p: Tensor, lse: Tensor, d: Tensor) -> Tensor:
 
 
 def _zero(x: Tensor) -> Tensor:
-    """0 with the derivative 1."""
+    """Returns 0, with 1 as its derivative."""
     return x - x.detach()

@@ -266,7 +266,7 @@ def _lse(base: Tensor, log_normalizer: Tensor, row_sum: Tensor, sink: Tensor | N
 
 
 def rest_of(base: Tensor, log_normalizer: Tensor) -> Tensor:
-    """Returns what is left of ``base + log_normalizer`` when their rounded sum is subtracted."""
+    """Returns the rounding error of ``base + log_normalizer``."""
     return (base - (base + log_normalizer)) + log_normalizer
 
 
@@ -277,8 +277,8 @@ def _combine(
     log_normalizer_s: Tensor,
     log_normalizer_diff: Tensor,
 ) -> Tensor:
-    """x log_normalizer_t + y log_normalizer_s, with log_normalizer_t - log_normalizer_s = excess
-    known better.
+    """Returns x log_normalizer_t + y log_normalizer_s, using their difference, which is known more
+    exactly.
     """
     if x == 0.0:
         return y * log_normalizer_s

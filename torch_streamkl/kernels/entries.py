@@ -33,13 +33,14 @@ class Parameter:
 
 
 class Entry:
-    """Holds a kernel by its source: a function, followed by what its names stand for.
+    """Holds a kernel as source code: the function, followed by the definitions that its names
+    refer to.
 
     It has the attributes that Inductor reads of a Triton kernel.
     """
 
     def __init__(self, src: str, parameters: Sequence[str], fn: Callable[..., Any]) -> None:
-        """``fn`` is the function's source without what its names stand for; it is not called."""
+        """Stores the source; Inductor reads ``fn``, the function alone, and never calls it."""
         self.src = src
         self.arg_names = list(parameters)
         self.params = [Parameter(name, i) for i, name in enumerate(parameters)]
@@ -50,7 +51,7 @@ class Entry:
 def entry_of(launch: Launch) -> tuple[Entry, dict[str, Any]]:
     """Returns the entry of a launch, and the arguments that it passes, by parameter."""
     writer = _Writer()
-    arguments = [writer.spelled(x) for x in launch.arguments]
+    arguments = [writer.source_of(x) for x in launch.arguments]
     arguments += [writer.constant(x) for x in launch.constants]
     kernel = writer.imported(launch.kernel.fn)
     name = f"streamkl_{launch.kernel.fn.__name__}"
@@ -85,10 +86,10 @@ class _Writer:
         self.constants: list[str] = []  # assignments in the entry
         self.functions: list[str] = []  # and after it
 
-    def spelled(self, x: Any) -> str:
+    def source_of(self, x: Any) -> str:
         """Spells a value that a kernel gets when it is launched."""
         if isinstance(x, tuple):
-            return self._tuple(x, self.spelled)
+            return self._tuple(x, self.source_of)
         if x is None or isinstance(x, bool):
             return repr(x)
         if isinstance(x, float):  # a parameter would be of 64 bits

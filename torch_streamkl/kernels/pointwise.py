@@ -114,5 +114,5 @@ _texts: dict[Any, str] = {}
 
 
 def text_of(function: Any) -> str | None:
-    """Returns the functional of a function that `helper` has made."""
+    """Returns the expression that `helper` compiled a function from."""
     return _texts.get(function)

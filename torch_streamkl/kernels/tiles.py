@@ -52,7 +52,9 @@ LEAST = TritonLaunch(16, 16, 4, 1)  # the smallest tiles that a matrix unit take
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table of launches: what it is for, and launches, the first choice first."""
+    """Describes a row of the table of launches: the kernels that it is for, and launches in the
+    order of preference.
+    """
 
     launches: tuple[TritonLaunch, ...]
     numbers: tuple[str, ...]  # "half" on matrix units, "tf32" and other rounded ones, "float32"
@@ -219,7 +221,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def padded_dim(dim: int) -> int:
-    """Returns dimensions of a tile that holds so many."""
+    """Returns the size of a tile's dimension: the next power of two, at least 16."""
     return max(16, next_power_of_2(dim))
 
 

@@ -170,8 +170,8 @@ def linear_kl(
             same entries of both sides: `torch_streamkl.distributed.reshard_vocab` moves a weight.
 
     Returns:
-        Values in nats, float32 (float64 for float64 inputs): one per token ``[...]``, or a scalar
-        with a reduction.
+        One value per token ``[...]``, or a scalar with a reduction. float32 (float64 for float64
+        inputs), in nats.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before any launch. The message has the
@@ -250,7 +250,7 @@ def _places(options: Options) -> Any:
     if options.group is None:
         return None
     firsts = (options.student_vocab_start, options.teacher_vocab_start)
-    return distributed("linear").places_of(options.group, *firsts, options.impl)
+    return distributed("linear").shard_arguments_of(options.group, *firsts, options.impl)
 
 
 class LinearKL(nn.Module):

@@ -84,7 +84,7 @@ def _form(program: Program) -> ClosedForm | None:
 
 
 def _side(program: Program, number: int) -> Side | None:
-    """A log-sum-exp of a product times a number."""
+    """Matches a log-sum-exp of one dot product times a number."""
     scale, is_detached = 1.0, False
     x = program.reduced[number].args[0]
     while x.op != "dot":
@@ -102,7 +102,7 @@ MAX_OPERATIONS = 128  # more are a row program, whose values are computed once
 
 
 def _divergence(value: Node, logs: dict[Node, Node]) -> Node | None:
-    """An element as an expression over P, S and their logarithms.
+    """Rewrites an element as an expression over P, S and their logarithms.
 
     Division, roots, and logarithms of what may be 0 are not read: a row program says what a
     product with an infinity is, `attention_kl` what one with a probability of 0 is. Each product
@@ -155,7 +155,7 @@ def _is_read(x: Node) -> bool:
 
 
 def _product(a: Node, b: Node) -> Node:
-    """With its numbers in front, and a probability after them."""
+    """Builds a normalised product: numbers first, a probability last."""
     for x, y in ((a, b), (b, a)):
         if x.op == "mul" and x.args[0].op == "const":
             return apply("mul", x.args[0], _product(x.args[1], y))
@@ -164,14 +164,16 @@ def _product(a: Node, b: Node) -> Node:
 
 
 def _sum(a: Node, b: Node) -> Node:
-    """With its numbers last, and the teacher's term first in a Jensen-Shannon divergence."""
+    """Builds a normalised sum: numbers last, the teacher's term of a Jensen-Shannon divergence
+    first.
+    """
     if a.op == "const" or mixture_terms(made("add", (b, a))) is not None:
         a, b = b, a
     return apply("add", a, b)
 
 
 def _mixture(x: Node) -> Node | None:
-    """The logarithm of a P + b S."""
+    """Returns the logarithm of a P + b S, if x is such a sum."""
     if x.op != "add":
         return None
     shares = {of: factor for factor, of in map(multiple, x.args)}

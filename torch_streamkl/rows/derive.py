@@ -93,12 +93,12 @@ def _varying(program: Program) -> list[bool]:
 
 
 def _softmax(value: Node) -> Node:
-    """exp(e_c - R_c)."""
+    """Builds exp(e_c - R_c), the derivative of a log-sum-exp by its element."""
     return apply("exp", value.args[0] - value)
 
 
 def _jacobian(root: Node, b: Node) -> Node:
-    """d(root)/dR_b, for each head of R_b where the root has none."""
+    """Builds d(root)/dR_b, for each head of R_b if the root has none."""
 
     def known(x: Node) -> Node | None:
         if not is_over_keys(x):

@@ -128,7 +128,7 @@ _UNSET = {"dtype": None, "out": None, "inplace": False}
 
 
 def _call(name: str, /, *args: Any, **kwargs: Any) -> Element:
-    """A function on elements; arguments that it does not have are refused by name."""
+    """Calls a function on elements; raises for arguments that it does not have, by name."""
     name = ALIASES.get(name, name)
     function = FUNCTIONS[name]
     kwargs.pop("_stacklevel", None)

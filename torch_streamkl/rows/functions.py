@@ -43,7 +43,7 @@ _OF_NUMBERS = {"sub", "neg", "abs", "relu", "floor", "ceil", "trunc", "remainder
 
 
 def _applied(op: str, x: Element, *others: Any) -> Element:
-    """An operation of the table, refused where torch has none for conditions."""
+    """Applies an operation of the table; raises if torch has none for booleans."""
     if op in _OF_NUMBERS:
         are = [node_of(x._tracer, a).dtype == BOOL for a in (x, *others)]
         if all(are) or (op == "sub" and any(are)):
@@ -178,12 +178,12 @@ def _where(condition: Element, input: Any, other: Any) -> Element:
 
 
 def _where_self(input: Element, condition: Any, other: Any) -> Element:
-    """x.where(condition, other), as tensors have it."""
+    """Implements the method x.where(condition, other)."""
     return input._apply("where", condition_of(condition, "where"), input, other)
 
 
 def _masked_fill(input: Element, mask: Element, value: Any) -> Element:
-    """The value is of the elements' type."""
+    """Implements masked_fill; the value takes the type of the elements."""
     condition_of(mask, "masked_fill")
     if not isinstance(value, Element) and input._dtype != "float":
         number, _ = number_of("the value of masked_fill", value)
@@ -222,7 +222,7 @@ def _logical(op: str) -> Callable[..., Element]:
 
 
 def _softplus(input: Element, beta: Any = 1.0, threshold: Any = 20.0) -> Element:
-    """Above the threshold it is the identity."""
+    """Implements softplus, which is the identity above the threshold."""
     factor, bound = number_of("beta", beta)[0], number_of("threshold", threshold)[0]
     if not 0.0 < factor < math.inf:
         raise ValueError(f"beta of softplus must be positive and finite, got {beta!r}")

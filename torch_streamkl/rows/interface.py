@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ def row_program(
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | None = None,
     mask: Tensor | None = None,
-    reduction: str = "none",
-    impl: str = "auto",
+    reduction: Literal["none", "sum", "mean"] = "none",
+    impl: Literal["auto", "triton", "torch", "reference"] = "auto",
 ) -> Any:
     r"""Computes sums over keys, or the vocabulary, of your own pointwise function of dot products.
 
@@ -74,7 +74,7 @@ def row_program(
         s = (student_q @ student_k.mT * scale).log_softmax(-1)
         (p.exp() * (p - s)).sum(-1)
 
-    Numerics lists three intended differences.
+    Where it differs from naive code on purpose: see Numerics.
 
     Args:
         function: takes one argument e, whose attributes are the elements by name (``e.t``), and
@@ -171,7 +171,7 @@ def row_program(
     traced = _traced(function, inputs, tracer, constants)
     if reduction != "none" and traced.names is not None:
         raise ValueError(
-            f"reduction={reduction!r} takes a function that returns one value of rows, got a dict "
+            f"reduction={reduction!r} takes a function that returns one per-row value, got a dict "
             f"of {', '.join(traced.names)}; add them up in the function"
         )
     program = traced.program

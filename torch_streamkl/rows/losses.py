@@ -25,7 +25,7 @@ from torch_streamkl.rows.tile import RowValue
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Holds steps of a formula, the last of which is the value that each row adds.
+    """Holds the formula by which each row contributes to a reduced loss, as steps.
 
     "reduction" is a value of the program, by its number; "capture" a tensor of rows, by its place
     among those that come with the loss. A literal one computes what torch does of the same

@@ -64,7 +64,7 @@ def _arguments(problem: RowProblem, form: ClosedForm) -> dict[str, Any]:
 def _values(
     problem: RowProblem, form: ClosedForm, value: Tensor, first: Tensor, second: Tensor
 ) -> Values:
-    """By number; of LM heads the cross-entropies are nobody's, and the statistics are of both."""
+    """Orders the operator's results by the number of their reduction."""
     if _is_of_vocab(problem):
         value, first, second = value.view(1, 1, -1), second, first
     places = {form.student.normaliser: first, form.teacher.normaliser: second}

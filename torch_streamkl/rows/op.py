@@ -28,8 +28,8 @@ from torch_streamkl.stored_gradients import may_overwrite, scaled
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
-# parts of each log-sum-exp, then the Jacobians and maps that the backward reads; outputs are among
-# the reductions. Of a divergence they are what named.py says.
+# parts of each log-sum-exp, then the Jacobians and materialized nodes that the
+# backward reads; outputs are among the reductions. Of a divergence they are what named.py says.
 _lib.define(
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
@@ -93,7 +93,7 @@ def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
 
 
 def _kernels(problem: RowProblem, is_differentiated: bool) -> tuple[Any, str]:
-    """The kernels that run a problem, or why there are none.
+    """Returns the module of kernels that would run a problem, and why it cannot, if so.
 
     Dot products are computed where they are used if nothing needs them in memory.
     """
@@ -129,8 +129,8 @@ def chosen_of_sum(
     needs_grad: Sequence[bool],
     impl: str,
 ) -> str:
-    """Returns the same for a sum: the divergence is left where what the values weigh depends on
-    them.
+    """Chooses the implementation of a sum: no divergence kernel if the weights of the values
+    depend on the values.
     """
     how = chosen(tensors, program, True, impl)
     if how != CLOSED or RowLoss.of(loss).is_linear:
@@ -144,7 +144,7 @@ def chosen_of_sum(
 def has_sum(problem: RowProblem) -> bool:
     """Returns whether a program's rows may be summed with gradients in the forward.
 
-    It is of LM heads: for attention maps the products that this saves are not what takes the time.
+    It is of LM heads: for attention the products that this saves are not what takes the time.
     In float16 gradients might overflow before they are scaled.
     """
     is_of_vocab = not any(problem.program.dot_heads) and problem.batch == 1
@@ -257,7 +257,7 @@ def _sum(
         problem = RowProblem.of(program, tensors)
         how = chosen_of_sum(tensors, row_tensors, program, loss, needs_grad, impl)
         module = run = named if how == CLOSED else _module(problem, how, True)
-        if module is not named and module is not torch_impl:  # of LM heads, only maps have kernels
+        if module is not named and module is not torch_impl:  # LM heads
             from torch_streamkl.rows.triton import blocks as row_blocks
 
             run = row_blocks
@@ -296,7 +296,7 @@ def _matmul_flops(shapes: Sequence[Any], dot: int) -> int:
 
 
 def _forward_flops(shapes: Any, program: str, *_: Any, **__: Any) -> int:
-    """One matmul for each dot and level; masks are not counted."""
+    """Counts one matmul for each dot product and pass; masks are not counted."""
     problem = RowProblem.of(program, shapes).program
     dots = range(len(problem.dot_heads))
     return max(problem.levels) * sum(_matmul_flops(shapes, i) for i in dots)

@@ -101,14 +101,14 @@ class RowProblem:
         )
 
     def ids_of(self, capture: int) -> Tensor:
-        """Returns the ids that a capture's elements stand at."""
+        """Returns the ids (keys) that a `columns` tensor refers to."""
         declared = self.program.captures[capture]
         return self.captures[declared.ids if declared.kind == VALUES else capture]
 
 
 def part(x: Tensor, *slices: slice) -> Tensor:
-    """Returns a block of leading dimensions [batch, heads, ...], of which some are 1; None takes
-    all.
+    """Returns a block of the leading dimensions [batch, heads, ...], which may broadcast; None
+    selects all.
     """
     for dim, each in enumerate(slices):
         if x.shape[dim] != 1:

@@ -118,7 +118,7 @@ def forward(problem: RowProblem) -> list[Tensor]:
 
 
 def _connected(problem: RowProblem, value: Tensor) -> Tensor:
-    """With a gradient to every tensor, which may be 0, as the other implementations have it."""
+    """Connects a value to every tensor, so that all of them get a gradient, which may be 0."""
     tensors = (*(x for pair in problem.operands for x in pair), *problem.captures)
     for x in tensors:
         if x.requires_grad:

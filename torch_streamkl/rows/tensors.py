@@ -38,7 +38,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Normalised:
-    """Holds tensors in the order of `Program.tensor_names`, and what the tracer needs to know."""
+    """Holds tensors in the order of `Program.tensor_names`, and the sizes and names that the
+    tracer needs.
+    """
 
     tensors: list[Tensor]
     dot_names: list[str]
@@ -110,7 +112,7 @@ def _window(window: object) -> tuple[int | None, int | None]:
 
 
 def _check_no_dtensors(inputs: Inputs) -> None:
-    """Ranks may share no tensor of a row program."""
+    """Raises if any tensor is a DTensor: row programs do not run on several ranks."""
     declared = (inputs.dots, inputs.rows, inputs.keys, inputs.pairs, inputs.columns)
     given = [item for tensors in declared for item in tensors.items()]
     for name, x in [*given, ("key_lengths", inputs.key_lengths), ("mask", inputs.mask)]:
@@ -122,7 +124,7 @@ def _check_no_dtensors(inputs: Inputs) -> None:
 
 
 def normalised(inputs: Inputs) -> Normalised:
-    """Check the tensors' metadata, and give them batch and heads where they have none."""
+    """Checks the metadata of all tensors, and adds missing batch and head dimensions."""
     if not inputs.dots:
         raise ValueError("a row program must have at least one dot")
     _check_names(inputs)

@@ -115,7 +115,7 @@ def capture(problem: RowProblem, number: int, at: Slices) -> Tensor:
 
 
 def column_places(problem: RowProblem, number: int, at: Slices) -> Tensor:
-    """Returns where ids stand in the block of keys; its size for those outside."""
+    """Returns the positions of ids in the block of keys; ids outside get the size of the block."""
     ids = part(problem.ids_of(number), at[0], ALL, at[1])
     inside = (ids >= at[2].start) & (ids < at[2].stop)
     return torch.where(inside, ids - at[2].start, at[2].stop - at[2].start).long()
@@ -131,11 +131,11 @@ def block_sums(x: Tensor, first: int, size: int, dtype: torch.dtype) -> tuple[sl
     count = x.shape[-1]
     blocks = slice(first // size, -(-(first + count) // size))
     head = min(-first % size, count)
-    behind = head + (count - head) // size * size
-    before, whole, rest = x.tensor_split((head, behind), -1)
+    after = head + (count - head) // size * size
+    before, whole, rest = x.tensor_split((head, after), -1)
     sums = [part.sum(-1, keepdim=True, dtype=dtype) for part in (before, rest)]
-    inside = [whole.unflatten(-1, (-1, size)).sum(-1, dtype=dtype)] if behind > head else []
-    return blocks, torch.cat([*sums[: head > 0], *inside, *sums[1 : 1 + (count > behind)]], -1)
+    inside = [whole.unflatten(-1, (-1, size)).sum(-1, dtype=dtype)] if after > head else []
+    return blocks, torch.cat([*sums[: head > 0], *inside, *sums[1 : 1 + (count > after)]], -1)
 
 
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
@@ -180,7 +180,7 @@ def evaluate(
         number = int(node.value) if node.op not in ("const", "pow") else 0
         match node.op:
             case "const":
-                # a tensor that is made of a number is copied to a GPU, which the host waits for
+                # a tensor that is made of a number is copied to a GPU, which the CPU waits for
                 kind = {"bool": torch.bool, "int": torch.int64}.get(node.dtype, dtype)
                 size = (1, problem.num_heads(node.head), 1, 1) if node.head else ()
                 x = torch.full(size, node.value, dtype=kind, device=device)

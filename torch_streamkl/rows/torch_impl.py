@@ -44,13 +44,13 @@ class Result:
     reductions: list[Tensor]
     parts: list[tuple[Tensor, Tensor]]
     jacobians: list[Tensor]
-    maps: list[Tensor] = field(default_factory=list)
+    materialized: list[Tensor] = field(default_factory=list)
 
     @property
     def flat(self) -> list[Tensor]:
         """Returns all tensors, as the operator returns them."""
         parts = (x for pair in self.parts for x in pair)
-        return [*self.reductions, *parts, *self.jacobians, *self.maps]
+        return [*self.reductions, *parts, *self.jacobians, *self.materialized]
 
     @staticmethod
     def of(program: Program, tensors: Sequence[Tensor]) -> Result:
@@ -73,7 +73,7 @@ class Result:
         return self.parts[program.logsumexps.index(c)]
 
     def of_rows(self, batch: slice, rows: slice) -> Result:
-        """Returns views of some rows, without maps."""
+        """Returns views of some rows, without materialized nodes."""
         return Result(
             [part(x, batch, ALL, rows) for x in self.reductions],
             [(part(a, batch, ALL, rows), part(b, batch, ALL, rows)) for a, b in self.parts],
@@ -81,7 +81,7 @@ class Result:
         )
 
     def usable(self, program: Program, batch: slice, rows: slice) -> RowValues:
-        """Returns all reductions as elements of some rows use them."""
+        """Returns all reductions of some rows in the form that elements use."""
         found: RowValues = {}
         for c, value in enumerate(self.reductions):
             parts = self.parts_of(program, c)
@@ -159,7 +159,9 @@ def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slice
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
-    """Makes one pass over the keys for each level."""
+    """Computes all reductions, with one pass over the keys for each level of sums that use earlier
+    sums.
+    """
     plan = derive.forward_plan(problem.program, is_differentiated)
     result = allocate(problem, is_differentiated)
     for batch, rows in row_blocks(problem):
@@ -322,7 +324,7 @@ def row_gradients(
     return {c: x.to(problem.compute_dtype) for c, x in r.items()}
 
 
-def seeds_of(
+def cotangents_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
     """Returns the gradient to every reduction, 0 where none comes."""
@@ -343,7 +345,7 @@ def backward(
     """Returns gradients to operands, two for each dot, and captured tensors: one pass over the
     keys.
     """
-    seeds = seeds_of(problem, result, grads)
+    seeds = cotangents_of(problem, result, grads)
     sums = _Gradients(problem, needs_grad)
     for batch, rows in row_blocks(problem) if sums.nodes else ():
         known = result.usable(problem.program, batch, rows)
@@ -394,7 +396,7 @@ class _Gradients:
 
     @property
     def finished(self) -> list[Tensor | None]:
-        """In the dtypes of what they are gradients to."""
+        """Returns the gradients in the dtypes of their tensors."""
         return [
             g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
         ]
@@ -473,7 +475,9 @@ def _add_operand_gradients(
 def _add_capture_gradient(
     problem: RowProblem, i: int, at: Slices, d: Tensor, target: Tensor
 ) -> None:
-    """Sum a tile's gradient over what the captured tensor does not have."""
+    """Adds a tile's gradient to a captured tensor: summed over the dimensions that it broadcasts
+    along.
+    """
     declared = problem.program.captures[i]
     rows, keys = at[1].stop - at[1].start, at[2].stop - at[2].start
     heads = problem.num_heads(declared.head)

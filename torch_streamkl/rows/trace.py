@@ -90,7 +90,7 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """Holds a program, and what is computed from its outputs for each row."""
+    """Holds a program, and the per-row computation that follows its outputs."""
 
     program: Program
     roots: list[Node]
@@ -126,7 +126,7 @@ def trace(
     returned = function(Elements(values))
     outputs = returned if isinstance(returned, Mapping) else {"value": returned}
     if not outputs:
-        raise ValueError("a row program must return at least one value of rows")
+        raise ValueError("a row program must return at least one per-row value")
     for name, x in outputs.items():
         if not isinstance(x, Element) or x._node.by_key:
             raise ValueError(
@@ -148,7 +148,7 @@ def trace(
 
 
 def _connected(x: Node, sums: list[Node]) -> Node:
-    """A value that depends on some sum, so that it has a gradient: 0 where it is a number.
+    """Makes a value depend on some sum, so that a constant gets a gradient of 0.
 
     0 times a sum is one; with another factor it would have a gradient.
     """

@@ -28,7 +28,7 @@ MOST_DEPTH = 8  # of functions in functions
 
 
 class _Unknown(Exception):
-    """Raised if something else may decide what a function does."""
+    """Raised if a function may depend on something that the cache key does not hold."""
 
 
 def key_of(function: Callable[..., Any], elements: frozenset[str]) -> Any:

@@ -7,7 +7,7 @@ a recorder that sees its allocations, its few torch operations and its launches 
 addresses are variables and all else is constant.
 
 If an operation is not in the lists below, or a tensor comes from elsewhere, the problem is
-unrecordable: every call runs the implementation.
+not capturable: every call runs the implementation.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _OPERATIONS |= {"__and__", "__or__", "add", "add_", "addmm_", "bitwise_and", "bi
 _OPERATIONS |= {"clamp_max", "contiguous", "neg"}
 _OPERATIONS |= {"div", "eq", "exp", "full", "gather", "ge", "log", "lt", "masked_fill", "mm"}
 _OPERATIONS |= {"scalar_tensor", "scatter_", "scatter_add_", "sub", "sum_to_size", "to", "where"}
-_ON_THE_HOST = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
+_ON_CPU = {"scalar_tensor"}  # numbers of `where`, also of a GPU's
 
 
-class Unrecordable(Exception):
+class NotCapturable(Exception):
     """Raised at a step that cannot be written down."""
 
 
@@ -65,19 +65,19 @@ def record(
     other settings of torch, a profiler that watches Triton's launches. Like `runtime.launch`, it
     makes the tensors' device the current one.
     """
-    tensors = _told_apart(tensors)
+    tensors = _distinct(tensors)
     recorder = Recorder(tensors)
     with on_device(recorder.device), observed_by(recorder), recorder:
         outputs = function(*tensors)
     try:
         return outputs, recorder.program(outputs)
-    except Unrecordable:
+    except NotCapturable:
         return outputs, None
     finally:
         recorder.forget()
 
 
-def _told_apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Makes each argument of a call a distinct object: in another call they may differ.
 
     A loss may compare a model with itself, or get one gradient for two results.
@@ -133,16 +133,16 @@ class Recorder(Events):
         self._seen[id(x)] = weakref.ref(x, gone)
 
     # ------------------------------------------------------------------------- what happens
-    def happened(self, call: tuple[Any, ...], out: Any) -> None:
+    def classify(self, call: tuple[Any, ...], out: Any) -> None:
         self._read = set()
         with self._keeping_reasons():
-            super().happened(call, out)
+            super().classify(call, out)
 
     @contextmanager
     def _keeping_reasons(self) -> Iterator[None]:
         try:
             yield
-        except Unrecordable as error:
+        except NotCapturable as error:
             self.why_unsupported = self.why_unsupported or str(error)
 
     def viewed(self, part: Tensor, position: int | None, call: tuple[Any, ...]) -> None:
@@ -152,10 +152,10 @@ class Recorder(Events):
 
     def computed(self, name: str, call: tuple[Any, ...], out: Any) -> None:
         if name not in _OPERATIONS:
-            raise Unrecordable(f"the operation {name}")
+            raise NotCapturable(f"the operation {name}")
         is_here = isinstance(out, Tensor) and out.device == self.device
-        if not is_here and name not in _ON_THE_HOST:
-            raise Unrecordable(f"{name} of another device")
+        if not is_here and name not in _ON_CPU:
+            raise NotCapturable(f"{name} of another device")
         text = self._call(*call)
         if id(out) in self._names:
             self._line(text)
@@ -171,7 +171,7 @@ class Recorder(Events):
     def allocated(self, out: Tensor) -> None:
         size, strides, dtype = tuple(out.shape), tuple(out.stride()), self._constant(out.dtype)
         if out.device != self.device:
-            raise Unrecordable("an allocation on another device")
+            raise NotCapturable("an allocation on another device")
         empty = self._constant(_empty_strided(self.device), "empty")
         self._line(f"{self._named(out)} = {empty}({size}, {strides}, {dtype})")
 
@@ -182,7 +182,7 @@ class Recorder(Events):
             self._beside |= self._read
         self.lines.append(self._indent + text)
 
-    def told(self, what: str, stream: torch.cuda.Stream) -> None:
+    def side_stream(self, what: str, stream: torch.cuda.Stream) -> None:
         """Writes a side stream's step down, and keeps the memory that it reads until the join."""
         self._read = set()
         side, device = self._constant(stream), self.device.index
@@ -229,9 +229,9 @@ class Recorder(Events):
         self._read = set()
         with self._keeping_reasons():
             if by_pointer and not runs_directly():
-                raise Unrecordable("an unknown way to launch compiled kernels")
+                raise NotCapturable("an unknown way to launch compiled kernels")
             if self._by_pointer not in (None, by_pointer):
-                raise Unrecordable("some kernels are compiled, others interpreted")
+                raise NotCapturable("some kernels are compiled, others interpreted")
             self._by_pointer = by_pointer
             values = ", ".join(map(self._address_of if by_pointer else self._value, arguments))
             if by_pointer:
@@ -267,7 +267,7 @@ class Recorder(Events):
             self._read.add(name)
             return name
         if id(x) not in self._views:
-            raise Unrecordable("a tensor from elsewhere")
+            raise NotCapturable("a tensor from elsewhere")
         *call, position = self._views[id(x)]
         text = self._call(*call)
         part = "" if position is None else f"[{position}]"
@@ -284,7 +284,7 @@ class Recorder(Events):
         base = x
         while id(base) not in self._names:
             if id(base) not in self._views:
-                raise Unrecordable("a tensor from elsewhere")
+                raise NotCapturable("a tensor from elsewhere")
             base = self._views[id(base)][1][0]  # the first argument of a view
         self._see(x)
         if base is x:
@@ -312,7 +312,7 @@ class Recorder(Events):
         return self._plain(x)
 
     def _address_of(self, x: Any) -> str:
-        """An argument of a compiled kernel: tensors are addresses."""
+        """Returns an argument of a compiled kernel, with tensors as addresses."""
         if isinstance(x, Tensor):
             return self._pointer(x)
         if isinstance(x, (tuple, list)) and not _is_constant(x):
@@ -326,16 +326,16 @@ class Recorder(Events):
         if x is None or type(x) in (int, bool):
             return repr(x)
         if not _is_constant(x):
-            raise Unrecordable(f"an argument of type {type(x).__name__}")
+            raise NotCapturable(f"an argument of type {type(x).__name__}")
         return self._constant(x)
 
     # -------------------------------------------------------------------------- the program
     def program(self, outputs: Sequence[Tensor | None]) -> Program:
         """Compiles the recorded lines to a function."""
         if self.why_unsupported is not None:
-            raise Unrecordable(self.why_unsupported)
+            raise NotCapturable(self.why_unsupported)
         if self._by_pointer is None:
-            raise Unrecordable("no launch")
+            raise NotCapturable("no launch")
         results = ", ".join("None" if x is None else self._tensor(x) for x in outputs)
         returned = {self._names[id(x)] for x in outputs if x is not None}
         addresses = [f"a{name}" for name, _ in self._inputs]
@@ -436,7 +436,7 @@ def _is_constant(x: Any) -> bool:
 
 
 def is_watched() -> bool:
-    """Returns whether something observes launches, such as Triton's profiler."""
+    """Returns whether a tool such as Triton's profiler observes launches."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):

@@ -28,8 +28,8 @@ class Events(TorchDispatchMode):
     def computed(self, name: str, call: tuple[Any, ...], out: Any) -> None:
         raise NotImplementedError
 
-    def happened(self, call: tuple[Any, ...], out: Any) -> None:
-        """Says which of the events a call of an operation is."""
+    def classify(self, call: tuple[Any, ...], out: Any) -> None:
+        """Reports a call as an allocation, a view or another operation."""
         func, args, _ = call
         name = str(func._schema.name).removeprefix("aten::")
         if name in ALLOCATIONS:
@@ -45,7 +45,7 @@ class Events(TorchDispatchMode):
     ) -> Any:
         call = (func, args, kwargs or {})
         out = func(*args, **call[2])
-        self.happened(call, out)
+        self.classify(call, out)
         return out
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 _CURRENT = contextlib.nullcontext()  # where nothing has to change
 
-# of every kernel: Triton 3.10 computes a product and its sum apart unless it is told otherwise
+# of every kernel: Triton 3.10 computes a product and its sum apart unless this is set
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 # Of kernels whose gradients jump where P equals S. The sum of a row over its keys, from the
 # forward, and the backward's terms must agree on which one is larger. With products and sums
@@ -42,7 +42,7 @@ class Observer(Protocol):
     ) -> Any:
         """Launch a kernel by ``start`` and return what that returns, or only note the launch."""
 
-    def told(self, what: str, stream: torch.cuda.Stream) -> None:
+    def side_stream(self, what: str, stream: torch.cuda.Stream) -> None:
         """Receives a side stream's "fork", "enter", "exit" or "join"."""
 
 

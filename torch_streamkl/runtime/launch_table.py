@@ -45,7 +45,7 @@ class LaunchKey:
     seqlen: int  # the longer of queries and keys
 
     def is_near(self, other: LaunchKey) -> bool:
-        """Returns whether a measurement for one says something about the other."""
+        """Returns whether a measurement for one problem also applies to the other."""
         ratio = max(self.seqlen, other.seqlen) / max(1, min(self.seqlen, other.seqlen))
         return self._group == other._group and ratio <= MAX_SEQLEN_RATIO
 
@@ -145,7 +145,7 @@ def _changed() -> None:
 
 @contextlib.contextmanager
 def replaced(table: LaunchTable) -> Iterator[None]:
-    """Uses this table for every look-up inside; the tuner asks for a candidate so."""
+    """Replaces the table for every look-up inside the block; the tuner tries tiles this way."""
     _changed()
     _replacement.append(table)
     try:

@@ -21,37 +21,35 @@ class SideStream:
         self.stream = _side_stream(device) if is_needed and device.type == "cuda" else None
         self.is_busy = False
 
-    def _tell(self, what: str) -> None:
+    def _notify(self, what: str) -> None:
         observer = active_observer()
         if observer is not None and self.stream is not None:
-            observer.told(what, self.stream)
+            observer.side_stream(what, self.stream)
 
     def fork(self) -> None:
-        """Makes what the side stream gets from here on start after all that the current one
-        has.
-        """
+        """Makes later work on the side stream wait for all work on the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-            self._tell("fork")
+            self._notify("fork")
 
     def __enter__(self) -> None:
         if self.stream is not None:
             self.is_busy = True
             self.context = torch.cuda.stream(self.stream)
             self.context.__enter__()
-            self._tell("enter")
+            self._notify("enter")
 
     def __exit__(self, *error: Any) -> None:
         if self.stream is not None:
             self.context.__exit__(*error)
-            self._tell("exit")
+            self._notify("exit")
 
     def join(self) -> None:
         """Makes the current stream wait for the side stream."""
         if self.stream is not None and self.is_busy:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.is_busy = False
-            self._tell("join")
+            self._notify("join")
 
 
 @functools.cache

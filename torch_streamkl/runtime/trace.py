@@ -119,7 +119,7 @@ class Trace(Events):
         """Records a launch, which ``start`` would make."""
         self.steps.append(Launch(kernel, grid, arguments, constants, options))
 
-    def told(self, what: str, stream: torch.cuda.Stream) -> None:
+    def side_stream(self, what: str, stream: torch.cuda.Stream) -> None:
         raise Untraceable("a side stream")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.elements.algebra import ElementAlgebra, is_block_level
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.layout import Layout
 from torch_streamkl.fx_passes.domain.masks import BoolTensor, Choice, Linear, Opaque
@@ -36,7 +36,7 @@ class Operands(ElementAlgebra):
     """
 
     trace: Trace
-    recognised: Recogniser
+    recognised: ScoreInterpreter
     placed: dict[fx.Node, Placed]
     reasons: dict[fx.Node, str]
     behind_dots: set[fx.Node]  # what is computed from a dot product
@@ -157,7 +157,7 @@ class Operands(ElementAlgebra):
         return Placed(self._capture_formula(source, dims, self._requires_grad(x)), dims, shape)
 
     def _condition(self, mask: BoolTensor, shape: Sequence[Size]) -> Placed:
-        """A mask that the recogniser knows: conditions on indices, and tensors as they were."""
+        """Converts a mask: conditions on indices, and tensors as they are."""
         if not mask.literals:  # it holds everywhere, or nowhere
             one, zero = (Formula("const", (), x) for x in (float(not mask.negative), 0.0))
             return Placed(Formula("ne", (one, zero), is_bool=True), ((),) * len(shape))

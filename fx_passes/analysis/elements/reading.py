@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.analysis.elements import (  # noqa: F401
 from torch_streamkl.fx_passes.analysis.elements.casts import CASTS
 from torch_streamkl.fx_passes.analysis.elements.operands import Operands
 from torch_streamkl.fx_passes.analysis.elements.registry import RULES
-from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.domain.row_elements import Axes, Formula, Placed
 from torch_streamkl.fx_passes.domain.values import Number
@@ -45,10 +45,10 @@ MATMULS = {
 }  # fmt: skip
 
 
-class RowElements(Operands):
+class FormulaInterpreter(Operands):
     """Holds the formulas of a trace's nodes in ``placed``, and for others ``reasons`` why not."""
 
-    def __init__(self, trace: Trace, recognised: Recogniser) -> None:
+    def __init__(self, trace: Trace, recognised: ScoreInterpreter) -> None:
         self.trace, self.recognised = trace, recognised
         self.axes = Axes()
         self.placed, self.reasons, self.products = {}, {}, {}

@@ -2,10 +2,10 @@
 
 NOTE [Writes through a view]
 A write has no data edge to later readers of the tensor that was viewed, so a tensor is unknown
-after it (`Recogniser._note_writes`). One write is followed: -inf in one column of scores, or in a
-range of columns, by a view of plain indexing. It equals a masked_fill of those columns for every
-later reader of that very tensor; other views of its memory stay unknown. Two operations on memory
-that is written anywhere are never taken for equal.
+after it (`ScoreInterpreter._note_writes`). One write is followed: -inf in one column of scores,
+or in a range of columns, by a view of plain indexing. It equals a masked_fill of those columns
+for every later reader of that very tensor; other views of its memory stay unknown. Two operations
+on memory that is written anywhere are never taken for equal.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def mean_kernel(
 
 @triton.jit
 def mean_tile(mean, block, offs_n, CONFIG: tl.constexpr):
-    """Returns where a tile of the mean lies in memory, of the block-th block of rows there."""
+    """Returns pointers to a tile of the materialized mean; ``block`` numbers the row blocks."""
     row = tl.cast(block, tl.int64) * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
     return mean.ptr + row[:, None] * mean.stride + offs_n[None, :]
 

@@ -1,6 +1,6 @@
 """Launches the portable attention kernels: builds grids and arguments from an AttentionProblem.
 
-The host never waits for the GPU: kernels read lengths, guards and packed offsets on the device.
+The CPU never waits for the GPU: kernels read lengths, guards and packed offsets on the device.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def backward(
 
 
 class Shared(NamedTuple):
-    """Holds what the launches of one backward pass have in common."""
+    """Holds the arguments that all launches of one backward pass share."""
 
     arguments: tuple[Any, ...]  # the first ones of the kernels
     tensors: tuple[Tensor | None, ...]  # of Plan.run

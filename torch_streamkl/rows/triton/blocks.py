@@ -1,4 +1,4 @@
-"""Runs row programs by blocks of rows with materialized scores (maps.py): launches and matmuls.
+"""Runs row programs by blocks of rows with materialized scores: launches and matmuls.
 
 The workspace is bounded. A block has as many rows as fit. In the backward of LM heads it has as
 many vocabulary entries as fit, with all tokens, so that each block of a weight's gradient is one
@@ -22,10 +22,22 @@ from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, VALUES, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
-from torch_streamkl.rows.triton import maps
+from torch_streamkl.rows.triton.cotangents import cotangents_of
 from torch_streamkl.rows.triton.launches import MAX_DIM, row_argument, slots_of
-from torch_streamkl.rows.triton.maps import BACKWARD, DIFFERENTIATED, FORWARD
-from torch_streamkl.rows.triton.seeds import seeds_of
+from torch_streamkl.rows.triton.materialized import (
+    BACKWARD,
+    DIFFERENTIATED,
+    FORWARD,
+    Block,
+    columns_source,
+    dots_of,
+    multiplied,
+    new_buffer,
+    nodes_of,
+    nodes_to_materialize,
+    read_twice,
+    rows_source,
+)
 from torch_streamkl.runtime.streams import SideStream
 from torch_streamkl.runtime.workspace import (
     DEFAULT_WORKSPACE_MIB,
@@ -38,13 +50,15 @@ from torch_streamkl.runtime.workspace import (
 )
 
 ATTENTION_WORKSPACE_MIB = 64
-BESIDE_KEPT_MIB = 42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
+WORKSPACE_MIB_WITH_KEPT = (
+    42  # where sums over heads are kept: an indexer at 4096 stays below 200 in all
+)
 KEPT_MIB = 64  # of sums over heads, in float32: a teacher of one sequence of 4096
 KEPT_SHARE = 0.25  # of the operands' bytes, which live until the backward, too
 MOST_PARTS = 16  # of a chunk
-# Bytes of a part's maps relative to those of the chunk's logits, at most: beyond, parts would be
-# so short that the product that is saved is lost in them. A teacher's cached top-k ids have 2.5,
-# and win (bench/notes/row_programs.md)
+# Bytes of a part's materialized nodes relative to the chunk's logits, at most: beyond,
+# parts would be so short that the product that is saved is lost in them. A teacher's cached
+# top-k ids have 2.5, and win (bench/notes/row_programs.md)
 MOST_OF_PARTS = 3
 PART_BYTES = 2**30  # that a part's launches and tails are counted as: 0.3 ms of an H200's memory
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
@@ -61,22 +75,22 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
         if head and q.shape[-1] > MAX_DIM:
             return f"operands have at most {MAX_DIM} dimensions in kernels, got {q.shape[-1]}"
     for which in (DIFFERENTIATED, BACKWARD) if is_differentiated else (FORWARD,):
-        if any(n.op == "sum_heads" and not n.by_key for n in maps.nodes_of(program, which)):
+        if any(n.op == "sum_heads" and not n.by_key for n in nodes_of(program, which)):
             return "sums over heads of per-row values have no kernels"
     axes = sorted(set(program.dot_heads) - {0})  # what has no heads is multiplied by torch
-    of_axes = [row_kernels.why_unsupported_on_gpu(problem, maps.dots_of(program, x)) for x in axes]
+    of_axes = [row_kernels.why_unsupported_on_gpu(problem, dots_of(program, x)) for x in axes]
     return next((x for x in of_axes or [row_kernels.why_unsupported_on_gpu(problem, ())] if x), "")
 
 
-def _maps_of(
+def _bytes_of_each(
     problem: RowProblem,
     which: str,
     roots: tuple[tuple[int, int], ...],
     kept: Container[int] = (),
 ) -> dict[int, int]:
-    """Bytes of each map, for one row and key, without the gradients that take a dot's place."""
-    nodes, found = maps.nodes_of(problem.program, which), {}
-    for i in maps.every_map(problem.program, which, roots):
+    """Returns the bytes of each materialized node, for one row and key, without gradients."""
+    nodes, found = nodes_of(problem.program, which), {}
+    for i in nodes_to_materialize(problem.program, which, roots):
         node = nodes[i]
         if i in kept:
             continue
@@ -95,13 +109,13 @@ def _bytes_of(
     roots: tuple[tuple[int, int], ...],
     kept: Container[int],
 ) -> int:
-    """Counts the bytes of all maps for one row and key, with gradients that reuse no dot
-    product.
+    """Counts the bytes of all materialized nodes for one row and key, with the
+    gradients that reuse no dot product.
     """
-    return max(sum(_maps_of(problem, which, roots, kept).values()), 2)
+    return max(sum(_bytes_of_each(problem, which, roots, kept).values()), 2)
 
 
-def kept_maps(problem: RowProblem) -> tuple[int, ...]:
+def kept_tensors(problem: RowProblem) -> tuple[int, ...]:
     """Returns the sums over heads, as nodes, that the backward reads instead of computing them
     again.
 
@@ -117,14 +131,14 @@ def kept_maps(problem: RowProblem) -> tuple[int, ...]:
         dims = zip(problem.operands, program.dot_heads, strict=True)
         return problem.num_heads(axis) * sum(q.shape[-1] for (q, _), head in dims if head == axis)
 
-    return tuple(sorted(maps.read_twice(program), key=products, reverse=True)[:room])
+    return tuple(sorted(read_twice(program), key=products, reverse=True)[:room])
 
 
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
     """Allocates results, uninitialised."""
     result = torch_impl.allocate(problem, is_differentiated)
     if is_differentiated:
-        result.maps = [maps.new_map(problem, torch.float32) for _ in kept_maps(problem)]
+        result.materialized = [new_buffer(problem, torch.float32) for _ in kept_tensors(problem)]
     return result
 
 
@@ -137,7 +151,7 @@ def _workspace(problem: RowProblem, has_kept: bool) -> int:
     device = problem.operands[0][0].device.type
     mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
     if not _is_of_vocab(problem):
-        return MIB * min(mib, BESIDE_KEPT_MIB if has_kept else ATTENTION_WORKSPACE_MIB)
+        return MIB * min(mib, WORKSPACE_MIB_WITH_KEPT if has_kept else ATTENTION_WORKSPACE_MIB)
     return MIB * mib * 15 // 16  # the rest is for places of ids and per-row values
 
 
@@ -159,11 +173,11 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
     """
     program, which = problem.program, DIFFERENTIATED if is_differentiated else FORWARD
     result = allocate(problem, is_differentiated)
-    kept = dict(zip(kept_maps(problem), result.maps, strict=False))
+    kept = dict(zip(kept_tensors(problem), result.materialized, strict=False))
     passes = _passes(program, derive.forward_plan(program, is_differentiated))
     roots = tuple((node, axis) for slots, axis in passes for node, _ in slots.values())
     for at in _row_blocks(problem, _bytes_of(problem, which, roots, kept), bool(kept)):
-        block = maps.Block(problem, which, result, {}, at, kept, is_first=True)
+        block = Block(problem, which, result, {}, at, kept, is_first=True)
         for slots, axis in passes:
             block.sums(slots, axis, {})
     return result
@@ -188,16 +202,16 @@ def backward(
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Returns gradients to operands and captured tensors, block by block."""
-    seeds = row_kernels.seeds_of(problem, result, grads)
+    seeds = row_kernels.cotangents_of(problem, result, grads)
     out = _Gradients(problem, needs_grad)
-    nodes = maps.nodes_of(problem.program, BACKWARD)
+    nodes = nodes_of(problem.program, BACKWARD)
     each = tuple((n, nodes[n].head) for n in (*out.dots.values(), *out.captures.values()))
-    kept = dict(zip(kept_maps(problem), result.maps, strict=True))
+    kept = dict(zip(kept_tensors(problem), result.materialized, strict=True))
     if each:
         size = _bytes_of(problem, BACKWARD, each, kept)
         blocks = _vocab_blocks if _is_of_vocab(problem) else _row_blocks
         for at in blocks(problem, size, bool(kept)):
-            out.add(maps.Block(problem, BACKWARD, result, seeds, at, kept))
+            out.add(Block(problem, BACKWARD, result, seeds, at, kept))
     rest = torch_impl.backward(problem, result, grads, out.rest) if any(out.rest) else None
     return out.finished(rest)
 
@@ -205,11 +219,11 @@ def backward(
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Computes what each row adds to a loss, and the loss's gradients, from logits that are made
-    once.
+    """Computes each row's term of a loss, and the gradients of the loss, from logits that are
+    computed once.
 
     Logits that get a gradient are of a chunk of tokens. Their gradient takes their place, and a
-    matmul adds it to the weight's. Other maps, such as ids, are of a part of the chunk.
+    matmul adds it to the weight's. Other tensors, such as ids, are of a part of the chunk.
     """
     result, out = allocate(problem, True), _Gradients(problem, needs_grad)
     sizes = _chunks(problem, out)
@@ -218,14 +232,14 @@ def loss_and_gradients(
     batch, keys = slice(0, 1), slice(0, problem.num_keys)
     chunks = list(even_ranges(problem.num_rows, sizes.tokens, 128))
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
-    buffers = {i: maps.new_map(longest, problem.operands[i][0].dtype) for i in out.dots}
+    buffers = {i: new_buffer(longest, problem.operands[i][0].dtype) for i in out.dots}
     q = problem.operands[0][0]
     side = SideStream(q.device, not isinstance(q, FakeTensor))
     for chunk in chunks:
         side.join()  # the last chunk's gradients of weights read the logits' place
         rows_of = problem.of_block(batch, chunk, keys)
         logits = {
-            i: maps.multiplied(rows_of, i, part(x, batch, slice(0, rows_of.num_rows)))
+            i: multiplied(rows_of, i, part(x, batch, slice(0, rows_of.num_rows)))
             for i, x in buffers.items()
         }
         for own in even_ranges(rows_of.num_rows, sizes.teacher_tokens, 128):
@@ -261,14 +275,14 @@ def _add_rows(
         for i, n in enumerate(program.nodes)
         if n.op == "dot" and int(n.value) in logits
     }
-    first = maps.Block(problem, DIFFERENTIATED, result, {}, at, {})
+    first = Block(problem, DIFFERENTIATED, result, {}, at, {})
     first.share(given, {})
     for slots, axis in _passes(program, derive.forward_plan(program, True)):
         first.sums(slots, axis, {})
     of_rows = result.of_rows(at[0], at[1])
-    seeds = seeds_of(problem, of_rows, loss, tensors, at)
-    last = maps.Block(problem, BACKWARD, result, {}, at, {})
-    last.share(first.own_maps, seeds)
+    seeds = cotangents_of(problem, of_rows, loss, tensors, at)
+    last = Block(problem, BACKWARD, result, {}, at, {})
+    last.share(first.own_tensors, seeds)
     for i, node in out.captures.items():
         out.add_capture(last, i, node)
     if out.dots:
@@ -297,12 +311,14 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
     hides: counted twice. A part reads the weights of the other dots, and has its launches.
     """
     program, element = problem.program, problem.operands[0][0].element_size()
-    nodes = maps.nodes_of(program, BACKWARD)
+    nodes = nodes_of(program, BACKWARD)
     each = tuple((n, nodes[n].head) for n in (*out.dots.values(), *out.captures.values()))
     plan = derive.forward_plan(program, True)
     sums = [(r.node, r.head) for r in program.reductions]
     sums += [(j.node, j.head) for j in plan.jacobians]
-    found = _maps_of(problem, DIFFERENTIATED, tuple(sums)) | _maps_of(problem, BACKWARD, each)
+    found = _bytes_of_each(problem, DIFFERENTIATED, tuple(sums)) | _bytes_of_each(
+        problem, BACKWARD, each
+    )
     of_chunk = element * len(out.dots)
     of_part = max(0, sum(found.values()) - of_chunk) + 4 * len(out.captures)
     if of_part > MOST_OF_PARTS * of_chunk:
@@ -330,9 +346,7 @@ def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:
 def _vocab_blocks(
     problem: RowProblem, bytes_of_pair: int, has_kept: bool = False
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of the vocabulary with all tokens where they fit: a gradient to them is then one
-    matmul.
-    """
+    """Yields blocks of the vocabulary, with all tokens if they fit: one matmul per gradient."""
     room = _workspace(problem, has_kept) // bytes_of_pair
     fewest = -(-problem.num_keys // MAX_LOW_PRECISION_SUMS)
     vocab = padded(max(room // problem.num_rows, fewest), 256)
@@ -408,7 +422,7 @@ class _Gradients:
             found[i] = g if g is not None else found[i]
         return found
 
-    def add(self, block: maps.Block) -> None:
+    def add(self, block: Block) -> None:
         """Adds what a block contributes."""
         joined: set[int] = set()
         for i, node in self.dots.items():
@@ -448,8 +462,10 @@ class _Gradients:
         x = self.tensors[n]
         return x.select(0, batch if x.shape[0] > 1 else 0).select(0, 0)
 
-    def _sums_beside(self, block: maps.Block, i: int) -> dict[int, Tensor]:
-        """Gradients to tensors of rows whose elements have the dot's heads: by node, a place."""
+    def _row_sums_of_dot(self, block: Block, i: int) -> dict[int, Tensor]:
+        """Allocates the gradients of per-row tensors that the kernel of a dot product computes as
+        well.
+        """
         if self.out[2 * i] is None:
             return {}
         axis = self.program.dot_heads[i]
@@ -469,25 +485,25 @@ class _Gradients:
         """
         return self.problem.captures[i].shape == self.problem.row_shape(axis)
 
-    def _add_headed(self, block: maps.Block, i: int, node: int) -> set[int]:
+    def _add_headed(self, block: Block, i: int, node: int) -> set[int]:
         """Adds to operands of a dot with heads, and to captured tensors that come with it."""
         batch, rows, _ = block.at
         axis = self.program.dot_heads[i]
         at_dot = [j for j, n in enumerate(block.nodes) if n.op == "dot" and n.value == i]
-        beside = self._sums_beside(block, i)
-        sums = tuple((c, self.captures[c]) for c in beside)
+        row_sums = self._row_sums_of_dot(block, i)
+        sums = tuple((c, self.captures[c]) for c in row_sums)
         every = (node, *at_dot, *(n for _, n in sums))
         given = {**block.arguments, **block.reads(every, axis)}
         dq, dk = self.out[2 * i], self.out[2 * i + 1]
         if dq is not None:
-            for c, d in beside.items():
+            for c, d in row_sums.items():
                 given.update(row_argument(f"out{c}", d))
             mine = part(dq, batch, ALL, rows)
             given.update(row_kernels.operand_argument(f"da{i}", mine, f"da{i}_out"))
             launch = block.launch_of("dq", axis)
-            source = maps.rows_source(self.program, i, sums, block.is_exact)
+            source = rows_source(self.program, i, sums, block.is_exact)
             row_kernels.launch_rows(source, block.problem, dq.shape[1], launch, given)
-        for c, d in beside.items():
+        for c, d in row_sums.items():
             if not self._is_whole(c, axis):
                 self._add_rows(block, c, d)
         if dk is not None:
@@ -497,10 +513,10 @@ class _Gradients:
             given.update(row_kernels.operand_argument(f"db{i}", parts.select(0, 0), f"db{i}_out"))
             given.update({f"db{i}_share": parts.stride(0), "num_splits": splits, "ADD": True})
             launch = block.launch_of("dk", axis)
-            source = maps.columns_source(self.program, i, block.is_exact)
+            source = columns_source(self.program, i, block.is_exact)
             num_heads = dk.shape[1] * splits
             row_kernels.launch_columns(source, block.problem, num_heads, launch, given)
-        return set(beside)
+        return set(row_sums)
 
     def _shares_of(self, i: int, batch: slice, splits: int) -> Tensor:
         """Returns where blocks of these batch elements add to the gradient of a column operand."""
@@ -522,19 +538,21 @@ class _Gradients:
         mine = part(dk, batch)
         mine += parts.sum(0)
 
-    def _place_of(self, block: maps.Block, i: int) -> Tensor:
+    def _place_of(self, block: Block, i: int) -> Tensor:
         """Returns where a block adds to the gradient of a tensor of rows."""
         target = self.out[2 * len(self.problem.operands) + i]
         assert target is not None
         return part(target, block.at[0], ALL, block.at[1])
 
-    def _add_rows(self, block: maps.Block, i: int, d: Tensor) -> None:
+    def _add_rows(self, block: Block, i: int, d: Tensor) -> None:
         """Adds a block's gradient to a tensor of rows."""
         into = self._place_of(block, i)
         into += d if d.shape == into.shape else d.sum_to_size(into.shape)
 
-    def add_capture(self, block: maps.Block, i: int, node: int) -> None:
-        """The sum of a node's elements over what a captured tensor does not have."""
+    def add_capture(self, block: Block, i: int, node: int) -> None:
+        """Adds the gradient of a captured tensor: a sum over the dimensions that it broadcasts
+        along.
+        """
         batch, rows, keys = block.at
         kind = self.program.captures[i].kind
         target = self.out[2 * len(self.problem.operands) + i]
@@ -546,7 +564,7 @@ class _Gradients:
             block.sums({0: (node, SUM)}, axis, row_argument("out0", d))
             self._add_rows(block, i, d)
             return
-        found = block.masked_map(node)
+        found = block.masked_tensor(node)
         if kind == KEY:
             d = found.sum(1).unsqueeze(1)
             into = part(target, batch, ALL, keys)

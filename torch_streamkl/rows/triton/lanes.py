@@ -63,7 +63,9 @@ def merged_lanes(peak, row_sum):
 
 @triton.jit
 def store_blocks(to, x, carried, in_rows, j, num_keys, SIZE: tl.constexpr):
-    """Write the sums of the blocks of SIZE keys that end in a tile from key j on; what is left."""
+    """Writes the sums of the blocks of SIZE keys that end in a tile from key j on; returns the
+    unfinished sum.
+    """
     TILE: tl.constexpr = x.shape[1]
     GROUPS: tl.constexpr = TILE // SIZE
     if GROUPS * SIZE == TILE:

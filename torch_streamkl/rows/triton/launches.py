@@ -65,9 +65,7 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 
 
 def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
-    """Explains why the GPU has no kernels whose tiles hold these dots' operands; empty if it
-    has.
-    """
+    """Explains why no kernel's tiles fit these dot products on the GPU; empty if one fits."""
     q = problem.operands[0][0]
     if q.device.type != "cuda":
         return ""
@@ -207,7 +205,7 @@ def forward(problem: RowProblem, is_differentiated: bool) -> Result:
 
 
 def outputs_of(problem: RowProblem, result: Result) -> dict[str, Any]:
-    """Allocates what the passes of the forward write."""
+    """Allocates the outputs of the forward's passes."""
     found: dict[str, Any] = {}
     for c, parts in zip(problem.program.logsumexps, result.parts, strict=True):
         found.update({f"outp{c}": parts[0], f"outs{c}": parts[1]})
@@ -228,7 +226,7 @@ def backward(
     """
     program = problem.program
     plan = derive.backward_plan(program)
-    arguments = arguments_of(problem, result, seeds_of(problem, result, grads))
+    arguments = arguments_of(problem, result, cotangents_of(problem, result, grads))
     count = 2 * len(problem.operands)
     of_captures = needs_grad[count:]
     own = [bool(need) and _is_of_rows(program, i) for i, need in enumerate(of_captures)]
@@ -289,11 +287,11 @@ def _row_gradient(
     return total.sum_to_size(x.shape).to(x.dtype)
 
 
-def seeds_of(
+def cotangents_of(
     problem: RowProblem, result: Result, grads: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
-    """Returns the cotangents of torch_impl.seeds_of, in memory as kernels read them."""
-    seeds = torch_impl.seeds_of(problem, result, grads)
+    """Returns the cotangents of torch_impl.cotangents_of, in memory as kernels read them."""
+    seeds = torch_impl.cotangents_of(problem, result, grads)
     return {c: x.contiguous() for c, x in seeds.items()}
 
 

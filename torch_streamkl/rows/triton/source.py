@@ -32,7 +32,7 @@ def why_unsupported(program: Program, plan: BackwardPlan | None) -> str:
 
 
 def _start(w: Writer, block: str, positions: str) -> None:
-    """Writes which block of which head a program computes, the longest first.
+    """Writes the code that maps a program id to a block and a head, the longest blocks first.
 
     NOTE [Order of programs] in kernels/row_state.py.
     """
@@ -102,7 +102,7 @@ def sums_kernel(
 def _tile_of_keys(w: Writer, is_masked: bool) -> None:
     """Writes the elements of the keys from j on."""
     # a loop that is not empty begins at a tile's first key (scores.tiles), which the compiler
-    # cannot know: without it maps and pairs are loaded element by element
+    # cannot know: without it materialized nodes and pairs are loaded element by element
     w.line("n = tl.multiple_of(j + tl.arange(0, BLOCK_N), BLOCK_N)")
     w.load_columns(is_masked)
     if is_masked:
@@ -280,7 +280,7 @@ def maps_kernel(
         w.keep()
         for i in roots:
             w.line(f"total{i} = {w.kept(i, '0.0', is_masked=True)}")
-        # the map may be one that was read: by every thread, before any of them overwrites it
+        # the tensor may be one that was read: by every thread, before any of them overwrites it
         w.line("tl.debug_barrier()")
     w.line("inside = (m[:, None] < num_rows) & (n[None, :] < num_keys)")
     for i in roots:

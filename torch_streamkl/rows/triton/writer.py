@@ -18,6 +18,10 @@ from torch_streamkl.program.steps import Step, used_by
 from torch_streamkl.rows.program import KEY, ROW, Program
 
 CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
+# operations of nodes that a kernel loads
+LOADED = frozenset(
+    ["const", "reduction", "seed", "row_index", "key_index", "capture", "materialized"]
+)
 LOG2E = math.log2(math.e)
 INF = "float('inf')"
 
@@ -100,7 +104,7 @@ class Writer:
     def _own_shape(self, index: int) -> str:
         node = self.nodes[index]
         match node.op:
-            case "dot" | "map":
+            case "dot" | "materialized":
                 return OF_BOTH
             case "seed" if node.by_key:
                 return OF_BOTH
@@ -114,7 +118,7 @@ class Writer:
         return CONST
 
     def _is_loaded(self, op: str) -> bool:
-        return op in ("const", "reduction", "seed", "row_index", "key_index", "capture", "map")
+        return op in LOADED
 
     def scaled(self, index: int) -> Scaled | None:
         """Returns a plain score, whose factor may be folded into another."""
@@ -122,7 +126,7 @@ class Writer:
             return None
         node = self.nodes[index]
         match node.op:
-            case "dot" | "map":
+            case "dot" | "materialized":
                 return Scaled(self.name(index), 1.0)
             case "detach" | "expand_heads":
                 return self.scaled(node.args[0])
@@ -191,14 +195,14 @@ class Writer:
         return f"{self.name(index)} * {LOG2E!r}"
 
     def _own_score(self, x: int, number: int) -> Scaled | None:
-        """A plain score that a log-sum-exp is of: no mask has made all of its elements alike.
+        """Returns the plain score under a log-sum-exp, if no mask changes its elements.
 
         Where one has, one number in place of two parts would lose the count of keys.
         """
         return self.scaled(x) if self.program.reductions[number].node == x else None
 
     def _total(self, row: int) -> str:
-        """A log-sum-exp as one number, 0 where it has no keys."""
+        """Returns a log-sum-exp as one number, 0 for rows without keys."""
         return f"tl.where(v{row} == float('-inf'), 0.0, v{row})"
 
     def _difference(self, a: int, b: int) -> str:
@@ -218,7 +222,9 @@ class Writer:
         return f"{x} - {y}"
 
     def _guarded_product(self, a: int, b: int) -> str:
-        """0 where a factor is: only a factor next to one that may be infinite is looked at."""
+        """Writes a product that is 0 if a factor is 0; only a factor next to a possibly infinite
+        one is tested.
+        """
         x, y = self.name(a), self.name(b)
         if self.nodes[a].is_finite:
             return f"tl.where({x} == 0, 0.0, {x} * {y})"
@@ -227,7 +233,7 @@ class Writer:
         return OPERATIONS["mul0"].triton.format(x, y)
 
     def _inverse(self, a: int, b: int) -> str | None:
-        """One division for a row or a key, where many elements are divided by it."""
+        """Writes one division per row or key, if many elements are divided by the same value."""
         if self.shape[b] not in (OF_ROW, OF_KEY) or self.shape[a] in (self.shape[b], CONST):
             return None
         value = f"1.0 / {self.name(b)}"
@@ -235,7 +241,9 @@ class Writer:
         return add(f"v{b}inverse", value)
 
     def _split_logarithm(self, a: int, b: int) -> str | None:
-        """log(a / b) of a key and a row as a difference, NaN where the quotient is negative."""
+        """Writes log(a / b) of a key's and a row's value as a difference, NaN for a negative
+        quotient.
+        """
         if {self.shape[a], self.shape[b]} != {OF_ROW, OF_KEY}:
             return None
         logs, signs = [], []
@@ -268,9 +276,9 @@ class Writer:
         for i in self.leaves("capture"):
             self.take(f"c{i}", *(f"c{i}_{s}" for s in "bhmn"))
             self.line(f"c{i}_p = c{i} + {batch} * c{i}_b + {head} * c{i}_h")
-        for i in self.leaves("map"):
-            self.take(f"map{i}", f"map{i}_b", f"map{i}_m")
-            self.line(f"map{i}_p = map{i} + {batch} * map{i}_b")
+        for i in self.leaves("materialized"):
+            self.take(f"tensor{i}", f"tensor{i}_b", f"tensor{i}_m")
+            self.line(f"tensor{i}_p = tensor{i} + {batch} * tensor{i}_b")
         for kind, prefix in (("reduction", "r"), ("seed", "g")):
             for i in self.leaves(kind):
                 self.take(f"{prefix}{i}", f"{prefix}{i}_b", f"{prefix}{i}_h")
@@ -328,7 +336,9 @@ class Writer:
             self.line(f"{name} = {value}")
 
     def _load_parts(self, index: int, i: int) -> None:
-        """Largest element and logarithm of the rest of a log-sum-exp, 0 where it has no keys."""
+        """Loads a log-sum-exp as its maximum and the logarithm of the rest, 0 for rows without
+        keys.
+        """
         low = "float('-inf')"
         if self.program.reductions[i].kind == MAX:
             self.line(f"v{index} = tl.where(v{index} == {low}, 0.0, v{index})")
@@ -374,7 +384,7 @@ class Writer:
         """
         inside = "(in_rows & in_keys)" if is_checked else "in_rows"
         written = inside
-        if is_checked and self.leaves("map"):
+        if is_checked and self.leaves("materialized"):
             written = self._written(inside)
         for index in self.order:
             node = self.nodes[index]
@@ -387,18 +397,18 @@ class Writer:
                 block = f"(n64 + first_key) // {self.program.reductions[i].size}"
                 place = f"g{i}_p + m64 * g{i}_m + {block}"
                 self.line(f"v{index} = tl.load({place}, mask={inside}, other=0.0)")
-            elif node.op == "map":
-                place = f"map{i}_p + m64 * map{i}_m + n64"
+            elif node.op == "materialized":
+                place = f"tensor{i}_p + m64 * tensor{i}_m + n64"
                 cast = " != 0" if node.dtype == "bool" else ".to(tl.float32)"
                 self.line(f"v{index} = tl.load({place}, mask={written}, other=0){cast}")
             else:
                 self.line(f"v{index} = {self.expressions[index]}")
 
     def _written(self, inside: str) -> str:
-        """Marks where a map was written: not in its tiles of which no row has a key.
+        """Masks the loads of a materialized node in tiles that no kernel has written.
 
-        Up to a multiple of 16 keys, which no tile is narrower than: masked by single keys, a map
-        would be loaded key by key.
+        Up to a multiple of 16 keys, which no tile is narrower than: masked by single keys, a
+        tensor would be loaded key by key.
         """
         keys = self.program.keys
         parts, stop = [inside], "valid" if keys.has_lengths else ""
@@ -425,7 +435,7 @@ class Writer:
             self.line(f"keep &= tl.load({place}, mask=keep, other=0) != 0")
 
     def kept(self, index: int, other: str, is_masked: bool) -> str:
-        """Returns an element where its key takes part, over the whole tile."""
+        """Returns an element over the whole tile, replaced where its key is excluded."""
         x = self.name(index)
         if not is_masked and self.shape[index] == OF_BOTH:
             return x

@@ -44,7 +44,7 @@ ELEMENTS = TritonLaunch(4, 1024, 4, 1)
 INTERPRETED = TritonLaunch(4, 32, 4, 1)
 
 
-# ------------------------------------------------------------------------ which maps there are
+# ------------------------------------------------------------------------ what is materialized
 
 
 @functools.lru_cache(maxsize=256)
@@ -58,15 +58,15 @@ def nodes_of(program: Program, which: str) -> tuple[Step, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _behind_maps(program: Program, which: str) -> tuple[bool, ...]:
-    """Marks the nodes that a map enters."""
+def _reads_materialized(program: Program, which: str) -> tuple[bool, ...]:
+    """Marks the nodes that are computed from a materialized node."""
     found: list[bool] = []
     for node in nodes_of(program, which):
-        found.append(_is_own_map(program, node) or any(found[a] for a in node.args))
+        found.append(_is_materialized(program, node) or any(found[a] for a in node.args))
     return tuple(found)
 
 
-def _is_own_map(program: Program, node: Step) -> bool:
+def _is_materialized(program: Program, node: Step) -> bool:
     """Tells nodes that no kernel computes inside of a tile."""
     if node.op == "capture":
         return program.captures[int(node.value)].kind in (COLUMNS, VALUES)
@@ -74,21 +74,21 @@ def _is_own_map(program: Program, node: Step) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _with_maps(
+def _with_materialized(
     program: Program, which: str, roots: tuple[int, ...], axis: int
 ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
     """Rewrites nodes for a kernel over the heads of an axis, and lists the tensors it reads.
 
-    Elements that all heads share, and that come from maps, are one map.
+    Elements that all heads share, and that come from materialized nodes, are one tensor.
     """
-    nodes, behind = list(nodes_of(program, which)), _behind_maps(program, which)
+    nodes, depends = list(nodes_of(program, which)), _reads_materialized(program, which)
     found: list[int] = []
     seen, stack = set(roots), list(roots)
     while stack:
         i = stack.pop()
         node = nodes[i]
-        is_shared = bool(axis) and not node.head and node.by_key and behind[i]
-        if _is_own_map(program, node) or is_shared:
+        is_shared = bool(axis) and not node.head and node.by_key and depends[i]
+        if _is_materialized(program, node) or is_shared:
             found.append(i)
             continue
         for a in node.args:
@@ -96,22 +96,24 @@ def _with_maps(
                 seen.add(a)
                 stack.append(a)
     for i in found:
-        nodes[i] = Step("map", (), i, nodes[i].dtype, 0, True, nodes[i].is_finite)
+        nodes[i] = Step("materialized", (), i, nodes[i].dtype, 0, True, nodes[i].is_finite)
     return tuple(nodes), tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=512)
-def every_map(program: Program, which: str, roots: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """Returns all maps that nodes need, which are given with their axis of heads."""
+def nodes_to_materialize(
+    program: Program, which: str, roots: tuple[tuple[int, int], ...]
+) -> tuple[int, ...]:
+    """Returns the materialized nodes that the given nodes need, each with its axis of heads."""
     nodes = nodes_of(program, which)
     found: set[int] = set()
     stack = list(roots)
     while stack:
         i, axis = stack.pop()
-        for each in _with_maps(program, which, (i,), axis)[1]:
+        for each in _with_materialized(program, which, (i,), axis)[1]:
             if each not in found:
                 found.add(each)
-                stack += _insides(nodes, each)
+                stack += _inputs_of(nodes, each)
     return tuple(sorted(found))
 
 
@@ -120,8 +122,8 @@ def dots_of(program: Program, axis: int) -> list[int]:
     return [i for i, head in enumerate(program.dot_heads) if head == axis]
 
 
-def _insides(nodes: Sequence[Step], i: int) -> list[tuple[int, int]]:
-    """Returns what a map is computed from, with the axis of heads."""
+def _inputs_of(nodes: Sequence[Step], i: int) -> list[tuple[int, int]]:
+    """Returns the nodes that a materialized node is computed from, with their axis of heads."""
     node = nodes[i]
     if node.op == "sum_heads":
         return [(node.args[0], nodes[node.args[0]].head)]
@@ -139,13 +141,15 @@ def read_twice(program: Program) -> tuple[int, ...]:
     found: list[set[int]] = []
     for which, roots in ((DIFFERENTIATED, forward), (BACKWARD, backward)):
         nodes = nodes_of(program, which)
-        found.append(set(every_map(program, which, tuple((n, nodes[n].head) for n in roots))))
+        found.append(
+            set(nodes_to_materialize(program, which, tuple((n, nodes[n].head) for n in roots)))
+        )
     own = enumerate(program.nodes)  # with which the nodes of both begin
     return tuple(i for i, n in own if n.op == "sum_heads" and all(i in x for x in found))
 
 
-def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
-    """Returns an uninitialised map of a block, or of everything."""
+def new_buffer(problem: RowProblem, dtype: torch.dtype) -> Tensor:
+    """Allocates a materialized node of a block, or of all rows."""
     # rows start aligned, which the fast matmuls need
     shape = (problem.batch, problem.num_rows, padded(problem.num_keys))
     x = problem.operands[0][0].new_empty(shape, dtype=dtype)
@@ -153,10 +157,10 @@ def new_map(problem: RowProblem, dtype: torch.dtype) -> Tensor:
 
 
 def multiplied(problem: RowProblem, dot: int, out: Tensor | None = None) -> Tensor:
-    """Returns the map of a dot without heads: a matmul of torch."""
+    """Computes a dot product without heads by a matmul of torch."""
     q, k = problem.operands[dot]
     if out is None:
-        out = new_map(problem, q.dtype)
+        out = new_buffer(problem, q.dtype)
     for b in range(out.shape[0]):
         rows, vocab = (x.select(0, b).select(0, 0) for x in (q, k))
         torch.mm(rows, vocab.t(), out=out.select(0, b))
@@ -175,13 +179,13 @@ def _sums_source(
     is_exact: bool,
 ) -> Source:
     roots = tuple(node for _, node, _ in slots)
-    nodes = _with_maps(program, which, roots, axis)[0]
+    nodes = _with_materialized(program, which, roots, axis)[0]
     listed = {s: (node, kind) for s, node, kind in slots}
     return row_source.sums_kernel(program, nodes, listed, is_exact)
 
 
 @functools.lru_cache(maxsize=512)
-def _maps_source(
+def _elements_source(
     program: Program,
     which: str,
     roots: tuple[int, ...],
@@ -189,15 +193,15 @@ def _maps_source(
     is_exact: bool,
     has_one_key_head: bool = False,
 ) -> Source:
-    nodes = _with_maps(program, which, roots, axis)[0]
+    nodes = _with_materialized(program, which, roots, axis)[0]
     return row_source.maps_kernel(program, nodes, roots, is_exact, axis != 0, has_one_key_head)
 
 
 @functools.lru_cache(maxsize=512)
 def _element_source(program: Program, which: str, node: int, is_exact: bool) -> Source:
-    """Writes the source of a map that is an expression of others: it is not read itself."""
+    """Writes the kernel of a materialized node that is computed from other materialized nodes."""
     given = nodes_of(program, which)
-    args = _with_maps(program, which, given[node].args, 0)[0]
+    args = _with_materialized(program, which, given[node].args, 0)[0]
     nodes = [*args[:node], given[node], *args[node + 1 :]]
     return row_source.maps_kernel(program, nodes, (node,), is_exact, is_summed=False)
 
@@ -210,7 +214,7 @@ def rows_source(
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
     every = (node, *(n for _, n in sums))
-    nodes = _with_maps(program, BACKWARD, every, program.dot_heads[dot])[0]
+    nodes = _with_materialized(program, BACKWARD, every, program.dot_heads[dot])[0]
     return row_source.rows_kernel(program, nodes, {dot: node}, dict(sums), is_exact)
 
 
@@ -219,7 +223,7 @@ def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
     """Writes a kernel of the gradient to a dot's column operand."""
     node = derive.backward_plan(program).dots[dot]
     assert node is not None
-    nodes = _with_maps(program, BACKWARD, (node,), program.dot_heads[dot])[0]
+    nodes = _with_materialized(program, BACKWARD, (node,), program.dot_heads[dot])[0]
     return row_source.columns_kernel(program, nodes, dot, node, is_exact)
 
 
@@ -261,37 +265,37 @@ class Block:
             "offset": problem.num_keys - problem.num_rows + rows.start - keys.start,
         }
         self.is_exact = row_kernels.is_exact(problem)
-        self.maps: dict[int, Tensor] = {} if is_first else kept
+        self.tensors: dict[int, Tensor] = {} if is_first else kept
         self.places = kept if is_first else {}
 
-    def share(self, maps: dict[int, Tensor], seeds: dict[int, Tensor]) -> None:
-        """Use maps of the program's own nodes, and gradients to reductions, of these rows."""
-        self.maps.update(maps)
+    def share(self, tensors: dict[int, Tensor], seeds: dict[int, Tensor]) -> None:
+        """Takes over tensors of the program's own nodes, and gradients of its reductions."""
+        self.tensors.update(tensors)
         for c, x in seeds.items():
             self.arguments.update(row_kernels.row_argument(f"g{c}", x))
 
     @property
-    def own_maps(self) -> dict[int, Tensor]:
-        """Returns the maps of the program's own nodes, with which those of every plan begin."""
-        return {i: x for i, x in self.maps.items() if i < len(self.program.nodes)}
+    def own_tensors(self) -> dict[int, Tensor]:
+        """Returns the tensors of the program's own nodes, which come first in every plan."""
+        return {i: x for i, x in self.tensors.items() if i < len(self.program.nodes)}
 
-    def map(self, i: int) -> Tensor:
-        """Returns a map, computed when it is first needed."""
-        if i not in self.maps:
-            self.maps[i] = self._computed(i)
-        return self.maps[i]
+    def tensor(self, i: int) -> Tensor:
+        """Returns a materialized node, which is computed when it is first needed."""
+        if i not in self.tensors:
+            self.tensors[i] = self._computed(i)
+        return self.tensors[i]
 
-    def masked_map(self, i: int) -> Tensor:
-        """A map that is 0 where a key takes no part.
+    def masked_tensor(self, i: int) -> Tensor:
+        """Returns a materialized node with 0 at the keys that take no part.
 
         Only a sum over heads is not written so: every reader masks it, and tiles of which no row
         has a key are not written at all.
         """
-        x = self.map(i)
+        x = self.tensor(i)
         if self.nodes[i].op == "sum_heads" and self.program.keys != Keys():
-            source = _maps_source(self.program, self.which, (i,), 0, self.is_exact)
+            source = _elements_source(self.program, self.which, (i,), 0, self.is_exact)
             given = {**self.reads((i,), 0), **_place(f"to{i}", x)}
-            self._start_maps(source, self._elements(), 1, given)
+            self._start_elements(source, self._elements(), 1, given)
         return x
 
     def _computed(self, i: int) -> Tensor:
@@ -306,8 +310,8 @@ class Block:
                 axis = self.nodes[inside].head
                 out = self.places.get(i)
                 if out is None:
-                    out = new_map(self.problem, torch.float32)
-                source = _maps_source(
+                    out = new_buffer(self.problem, torch.float32)
+                source = _elements_source(
                     self.program,
                     self.which,
                     (inside,),
@@ -317,12 +321,12 @@ class Block:
                 )
                 more = {**self.reads((inside,), axis), **_place(f"to{inside}", out)}
                 launch = self.launch_of("mean", axis)
-                self._start_maps(source, launch, self.whole.num_heads(axis), more)
+                self._start_elements(source, launch, self.whole.num_heads(axis), more)
                 return out
-        out = new_map(self.problem, torch.float32)
+        out = new_buffer(self.problem, torch.float32)
         source = _element_source(self.program, self.which, i, self.is_exact)
         more = {**self.reads(node.args, 0), **_place(f"to{i}", out)}
-        self._start_maps(source, self._elements(), 1, more)
+        self._start_elements(source, self._elements(), 1, more)
         return out
 
     def _has_one_key_head(self, axis: int) -> bool:
@@ -346,10 +350,10 @@ class Block:
         return out.narrow(-1, 0, p.num_keys)
 
     def reads(self, roots: Sequence[int], axis: int) -> dict[str, Any]:
-        """Returns the maps that a kernel of these nodes reads."""
+        """Returns the tensors that a kernel of these nodes reads."""
         found: dict[str, Any] = {}
-        for i in _with_maps(self.program, self.which, tuple(roots), axis)[1]:
-            found.update(_place(f"map{i}", self.map(i)))
+        for i in _with_materialized(self.program, self.which, tuple(roots), axis)[1]:
+            found.update(_place(f"tensor{i}", self.tensor(i)))
         return found
 
     def launch_of(self, kernel: str, axis: int) -> TritonLaunch:
@@ -368,7 +372,7 @@ class Block:
     def _elements(self) -> TritonLaunch:
         return ELEMENTS if self.problem.operands[0][0].device.type == "cuda" else INTERPRETED
 
-    def _start_maps(
+    def _start_elements(
         self, source: Source, launch: TritonLaunch, num_heads: int, more: dict[str, Any]
     ) -> None:
         num_blocks = ceil_div(self.problem.num_rows, launch.block_m)
@@ -407,7 +411,7 @@ class Block:
         return replace(ROW_SUMS, block_n=keys, num_warps=max(1, keys // 512))
 
     def element_gradients(self, roots: dict[int, int]) -> dict[int, Tensor]:
-        """Returns gradients to dot products without heads, in place of the map of them."""
+        """Returns gradients to dot products without heads, in place of the dot products."""
         nodes = tuple(roots.values())
         reads = self.reads(nodes, 0)
         out = {}
@@ -416,10 +420,10 @@ class Block:
                 (i for i, n in enumerate(self.nodes) if n.op == "dot" and n.value == dot), -1
             )
             dtype = self.problem.operands[dot][0].dtype
-            out[dot] = self.maps[at] if at in self.maps else new_map(self.problem, dtype)
+            out[dot] = self.tensors[at] if at in self.tensors else new_buffer(self.problem, dtype)
             reads.update(_place(f"to{node}", out[dot]))
-        source = _maps_source(self.program, self.which, nodes, 0, self.is_exact)
-        self._start_maps(source, self._elements(), 1, reads)
+        source = _elements_source(self.program, self.which, nodes, 0, self.is_exact)
+        self._start_elements(source, self._elements(), 1, reads)
         return out
 
 

@@ -29,7 +29,7 @@ EXACT = {"add", "sub", "mul", "mul0", "div", "div0", "neg", "float", "log", "exp
 EXACT |= {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "detach"}
 
 
-def seeds_of(
+def cotangents_of(
     problem: RowProblem,
     result: Result,
     loss: RowLoss,
@@ -42,7 +42,7 @@ def seeds_of(
     if source is None:
         grads = losses.gradients(problem, loss, dict(enumerate(result.reductions)), tensors, at)
         ordered = [grads.get(c) for c in program.outputs]
-        return row_kernels.seeds_of(problem.of_block(*at), result, ordered)
+        return row_kernels.cotangents_of(problem.of_block(*at), result, ordered)
     num_rows = at[1].stop - at[1].start
     out = result.reductions[0].new_empty(len(program.reductions), 1, 1, num_rows)
     arguments: dict[str, Any] = {"num_rows": num_rows, "out": out}
@@ -58,7 +58,7 @@ def seeds_of(
 
 @functools.lru_cache(maxsize=256)
 def _source(program: Program, loss: RowLoss) -> Source | None:
-    """The kernel's text; None where it would not compute what torch does."""
+    """Writes the kernel; returns None if it would not compute exactly what torch does."""
     nodes, slopes = loss.slopes
     arguments, lines = ["num_rows", "out"], []
 
