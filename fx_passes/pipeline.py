@@ -119,7 +119,7 @@ def rewrite(
                 report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
                 reason = f"it is in {owner_of(gm, name)}"
-                report.extend(not_fused(reason, child.graph))
+                report.extend(not_fused(reason, child.graph, is_body=True))
 
         if has_dtensors(gm.graph):  # which row programs do not run on
             options = replace(options, row_programs=False)
@@ -363,7 +363,7 @@ def _fuse_program(
     except Unsupported as blocked:
         reason, left = str(blocked), ""
     is_fused = not reason and not left
-    site = Site(is_fused, "row_program", form, reason, "", node=name, left=left)
+    site = Site(is_fused, "row_program", form, reason, "", node=name, skipped=left)
     site = replace(site, hint=hint_for(reason) if reason else FORCE_SIZE if left else "")
     places = (location_of(node) for node in nodes)
     return [replace(site, location=location, code=code) for location, code in places]
@@ -378,7 +378,7 @@ def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
         return None
     kind, form = describe(candidate.plan)
     place = location_of(candidate.node)
-    left = Site(False, kind, form, "", *place, node=candidate.node.name, left=size)
+    left = Site(False, kind, form, "", *place, node=candidate.node.name, skipped=size)
     return replace(left, hint=FORCE_SIZE)
 
 

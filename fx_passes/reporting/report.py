@@ -20,13 +20,13 @@ class Site:
     code: str = ""  # that line
     bytes_saved: int = 0  # an equal share of what the losses of its graph save
     hint: str = ""  # a hint: what would make it fusable
-    blocked_at: str = ""  # file:line of the unsupported operation, where that is another line
+    unsupported_at: str = ""  # file:line of the unsupported operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
     check: str = ""  # what came of running it against the code that it replaces
     # why a loss that could be fused is skipped: its size, and the threshold
-    left: str = ""
+    skipped: str = ""
     node: str = field(default="", compare=False)  # the replaced value's name in the graph
-    blocked_code: str = ""  # the line of the unsupported operation
+    unsupported_code: str = ""  # the line of the unsupported operation
     is_required: bool = True  # False for a sum that is no divergence: `strict` does not ask for it
     warning: str = ""  # of a loss that is fused and is probably not what was meant
     also: str = ""  # what is computed in the same pass
@@ -87,6 +87,8 @@ class Report:
         failures: exceptions of the analysis. The graph is then not fused.
         not_analysed: the number of graphs with losses that were not analysed.
         not_scanned: why remaining and elsewhere may be incomplete.
+        num_large: the number of different shapes of score- and logit-sized tensors in the programs
+            as they are written.
         num_graphs: the number of analysed graphs. Graphs from a cache do not count.
     """
 
@@ -103,6 +105,7 @@ class Report:
     breaks: list[GraphBreak] = field(default_factory=list)
     not_scanned: list[str] = field(default_factory=list)  # why what remains is not known
     num_graphs: int = 0  # that were analysed: compiled, and not found in a cache
+    num_large: int = 0  # shapes of scores and logits in the programs as they are written
     num_not_ours: int = 0  # graphs that Dynamo gave to other compilers, if none was analysed
     num_cached: int = 0  # graphs that AOTAutograd found in its cache, if none was analysed
 
@@ -114,7 +117,12 @@ class Report:
     @property
     def num_unfused(self) -> int:
         """Counts the divergences that are not fused. Skipped losses do not count."""
-        return sum(not (site.fused or site.left) and site.is_required for site in self.sites)
+        return sum(not (site.fused or site.skipped) and site.is_required for site in self.sites)
+
+    @property
+    def num_skipped(self) -> int:
+        """Counts the losses that could be fused and are skipped for their size."""
+        return sum(bool(site.skipped) for site in self.sites)
 
     @property
     def num_remaining(self) -> int:
@@ -133,14 +141,21 @@ class Report:
 
     @property
     def is_complete(self) -> bool:
-        """True if everything was analysed; otherwise more tensors may remain than are listed."""
-        return not (self.not_analysed or self.failures or self.not_scanned)
+        """True if graphs were analysed, and all of them in whole.
+
+        Otherwise more tensors may remain than are listed.
+        """
+        return not (self.is_empty or self._has_gaps)
 
     @property
     def is_empty(self) -> bool:
         """True if no graph was analysed, so that nothing is known."""
         known = (self.sites, self.remaining, self.elsewhere, self.outside, self.notes)
-        return not self.num_graphs and self.is_complete and not any(known)
+        return not (self.num_graphs or self._has_gaps or any(known))
+
+    @property
+    def _has_gaps(self) -> bool:
+        return bool(self.not_analysed or self.failures or self.not_scanned)
 
     def extend(self, other: Report) -> None:
         """Adds the losses, tensors and counts of another report to this one."""
@@ -154,6 +169,7 @@ class Report:
         self.unrecognized += other.unrecognized
         self.not_scanned += other.not_scanned
         self.num_graphs += other.num_graphs
+        self.num_large += other.num_large
         self.num_not_ours += other.num_not_ours
         self.num_cached += other.num_cached
         self.breaks += [x for x in other.breaks if x not in self.breaks]

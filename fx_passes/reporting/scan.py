@@ -32,6 +32,7 @@ class Scan:
 
     def add_to(self, report: Report, gm: fx.GraphModule) -> None:
         """Adds what was found to a report; ``gm`` is the rewritten graph."""
+        report.num_large += len(self.shapes.shapes)
         try:
             ended = break_after(gm)
             if ended is not None:

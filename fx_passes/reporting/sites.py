@@ -32,13 +32,16 @@ from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 from torch_streamkl.fx_passes.reporting.unrecognized import CHECKPOINT, called
 
 
-def not_fused(reason: str, graph: fx.Graph) -> Report:
-    """Returns sites of a graph that is not analysed."""
+def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
+    """Returns sites of a graph that is not analysed.
+
+    ``is_body``: of a higher-order operator's body, whose tensors have the sizes that they say.
+    """
     hint = hint_for(reason)
     sites = [
         Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
     ]
-    return Report(sites, not_analysed=1 if sites else 0)
+    return Report(sites, not_analysed=int(bool(sites) and not is_body))
 
 
 def unfused_sites(
@@ -82,8 +85,8 @@ def unfused_sites(
                 location,
                 code,
                 hint=hint_for(reason),
-                blocked_at="" if elsewhere == location else elsewhere,
-                blocked_code="" if elsewhere == location else line,
+                unsupported_at="" if elsewhere == location else elsewhere,
+                unsupported_code="" if elsewhere == location else line,
             ),
         )
     return data_parallel.named(sites.values(), [node_of(trace, node) for node in found])
