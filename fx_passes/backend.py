@@ -301,7 +301,7 @@ def rewrite_and_report(
             source_digest(),
             is_compiled=ours.inner != "aot_eager",  # "eager" is explain()
         )
-    reword(report)
+    reword(report, gm.graph)
     alone = (
         run_without_inductor.runs_without_inductor(gm)
         if may_run_without_inductor and report.num_fused

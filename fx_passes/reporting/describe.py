@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from torch import fx
@@ -14,6 +13,7 @@ from torch_streamkl.fx_passes.domain.scores import ScoreKey, Scores
 from torch_streamkl.fx_passes.domain.values import Distribution
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_zero
+from torch_streamkl.fx_passes.fx_utils.user_names import user_name
 from torch_streamkl.fx_passes.planning.plan import Call, Plan
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan
 from torch_streamkl.fx_passes.reporting.spoken import (
@@ -107,8 +107,7 @@ def _operand(node: fx.Node) -> str:
         node = node.all_input_nodes[0]
     if node.op != "placeholder":
         return name_of(node).split(".")[-1]
-    name = re.sub("^[lL]_|_$", "", re.sub("_(modules|parameters|buffers)_", ".", node.name))
-    return re.sub(r"^args_(\d+)$", r"argument \1", name)  # of explain()
+    return user_name(node)
 
 
 def warning_of(planned: Plan) -> str:

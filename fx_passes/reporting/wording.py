@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from torch import fx
+
+from torch_streamkl.fx_passes.fx_utils.user_names import with_user_names
 from torch_streamkl.fx_passes.reporting.report import Report
 
 _PROBABILITIES = "attention or vocabulary probabilities"
@@ -53,10 +56,13 @@ def as_sentence(reason: str) -> str:
     return reason
 
 
-def reword(report: Report) -> None:
-    """Says the reasons of a report of the analysis in sentences."""
+def reword(report: Report, graph: fx.Graph) -> None:
+    """Says the reasons of a report of the analysis in sentences, with the user's names."""
+    inputs = graph.find_nodes(op="placeholder")
     report.sites[:] = [
-        replace(site, reason=as_sentence(site.reason)) if site.reason else site
+        replace(site, reason=with_user_names(as_sentence(site.reason), inputs))
+        if site.reason
+        else site
         for site in report.sites
     ]
     report.unrecognized[:] = [_unrecognized(text) for text in report.unrecognized]
