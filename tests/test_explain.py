@@ -112,7 +112,7 @@ def test_averaged_teachers_say_what_they_cost() -> None:
     (site,) = torch_streamkl.explain(indexer, q, k, teacher).sites
     assert site.fused
     assert site.runs.startswith(f"{BLOCKS}, ")  # query tiles have no averaged heads
-    assert "the mean of 4 teacher heads made again in the backward" in site.runs
+    assert "the mean of 4 distributions is computed again in the backward" in site.runs
 
 
 def test_sizes_of_data_are_a_reason() -> None:

@@ -272,9 +272,9 @@ ADVICE = (
         "select rows of the logits themselves, in the order that the hidden states have",
     ),
     Advice(
-        "the student's probabilities are averaged over heads",
-        "student's probabilities are averaged",
-        "only the mean of the teacher's probabilities over heads fuses, not the student's",
+        "the probabilities of both sides are averaged over heads",
+        "probabilities of both sides are averaged",
+        "the mean over heads of one side fuses, of both it does not",
     ),
     Advice(
         "NaN or infinity is read by the code after the loss",

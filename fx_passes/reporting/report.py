@@ -18,7 +18,7 @@ class Site:
     reason: str  # empty when fused, otherwise what the operators do not support
     location: str  # file:line of the user's code
     code: str = ""  # that line
-    bytes_saved: int = 0  # an equal share of what the losses of its graph save
+    bytes_saved: int = 0  # of what several losses read, an equal share
     hint: str = ""  # a hint: what would make it fusable
     unsupported_at: str = ""  # file:line of the unsupported operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
@@ -29,6 +29,7 @@ class Site:
     unsupported_code: str = ""  # the line of the unsupported operation
     is_required: bool = True  # False for a sum that is no divergence: `strict` does not ask for it
     warning: str = ""  # of a loss that is fused and is probably not what was meant
+    num_sharing: int = 1  # losses that read some of what it saves, itself included
     also: str = ""  # what is computed in the same pass
     # which scores are the student's, which the teacher's, and who needs a gradient
     roles: str = field(default="", compare=False)

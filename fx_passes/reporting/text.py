@@ -144,8 +144,7 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     rows.append(("also", site.also))
     if site.fused:
         rows += [("runs", site.runs), ("check", site.check.removeprefix("check "))]
-        each = " each" if count > 1 else ""
-        rows.append(("saved", bytes_text(site.bytes_saved) + each))
+        rows.append(("saved", _saved(site, count)))
     elif site.skipped:
         rows.append(("skipped", site.skipped))
     else:
@@ -154,6 +153,13 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     rows += [("hint", site.hint), ("warning", site.warning)]
     yield 0, f"{verdict:<14}{shown(site.location)}"
     yield from enumerate((f"     {name:<9} {text}" for name, text in rows if text), 1)
+
+
+def _saved(site: Site, count: int) -> str:
+    saved = bytes_text(site.bytes_saved) + (" each" if count > 1 else "")
+    if site.num_sharing == 1:
+        return saved
+    return f"{saved}, with an equal share of what {site.num_sharing} losses read together"
 
 
 def _all_remaining(report: Report) -> list[Remaining]:

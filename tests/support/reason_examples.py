@@ -124,8 +124,8 @@ def masked_after(q, k, r, u):
     return F.kl_div(s, t, reduction="none").masked_fill(s < -2, 1.0).sum(-1).mean()
 
 
-@example("the student's probabilities are averaged over heads")
-def averaged_student(q, k, r, u):
+@example("the probabilities of both sides are averaged over heads")
+def averaged_sides(q, k, r, u):
     s, t = (q @ k.mT).softmax(-1).mean(1), (r @ u.mT).softmax(-1).mean(1)
     return F.kl_div(s.log(), t, reduction="batchmean")
 
@@ -327,7 +327,7 @@ OF_DIVERGENCES = {
     "a distribution is detached in one place and not in another",
     "teacher and student are masked differently",
     "keys are masked after the softmax",
-    "the student's probabilities are averaged over heads",
+    "the probabilities of both sides are averaged over heads",
     "weights that vary along the keys",
     "keys are sliced away after the softmax",
     "an entropy alone",
