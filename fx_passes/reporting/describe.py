@@ -158,7 +158,7 @@ def warning_of(planned: Plan) -> str:
         return SWAPPED
     if any(has_log_of_log(f.expr) for f in found):
         return LOG_TARGET
-    return NO_LOG_TARGET if any(has_exp_of_probability(f.expr) for f in found) else ""
+    return NO_LOG_TARGET if any(map(has_exp_of_probability, found)) else ""
 
 
 def _without_condition(call: Call) -> Functional:

@@ -82,6 +82,8 @@ class Report:
             compiled program still materializes.
         elsewhere: tensors of that size that no recognised loss reads.
         unrecognized: for the tensors in elsewhere, why no loss was recognised.
+        unfused_comparisons: the places where two score- or logit-sized distributions are compared
+            by code that is not fused, recognised as a loss or not.
         outside: logits or probabilities that a graph returns to code that is not compiled.
         breaks: graph breaks, with their lines.
         notes: further facts, such as a cross-entropy that keeps the student's logits.
@@ -103,6 +105,7 @@ class Report:
     not_analysed: int = 0  # graphs with losses that are not fused as a whole
     elsewhere: list[Remaining] = field(default_factory=list)  # that no recognized loss reads
     unrecognized: list[str] = field(default_factory=list)  # why those belong to no loss
+    unfused_comparisons: list[str] = field(default_factory=list)  # places of unknown losses
     breaks: list[GraphBreak] = field(default_factory=list)
     not_scanned: list[str] = field(default_factory=list)  # why what remains is not known
     num_graphs: int = 0  # that were analysed: compiled, and not found in a cache
@@ -168,6 +171,7 @@ class Report:
         self.not_analysed += other.not_analysed
         self.elsewhere += other.elsewhere
         self.unrecognized += other.unrecognized
+        self.unfused_comparisons += other.unfused_comparisons
         self.not_scanned += other.not_scanned
         self.num_graphs += other.num_graphs
         self.num_large += other.num_large

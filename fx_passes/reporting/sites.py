@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import Recogniser
-from torch_streamkl.fx_passes.analysis.sites import ELSEWHERE, NOT_MADE, reason_of
+from torch_streamkl.fx_passes.analysis.sites import ELSEWHERE, LEAVES, NOT_MADE, reason_of
 from torch_streamkl.fx_passes.capture.preconditions import divergence_like
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
@@ -23,9 +23,10 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.planning.candidates import Plans
 from torch_streamkl.fx_passes.reporting import data_parallel
-from torch_streamkl.fx_passes.reporting.graph_breaks import break_before
+from torch_streamkl.fx_passes.reporting.graph_breaks import break_after, break_before
 from torch_streamkl.fx_passes.reporting.hints import hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
+from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
@@ -72,6 +73,8 @@ def unfused_sites(
             reason = _symbolic_number(origin) or reason
         if origin is not None and _is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
+        if blocker is not None:
+            reason = in_users_terms(reason, blocker, trace)
         reason = _with_place(reason, node, blocker or node, recognised)
         location, code = _place(node, trace)
         elsewhere, line = _place(blocker, trace) if blocker is not None else (location, "")
@@ -133,7 +136,8 @@ def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> lis
         if not _NO_OPERATION.search(reason) or name in TOLD:
             continue
         if not any(a in of_programs for a in node.all_input_nodes):
-            reason = f"in-place {reason}" if _IN_PLACE.match(reason) else reason
+            written = _IN_PLACE.match(reason)
+            reason = f"in-place {reason}" if written else in_users_terms(reason, node, trace)
             hint = hint_for(reason)
             sentence = f"{reason} at {shown(_place(node, trace)[0])}"
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
@@ -152,6 +156,8 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: Recogn
     origin = node_of(recognised.trace, site)
     if "modified in place" in reason:
         return _with_write(reason, site, recognised)
+    if reason == LEAVES and origin is not None:
+        return f"{reason}: {_where_graph_ends(origin.graph)}"
     if origin is None or not _OUTSIDE.search(reason):
         return reason
     ended = break_before(origin)
@@ -171,6 +177,16 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: Recogn
     else:
         said = "it is an input of the compiled function"
     return _OUTSIDE.sub(lambda found: f"{found[1]}: {said}", reason, count=1)
+
+
+def _where_graph_ends(graph: fx.Graph) -> str:
+    owner = graph.owning_module
+    ended = break_after(owner) if owner is not None else None
+    if ended is None:
+        return "it is an output"
+    return f"a graph break at {shown(ended.location)} ends it" + (
+        f": {ended.code}" if ended.code else ""
+    )
 
 
 def _with_write(reason: str, site: fx.Node, recognised: Recogniser) -> str:
