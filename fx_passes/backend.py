@@ -73,8 +73,10 @@ class PassesThroughDynamo(ShortenTraceback):
 class UnfusedError(PassesThroughDynamo):
     """Raised with the option ``strict`` if a loss of the graph is not fused.
 
-    It is raised while the graph is compiled, and its message has the report. A loss that is
-    skipped for its size does not raise.
+    It is raised while the graph is compiled, and its message has the report. A loss is what
+    compares two score- or logit-sized distributions, recognized or not, such as sorted
+    probabilities. A loss that is skipped for its size does not raise, nor does one distribution
+    alone: attention, cross-entropy with labels, an entropy.
     """
 
 
@@ -301,7 +303,7 @@ def rewrite_and_report(
             source_digest(),
             is_compiled=ours.inner != "aot_eager",  # "eager" is explain()
         )
-    reword(report)
+    reword(report, gm.graph)
     alone = (
         run_without_inductor.runs_without_inductor(gm)
         if may_run_without_inductor and report.num_fused
@@ -334,9 +336,15 @@ def rewrite_and_report(
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", report.details())
         artifact.store(report)
-    if ours.strict and (report.num_unfused or report.failures):
-        raise UnfusedError(f"streamkl.strict: a loss is not fused\n{report}")
+    if ours.strict and (report.num_unfused or report.failures or report.unfused_comparisons):
+        raise UnfusedError(f"streamkl.strict: {_not_fused(report)}\n{report}")
     return report
+
+
+def _not_fused(report: Report) -> str:
+    if report.num_unfused or report.failures:
+        return "a loss is not fused"
+    return f"two distributions are compared at {report.unfused_comparisons[0]}, and not fused"
 
 
 def rewrite_before_split() -> None:

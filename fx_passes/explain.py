@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_leaves
 from torch_streamkl.fx_passes.options import Given, RewriteOptions, split_options
-from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.reporting.report import Report, Site
 
+_FRAME = "explained"  # how the names in the frame of explain() begin
 _LIMITS = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
 
 
@@ -57,7 +59,49 @@ def explain(fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs:
         except Exception as error:
             error.add_note("explain() traces and runs the function: this was raised meanwhile")
             raise
+    report.sites[:] = [_with_names_of(program, site) for site in report.sites]
     return report
+
+
+def _with_names_of(program: Callable[..., Any], site: Site) -> Site:
+    """Names what Dynamo saw through the frame of explain() as the function itself does."""
+    inner = program
+    text, reason = site.roles, site.reason
+    if _FRAME not in text + reason:
+        return site
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    names = [
+        x.name
+        for x in _parameters_of(program).values()
+        if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    ]
+    cells = getattr(getattr(inner, "__code__", None), "co_freevars", ())
+
+    def argument(found: re.Match[str]) -> str:
+        index = int(found[1])
+        return names[index] if index < len(names) else f"argument {index}"
+
+    for pattern, name in (
+        (rf"{_FRAME}_args\[(\d+)\]", argument),
+        (rf"{_FRAME}_kwargs\['(\w+)'\]", r"\1"),
+        (rf"{_FRAME}_fn(?:\.func)*\.args\[(\d+)\]", r"argument \1"),
+        (
+            rf"{_FRAME}_fn(?:\.func)*\.__closure__\[(\d+)\]\.cell_contents",
+            lambda found: cells[int(found[1])] if int(found[1]) < len(cells) else found[0],
+        ),
+        (rf"{_FRAME}_fn(?:\.func)*\b", "self"),
+    ):
+        text, reason = re.sub(pattern, name, text), re.sub(pattern, name, reason)
+    return replace(site, roles=text, reason=reason)
+
+
+def _parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    fn = fn.forward if isinstance(fn, nn.Module) else fn
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # of C
+        return {}
 
 
 def check_program(caller: str, fn: Any, options: Given) -> None:
@@ -73,11 +117,7 @@ def check_program(caller: str, fn: Any, options: Given) -> None:
     try:
         split_options(options)
     except (TypeError, ValueError) as error:
-        try:
-            names = inspect.signature(fn).parameters
-        except (TypeError, ValueError):
-            names = {}  # type: ignore[assignment]  # of C
-        if "options" in names:
+        if "options" in _parameters_of(fn):
             error.add_note(
                 f"the argument options of the function itself: {caller}(functools.partial(fn, "
                 "options=...), *args)"
@@ -96,8 +136,10 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 def in_a_new_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function in new code, so that Dynamo finds nothing that it compiled before."""
 
-    def program(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
+    explained_fn = fn  # these names are found again in those of Dynamo
+
+    def program(*explained_args: Any, **explained_kwargs: Any) -> Any:
+        return explained_fn(*explained_args, **explained_kwargs)
 
     code = program.__code__.replace()
     return types.FunctionType(code, program.__globals__, "explained", None, program.__closure__)

@@ -32,7 +32,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
     is_view,
     location_of,
-    num_bytes,
 )
 from torch_streamkl.fx_passes.lowering.calls import emit
 from torch_streamkl.fx_passes.lowering.row_programs import emit as emit_program
@@ -83,6 +82,7 @@ from torch_streamkl.fx_passes.reporting.execution import (
 )
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
 from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.savings import savings_of
 from torch_streamkl.fx_passes.reporting.sites import (
     not_fused,
     reasons_of_programs,
@@ -119,7 +119,7 @@ def rewrite(
                 report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
                 reason = f"it is in {owner_of(gm, name)}"
-                report.extend(not_fused(reason, child.graph))
+                report.extend(not_fused(reason, child.graph, is_body=True))
 
         if has_dtensors(gm.graph):  # which row programs do not run on
             options = replace(options, row_programs=False)
@@ -202,7 +202,7 @@ def _rewrite_graph(
     unused = {n for n in region.nodes if not n.users}
     views = {n for n in graph.nodes if is_view(n)}
     kept: list[str] = []
-    fused: list[Site] = []
+    fused: list[tuple[fx.Node, Site]] = []  # with their nodes of the trace
     stayed: list[tuple[Candidate, Site]] = []
     handled: set[fx.Node] = set()
     late: dict[str, list[LateWrite]] = {}
@@ -220,7 +220,7 @@ def _rewrite_graph(
         build = builder(candidate.node)
         site = _fuse(candidate, build, trace, recognised, aliases, refused, outside, late)
         if site.fused:
-            fused.append(site)
+            fused.append((candidate.inner, site))
             handled.update(ancestors(candidate.inner))
         else:
             stayed.append((candidate, site))
@@ -243,7 +243,8 @@ def _rewrite_graph(
                 continue  # it is fused as a divergence, below
             if sites[0].reason and computed.isdisjoint(found) and sites[0].node not in refused:
                 sites = [replace(s, is_required=False) for s in sites]
-            fused += [site for site in sites if site.fused]
+            inner = (o.inner for o in program.outputs)
+            fused += [x for x in zip(inner, sites, strict=True) if x[1].fused]
             report.sites += [site for site in sites if not site.fused]
             path += [o.inner for o in program.outputs]
             operands += [x.node for dot in program.dots for x in (dot.lhs, dot.rhs)]
@@ -274,14 +275,14 @@ def _rewrite_graph(
     read_again = read_after_writes(graph, late)
     if read_again:
         return report, read_again
-    saved = sum(num_bytes(n) for n in removed if n in sizes)
+    savings = savings_of({n: sizes[n] for n in removed if n in sizes}, [x for x, _ in fused])
     if not options.deterministic:
         sum_in_any_order(graph)
     runs, shared = how_sites_run(graph, mode, is_compiled), shared_with(graph)
-    for site in fused:
-        share = saved // len(fused)
+    for (_, site), saving in zip(fused, savings, strict=True):
         how, also = runs.get(site.node, ""), shared.get(site.node, "")
-        report.sites.append(replace(site, bytes_saved=share, runs=how, also=also))
+        site = replace(site, bytes_saved=saving.num_bytes, num_sharing=saving.num_sharing)
+        report.sites.append(replace(site, runs=how, also=also))
     of_programs = elements.reasons if elements is not None else {}
     report.sites += unfused_sites(unfused, trace, recognised, plans, of_programs)
     if not report.sites:
@@ -363,7 +364,7 @@ def _fuse_program(
     except Unsupported as blocked:
         reason, left = str(blocked), ""
     is_fused = not reason and not left
-    site = Site(is_fused, "row_program", form, reason, "", node=name, left=left)
+    site = Site(is_fused, "row_program", form, reason, "", node=name, skipped=left)
     site = replace(site, hint=hint_for(reason) if reason else FORCE_SIZE if left else "")
     places = (location_of(node) for node in nodes)
     return [replace(site, location=location, code=code) for location, code in places]
@@ -378,7 +379,7 @@ def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
         return None
     kind, form = describe(candidate.plan)
     place = location_of(candidate.node)
-    left = Site(False, kind, form, "", *place, node=candidate.node.name, left=size)
+    left = Site(False, kind, form, "", *place, node=candidate.node.name, skipped=size)
     return replace(left, hint=FORCE_SIZE)
 
 

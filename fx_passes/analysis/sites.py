@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +17,15 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
-from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.domain.values import (
     Elements,
     Entries,
     Shifted,
 )
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
 
@@ -31,9 +34,13 @@ LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
 CALLS = {"kl_div", "cross_entropy_loss"}
 ONE_SIDE = "the scores or probabilities of one side are not made"
 AS_PRODUCT = "the sum over the keys is written as a matrix product"
+LEAVES = "the divergence leaves the graph before it is summed over the keys"
 NOT_MADE = "is not made from scores in this graph"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
 ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
+
+
+_NUMBER = re.compile(r"-?\d[\d.e+-]*")  # a fill value that is scaled later is another number
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,8 @@ def reason_of(
         if isinstance(reason, str):
             if NOT_MADE in reason or VARIES in reason:  # for a reason of its own?
                 reason, node = _further_back(node, recognised) or (reason, node)
-            return reason, _first_with(reason, node, recognised)
+            made_here = _first_unreadable(reason, node, recognised)
+            return reason, made_here or _first_with(reason, node, recognised)
     for node in _near(site, "all_input_nodes"):
         if node in recognised.reasons:
             reason = recognised.reasons[node]
@@ -122,13 +130,24 @@ def reason_of(
                     return reason, _first_with(reason, other, recognised)
             if name_of(node) in MATMULS:
                 return AS_PRODUCT, node
-        return (
-            "the divergence leaves the graph before it is summed over the keys: as an output, or "
-            "at a graph break"
-        ), None
+        return LEAVES, None
     if name_of(site) in MATMULS:
         return AS_PRODUCT, site
+    if _is_returned_whole(site, recognised.trace):
+        return LEAVES, None
     return f"{ONE_SIDE} in this graph, or not summed in it", None
+
+
+def _is_returned_whole(site: fx.Node, trace: Trace) -> bool:
+    """Whether the graph returns something as large as what two distributions meet in."""
+    least = site.meta["val"].numel() if isinstance(site.meta.get("val"), Tensor) else 0
+    for node in _near(site, "users"):
+        value, outer = node.meta.get("val"), node_of(trace, node)
+        if outer is None or not isinstance(value, Tensor) or 2 * value.numel() < least:
+            continue
+        if any(user.op == "output" for user in outer.users):
+            return True
+    return False
 
 
 def _further_back(node: fx.Node, recognised: ScoreInterpreter) -> tuple[str, fx.Node] | None:
@@ -137,6 +156,20 @@ def _further_back(node: fx.Node, recognised: ScoreInterpreter) -> tuple[str, fx.
         reason = recognised.reasons.get(earlier, NOT_MADE)  # which users are handed
         if NOT_MADE not in reason and VARIES not in reason:
             return reason, earlier
+    return None
+
+
+def _first_unreadable(reason: str, node: fx.Node, recognised: ScoreInterpreter) -> fx.Node | None:
+    """Finds the operation on scores after which they have no operator's form, for this reason."""
+    made_of = ancestors(node)
+    for earlier in recognised.trace.graph.nodes:
+        scores = recognised.values.get(earlier)
+        if earlier in made_of and isinstance(scores, Scores):
+            try:
+                read(scores.key)
+            except Unsupported as why:
+                if _NUMBER.sub("", str(why)) == _NUMBER.sub("", reason):
+                    return earlier
     return None
 
 

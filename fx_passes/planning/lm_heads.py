@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torch_streamkl.fx_passes.domain.layout import Piece, axes_of
-from torch_streamkl.fx_passes.domain.masks import AxisExcept
+from torch_streamkl.fx_passes.domain.masks import AxisCondition, AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.domain.scores import Bias, Product
 from torch_streamkl.fx_passes.domain.tensor_ref import TensorRef
@@ -21,6 +21,30 @@ from torch_streamkl.fx_passes.planning.dimensions import (
 def is_lm_head(geometry: Geometry) -> bool:
     """Returns whether both sides are hidden states times one matrix, without masks."""
     return all(_is_head(side) for side in (geometry.teacher, geometry.student))
+
+
+def limit_of_linear_kl(geometry: Geometry) -> str:
+    """Says what `linear_kl` cannot do for a pair of logits; empty for other scores than logits."""
+    sides = (geometry.teacher, geometry.student)
+    if not all(_has_vocabulary(side) for side in sides):
+        return ""
+    if any(side.distribution.averaged for side in sides):
+        return "average distributions"
+    if any(set(side.kinds) != {ROW_ONLY} for side in sides):
+        return "compare one row with several others"
+    forms = [(read(side.distribution.scores), side.distribution.axis) for side in sides]
+    if any(isinstance(x, AxisCondition) for form, _ in forms for x in form.mask):
+        return ""  # causal, or a window: attention
+    if not all(_excludes_vocab_entries(form, axis) for form, axis in forms):
+        return "mask the vocabulary other than by x[..., i:j] = -inf"
+    return "add this bias"
+
+
+def _has_vocabulary(side: SideGeometry) -> bool:
+    """Whether the keys are a matrix of its own, as the weight of an LM head."""
+    return side.keys.node.meta["val"].dim() == 2 and {
+        axis for axis in axes_of(side.keys.layout) if axis >= 0
+    } == {side.distribution.axis}
 
 
 def _is_head(side: SideGeometry) -> bool:

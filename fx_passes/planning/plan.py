@@ -121,7 +121,7 @@ def _geometry(
 ) -> Geometry:
     teacher, student = pair.teacher, pair.student
     if parts[student].averaged:
-        raise Unsupported("the student's probabilities are averaged over heads")
+        raise Unsupported("the probabilities of both sides are averaged over heads")
     return geometry(parts[teacher], layouts[teacher], parts[student], layouts[student], key_dim)
 
 

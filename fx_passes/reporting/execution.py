@@ -36,7 +36,10 @@ PROGRAMS = {
 PLAIN_ROWS = "in plain torch"
 QUERY_TILES = "by query tiles, compiled by Inductor"  # of a compiled graph on a CPU
 COMPILED_ROWS = "as blocks of rows, compiled by Inductor"
-MEAN_AGAIN = "the mean of {} teacher heads made again in the backward: maps that fit may be faster"
+MEAN_AGAIN = (
+    "the mean of {} distributions is computed again in the backward: if all probabilities fit "
+    "into memory, code that is not fused may be faster"
+)
 ANY_ORDER = "gradients in any order of sums"
 BY_SIZE = "as the number of selected rows decides in each call"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"

@@ -13,32 +13,22 @@ if TYPE_CHECKING:
     from torch_streamkl.fx_passes.reporting.report import Report, Site
 
 _COLORS = {"fused": "#1a7f37", "skipped": "#9a6700", "not fused": "#cf222e"}
-# names of fields where the dataclasses' own are not the terms of the report
-_KEYS = {
-    "sites": "losses", "left": "skipped", "hint": "hint", "blocked_at": "unsupported_at",
-    "blocked_code": "unsupported_code", "bytes_saved": "bytes_saved",
-}  # fmt: skip
+_TOTALS = (
+    "num_fused", "num_skipped", "num_unfused", "num_remaining", "bytes_saved", "remaining_bytes",
+    "is_complete", "is_empty",
+)  # fmt: skip
 _UNUSED = {"node", "name"}  # names of graph nodes, which no user has seen
 
 
 def to_dict(report: Report) -> dict[str, Any]:
-    """Converts a report to lists, dictionaries, strings and numbers."""
-    whole = _plain(dataclasses.asdict(report))
-    totals = {
-        "num_losses": len(report.sites),
-        "num_fused": report.num_fused,
-        "num_skipped": sum(bool(site.left) for site in report.sites),
-        "num_not_fused": sum(not (site.fused or site.left) for site in report.sites),
-        "bytes_saved": report.bytes_saved,
-        "bytes_remaining": report.remaining_bytes,
-        "is_complete": report.is_complete,
-    }
-    return {**totals, **whole}
+    """Converts a report to lists, dictionaries, strings and numbers, by the attributes' names."""
+    totals = {name: getattr(report, name) for name in _TOTALS}
+    return {**totals, **_plain(dataclasses.asdict(report))}
 
 
 def _plain(x: Any) -> Any:
     if isinstance(x, dict):
-        return {_KEYS.get(k, k): _plain(v) for k, v in x.items() if k not in _UNUSED}
+        return {k: _plain(v) for k, v in x.items() if k not in _UNUSED}
     return [_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
 
 

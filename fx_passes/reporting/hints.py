@@ -15,6 +15,12 @@ import torch
 from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
 from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 from torch_streamkl.fx_passes.reporting.graph_breaks import is_nested, reason_in
+from torch_streamkl.fx_passes.reporting.operations import (
+    SPELLINGS,
+    as_pattern,
+    names_that_are_read,
+)
+from torch_streamkl.rows.functions import OPERATION_NAMES
 
 FORCE_SIZE = 'Force with {"streamkl.min_mib": 0}'
 FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
@@ -184,6 +190,16 @@ ADVICE = (
         "detach the distribution once and use that tensor wherever no gradient is wanted",
     ),
     Advice(
+        "an operation that is read in another spelling (hardtanh, huber_loss, silu)",
+        as_pattern(SPELLINGS) + "|reads it in another spelling",
+        "write it as the reason says: the same value",
+    ),
+    Advice(
+        "an operation that row_program has and the rewrite does not read (sin, expm1, floor)",
+        as_pattern(OPERATION_NAMES - names_that_are_read()) + "|row_program has it$",
+        _YOUR_OWN,
+    ),
+    Advice(
         "torch.vmap",
         "torch.vmap",
         "call the function with a batch dimension instead of mapping it",
@@ -272,9 +288,9 @@ ADVICE = (
         "select rows of the logits themselves, in the order that the hidden states have",
     ),
     Advice(
-        "the student's probabilities are averaged over heads",
-        "student's probabilities are averaged",
-        "only the mean of the teacher's probabilities over heads fuses, not the student's",
+        "the probabilities of both sides are averaged over heads",
+        "probabilities of both sides are averaged",
+        "the mean over heads of one side fuses, of both it does not",
     ),
     Advice(
         "NaN or infinity is read by the code after the loss",
@@ -293,9 +309,10 @@ ADVICE = (
         "an entropy alone is not fused. Together with a cross-entropy it fuses",
     ),
     Advice(
-        "an operation of scores or probabilities that no operator has",
+        "an operation that no operator has",
         "of scores$|of attention or vocabulary probabilities$|no fused operator has it$",
-        _YOUR_OWN,
+        "if the same value can be written with the operations of row_program "
+        "(docs/reference/row-programs.md), write it so; otherwise the loss stays unfused",
     ),
     Advice(
         "scores or probabilities change their type",
@@ -322,6 +339,16 @@ ADVICE = (
         "mask|padded|bias|filled|infinite|softcap",
         "scale first, and mask last, directly before the softmax, with a boolean mask and one "
         f"fill value. If this changes the value, use {ROW_PROGRAM} (docs/guide/row-programs.md)",
+    ),
+    Advice(
+        "scores are multiplied by the number 0",
+        "multiplied by 0$",
+        "pass the factor as a tensor, torch.tensor(0.0): the same value",
+    ),
+    Advice(
+        'streamkl.verify is "always", and the check cannot run',
+        "^streamkl.verify is .always.",
+        '{"streamkl.verify": "auto"} fuses losses that cannot be checked, and says so',
     ),
     Advice(
         "another combination of operations",
@@ -388,7 +415,7 @@ def _about_breaks(reason: str) -> Iterator[str]:
         if is_nested(reason):
             yield _ANY_BREAK
         return
-    if re.search("no matrix product|of the checkpoint", reason):
+    if re.search("no matrix product|of the checkpoint|it is an output", reason):
         return
     breaks = "\n".join(counters["graph_break"])  # of every program of this process
     if breaks:

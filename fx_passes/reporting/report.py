@@ -18,17 +18,18 @@ class Site:
     reason: str  # empty when fused, otherwise what the operators do not support
     location: str  # file:line of the user's code
     code: str = ""  # that line
-    bytes_saved: int = 0  # an equal share of what the losses of its graph save
+    bytes_saved: int = 0  # of what several losses read, an equal share
     hint: str = ""  # a hint: what would make it fusable
-    blocked_at: str = ""  # file:line of the unsupported operation, where that is another line
+    unsupported_at: str = ""  # file:line of the unsupported operation, where that is another line
     runs: str = ""  # implementation on this device; for LM heads, where the gradients are made
     check: str = ""  # what came of running it against the code that it replaces
     # why a loss that could be fused is skipped: its size, and the threshold
-    left: str = ""
+    skipped: str = ""
     node: str = field(default="", compare=False)  # the replaced value's name in the graph
-    blocked_code: str = ""  # the line of the unsupported operation
+    unsupported_code: str = ""  # the line of the unsupported operation
     is_required: bool = True  # False for a sum that is no divergence: `strict` does not ask for it
     warning: str = ""  # of a loss that is fused and is probably not what was meant
+    num_sharing: int = 1  # losses that read some of what it saves, itself included
     also: str = ""  # what is computed in the same pass
     # which scores are the student's, which the teacher's, and who needs a gradient
     roles: str = field(default="", compare=False)
@@ -81,12 +82,16 @@ class Report:
             compiled program still materializes.
         elsewhere: tensors of that size that no recognised loss reads.
         unrecognized: for the tensors in elsewhere, why no loss was recognised.
+        unfused_comparisons: the places where two score- or logit-sized distributions are compared
+            by code that is not fused, recognised as a loss or not.
         outside: logits or probabilities that a graph returns to code that is not compiled.
         breaks: graph breaks, with their lines.
         notes: further facts, such as a cross-entropy that keeps the student's logits.
         failures: exceptions of the analysis. The graph is then not fused.
         not_analysed: the number of graphs with losses that were not analysed.
         not_scanned: why remaining and elsewhere may be incomplete.
+        num_large: the number of different shapes of score- and logit-sized tensors in the programs
+            as they are written.
         num_graphs: the number of analysed graphs. Graphs from a cache do not count.
     """
 
@@ -100,9 +105,11 @@ class Report:
     not_analysed: int = 0  # graphs with losses that are not fused as a whole
     elsewhere: list[Remaining] = field(default_factory=list)  # that no recognized loss reads
     unrecognized: list[str] = field(default_factory=list)  # why those belong to no loss
+    unfused_comparisons: list[str] = field(default_factory=list)  # places of unknown losses
     breaks: list[GraphBreak] = field(default_factory=list)
     not_scanned: list[str] = field(default_factory=list)  # why what remains is not known
     num_graphs: int = 0  # that were analysed: compiled, and not found in a cache
+    num_large: int = 0  # shapes of scores and logits in the programs as they are written
     num_not_ours: int = 0  # graphs that Dynamo gave to other compilers, if none was analysed
     num_cached: int = 0  # graphs that AOTAutograd found in its cache, if none was analysed
 
@@ -114,7 +121,12 @@ class Report:
     @property
     def num_unfused(self) -> int:
         """Counts the divergences that are not fused. Skipped losses do not count."""
-        return sum(not (site.fused or site.left) and site.is_required for site in self.sites)
+        return sum(not (site.fused or site.skipped) and site.is_required for site in self.sites)
+
+    @property
+    def num_skipped(self) -> int:
+        """Counts the losses that could be fused and are skipped for their size."""
+        return sum(bool(site.skipped) for site in self.sites)
 
     @property
     def num_remaining(self) -> int:
@@ -133,14 +145,21 @@ class Report:
 
     @property
     def is_complete(self) -> bool:
-        """True if everything was analysed; otherwise more tensors may remain than are listed."""
-        return not (self.not_analysed or self.failures or self.not_scanned)
+        """True if graphs were analysed, and all of them in whole.
+
+        Otherwise more tensors may remain than are listed.
+        """
+        return not (self.is_empty or self._has_gaps)
 
     @property
     def is_empty(self) -> bool:
         """True if no graph was analysed, so that nothing is known."""
         known = (self.sites, self.remaining, self.elsewhere, self.outside, self.notes)
-        return not self.num_graphs and self.is_complete and not any(known)
+        return not (self.num_graphs or self._has_gaps or any(known))
+
+    @property
+    def _has_gaps(self) -> bool:
+        return bool(self.not_analysed or self.failures or self.not_scanned)
 
     def extend(self, other: Report) -> None:
         """Adds the losses, tensors and counts of another report to this one."""
@@ -152,8 +171,10 @@ class Report:
         self.not_analysed += other.not_analysed
         self.elsewhere += other.elsewhere
         self.unrecognized += other.unrecognized
+        self.unfused_comparisons += other.unfused_comparisons
         self.not_scanned += other.not_scanned
         self.num_graphs += other.num_graphs
+        self.num_large += other.num_large
         self.num_not_ours += other.num_not_ours
         self.num_cached += other.num_cached
         self.breaks += [x for x in other.breaks if x not in self.breaks]

@@ -6,6 +6,7 @@ import logging
 
 from torch import fx
 
+from torch_streamkl.fx_passes.reporting.comparisons import unfused_comparisons
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
 from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, large_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -32,6 +33,7 @@ class Scan:
 
     def add_to(self, report: Report, gm: fx.GraphModule) -> None:
         """Adds what was found to a report; ``gm`` is the rewritten graph."""
+        report.num_large += len(self.shapes.shapes)
         try:
             ended = break_after(gm)
             if ended is not None:
@@ -43,13 +45,19 @@ class Scan:
                 for x in report.remaining
                 if not (x.cause == OF_AN_INPUT and self.shapes.is_far_smaller(x.shape))
             ]
+            report.unfused_comparisons += unfused_comparisons(
+                gm.graph, self.shapes.holds, report.sites
+            )
             found = large_tensors(gm, self.shapes, report.remaining, at)
             report.elsewhere += [made for made, _ in found]
             in_graph = [node for _, node in found if node.graph is gm.graph]
             # by the analysis, with the operation; or it is a loss, whose reason says more
             known = bool(report.unrecognized or report.sites)
+            named = [text.split()[0] for text in report.unrecognized if " is applied to " in text]
             report.unrecognized += [
-                text for text in reasons_of(in_graph, at) if not (known and text.endswith(VAGUE))
+                text
+                for text in reasons_of(in_graph, at)
+                if not (known and text.endswith(VAGUE)) and text.split()[0] not in named
             ]
         except Exception as error:
             self._failed(error)

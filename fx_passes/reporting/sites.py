@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
-from torch_streamkl.fx_passes.analysis.sites import ELSEWHERE, NOT_MADE, reason_of
+from torch_streamkl.fx_passes.analysis.sites import ELSEWHERE, LEAVES, NOT_MADE, reason_of
 from torch_streamkl.fx_passes.capture.preconditions import divergence_like
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
@@ -23,22 +23,26 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.planning.candidates import Plans
 from torch_streamkl.fx_passes.reporting import data_parallel
-from torch_streamkl.fx_passes.reporting.graph_breaks import break_before
+from torch_streamkl.fx_passes.reporting.graph_breaks import break_after, break_before
 from torch_streamkl.fx_passes.reporting.hints import hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
+from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 from torch_streamkl.fx_passes.reporting.unrecognized import CHECKPOINT, called
 
 
-def not_fused(reason: str, graph: fx.Graph) -> Report:
-    """Returns sites of a graph that is not analysed."""
+def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
+    """Returns sites of a graph that is not analysed.
+
+    ``is_body``: of a higher-order operator's body, whose tensors have the sizes that they say.
+    """
     hint = hint_for(reason)
     sites = [
         Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
     ]
-    return Report(sites, not_analysed=1 if sites else 0)
+    return Report(sites, not_analysed=int(bool(sites) and not is_body))
 
 
 def unfused_sites(
@@ -69,6 +73,8 @@ def unfused_sites(
             reason = _symbolic_number(origin) or reason
         if origin is not None and _is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
+        if blocker is not None:
+            reason = in_users_terms(reason, blocker, trace)
         reason = _with_place(reason, node, blocker or node, recognised)
         location, code = _place(node, trace)
         elsewhere, line = _place(blocker, trace) if blocker is not None else (location, "")
@@ -82,8 +88,8 @@ def unfused_sites(
                 location,
                 code,
                 hint=hint_for(reason),
-                blocked_at="" if elsewhere == location else elsewhere,
-                blocked_code="" if elsewhere == location else line,
+                unsupported_at="" if elsewhere == location else elsewhere,
+                unsupported_code="" if elsewhere == location else line,
             ),
         )
     return data_parallel.named(sites.values(), [node_of(trace, node) for node in found])
@@ -130,7 +136,8 @@ def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> lis
         if not _NO_OPERATION.search(reason) or name in TOLD:
             continue
         if not any(a in of_programs for a in node.all_input_nodes):
-            reason = f"in-place {reason}" if _IN_PLACE.match(reason) else reason
+            written = _IN_PLACE.match(reason)
+            reason = f"in-place {reason}" if written else in_users_terms(reason, node, trace)
             hint = hint_for(reason)
             sentence = f"{reason} at {shown(_place(node, trace)[0])}"
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
@@ -149,6 +156,8 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: ScoreI
     origin = node_of(recognised.trace, site)
     if "modified in place" in reason:
         return _with_write(reason, site, recognised)
+    if reason == LEAVES and origin is not None:
+        return f"{reason}: {_where_graph_ends(origin.graph)}"
     if origin is None or not _OUTSIDE.search(reason):
         return reason
     ended = break_before(origin)
@@ -168,6 +177,16 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: ScoreI
     else:
         said = "it is an input of the compiled function"
     return _OUTSIDE.sub(lambda found: f"{found[1]}: {said}", reason, count=1)
+
+
+def _where_graph_ends(graph: fx.Graph) -> str:
+    owner = graph.owning_module
+    ended = break_after(owner) if owner is not None else None
+    if ended is None:
+        return "it is an output"
+    return f"a graph break at {shown(ended.location)} ends it" + (
+        f": {ended.code}" if ended.code else ""
+    )
 
 
 def _with_write(reason: str, site: fx.Node, recognised: ScoreInterpreter) -> str:

@@ -41,16 +41,10 @@ def spoken(functional: Functional) -> str:
 
 def is_swapped(functional: Functional) -> bool:
     """Returns whether it is P (log P - S): kl_div with probabilities as its first argument."""
-    try:
-        return any(
-            all(_is_close(value_of(functional.expr, p, s), f(p, s)) for p, s in _POINTS)
-            for f in (
-                lambda p, s: p * (math.log(p) - s),
-                lambda p, s: s * (math.log(s) - p),
-            )
-        )
-    except (ValueError, OverflowError, ZeroDivisionError, KeyError):
-        return False
+    return any(
+        _has_values(functional, f)
+        for f in (lambda p, s: p * (math.log(p) - s), lambda p, s: s * (math.log(s) - p))
+    )
 
 
 def has_log_of_log(e: Node) -> bool:
@@ -59,10 +53,24 @@ def has_log_of_log(e: Node) -> bool:
     return is_of_log or any(map(has_log_of_log, e.args))
 
 
-def has_exp_of_probability(e: Node) -> bool:
-    """Whether a probability is taken for a log-probability."""
-    is_of_exp = e.op == "exp" and e.args[0].op in ("P", "S")
-    return is_of_exp or any(map(has_exp_of_probability, e.args))
+def has_exp_of_probability(functional: Functional) -> bool:
+    """Whether it is kl_div with log_target=True of a probability: exp(P) (P - log S)."""
+    return any(
+        _has_values(functional, f)
+        for f in (
+            lambda p, s: math.exp(p) * (p - math.log(s)),
+            lambda p, s: math.exp(s) * (s - math.log(p)),
+            lambda p, s: math.exp(p) * (p - s),
+            lambda p, s: math.exp(s) * (s - p),
+        )
+    )
+
+
+def _has_values(functional: Functional, formula: Callable[[float, float], float]) -> bool:
+    try:
+        return all(_is_close(value_of(functional.expr, p, s), formula(p, s)) for p, s in _POINTS)
+    except (ValueError, OverflowError, ZeroDivisionError, KeyError):
+        return False
 
 
 def _by_form(functional: Functional) -> str:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 NOTHING_REMAINS = "No score- or logit-sized tensor remains."
+NOTHING_LARGE = (
+    "The program has no score- or logit-sized tensor: no product is much larger than its operands."
+)
 NO_LOSS = "no distillation loss recognized"
 NO_GRAPH = (
     "no graph was analysed: nothing was compiled meanwhile, or the graphs were compiled before "
@@ -36,7 +39,7 @@ CACHED = (
     "{} found in a cache, compiled and reported before: TORCHINDUCTOR_AUTOGRAD_CACHE=0 analyses "
     "again"
 )
-NOT_KNOWN = "what remains is not known"
+NOT_KNOWN = "what {}remains is not known"
 DETAILS = "report.details()"
 _MAX_REASONS = 3  # of tensors that no recognized loss reads
 
@@ -49,7 +52,7 @@ def short(report: Report) -> str:
         lines.append(f"{index:>3}. {verdict:<10} {shown(site.location)}  {in_short(site)}")
     lines += _remaining_in_short(report)
     lines += _leaving_in_short(report.outside)
-    if any(not site.fused and not site.left for site in report.sites) or report.elsewhere:
+    if any(not site.fused and not site.skipped for site in report.sites) or report.elsewhere:
         said = "\n".join(lines)
         lines += [_break_text(b) for b in report.breaks if shown(b.location) not in said]
     lines += _not_analysed(report)
@@ -74,9 +77,8 @@ def headline(report: Report) -> str:
     if not report.sites:
         return f"streamkl: {_no_graph(report) if report.is_empty else NO_LOSS}"
     head = f"streamkl: {report.num_fused} of {losses_text(len(report.sites))} fused"
-    num_skipped = sum(bool(site.left) for site in report.sites)
-    if num_skipped:
-        head += f", {num_skipped} skipped"
+    if report.num_skipped:
+        head += f", {report.num_skipped} skipped"
     if report.bytes_saved:
         kinds = {_unit(site) for site in report.sites if site.fused}
         of = " and ".join(sorted(kinds, reverse=True))
@@ -96,7 +98,7 @@ def _graphs_were(count: int) -> str:
 
 def verdict_of(site: Site) -> str:
     """Names the outcome of a loss: fused, skipped or not fused."""
-    return "fused" if site.fused else "skipped" if site.left else "not fused"
+    return "fused" if site.fused else "skipped" if site.skipped else "not fused"
 
 
 def _unit(site: Site) -> str:
@@ -113,7 +115,7 @@ def in_short(site: Site) -> str:
             checked = "check passed"
         warning = f"warning: {site.warning}" if site.warning else ""
         return "; ".join(filter(None, (f"{_form(site)}{also}", checked, warning)))
-    what = f"{_form(site)}: {site.left}" if site.left else _reason(site)
+    what = f"{_form(site)}: {site.skipped}" if site.skipped else _reason(site)
     return _with_hint(what, site.hint)
 
 
@@ -123,7 +125,7 @@ def _form(site: Site) -> str:
 
 def _reason(site: Site) -> str:
     reason = site.reason.replace(os.getcwd() + os.sep, "")
-    return reason + (f" ({shown(site.blocked_at)})" if site.blocked_at else "")
+    return reason + (f" ({shown(site.unsupported_at)})" if site.unsupported_at else "")
 
 
 def _with_hint(what: str, hint: str) -> str:
@@ -142,16 +144,22 @@ def _table(site: Site, count: int) -> Iterator[tuple[int, str]]:
     rows.append(("also", site.also))
     if site.fused:
         rows += [("runs", site.runs), ("check", site.check.removeprefix("check "))]
-        each = " each" if count > 1 else ""
-        rows.append(("saved", bytes_text(site.bytes_saved) + each))
-    elif site.left:
-        rows.append(("skipped", site.left))
+        rows.append(("saved", _saved(site, count)))
+    elif site.skipped:
+        rows.append(("skipped", site.skipped))
     else:
         rows.append(("reason", _reason(site)))
-        rows.append(("at", site.blocked_code))
+        rows.append(("at", site.unsupported_code))
     rows += [("hint", site.hint), ("warning", site.warning)]
     yield 0, f"{verdict:<14}{shown(site.location)}"
     yield from enumerate((f"     {name:<9} {text}" for name, text in rows if text), 1)
+
+
+def _saved(site: Site, count: int) -> str:
+    saved = bytes_text(site.bytes_saved) + (" each" if count > 1 else "")
+    if site.num_sharing == 1:
+        return saved
+    return f"{saved}, with an equal share of what {site.num_sharing} losses read together"
 
 
 def _all_remaining(report: Report) -> list[Remaining]:
@@ -195,8 +203,8 @@ def _remaining_in_full(report: Report) -> Iterator[str]:
 
 
 def _nothing_remains(report: Report) -> Iterator[str]:
-    if report.is_complete and not report.outside and not report.is_empty:
-        yield NOTHING_REMAINS
+    if report.is_complete and not report.outside:
+        yield NOTHING_REMAINS if report.num_fused or report.num_large else NOTHING_LARGE
 
 
 def _tensor(x: Remaining) -> str:
@@ -231,9 +239,10 @@ def _leaving(outside: Sequence[Outside]) -> Iterator[str]:
 
 
 def _not_analysed(report: Report) -> Iterator[str]:
+    not_known = NOT_KNOWN.format("else " if _all_remaining(report) else "")
     if report.not_analysed:
-        yield f"{_graphs_were(report.not_analysed)} not analysed: {NOT_KNOWN}."
-    yield from (f"{NOT_KNOWN}: {text}" for text in report.not_scanned)
+        yield f"{_graphs_were(report.not_analysed)} not analysed: {not_known}."
+    yield from (f"{not_known}: {text}" for text in report.not_scanned)
     yield from (f"analysis failed, graph left as it is: {text}" for text in report.failures)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.sites import AS_PRODUCT
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
@@ -17,6 +18,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
     WRITES,
     numel,
 )
+from torch_streamkl.fx_passes.reporting.operations import is_unread, why_not
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
@@ -110,31 +112,48 @@ def _sentence(
     feeds = f"{where} feeds {name} at {at}"
     kind = name_of(reader)
     if kind in ORDERED:
-        return _hinted(f"{feeds}, which needs whole rows", kind)
+        return _hinted(f"{feeds}, which needs whole rows", f"{kind} of scores")
     if isinstance(reader.target, torch._ops.HigherOrderOperator):
         return f"{where} goes into {name} at {at}"
     if OURS in kind:
         return f"{where} is dense, and read by the fused operator"
     if kind in WRITES:
         return f"{where} is written into another tensor at {at}"
+    if kind in PRODUCTS and _is_sum_over_keys(node, reader, path):
+        return _hinted(f"{feeds}: {AS_PRODUCT}", AS_PRODUCT)
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
         return f"{feeds}: {what} that are compared with no other distribution"
     if kind in ("gather", "getitem", "index_select", "take_along_dim"):
-        return _hinted(f"{feeds}, which reads single entries of each row", "gather")
+        return _hinted(f"{feeds}, which reads single entries of each row", "gather of scores")
     if kind in SCATTERS:
         return f"{where} is a dense target, written by {name}"
     if kind == "cross_entropy":
         return f"{feeds}: cross-entropy with labels alone, no teacher's distribution"
-    if kind in COMPARES and rows is None:
-        return f"{feeds} without a softmax: no divergence"
     if rows is None:
         return f"{feeds} without a softmax: no divergence"
-    return f"{feeds}{VAGUE}"
+    unread = next((n for n in (*path[1:], reader) if is_unread(n)), None)
+    if unread is None:
+        return f"{feeds}{VAGUE}"
+    operation = name_of(unread)
+    place = shown(location_of(unread)[0])
+    made = "what is computed of " * (rows not in unread.all_input_nodes) + where
+    return _hinted(f"{called(unread)} at {place} is applied to {made}{why_not(operation)}",
+                   f"{operation} of scores")  # fmt: skip
 
 
-def _hinted(sentence: str, operation: str) -> str:
-    hint = hint_for(f"{operation} of scores")
+def _is_sum_over_keys(node: fx.Node, reader: fx.Node, path: list[fx.Node]) -> bool:
+    """Whether a product sums over the keys of two distributions, as einsum("tv,tv->t", p, q)."""
+    sizes = [numel(x) for a in reader.all_input_nodes if isinstance(x := example(a), Tensor)]
+    made, value = example(reader), example(node)
+    if not isinstance(made, Tensor) or not isinstance(value, Tensor):
+        return False
+    are_both = len(sizes) == 2 and all(2 * n >= numel(value) for n in sizes)
+    return are_both and 4 * numel(made) <= numel(value) and len({*reader.all_input_nodes}) == 2
+
+
+def _hinted(sentence: str, reason: str) -> str:
+    hint = hint_for(reason)
     return f"{sentence}. Hint: {hint}" if hint else sentence
 
 

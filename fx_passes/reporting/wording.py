@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from torch import fx
+
+from torch_streamkl.fx_passes.fx_utils.user_names import with_user_names
+from torch_streamkl.fx_passes.reporting.operations import CLAUSES, why_not
 from torch_streamkl.fx_passes.reporting.report import Report
 
 _PROBABILITIES = "attention or vocabulary probabilities"
 _SENTENCES = (
     (rf"^in-place ([\w:.]+) of (scores|{_PROBABILITIES})", r"\1 writes \2 in place"),
     (rf"^(\w+_) of (scores|{_PROBABILITIES})$", r"\1 writes \2 in place"),
-    (
-        rf"^([\w:.]+) of (scores|{_PROBABILITIES})$",
-        r"\1 is applied to \2, and no fused operator has it",
-    ),
     (r"^t of scores", "the scores are transposed"),
     (r"\bchosen entries\b", "gathered entries"),
     (r"\b(an? [\w ]+?|it) meets (the scores|scores|them)\b", r"\1 is combined with \2"),
@@ -46,17 +46,27 @@ _SENTENCES = (
 )  # fmt: skip
 
 
+_OPERATION = re.compile(rf"^([\w:.]+) of (scores|{_PROBABILITIES})$")
+_IN_PLACE = re.compile(r"^(t|\w+_) of ")  # and a transpose
+
+
 def as_sentence(reason: str) -> str:
     """Returns a reason as the report says it."""
+    found = _OPERATION.match(reason)
+    if found is not None and not _IN_PLACE.match(reason):
+        return f"{found[1]} is applied to {found[2]}{why_not(found[1])}"
     for pattern, text in _SENTENCES:
         reason = re.sub(pattern, text, reason)
     return reason
 
 
-def reword(report: Report) -> None:
-    """Says the reasons of a report of the analysis in sentences."""
+def reword(report: Report, graph: fx.Graph) -> None:
+    """Says the reasons of a report of the analysis in sentences, with the user's names."""
+    inputs = graph.find_nodes(op="placeholder")
     report.sites[:] = [
-        replace(site, reason=as_sentence(site.reason)) if site.reason else site
+        replace(site, reason=with_user_names(as_sentence(site.reason), inputs))
+        if site.reason
+        else site
         for site in report.sites
     ]
     report.unrecognized[:] = [_unrecognized(text) for text in report.unrecognized]
@@ -65,6 +75,8 @@ def reword(report: Report) -> None:
 def _unrecognized(text: str) -> str:
     """A reason, its place and a hint: only the reason is the analysis'."""
     reason, at, rest = text.partition(" at ")
-    sentence, comma, end = as_sentence(reason).partition(", and no fused")
+    sentence = as_sentence(reason)
+    clause = CLAUSES.search(sentence)
+    end = clause[0] if clause is not None and at else ""
     place, hint, rest = rest.partition(". Hint: ")
-    return sentence + at + place + comma + end + hint + rest
+    return sentence.removesuffix(end) + at + place + end + hint + rest

@@ -10,6 +10,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import location_of
 from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.validation.check import CheckResult, check
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 
@@ -35,9 +36,11 @@ def rewrite_checked(
     """Returns the rewritten graph with the losses that passed, and the report of all."""
     original = original or gm.graph
     refused: dict[str, str] = {}
+    losses: set[str] = set()  # others are attention, or reads of sizes
     while True:
         graph, report = attempt(original, refused)
         verdicts = check(original, graph, gm, options) if report.num_fused else []
+        losses |= {site.node for site in report.sites}
         wrong = {node: reason for v in verdicts for node, reason in _refusals(v, options)}
         if report.sites:
             wrong = dict(agree([site.node for site in report.sites if site.fused], wrong))
@@ -46,11 +49,12 @@ def rewrite_checked(
             report.sites = [_with_verdict(site, verdicts) for site in report.sites]
             nodes = {n.name: n for n in original.nodes}
             known = {site.node for site in report.sites}
-            report.sites += [
-                Site(False, "", "", reason, *location_of(nodes[name]), node=name)
-                for name, reason in refused.items()
-                if name not in known
-            ]
+            for name, reason in refused.items():
+                place = location_of(nodes[name])
+                if name in losses - known:
+                    report.sites.append(Site(False, "", "", reason, *place, node=name))
+                elif name not in losses:
+                    report.notes.append(f"the code at {shown(place[0])} is as written: {reason}")
             return graph, report
         for reason in new.values():
             log.warning("%s", reason)

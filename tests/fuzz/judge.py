@@ -78,7 +78,7 @@ def judge(
             found = _difference(program, eager, compiled)
     if report.failures:
         found = found or f"the analysis fails: {report.failures[0]}"
-    reasons = tuple(site.reason or site.left for site in report.sites if not site.fused)
+    reasons = tuple(site.reason or site.skipped for site in report.sites if not site.fused)
     return Verdict(found, report.num_fused, len(report.sites), reasons)
 
 

@@ -66,7 +66,7 @@ def test_sites_answer_in_the_terms_of_the_user() -> None:
     assert good.bytes_saved >= 4 * 2 * 3 * 6 * 6 * 8
     assert bad.location == _line_of(unfused, "kl_div")
     assert "sort is applied to scores" in bad.reason
-    assert bad.blocked_at == _line_of(unfused, "ranked =")
+    assert bad.unsupported_at == _line_of(unfused, "ranked =")
     assert "needs whole rows" in bad.hint
     assert report.num_remaining > 0
 
@@ -112,7 +112,7 @@ def test_averaged_teachers_say_what_they_cost() -> None:
     (site,) = torch_streamkl.explain(indexer, q, k, teacher).sites
     assert site.fused
     assert site.runs.startswith(f"{BLOCKS}, ")  # query tiles have no averaged heads
-    assert "the mean of 4 teacher heads made again in the backward" in site.runs
+    assert "the mean of 4 distributions is computed again in the backward" in site.runs
 
 
 def test_sizes_of_data_are_a_reason() -> None:
@@ -142,7 +142,7 @@ def test_what_remains_of_a_graph_left_alone_is_not_known() -> None:
     report = torch_streamkl.explain(loss, *make_inputs())
     assert (report.num_fused, report.not_analysed) == (1, 1)
     assert "No score- or logit-sized tensor remains" not in str(report)
-    assert "1 graph was not analysed: what remains is not known." in str(report)
+    assert "1 graph was not analysed: what else remains is not known." in str(report)
     alone = torch_streamkl.explain(fused, *make_inputs())
     assert "No score- or logit-sized tensor remains" in str(alone)
 

@@ -47,6 +47,7 @@ def test_the_example_gets_its_row(reason: str) -> None:
     options: dict[str, Any] = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     options["streamkl.row_programs"] = reason not in OF_DIVERGENCES
     setting = SETTINGS.get(reason, Setting())
+    options |= setting.options
     if not all(hasattr(torch._dynamo.config, name) for name in setting.config):
         pytest.skip("this torch has no such setting")
     if "register_hook" in reason and torch.__version__ < (2, 13):

@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.reporting.report import (
     Report,
     Site,
 )
-from torch_streamkl.fx_passes.reporting.text import NOTHING_REMAINS
+from torch_streamkl.fx_passes.reporting.text import NOTHING_LARGE, NOTHING_REMAINS
 
 
 def explained(name: str, min_mib: float = 0.0) -> Report:
@@ -118,7 +118,7 @@ streamkl: no distillation loss recognized
             str(report),
             """\
 streamkl: no distillation loss recognized
-No score- or logit-sized tensor remains.""",
+The program has no score- or logit-sized tensor: no product is much larger than its operands.""",
         )
 
     def test_details(self) -> None:
@@ -168,8 +168,8 @@ streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
      softmax at a.py:6 feeds matmul at a.py:6
 The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
 graph break at a.py:7: print()
-1 graph was not analysed: what remains is not known.
-what remains is not known: ValueError: planted
+1 graph was not analysed: what else remains is not known.
+what else remains is not known: ValueError: planted
 analysis failed, graph left as it is: RuntimeError: planted""",
         )
         self.assertExpectedInline(
@@ -197,8 +197,8 @@ The compiled function returns logits (768 B): a distillation loss outside of it 
      logits [2 x 96], 768 B a.py:5
 graph break at a.py:7: print()
 note: the cross-entropy at a.py:4 keeps the logits
-1 graph was not analysed: what remains is not known.
-what remains is not known: ValueError: planted
+1 graph was not analysed: what else remains is not known.
+what else remains is not known: ValueError: planted
 analysis failed, graph left as it is: RuntimeError: planted""",
         )
 
@@ -228,8 +228,8 @@ The compiled function returns logits (768 B): a distillation loss outside of it 
      logits [2 x 96], 768 B a.py:5
 graph break at a.py:7: print()
 note: the cross-entropy at a.py:4 keeps the logits
-1 graph was not analysed: what remains is not known.
-what remains is not known: ValueError: planted
+1 graph was not analysed: what else remains is not known.
+what else remains is not known: ValueError: planted
 analysis failed, graph left as it is: RuntimeError: planted</pre></details></div>""",
         )
 
@@ -240,7 +240,7 @@ FULL = Report(
         Site(True, "attention_kl", "forward_kl, causal", "", "a.py:1", "kl(<q>)", 2**30,
              runs="as Triton kernels", check=SKIPPED_CHECK),
         Site(False, "", "", "sort of scores", "a.py:2", "kl_sorted()", hint="select rows",
-             blocked_at="a.py:3", blocked_code="s.sort(-1)"),
+             unsupported_at="a.py:3", unsupported_code="s.sort(-1)"),
     ],
     remaining=[Remaining("s", (8, "s0", 64), "a.py:3", "read by sort", "sort needs whole rows",
                          2**20)],
@@ -257,18 +257,40 @@ FULL = Report(
 
 def test_json_has_everything_in_the_terms_of_the_report() -> None:
     found = json.loads(FULL.to_json(indent=1))
-    assert (found["num_losses"], found["num_fused"], found["num_not_fused"]) == (2, 1, 1)
+    assert (found["num_skipped"], found["num_fused"], found["num_unfused"]) == (0, 1, 1)
     assert found["bytes_saved"] == 2**30
-    assert found["bytes_remaining"] == 2**20 + 2 * 2**14
+    assert found["remaining_bytes"] == 2**20 + 2 * 2**14
     assert not found["is_complete"]
-    fused, unfused = found["losses"]
+    fused, unfused = found["sites"]
     assert fused["check"] == SKIPPED_CHECK and fused["bytes_saved"] == 2**30
     assert unfused["unsupported_at"] == "a.py:3" and unfused["hint"] == "select rows"
     assert found["remaining"][0]["shape"] == [8, "s0", 64]
     assert found["breaks"] == [
         {"location": "a.py:7", "code": "print()", "reason": "a call of print"}
     ]
-    assert json.loads(Report().to_json())["losses"] == []
+    assert json.loads(Report().to_json())["sites"] == []
+
+
+def test_the_names_of_json_are_those_of_attributes() -> None:
+    for record, found in (
+        (FULL, FULL.to_dict()),
+        (FULL.sites[1], FULL.to_dict()["sites"][1]),
+        (FULL.remaining[0], FULL.to_dict()["remaining"][0]),
+        (FULL.outside[0], FULL.to_dict()["outside"][0]),
+    ):
+        for name, value in found.items():
+            mine = getattr(record, name)
+            plain = isinstance(mine, (str, int, bool))
+            assert value == mine if plain else len(value) == len(mine), name
+
+
+def test_an_empty_report_is_not_complete() -> None:
+    """Nothing was analysed, so nothing is known to be complete."""
+    assert Report().is_empty and not Report().is_complete
+    for report in (Report(num_graphs=1), Report(num_graphs=1, notes=["a note"])):
+        assert report.is_complete and not report.is_empty
+    assert not Report(num_graphs=1, not_scanned=["planted"]).is_complete
+    assert not Report(num_cached=2).is_complete
 
 
 def test_extend_takes_everything() -> None:
@@ -289,7 +311,7 @@ def test_what_was_not_analysed_is_not_known() -> None:
         torch.compile(torch.sin, backend="streamkl", options={"streamkl.inner": "eager"})(
             torch.randn(3)
         )
-    assert report.num_graphs == 1 and NOTHING_REMAINS in str(report)
+    assert report.num_graphs == 1 and NOTHING_LARGE in str(report)
 
 
 def test_what_a_cache_had_is_said() -> None:
@@ -336,6 +358,6 @@ def test_tlparse_gets_an_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
     artifact.store(report)
     ((kind, metadata, payload),) = stored
     assert (kind, metadata["name"]) == ("artifact", artifact.NAME)
-    assert payload["num_losses"] == 0
+    assert payload["sites"] == []
     monkeypatch.delattr(torch._logging, "trace_structured")
     artifact.store(report)  # a torch without it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -174,11 +175,69 @@ def test_log_probabilities_are_normalised_already() -> None:
 def test_student_and_teacher_are_named() -> None:
     (roles,) = {named("r_drop").sites[0].roles}
     student, teacher = roles.split("; ")
-    assert student.startswith("student: matmul of argument 0 and argument 1 (")
-    assert teacher.startswith("teacher: matmul of mul and argument 1 (")
+    assert student.startswith("student: matmul of h and w (")
+    assert teacher.startswith("teacher: matmul of mul and w (")
     assert student.endswith("needs a gradient") and teacher.endswith("needs a gradient")
     (roles,) = {named("reverse_kl").sites[0].roles}
-    assert roles.endswith("needs no gradient") and "teacher: matmul of argument 2" in roles
+    assert roles.endswith("needs no gradient") and "teacher: matmul of g and v" in roles
+
+
+class _Head(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = torch.nn.Linear(4, 9, bias=False)
+
+
+STUDENT, TEACHER = _Head(), _Head()
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.model = STUDENT
+
+    def loss(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        s, t = self.model.lm_head(hidden), inputs["h"] @ TEACHER.lm_head.weight.T
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+class _Step(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = torch.nn.ModuleList([STUDENT, TEACHER])
+
+    def forward(self, hidden: Tensor, g: Tensor) -> Tensor:
+        s, t = self.models[0].lm_head(hidden), self.models[1].lm_head(g)
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+def _of_a_closure(weight: Tensor) -> Any:
+    def loss(h: Tensor) -> Tensor:
+        s, t = h @ weight.T, h @ TEACHER.lm_head.weight.T
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    return loss
+
+
+def test_inputs_have_the_names_of_the_users_code() -> None:
+    """Not those of Dynamo (L_self_modules_...), nor of explain()'s own frame."""
+    h, g = torch.randn(5, 4), torch.randn(5, 4)
+    trainer, step = _Trainer(), _Step()
+    by_keyword = functools.partial(trainer.loss, inputs={"h": g})
+    of_step = ("hidden and self.models.0.lm_head.weight", "g and self.models.1.lm_head.weight")
+    for fn, args, names in (
+        (trainer.loss, (h, {"h": g}), ("hidden and self.model.lm_head.weight", "inputs['h'] and")),
+        (by_keyword, (h,), ("and self.model.lm_head.weight", "inputs['h'] and TEACHER.lm_head")),
+        (step, (h, g), of_step),
+        (_of_a_closure(torch.randn(9, 4)), (h,), ("h and weight", "h and TEACHER.lm_head.weight")),
+    ):
+        options = {"streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
+        explained = torch_streamkl.explain(fn, *args, options=options)
+        with torch_streamkl.reports() as compiled:
+            torch._dynamo.reset()
+            torch.compile(fn, backend="streamkl", options=options)(*args)
+        for report in (explained, compiled):
+            (site,) = report.sites
+            assert all(name in site.roles for name in names), site.roles
 
 
 def test_a_js_of_float32_numbers_has_its_beta() -> None:

@@ -50,7 +50,7 @@ def report_of(
 
 def test_smaller_than_the_option_is_left_and_reported() -> None:
     report = report_of(min_mib=SIZE * 1.01)
-    assert [(site.fused, site.left) for site in report.sites] == [(False, SKIPPED)]
+    assert [(site.fused, site.skipped) for site in report.sites] == [(False, SKIPPED)]
     assert report.num_unfused == 0  # strict
     assert f'{SKIPPED}. Force with {{"streamkl.min_mib": 0}}' in str(report)
     assert "0 of 1 loss fused" in str(report)
@@ -121,7 +121,7 @@ def test_row_programs_have_a_least_size_of_their_own(
     monkeypatch.setattr(profitability, "LEAST_PROGRAM_MIB", {"cpu": SIZE * 1.01})
     assert report_of(dynamic=dynamic).num_fused == 1  # a divergence
     report = report_of(weighted, dynamic=dynamic)
-    assert [(site.fused, site.left) for site in report.sites] == [(False, SKIPPED_PROGRAM)]
+    assert [(site.fused, site.skipped) for site in report.sites] == [(False, SKIPPED_PROGRAM)]
     assert report.num_unfused == 0  # strict
     for fuses in ({"cpu": SIZE}, {"cuda": 1e6}):
         monkeypatch.setattr(profitability, "LEAST_PROGRAM_MIB", fuses)

@@ -39,6 +39,7 @@ class Setting:
     inputs: Callable[[], list[Any]] | None = None
     calls: tuple[tuple[Any, ...], ...] = ((),)  # what each call gets next to the inputs
     config: dict[str, Any] = field(default_factory=dict)  # of torch._dynamo
+    options: dict[str, Any] = field(default_factory=dict)  # of the rewrite
     compile: dict[str, Any] = field(default_factory=dict)  # of torch.compile
 
 
@@ -124,8 +125,8 @@ def masked_after(q, k, r, u):
     return F.kl_div(s, t, reduction="none").masked_fill(s < -2, 1.0).sum(-1).mean()
 
 
-@example("the student's probabilities are averaged over heads")
-def averaged_student(q, k, r, u):
+@example("the probabilities of both sides are averaged over heads")
+def averaged_sides(q, k, r, u):
     s, t = (q @ k.mT).softmax(-1).mean(1), (r @ u.mT).softmax(-1).mean(1)
     return F.kl_div(s.log(), t, reduction="batchmean")
 
@@ -143,9 +144,35 @@ def sliced_keys(q, k, r, u):
     return F.kl_div(s[..., 1:], t[..., 1:], reduction="sum")
 
 
-@example("an operation of scores or probabilities that no operator has")
-def erf_of_scores(q, k, r, u):
-    return kl((q @ k.mT).erf(), r @ u.mT)
+@example("an operation that is read in another spelling (hardtanh, huber_loss, silu)")
+def huber(q, k, r, u):
+    return F.huber_loss((q @ k.mT).log_softmax(-1), (r @ u.mT).log_softmax(-1))
+
+
+@example("an operation that row_program has and the rewrite does not read (sin, expm1, floor)")
+def sine(q, k, r, u):
+    return kl((q @ k.mT).sin(), r @ u.mT)
+
+
+@example("scores are multiplied by the number 0")
+def times_zero(q, k, r, u):
+    return kl(q @ k.mT * 0, r @ u.mT)
+
+
+@example(
+    'streamkl.verify is "always", and the check cannot run',
+    config={"capture_dynamic_output_shape_ops": True},
+    options={"streamkl.verify": "always"},
+)
+def rows_that_data_select(h, w, g, v):
+    keep = g[:, 0] > 0
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1)
+    return F.kl_div(s, t, reduction="none")[keep].sum(-1).mean()
+
+
+@example("an operation that no operator has")
+def arctangent(q, k, r, u):
+    return kl((q @ k.mT).atan(), r @ u.mT)
 
 
 @example("a tensor is modified in place")
@@ -327,7 +354,7 @@ OF_DIVERGENCES = {
     "a distribution is detached in one place and not in another",
     "teacher and student are masked differently",
     "keys are masked after the softmax",
-    "the student's probabilities are averaged over heads",
+    "the probabilities of both sides are averaged over heads",
     "weights that vary along the keys",
     "keys are sliced away after the softmax",
     "an entropy alone",
