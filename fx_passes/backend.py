@@ -31,7 +31,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
     counters,
     later,
 )
-from torch_streamkl.fx_passes.gradients_in_forward import WITHOUT_SORT, topological_sort
+from torch_streamkl.fx_passes.gradients_in_forward import WITHOUT_SORT, can_sort
 from torch_streamkl.fx_passes.inductor_passes import (
     JointPass,
     PreGradPass,
@@ -316,11 +316,11 @@ def rewrite_and_report(
         if cpp_wrapper:
             launches = inductor_kernels.install()
             report.notes.append(inductor_kernels.NOTE[launches])
-        elif not inductor_calls.install():
+        elif not inductor_calls.can_install():
             report.notes.append(inductor_calls.WITHOUT_TABLE)
-        if not inductor_double_backward.install():
+        if not inductor_double_backward.can_install():
             report.notes.append(inductor_double_backward.WITHOUT_LOWERINGS)
-        if topological_sort() is None:
+        if not can_sort():
             report.notes.append(WITHOUT_SORT)
     if not report.remaining:  # else it says what the outputs are kept for
         report.outside += graph_outputs(gm.graph)

@@ -23,7 +23,7 @@ from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.double_backward import double_backward_factor
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
-from torch_streamkl.fx_passes.fx_utils.torch_names import optional
+from torch_streamkl.fx_passes.fx_utils.torch_names import has, optional
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 log = logging.getLogger("torch_streamkl.rewrite")
@@ -31,6 +31,7 @@ WITHOUT_SORT = (
     "this torch's Inductor has no stable_topological_sort: on a CPU gradients of attention KLs "
     "are computed in the backward, which takes longer"
 )
+SORT = ("torch._inductor.pattern_matcher", "stable_topological_sort")
 aten, prims = torch.ops.aten, torch.ops.prims
 FORWARD = {ops.attention_kl, WITHOUT_AUTOGRAD[ops.attention_kl]}
 BACKWARD = {ops.attention_kl_backward, WITHOUT_AUTOGRAD[ops.attention_kl_backward]}
@@ -75,9 +76,14 @@ def compute_in_forward(graph: fx.Graph) -> int:
     return replaced
 
 
+def can_sort() -> bool:
+    """Whether this torch has `topological_sort` where it is expected; imports nothing."""
+    return has(*SORT)
+
+
 def topological_sort() -> Any:
     """Returns Inductor's function that orders a graph, None if this torch has it elsewhere."""
-    return optional("torch._inductor.pattern_matcher", "stable_topological_sort")
+    return optional(*SORT)
 
 
 def _forward_of(backward: fx.Node) -> fx.Node | None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_streamkl.attention import ops
+from torch_streamkl.fx_passes.fx_utils.torch_names import has
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 IMPORT = "from torch_streamkl.attention.bound_op import CompiledBackward, CompiledForward"
@@ -27,9 +28,26 @@ WITHOUT_TABLE = (
 NUM_GRADIENT_TENSORS = 3  # before the tensors of the forward: grad and both statistics
 
 
+NEEDED = {
+    "torch._inductor.codegen.custom_extern_kernel_codegen": (
+        "CUSTOM_EXTERN_KERNEL_CODEGEN",
+        "CustomCodegen",
+    ),
+    "torch._inductor.codegen.wrapper": ("ExternKernelAllocLine",),
+    "torch._inductor.virtualized": ("V",),
+}
+
+
+def can_install() -> bool:
+    """Whether this torch has what `install` needs; it imports none of it."""
+    return all(has(module, *names) for module, names in NEEDED.items())
+
+
 @functools.cache
 def install() -> bool:
     """Lets Inductor write bound operators into its graphs; False if it has no table for that."""
+    if not can_install():
+        return False
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import (
             CUSTOM_EXTERN_KERNEL_CODEGEN,

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 
 from torch_streamkl.double_backward import double_backward_factor, once
-from torch_streamkl.fx_passes.fx_utils.torch_names import optional
+from torch_streamkl.fx_passes.fx_utils.torch_names import has, optional
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
 WITHOUT_LOWERINGS = "this torch's Inductor calls an operator that copies one number for every sum"
+
+
+def can_install() -> bool:
+    """Whether this torch has what `install` needs; it imports none of it."""
+    return has("torch._inductor.lowering", "lowerings")
 
 
 @functools.cache

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +90,25 @@ def optional(module: str, name: str) -> Any:
         return None
 
 
+def has(module: str, *names: str) -> bool:
+    """Whether a module of torch has these names, without importing a slow module for that.
+
+    A graph from Inductor's caches needs none of Inductor's own modules, which take a second to
+    import. So the source of a module that is not imported yet is searched.
+    """
+    imported = sys.modules.get(module)
+    if imported is not None:
+        return all(getattr(imported, name, None) is not None for name in names)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    source = Path(spec.origin).read_text()
+    return all(re.search(rf"\b{name}\b", source) for name in names)
+
+
 __all__ = [
     "ELEMENTWISE_TYPE_PROMOTION_KIND",
     "CustomGraphPass",
@@ -103,6 +126,7 @@ __all__ = [
     "free_unbacked_symbols",
     "get_proxy_mode",
     "get_proxy_slot",
+    "has",
     "is_traceable_wrapper_subclass",
     "key_get",
     "later",

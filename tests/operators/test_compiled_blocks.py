@@ -9,12 +9,15 @@ import logging
 import math
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
+import torch._inductor.utils
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.operators.test_query_tiles import linear_problem
 from tests.support.covering import every
@@ -207,3 +210,22 @@ def test_rows_of_words(dtype: torch.dtype) -> None:
         error = float((eager - truth).abs().max())
         rounding = float(truth.abs().max()) * torch.finfo(torch.float32).eps
         assert float((got - truth).abs().max()) <= 2 * error + 8 * rounding
+
+
+def test_a_compiled_body_is_found_in_the_cache_of_graphs(tmp_path: Path) -> None:
+    """A second process finds the code: it lowers nothing again."""
+    layouts = ((torch.float32, (compiled.ROWS, compiled.KEYS), False),)
+    key = compiled.Key(_twice, None, ("x",), layouts, torch.get_num_threads())
+    x = torch.randn(5, 7)
+    hits = []
+    with torch._inductor.utils.fresh_cache(dir=str(tmp_path)):
+        for _ in range(2):
+            counters.clear()
+            run = compiled.compile_body(key)
+            torch.testing.assert_close(run([x])[0], 2 * x)
+            hits.append(counters["inductor"]["fxgraph_cache_hit"])
+    assert hits == [0, 1]
+
+
+def _twice(_: None, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return (inputs["x"] * 2,)

@@ -46,6 +46,25 @@ def test_import_and_eager_calls_load_no_compiler() -> None:
     assert counts == [str(2 * attention), str(2 * head), str(2 * attention)]
 
 
+WARM = """
+import sys
+from torch_streamkl.fx_passes import gradients_in_forward, inductor_calls, inductor_double_backward
+assert inductor_calls.can_install() and inductor_double_backward.can_install()
+assert gradients_in_forward.can_sort()
+slow = "lowering", "pattern_matcher", "codegen.wrapper", "scheduler"
+print([name for name in slow if f"torch._inductor.{name}" in sys.modules])
+"""
+
+
+def test_a_graph_from_a_cache_needs_no_module_that_compiles() -> None:
+    """Importing them took more of a warm start than the rewrite."""
+    done = subprocess.run(
+        [sys.executable, "-c", WARM], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "[]"
+
+
 def test_a_row_program_is_one_graph_break() -> None:
     q, k = torch.randn(2, 1, 2, 8, 4)
 

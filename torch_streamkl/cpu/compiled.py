@@ -88,6 +88,7 @@ def _warn_once(message: str) -> None:
 
 def compile_body(key: Key) -> Run:
     """Traces a function with symbolic sizes, and compiles it by Inductor."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -113,5 +114,8 @@ def compile_body(key: Key) -> Run:
         ]
         graph = make_fx(traced, select_decomp_table(), tracing_mode="symbolic")(*examples)
         fakes = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-        run: Run = compile_fx_inner(graph, fakes)
+        # Inductor asks its cache of graphs only where a tracing context has the sizes, and only
+        # for a module without attributes that cannot be pickled: make_fx leaves its ShapeEnv there
+        with tracing(TracingContext(fakes[0].fake_mode)):
+            run: Run = compile_fx_inner(torch.fx.GraphModule(graph, graph.graph), fakes)
     return run
