@@ -236,7 +236,8 @@ def _is_view_of_operand(node: fx.Node) -> bool:
 
 
 def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:
-    """Adds in-place writes to values of the region, which have no data edge to a later reader.
+    """Adds in-place writes to the region's values, because no data edge leads from them to later
+    readers.
 
     Returns False if one of them cannot run again. Writes to outside tensors are no part of the
     region: `aliases` finds those.

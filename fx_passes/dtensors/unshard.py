@@ -75,8 +75,8 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _check_writes(graph: fx.Graph) -> None:
-    """Raises Unsupported where memory changes that opaque nodes do not share as the program's
-    tensors do.
+    """Raises Unsupported if a write changes memory that opaque nodes share differently than the
+    program does.
     """
     shared: set[int] = set()
     for node in graph.nodes:

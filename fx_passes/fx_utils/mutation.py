@@ -145,7 +145,7 @@ def _hidden_writes(node: fx.Node, name: str) -> list[object]:
 
 
 def _parameters(node: fx.Node) -> list[str]:
-    """Names of an operation's arguments in order."""
+    """Returns the argument names of an operation in order."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return [x.name for x in target._schema.arguments]

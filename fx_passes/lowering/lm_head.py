@@ -87,7 +87,9 @@ def _adapter(
     operands: list[fx.Node],
     outer: Mapping[fx.Node, fx.Node],
 ) -> dict[str, fx.Node]:
-    """Inserts a second product of the logits, with its weight in its narrow hidden states."""
+    """Returns the operator arguments for a LoRA adapter: a second product that is added to the
+    logits.
+    """
     side = geometry.side(index)
     found, key = adapter(side), side.distribution.scores
     if found is None:

@@ -42,7 +42,7 @@ def _without_compiled_autograd() -> Any:
 
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
-    """Lets real tensors run while anything is traced; restores random state, modes and caches."""
+    """Runs real tensors during a trace, and restores random state, modes and caches afterwards."""
     cuda = sorted({with_index(d).index for d in devices if d.type == "cuda"})
     grad = torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -190,7 +190,7 @@ def _of_any_address(constant: Any) -> Any:
 
 
 def _together(side: Side) -> int:
-    """Counts elements of q and k that are contiguous at a multiple of their size.
+    """Counts the elements of q and k that one aligned load may read together.
 
     Triton knows of strides only whether they are multiples of 16. If some are not, as with a
     head_dim of 26, it would load elements one by one. 1 if Triton knows enough, or the alignment

@@ -94,7 +94,9 @@ def limit(problem: AttentionProblem) -> str | None:
 
 
 def _with_fallback(name: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Calls a function of a problem, or that of `torch_impl` where query tiles do not compute."""
+    """Wraps a function of a problem: it runs `torch_impl` if query tiles cannot compute the
+    problem.
+    """
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if limit(args[0]) is None:  # type: ignore[arg-type]

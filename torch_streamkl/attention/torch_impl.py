@@ -56,7 +56,7 @@ class RowGradient:
 
 @dataclass(frozen=True)
 class LseRemainders:
-    """Holds what rounding took from the log-sum-exps of RowStatistics, in their shapes."""
+    """Holds the rounding errors of the log-sum-exps in RowStatistics, in the same shapes."""
 
     student: Tensor
     teacher: Tensor

@@ -87,7 +87,7 @@ def _warn_once(message: str) -> None:
 
 
 def compile_body(key: Key) -> Run:
-    """Traces with symbolic sizes, and compiles."""
+    """Traces a function with symbolic sizes, and compiles it by Inductor."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

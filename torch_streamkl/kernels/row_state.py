@@ -80,7 +80,7 @@ def row_sum_ratio(l_t, l_s):
 
 @triton.jit
 def rebased_squares(a, b, c, alpha_t, alpha_s, ratio, to_ratio):
-    """Returns the sums of squares for maxima that moved by factors alpha, and another ratio."""
+    """Moves the sums of squares to new row maxima (factors alpha) and a new ratio of row sums."""
     delta = alpha_t * ratio - to_ratio * alpha_s
     return (
         alpha_t * (alpha_t * a + 2.0 * delta * b) + delta * delta * c,

@@ -165,7 +165,7 @@ class Program:
 
     @functools.cached_property
     def logsumexps(self) -> tuple[int, ...]:
-        """Returns the numbers of the log-sum-exps."""
+        """Returns the indices of the reductions that are log-sum-exps."""
         return tuple(c for c, r in enumerate(self.reductions) if r.kind == LOGSUMEXP)
 
     @property

@@ -446,7 +446,7 @@ def is_watched() -> bool:
 
 @functools.cache
 def runs_directly() -> bool:
-    """Returns whether this Triton launches compiled kernels by the call that captures make."""
+    """Returns whether this Triton launches compiled kernels by the call that captures replay."""
     from triton.compiler.compiler import CompiledKernel
 
     source = " ".join(inspect.getsource(CompiledKernel.__getitem__).split())
