@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+import tests.support.more_user_losses  # adds to USER_LOSSES
+import tests.support.public_losses  # noqa: F401  # so does this
 import torch_streamkl
 from tests.corpus.naive_losses import BY_NAME
 from tests.support.allocations import Allocations, measure

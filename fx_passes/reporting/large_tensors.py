@@ -180,6 +180,8 @@ def is_origin(node: fx.Node) -> bool:
     if name in SCATTERS:
         given = [numel(x) for x in inputs if x.shape != value.shape]
         return bool(given) and size >= EXPANDED * max(given)
+    if name in PRODUCTS and len(inputs) == 1:  # cdist(x, x)
+        inputs *= 2
     if not value.is_floating_point() or len(inputs) < 2:
         return False
     if name in PRODUCTS:
