@@ -111,7 +111,7 @@ UNRECOGNIZED = {
     "tail_bucket": "feeds gather at",
     "cosine": "feeds cosine_similarity at",
     "cross_entropy_alone": "cross-entropy with labels alone",
-    "shifted_teacher": "cat is applied to scores at",
+    "shifted_teacher": "cat is applied to attention or vocabulary probabilities at",
     "attention_alone": "attention probabilities that are compared with no other distribution",
 }
 

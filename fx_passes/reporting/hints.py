@@ -167,8 +167,8 @@ ADVICE = (
     Advice(
         "a tensor is modified in place",
         "modified in place|written in place|overwritten|is written to",
-        "write to a new tensor (x = x * a + b instead of x.mul_(a).add_(b)), or after backward(). A "
-        "fused operator reads its inputs again in the backward, except for an LM-head loss that "
+        "write to a new tensor (x = x * a + b instead of x.mul_(a).add_(b)), or after backward(). "
+        "A fused operator reads its inputs again in the backward, except for an LM-head loss that "
         "is one weighted sum of rows: an EMA teacher may be updated after that sum",
     ),
     Advice(
