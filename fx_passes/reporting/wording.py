@@ -39,7 +39,7 @@ _SENTENCES = (
     (r"(?<!per-)\brow weights\b", "per-row weights"),
     (r"\bsize that varies\b", "dynamic size"),
     (r"^a maximum over the keys leaves the elements$",
-     "the loss uses the maximum over the keys other than to shift a softmax"),
+     "the loss uses the maximum over the keys (amax) other than to shift a softmax"),
     (r"\ban element\b", "a value per query and key"),
     (r"\b(the )?elements\b", "values per query and key"),
     (r"\ba number is added\b", "a scalar is added"),
