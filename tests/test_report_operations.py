@@ -269,7 +269,7 @@ def test_code_around_a_loss_that_is_not_checked_is_no_second_loss() -> None:
 
     def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
         s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
-        m = torch.logsumexp(torch.stack([s, t]) + math.log(0.5), dim=0)
+        m = torch.logsumexp(torch.stack([s + math.log(0.5), t + math.log(0.5)]), dim=0)
         of_t = F.kl_div(m, t, reduction="none", log_target=True)
         of_s = F.kl_div(m, s, reduction="none", log_target=True)
         return (0.5 * of_t + 0.5 * of_s)[keep].sum() / keep.sum()
@@ -285,6 +285,18 @@ def test_code_around_a_loss_that_is_not_checked_is_no_second_loss() -> None:
     (site,) = report.sites
     assert 'streamkl.verify is "always", and it was not checked' in site.reason
     assert '{"streamkl.verify": "auto"}' in site.hint
+
+
+def test_what_is_applied_to_a_product_is_not_blamed_for_being_none() -> None:
+    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+        m = torch.logsumexp(torch.stack([s, t]) + math.log(0.5), dim=0)
+        return F.kl_div(m, t, reduction="batchmean", log_target=True)
+
+    report = explained(loss)
+    for site in report.sites:
+        assert site.fused or "is applied to a product in a way that the rewrite" in site.reason
+        assert "no matrix product" not in site.reason and "not made" not in site.reason
 
 
 def test_a_graph_break_that_ends_a_divergence_is_named() -> None:

@@ -60,8 +60,9 @@ def break_before(node: fx.Node) -> GraphBreak | None:
 
 
 def called_apart(node: fx.Node) -> str:
-    """Returns the name of the function of a node that Dynamo compiles apart from its caller, as
-    one with a graph break; empty if the code goes on after a break.
+    """Returns the function of a node that Dynamo compiles apart from its caller, or "".
+
+    It does so with functions that have a graph break in them. Code after a break is not meant.
     """
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     if any(_RESUMED.match(function) for _, _, function in frames):

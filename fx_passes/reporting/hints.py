@@ -66,7 +66,7 @@ ADVICE = (
     ),
     Advice(
         "another operation than a matrix product makes the scores",
-        "intermediate value of another|^einsum|no matrix product",
+        "intermediate value of another|^einsum|no matrix product|that the rewrite does not read",
         "write it with matmul, softmax and sums over the last dimension. Between matmul and "
         "softmax, a fused loss may have a scale, softcap, mask or bias. Apply any other operation "
         "before the matmul or to the loss, if the value stays the same",

@@ -188,6 +188,11 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: Recogn
         if source is None:
             return reason.replace(ELSEWHERE, NOT_MADE)
         name, at = called(source), shown(location_of(source)[0])
+        before = ancestors(source) - {source}
+        if name != CHECKPOINT and any(name_of(a) in MATMULS for a in before if _is_call(a)):
+            return (
+                f"{name} at {at} is applied to a product in a way that the rewrite does not read"
+            )
         said = f"it comes from {name} at {at}, which is no matrix product"
         if name == CHECKPOINT:
             said = f"it is a result of the checkpoint at {at}, which the loss is not in"
@@ -266,6 +271,10 @@ def _source(site: fx.Node, recognised: Recogniser) -> fx.Node | None:
             ):
                 return node_of(trace, node)
     return None
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
 
 
 def _is_tensor(node: fx.Node) -> bool:
