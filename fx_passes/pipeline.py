@@ -286,7 +286,7 @@ def _rewrite_graph(
     of_programs = elements.reasons if elements is not None else {}
     report.sites += unfused_sites(unfused, trace, recognised, plans, of_programs)
     if not report.sites:
-        report.unrecognized += reasons_of_programs(of_programs, trace)
+        report.unrecognized += reasons_of_programs(elements, trace)
     report.remaining = large_tensors_left(graph, sizes, recognised, operands_of_user)
     if report.remaining:  # else it is attention whose maps nobody distils
         report.notes += kept

@@ -103,10 +103,12 @@ def verify(
     gradients of its outputs, what it accumulates in ``.grad``, and what it changes: arguments,
     parameters, buffers, attributes, lists, closures and globals of your code. Each entry of a
     compiled result may have the error that rounding gives eager code; the reference is float64.
-    Everything is restored at the end. It takes as long as one compilation, two runs in eager mode,
-    one compiled run and one in float64; if a result differs, up to eight more eager runs. The run
-    in float64 needs twice the memory of a naive one in float32. `verify` compiles the program
-    again, and does not change code that you compiled before.
+    Everything is restored at the end. `verify` compiles the program again, and does not change
+    code that you compiled before.
+
+    It takes as long as one compilation, two runs in eager mode, one compiled and one in float64.
+    If a result differs, up to eight more eager runs follow. The run in float64 needs twice the
+    memory of a naive one in float32.
 
     It does not compare strides, which results share memory with each other or with arguments, and
     whether a result is an `nn.Parameter`. If the compiled program changes the grad mode or random

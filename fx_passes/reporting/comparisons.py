@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
-from torch_streamkl.fx_passes.reporting.large_tensors import OF_ROWS, PRODUCTS, numel
+from torch_streamkl.fx_passes.reporting.large_tensors import OF_ROWS, PRODUCTS, numel, size_hint
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.fx_passes.reporting.text import shown
 
@@ -59,7 +59,7 @@ def _sums_keys(made: Tensor, node: fx.Node) -> bool:
     value = example(node)
     if not isinstance(value, Tensor) or not value.dim():
         return False
-    return numel(made) * numel(value[(0,) * (value.dim() - 1)]) <= numel(value)
+    return numel(made) * size_hint(value.shape[-1]) <= numel(value)
 
 
 def _is_part_of(node: fx.Node, site: Site) -> bool:

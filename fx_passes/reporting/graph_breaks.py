@@ -44,7 +44,11 @@ def break_after(gm: fx.GraphModule) -> GraphBreak | None:
 
 
 def break_before(node: fx.Node) -> GraphBreak | None:
-    """Returns the graph break after which a node's code goes on, None where there was none."""
+    """Returns the graph break after which a node's code goes on, None where there was none.
+
+    A break inside of a function that the compiled one calls also comes before: Dynamo compiles
+    such a function apart from its caller.
+    """
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     for file, _, function in reversed(frames):
         resumed = _RESUMED.match(function)
@@ -52,8 +56,24 @@ def break_before(node: fx.Node) -> GraphBreak | None:
             line = int(resumed[2])
             known = _KNOWN.get((file, line))
             return known or GraphBreak(f"{file}:{line}", linecache.getline(file, line).strip(), "")
-    outer = next(((file, name) for file, _, name in frames if not in_torch(file)), None)
-    return _CALLED.get(outer) if outer is not None else None
+    return _CALLED.get(_outer_frame(node))
+
+
+def called_apart(node: fx.Node) -> str:
+    """Returns the function of a node that Dynamo compiles apart from its caller, or "".
+
+    It does so with functions that have a graph break in them. Code after a break is not meant.
+    """
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    if any(_RESUMED.match(function) for _, _, function in frames):
+        return ""
+    outer = _outer_frame(node)
+    return outer[1] if outer in _CALLED else ""
+
+
+def _outer_frame(node: fx.Node) -> tuple[str, str]:
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    return next(((file, name) for file, _, name in frames if not in_torch(file)), ("", ""))
 
 
 def reason_in(text: str) -> str | None:

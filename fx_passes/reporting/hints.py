@@ -50,7 +50,7 @@ class Advice:
 ADVICE = (
     Advice(
         "a graph break lies between the logits and the loss",
-        "a graph break at ",
+        "graph break at ",
         "move what breaks the graph after the loss, or before the products",
     ),
     Advice(
@@ -66,7 +66,7 @@ ADVICE = (
     ),
     Advice(
         "another operation than a matrix product makes the scores",
-        "intermediate value of another|^einsum|no matrix product",
+        "intermediate value of another|^einsum|no matrix product|that the rewrite does not read",
         "write it with matmul, softmax and sums over the last dimension. Between matmul and "
         "softmax, a fused loss may have a scale, softcap, mask or bias. Apply any other operation "
         "before the matmul or to the loss, if the value stays the same",
@@ -98,8 +98,8 @@ ADVICE = (
     Advice(
         "argmax: a hard teacher",
         "^(argmax|argmin)\\b",
-        "compute the labels outside of the compiled function, in chunks and under no_grad; "
-        "then pass them as labels to cross_entropy or linear_kl",
+        "compute it outside of the compiled function, in chunks and under no_grad; labels can be "
+        "passed to cross_entropy or linear_kl",
     ),
     Advice(
         "sort, top-k, cumsum: whole rows in order",
@@ -167,9 +167,9 @@ ADVICE = (
     Advice(
         "a tensor is modified in place",
         "modified in place|written in place|overwritten|is written to",
-        "write to a copy, or compute the loss after the write. A fused operator reads its inputs "
-        "again in the backward, except for an LM-head loss that is one weighted sum of rows. "
-        "Update an EMA teacher after that sum, or after backward()",
+        "write to a new tensor (x = x * a + b instead of x.mul_(a).add_(b)), or after backward(). "
+        "A fused operator reads its inputs again in the backward, except for an LM-head loss that "
+        "is one weighted sum of rows: an EMA teacher may be updated after that sum",
     ),
     Advice(
         "a bias or adapter needs a gradient",
@@ -294,9 +294,9 @@ ADVICE = (
     ),
     Advice(
         "NaN or infinity is read by the code after the loss",
-        "and eager has",
-        "a fused sum may be a number where eager code has NaN. Return the per-row values, and "
-        "run this operation on them outside of the compiled function",
+        "and eager has|eager code has NaN",
+        "return the per-row values, and run this operation on them outside of the compiled "
+        "function",
     ),
     Advice(
         "the scores are also read by other code",
@@ -310,7 +310,7 @@ ADVICE = (
     ),
     Advice(
         "an operation that no operator has",
-        "of scores$|of attention or vocabulary probabilities$|no fused operator has it$",
+        "of scores$|of attention or vocabulary probabilities$|operator has it$|read it here$",
         "if the same value can be written with the operations of row_program "
         "(docs/reference/row-programs.md), write it so; otherwise the loss stays unfused",
     ),

@@ -180,6 +180,8 @@ def is_origin(node: fx.Node) -> bool:
     if name in SCATTERS:
         given = [numel(x) for x in inputs if x.shape != value.shape]
         return bool(given) and size >= EXPANDED * max(given)
+    if name in PRODUCTS and len(inputs) == 1:  # cdist(x, x)
+        inputs *= 2
     if not value.is_floating_point() or len(inputs) < 2:
         return False
     if name in PRODUCTS:
@@ -204,7 +206,7 @@ def _is_large_product(node: fx.Node, inputs: Sequence[Tensor]) -> bool:
     if size > numel(rows) and _feeds_rows(node):
         return True
     is_vocabulary = columns.dim() == 2 and (
-        _hint(value.shape[-1]) >= VOCABULARY_PER_WIDTH * _width(node, rows)
+        size_hint(value.shape[-1]) >= VOCABULARY_PER_WIDTH * _width(node, rows)
     )
     is_weight = isinstance(columns, torch.nn.Parameter)
     larger = size >= MUCH_LARGER * max(numel(rows), numel(columns))
@@ -216,14 +218,14 @@ def _width(node: fx.Node, rows: Tensor) -> int:
 
     A low-rank adapter has two layers: that of what the first one reads.
     """
-    width = _hint(rows.shape[-1])
+    width = size_hint(rows.shape[-1])
     before = node.all_input_nodes[0]
     while name_of(before) in _VIEWS | CASTS | {"dropout"} and before.all_input_nodes:
         before = before.all_input_nodes[0]
     if name_of(before) in PRODUCTS and before.all_input_nodes:
         read = example(before.all_input_nodes[0])
         if isinstance(read, Tensor) and read.dim():
-            width = max(width, _hint(read.shape[-1]))
+            width = max(width, size_hint(read.shape[-1]))
     return width
 
 
@@ -280,23 +282,23 @@ def _is_of_product(node: fx.Node) -> bool:
 
 def is_vector(value: Tensor) -> bool:
     """Returns whether at most one dimension is larger than 1."""
-    return sum(_hint(n) != 1 for n in value.shape) < 2
+    return sum(size_hint(n) != 1 for n in value.shape) < 2
 
 
 def numel(value: Tensor) -> int:
     """Counts a tensor's elements, by hints of symbolic sizes."""
     size = 1
     for n in value.shape:
-        size *= _hint(n)
+        size *= size_hint(n)
     return size
 
 
 def _squeezed(value: Tensor) -> tuple[int, ...]:
-    return tuple(n for n in map(_hint, value.shape) if n != 1)
+    return tuple(n for n in map(size_hint, value.shape) if n != 1)
 
 
-def _hint(size: object) -> int:
-    """A size, or what a dynamic one was when the graph was made."""
+def size_hint(size: object) -> int:
+    """Returns a size, or what a dynamic one was when the graph was made."""
     if isinstance(size, int):
         return size
     hint = size.node.hint  # type: ignore[attr-defined]

@@ -45,6 +45,7 @@ SPELLINGS = {
     "poisson_nll_loss": "s.exp() - p * s",
 }
 OF_PROGRAMS = ": the rewrite does not read it here, torch_streamkl.row_program has it"
+OF_THIS = ": the rewrite does not read it here"
 OF_NOBODY = ", and no fused operator has it"
 _OTHER = ": the rewrite reads it in another spelling, {}"
 CLAUSES = re.compile("(?:, and no fused operator|: the rewrite ).*")
@@ -61,7 +62,9 @@ def why_not(name: str) -> str:
     """Returns how a sentence "x is applied to scores" ends."""
     if name in SPELLINGS:
         return _OTHER.format(SPELLINGS[name])
-    return OF_PROGRAMS if name in OPERATION_NAMES else OF_NOBODY
+    if name in OPERATION_NAMES:
+        return OF_PROGRAMS
+    return OF_THIS if name in names_that_are_read() else OF_NOBODY
 
 
 def is_unread(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.analysis.elements.reading import FormulaInterpreter
 from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.analysis.sites import ELSEWHERE, LEAVES, NOT_MADE, reason_of
 from torch_streamkl.fx_passes.capture.preconditions import divergence_like
@@ -23,8 +24,12 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.planning.candidates import Plans
 from torch_streamkl.fx_passes.reporting import data_parallel
-from torch_streamkl.fx_passes.reporting.graph_breaks import break_after, break_before
-from torch_streamkl.fx_passes.reporting.hints import hint_for
+from torch_streamkl.fx_passes.reporting.graph_breaks import (
+    break_after,
+    break_before,
+    called_apart,
+)
+from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.report import Report, Site
@@ -66,8 +71,7 @@ def unfused_sites(
                 reason, blocker = other
         elif _NO_OPERATION.search(reason) and blocker is not None:
             of_program = of_programs[blocker]  # such as ids that may be repeated
-            is_said = _NO_OPERATION.search(of_program) or not of_program.startswith("gather")
-            reason = reason if is_said else of_program
+            reason = reason if _NO_OPERATION.search(of_program) else of_program
         origin = node_of(trace, node)
         if _UNKNOWN_NUMBER.search(reason) and origin is not None:
             reason = _symbolic_number(origin) or reason
@@ -126,10 +130,15 @@ def _first_of_programs(
     return None
 
 
-def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> list[str]:
+def reasons_of_programs(elements: FormulaInterpreter | None, trace: Trace) -> list[str]:
     """Returns the operations that keep a graph without any loss from a row program, as
     sentences.
+
+    If there are none, other reasons of sums that compare two products.
     """
+    if elements is None:
+        return []
+    of_programs = elements.reasons
     found: dict[str, None] = {}
     for node, reason in of_programs.items():
         name = name_of(node) if node.op == "call_function" else ""
@@ -141,6 +150,12 @@ def reasons_of_programs(of_programs: Mapping[fx.Node, str], trace: Trace) -> lis
             hint = hint_for(reason)
             sentence = f"{reason} at {shown(_place(node, trace)[0])}"
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
+    for node, reason in of_programs.items() if not found else ():
+        placed, advice = elements.placed.get(node), advice_for(reason)
+        if placed is None or len(placed.formula.dots) < 2 or advice in (None, ADVICE[-1]):
+            continue
+        place = shown(_place(node, trace)[0])
+        found[f"a sum at {place} is not fused: {reason}. Hint: {hint_for(reason)}"] = None
     return list(found)
 
 
@@ -163,12 +178,21 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: ScoreI
     ended = break_before(origin)
     if ended is not None:
         said = f"a graph break at {shown(ended.location)} lies between"
+        apart = called_apart(origin)
+        if apart:
+            said = f"Dynamo compiles {apart}() apart from its caller, because it has the graph "
+            said += f"break at {shown(ended.location)} in it"
         said += f": {ended.code}" if ended.code else ""
     elif not _reads_input(origin):
         source = _source(blocker, recognised)
         if source is None:
             return reason.replace(ELSEWHERE, NOT_MADE)
         name, at = called(source), shown(location_of(source)[0])
+        before = ancestors(source) - {source}
+        if name != CHECKPOINT and any(name_of(a) in MATMULS for a in before if _is_call(a)):
+            return (
+                f"{name} at {at} is applied to a product in a way that the rewrite does not read"
+            )
         said = f"it comes from {name} at {at}, which is no matrix product"
         if name == CHECKPOINT:
             said = f"it is a result of the checkpoint at {at}, which the loss is not in"
@@ -247,6 +271,10 @@ def _source(site: fx.Node, recognised: ScoreInterpreter) -> fx.Node | None:
             ):
                 return node_of(trace, node)
     return None
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.reporting.operations import is_unread, why_not
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
-AT_A_BREAK = next(x.hint for x in ADVICE if x.pattern == "a graph break at ")
+AT_A_BREAK = next(x.hint for x in ADVICE if x.pattern == "graph break at ")
 OURS = "streamkl"  # in the names of our operators
 VAGUE = ": one distribution alone, or compared by code that is no known divergence"
 COMPARES = {
@@ -99,7 +99,7 @@ def _is_telling(user: fx.Node) -> bool:
 def _sentence(
     node: fx.Node, reader: fx.Node | None, path: list[fx.Node], at_break: str | None
 ) -> str:
-    rows = next((n for n in path if name_of(n) in OF_ROWS), None)
+    rows = next((n for n in path if name_of(n) in OF_ROWS), None) or _softmax_before(node)
     first = rows or node
     where = f"{called(first)} at {shown(location_of(first)[0])}"
     if reader is None:
@@ -140,6 +140,21 @@ def _sentence(
     made = "what is computed of " * (rows not in unread.all_input_nodes) + where
     return _hinted(f"{called(unread)} at {place} is applied to {made}{why_not(operation)}",
                    f"{operation} of scores")  # fmt: skip
+
+
+def _softmax_before(node: fx.Node) -> fx.Node | None:
+    """Finds the nearest softmax that a tensor is computed from, with no product in between."""
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop(0)
+        for a in current.all_input_nodes:
+            if a in seen or a.op == "placeholder" or name_of(a) in PRODUCTS:
+                continue
+            if name_of(a) in OF_ROWS:
+                return a
+            seen.add(a)
+            queue.append(a)
+    return None
 
 
 def _is_sum_over_keys(node: fx.Node, reader: fx.Node, path: list[fx.Node]) -> bool:

@@ -19,6 +19,10 @@ _PROBABILITIES = "attention or vocabulary probabilities"
 _SENTENCES = (
     (rf"^in-place ([\w:.]+) of (scores|{_PROBABILITIES})", r"\1 writes \2 in place"),
     (rf"^(\w+_) of (scores|{_PROBABILITIES})$", r"\1 writes \2 in place"),
+    (
+        r"reads the sum, and eager has NaN or infinity where it has a value$",
+        "reads the sum, which may be a number where eager code has NaN or infinity",
+    ),
     (r"^t of scores", "the scores are transposed"),
     (r"\bchosen entries\b", "gathered entries"),
     (r"\b(an? [\w ]+?|it) meets (the scores|scores|them)\b", r"\1 is combined with \2"),
@@ -35,7 +39,7 @@ _SENTENCES = (
     (r"(?<!per-)\brow weights\b", "per-row weights"),
     (r"\bsize that varies\b", "dynamic size"),
     (r"^a maximum over the keys leaves the elements$",
-     "the loss uses the maximum over the keys other than to shift a softmax"),
+     "the loss uses the maximum over the keys (amax) other than to shift a softmax"),
     (r"\ban element\b", "a value per query and key"),
     (r"\b(the )?elements\b", "values per query and key"),
     (r"\ba number is added\b", "a scalar is added"),

@@ -21,6 +21,9 @@ Agree = Callable[[Sequence[str], Refused], Mapping[str, str]]  # fused sites, re
 Attempt = Callable[[fx.Graph, Refused], tuple[fx.Graph, Report]]  # of a copy
 
 
+FAILED = "the check failed"
+
+
 def _alone(sites: Sequence[str], refused: Refused) -> Mapping[str, str]:
     return refused
 
@@ -51,7 +54,7 @@ def rewrite_checked(
             known = {site.node for site in report.sites}
             for name, reason in refused.items():
                 place = location_of(nodes[name])
-                if name in losses - known:
+                if name in losses - known or (name not in known and reason.startswith(FAILED)):
                     report.sites.append(Site(False, "", "", reason, *place, node=name))
                 elif name not in losses:
                     report.notes.append(f"the code at {shown(place[0])} is as written: {reason}")
@@ -67,7 +70,7 @@ def _refusals(verdict: CheckResult, options: CheckOptions) -> list[tuple[str, st
     """Lists the losses not to rewrite after a verdict, and why."""
     reason = ""
     if verdict.difference:
-        reason = f"the check failed: {verdict.difference}"
+        reason = f"{FAILED}: {verdict.difference}"
     elif verdict.not_checked and options.mode == "always":
         reason = f'streamkl.verify is "always", and it was not checked: {verdict.not_checked}'
     return [(node, reason) for node in verdict.sites or {verdict.node}] if reason else []

@@ -261,3 +261,50 @@ def test_strict_asks_for_losses_without_logarithms() -> None:
     assert "two distributions are compared at" in text
     text = _raises(lambda h, w, g, v: F.gelu((h @ w.T).softmax(-1)).sum(), inputs)
     assert not text, "one distribution alone"
+
+
+def test_code_around_a_loss_that_is_not_checked_is_no_second_loss() -> None:
+    """Sizes that data decide keep "always" from checking; reads of sizes are no losses."""
+    keep = torch.arange(48) % 3 > 0
+
+    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+        m = torch.logsumexp(torch.stack([s + math.log(0.5), t + math.log(0.5)]), dim=0)
+        of_t = F.kl_div(m, t, reduction="none", log_target=True)
+        of_s = F.kl_div(m, s, reduction="none", log_target=True)
+        return (0.5 * of_t + 0.5 * of_s)[keep].sum() / keep.sum()
+
+    torch._dynamo.reset()
+    inputs = USER_LOSSES["cosine"].inputs()
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        torch_streamkl.reports() as report,
+    ):
+        options = {**OPTIONS, "streamkl.verify": "always"}
+        torch.compile(loss, backend="streamkl", options=options)(*inputs)
+    (site,) = report.sites
+    assert 'streamkl.verify is "always", and it was not checked' in site.reason
+    assert '{"streamkl.verify": "auto"}' in site.hint
+
+
+def test_what_is_applied_to_a_product_is_not_blamed_for_being_none() -> None:
+    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+        m = torch.logsumexp(torch.stack([s, t]) + math.log(0.5), dim=0)
+        return F.kl_div(m, t, reduction="batchmean", log_target=True)
+
+    report = explained(loss)
+    for site in report.sites:
+        assert site.fused or "is applied to a product in a way that the rewrite" in site.reason
+        assert "no matrix product" not in site.reason and "not made" not in site.reason
+
+
+def test_a_graph_break_that_ends_a_divergence_is_named() -> None:
+    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        rows = F.kl_div((h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1), reduction="none")
+        return rows[keep].sum() / keep.sum()  # here
+
+    (site,) = explained(loss, *USER_LOSSES["cosine"].inputs(), torch.arange(48) % 3 > 0).sites
+    assert "leaves the graph before it is summed over the keys: a graph break at" in site.reason
+    assert "rows[keep].sum() / keep.sum()  # here" in site.reason
+    assert "torch_streamkl.enable()" in site.hint

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+import tests.support.more_user_losses  # adds to USER_LOSSES
+import tests.support.public_losses  # noqa: F401  # so does this
 import torch_streamkl
 from tests.corpus.naive_losses import BY_NAME
 from tests.support.allocations import Allocations, measure
@@ -110,7 +111,7 @@ UNRECOGNIZED = {
     "tail_bucket": "feeds gather at",
     "cosine": "feeds cosine_similarity at",
     "cross_entropy_alone": "cross-entropy with labels alone",
-    "shifted_teacher": "cat is applied to scores at",
+    "shifted_teacher": "cat is applied to attention or vocabulary probabilities at",
     "attention_alone": "attention probabilities that are compared with no other distribution",
 }
 
