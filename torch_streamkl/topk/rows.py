@@ -1,4 +1,7 @@
-"""Reads rows of logits in plain torch, by blocks of the vocabulary; `triton/rows.py` does on a GPU."""
+"""Reads rows of logits in plain torch, by blocks of the vocabulary.
+
+`triton/rows.py` does the same on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_streamkl.linear.chunks import Gradients
@@ -43,23 +44,22 @@ def gradients(
     d_hidden = d_weight = d_bias = None
     d = d_logits.to(head.hidden.dtype).contiguous()
     if needs_hidden:
-        d_hidden = torch.zeros_like(head.hidden)
-        if not is_empty:
-            d_hidden.copy_(
-                torch.nn.functional.embedding_bag(
-                    places.index, head.weight.contiguous(), per_sample_weights=d, mode="sum"
-                )
-            )
+        d_hidden = torch.zeros_like(head.hidden) if is_empty else _bag_sums(problem, places, d)
     if needs_weight:
-        d_weight = torch.zeros_like(head.weight)
-        if not is_empty:
-            d_weight.copy_(_weight_gradient(problem, places, d))
+        d_weight = (
+            torch.zeros_like(head.weight) if is_empty else _weight_gradient(problem, places, d)
+        )
     if needs_bias and head.bias is not None:
         total = torch.zeros_like(head.bias, dtype=problem.compute_dtype)
         if not is_empty:
             total.index_put_((places.index,), d_logits.to(total.dtype), accumulate=True)
         d_bias = total.to(head.bias.dtype)
     return d_hidden, d_weight, d_bias
+
+
+def _bag_sums(problem: TopkProblem, places: Places, d: Tensor) -> Tensor:
+    weight = problem.head.weight.contiguous()
+    return F.embedding_bag(places.index, weight, per_sample_weights=d, mode="sum")
 
 
 def _weight_gradient(problem: TopkProblem, places: Places, d: Tensor) -> Tensor:
