@@ -64,14 +64,11 @@ def _bag_sums(problem: TopkProblem, places: Places, d: Tensor) -> Tensor:
 
 def _weight_gradient(problem: TopkProblem, places: Places, d: Tensor) -> Tensor:
     head = problem.head
-    # a token without entries adds nothing, even if its hidden state is not finite
-    counts = places.inside.any(-1, keepdim=True)
-    hidden = torch.where(counts, head.hidden, 0.0)
     ids, _, token_of = _bags(places)
     lengths = torch.full((d.shape[0],), d.shape[1], device=d.device)
     found: Tensor = _aten._embedding_bag_dense_backward(
-        hidden, ids, token_of, lengths, lengths.new_empty(0), head.vocab_size, False, SUM_MODE,
-        d.view(-1), NO_PADDING,
+        head.hidden.contiguous(), ids, token_of, lengths, lengths.new_empty(0), head.vocab_size,
+        False, SUM_MODE, d.view(-1), NO_PADDING,
     )  # fmt: skip
     return found
 
