@@ -35,6 +35,7 @@ def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
 
 
 def head_scores(head: Head, dtype: torch.dtype) -> Tensor:
+    """Returns y, the logits of one side after scale and softcap."""
     z = head.hidden.to(dtype) @ head.weight.to(dtype).t()
     if head.adapter_hidden is not None and head.adapter_weight is not None:
         z = z + head.adapter_hidden.to(dtype) @ head.adapter_weight.to(dtype).t()
