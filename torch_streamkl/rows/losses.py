@@ -24,6 +24,15 @@ from torch_streamkl.rows.tile import RowValue
 
 
 @dataclass(frozen=True)
+class LossResult:
+    """Holds what each row adds to a loss, the loss's gradients, and the program's outputs."""
+
+    values: Tensor
+    grads: list[Tensor | None]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
 class RowLoss:
     """Holds steps of a formula, the last of which is the value that each row adds.
 
