@@ -63,6 +63,7 @@ from torch_streamkl.fx_passes.planning.row_programs import (
     first_of,
     may_have_programs,
     needs_no_mask,
+    sharing_products,
 )
 from torch_streamkl.fx_passes.planning.row_readers import (
     check_readers_of_program,
@@ -227,6 +228,11 @@ def _rewrite_graph(
 
     elements = FormulaInterpreter(trace, recognised) if row_programs else None
     waiting = [c for c in candidates if elements is not None and needs_no_mask(c, elements)]
+    sharing: list[fx.Node] = []
+    if elements is not None:
+        found_sharing = sharing_products(candidates, elements, trace, region, min_mib)
+        sharing = [c.inner for c in found_sharing if c not in waiting]
+        waiting = [c for c in candidates if c in waiting or c.inner in sharing]
     for candidate in candidates:
         if candidate not in waiting:
             fuse(candidate)
@@ -234,6 +240,8 @@ def _rewrite_graph(
         programs = find_programs(elements, trace, region, handled)
         replaced: list[RowPlan] = []
         for program in programs:
+            if len(program.outputs) == 1 and program.outputs[0].inner in sharing:
+                continue  # a divergence after all
             computed = {a for o in program.outputs for a in ancestors(o.inner)}
             build = builder(first_of(program))
             sites = _fuse_program(program, build, trace, aliases, refused, outside, min_mib)

@@ -1,6 +1,7 @@
 """Computes distillation losses without score- or logit-sized tensors.
 
-- Operators: `attention_kl`, `attention_kl_varlen`, `linear_kl`, `LinearKL` and `row_program`.
+- Operators: `attention_kl`, `attention_kl_varlen`, `linear_kl`, `LinearKL`, `linear_topk_kl` and
+  `row_program`.
 - Compiling: ``torch.compile(step, backend="streamkl")`` puts them in place of naive losses.
   `inductor_options` and `enable` do the same for compiler options and for trainers.
 - Reports: `explain`, `reports` and `verify` say what is fused, and whether it is right.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch_streamkl.attention.interface import attention_kl, attention_kl_varlen
 from torch_streamkl.linear.interface import LinearKL, linear_kl
 from torch_streamkl.rows.interface import row_program
+from torch_streamkl.topk.interface import linear_topk_kl
 from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ __all__ = [
     "explain",
     "inductor_options",
     "linear_kl",
+    "linear_topk_kl",
     "reports",
     "row_program",
     "verify",

@@ -59,11 +59,16 @@ def emit(
         f: (build.call(operator.getitem, call, slot), heads)
         for f, (slot, heads) in plan.sums.items()
     }
+    constants: dict[Formula, tuple[fx.Node, Dim]] = {}
+    if plan.grad_flows and not all(o.placed.formula.grad_flows for o in plan.outputs):
+        constants = {f: (build.method("detach", x), heads) for f, (x, heads) in values.items()}
     results: dict[fx.Node, fx.Node] = {}
     returned = {storage_of(x) for x in build.graph.output_node().all_input_nodes}
     made: set[int | None] = set()
     for o in plan.outputs:
-        x, memory = lowering.result(o, values), storage_of(o.node)
+        is_constant = bool(plan.grad_flows) and not o.placed.formula.grad_flows
+        x = lowering.result(o, constants if is_constant else values)
+        memory = storage_of(o.node)
         if memory in written or memory in returned or storage_of(x) in made:
             x = build.method("clone", x)
         made.add(storage_of(x))

@@ -4,6 +4,8 @@ A program of an LM head computes its logits again in the backward, unless the fo
 each row adds to the loss. It does if the program's values only go through functions of each row,
 with tensors that do not depend on them, into sums and means that end in one number. These
 operations become a `RowLoss`, one by one.
+
+Metrics, which read detached values of the same program, read those that the sum returns.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +23,13 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    descendants,
+    example,
+    name_of,
+    storage_of,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_unknown, is_zero, provably_equal
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
@@ -31,6 +39,7 @@ from torch_streamkl.program.steps import row_value
 from torch_streamkl.rows import op as row_op
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import dtype_of
 
 MakeBuilder = Callable[[fx.Node], Builder]
@@ -51,6 +60,7 @@ class Term:
 
     expr: Node
     is_sum: bool
+    is_detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Chain:
     total: fx.Node
     loss: RowLoss
     known: tuple[KnownTensor, ...]
+    metrics: tuple[fx.Node, ...] = ()  # what detaches some of what is computed before
 
 
 @dataclass(frozen=True)
@@ -153,17 +164,40 @@ class _Reader:
             if term is not None or is_size:
                 self.followed.append(node)
         for node, term in self.terms.items():
-            later = descendants([node])
-            before = tuple(n for n in self.followed if n not in later)
-            if term.is_sum and self._is_all(node, before) and _has_finite_gradient(node):
+            if not term.is_sum or term.is_detached:
+                continue
+            later, needed = descendants([node]), ancestors(node)
+            before = tuple(
+                n for n in self.followed if n not in later and (n in needed or self._learns(n))
+            )
+            metrics = self._metrics(before, node)
+            if self._is_all(node, before, metrics) and _has_finite_gradient(node):
                 loss = RowLoss.of_node(term.expr, is_literal=True)
-                return Chain(before, node, loss, tuple(self.known))
+                return Chain(before, node, loss, tuple(self.known), tuple(metrics))
         return None
 
-    def _is_all(self, total: fx.Node, before: tuple[fx.Node, ...]) -> bool:
-        """Whether the call's values reach other code through one number alone."""
-        allowed = {*before, total}
-        return all(u in allowed for n in (self.call, *before) for u in n.users)
+    def _learns(self, node: fx.Node) -> bool:
+        """Whether a node is no value that is detached."""
+        return node not in self.terms or not self.terms[node].is_detached
+
+    def _metrics(self, before: Sequence[fx.Node], total: fx.Node) -> list[fx.Node]:
+        """Returns detached values that are read elsewhere, too."""
+        inside = {*before, total}
+        found = [n for n in before if not self._learns(n) and not inside.issuperset(n.users)]
+        return found + [
+            u
+            for n in before
+            for u in n.users
+            if u not in inside and self._learns(n) and not self._learns(u)
+        ]
+
+    def _is_all(
+        self, total: fx.Node, before: Sequence[fx.Node], metrics: Sequence[fx.Node]
+    ) -> bool:
+        """Whether the call's values reach other code through one number and metrics alone."""
+        allowed = {*before, total, *metrics}
+        learned = (n for n in (self.call, *before) if self._learns(n))
+        return all(u in allowed for n in learned for u in n.users)
 
     # ------------------------------------------------------------------ one operation
 
@@ -171,10 +205,24 @@ class _Reader:
         value = example(node)
         if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
             return None
-        if not self._is_computed(value) or not value.requires_grad or has_effect(node):
-            return None  # under no_grad, detached, or written
+        if not self._is_computed(value) or has_effect(node):
+            return None
         name, args = name_of(node), list(node.args)
         x = self.terms.get(args[0]) if args and isinstance(args[0], fx.Node) else None
+        if name == "detach" and x is not None:
+            return x if x.is_detached else Term(literally("detach", x.expr), x.is_sum, True)
+        read = [self.terms[a] for a in node.all_input_nodes if a in self.terms]
+        is_detached = all(term.is_detached for term in read)
+        if value.requires_grad and is_detached:
+            return None  # of what else learns
+        term = self._computed(node, name, args, x)
+        if term is None or is_detached:
+            return None if term is None else replace(term, is_detached=True)
+        if not value.requires_grad:  # under no_grad
+            return Term(literally("detach", term.expr), term.is_sum, True)
+        return term
+
+    def _computed(self, node: fx.Node, name: str, args: list[Any], x: Term | None) -> Term | None:
         if name in VIEWS and x is not None:
             return self._view(node, x)
         if name in ("sum", "mean") and x is not None and not x.is_sum:
@@ -351,10 +399,68 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     like = _value(chain.total)
     if _value(total).dtype != like.dtype:
         total = build.method("to", total, like.dtype)
+    _move_metrics(chain, result, call, build)
     chain.total.replace_all_uses_with(total)
     for node in (chain.total, *reversed(chain.before), call):
         node.graph.erase_node(node)
     return total
+
+
+def _move_metrics(chain: Chain, result: fx.Node, call: fx.Node, build: Builder) -> None:
+    """Lets metrics read the values that the sum returns, and moves them after it."""
+    if not chain.metrics:
+        return
+    program: Any = call.args[1]
+    outputs = Program.of(program).outputs
+    given: Any = example(result)
+    first = row_op.first_value(program, given)
+    moved = _moved_with(chain, call)
+    read = {a for m in chain.metrics for a in ancestors(m)}
+    position = {n: i for i, n in enumerate(call.graph.nodes)}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in dict.fromkeys([*(n for n in chain.before if n in read), *chain.metrics]):
+        others = [a for a in node.all_input_nodes if a not in copies and a is not call]
+        if any(position[a] > position[chain.total] for a in others):
+            raise Unsupported("a metric reads what is computed after the sum")
+        if node.args[0] is call:
+            number: Any = node.args[1]
+            place = first + outputs.index(number)
+            copies[node] = build.call(operator.getitem, result, place)
+        elif name_of(node) == "detach":
+            detached: Any = node.args[0]
+            copies[node] = copies[detached]  # which has no gradient
+        else:
+            copies[node] = build.copy(node, copies)
+    for metric in chain.metrics:
+        metric.replace_all_uses_with(copies[metric])
+        if metric not in chain.before:
+            metric.graph.erase_node(metric)
+    for node in moved:
+        chain.total.prepend(node)
+
+
+def _moved_with(chain: Chain, call: fx.Node) -> list[fx.Node]:
+    """Returns metrics, and what is computed of them, that stand between a call and its sum.
+
+    They need no gradient, and nothing is written meanwhile: where they stand does not matter.
+    """
+    inside = {*chain.before, chain.total}
+    later = descendants(u for m in chain.metrics for u in {m, *m.users} - inside)
+    between: list[fx.Node] = []
+    following = call.next
+    while following is not chain.total:
+        between.append(following)
+        following = following.next
+    moved = [n for n in between if n in later and n not in chain.metrics]
+    others = {a for n in moved for a in n.all_input_nodes} - {*later, *chain.before}
+    if moved and (
+        any(n in later for n in chain.total.all_input_nodes)
+        or any(has_effect(n) for n in moved)
+        or any(written_by(n) for n in between)
+        or any(isinstance(x := example(n), Tensor) and x.requires_grad for n in others)
+    ):
+        raise Unsupported("what reads a metric cannot be moved after the sum")
+    return moved
 
 
 def _tensor_of_rows(known: KnownTensor, call: fx.Node, build: Builder) -> fx.Node:

@@ -273,6 +273,8 @@ class _Planner:
     def _output(self, f: Formula) -> Node:
         """The reduction that a sum is, over all keys or over blocks of them."""
         what, x = f.data, self.nodes[f.args[0]]
+        if not f.grad_flows:  # a metric of scores that others learn from
+            x = apply("detach", x)
         inside = [a for a in self.keys if a in self.axes.atoms(what.over)]
         if len(inside) == len(self.keys):
             return self.tracer.reduce(what.kind, x)

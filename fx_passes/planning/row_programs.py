@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torch import fx
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.elements.algebra import is_block_level, is_row_level
 from torch_streamkl.fx_passes.analysis.elements.reading import FormulaInterpreter
@@ -17,9 +17,10 @@ from torch_streamkl.fx_passes.domain.row_elements import (
 )
 from torch_streamkl.fx_passes.domain.score_form import read
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.planning.candidates import Candidate
-from torch_streamkl.fx_passes.planning.profitability import why_small
+from torch_streamkl.fx_passes.planning.profitability import why_program_is_left, why_small
 from torch_streamkl.fx_passes.planning.row_plan import RowPlan, plan_program
 from torch_streamkl.fx_passes.planning.row_readers import why_kept
 
@@ -27,6 +28,7 @@ SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm",
 }  # fmt: skip
+WITH_LABELS = {"cross_entropy_loss"}
 
 
 def may_have_programs(trace: Trace) -> bool:
@@ -63,6 +65,7 @@ def find_programs(
                 break
         else:
             plans.append(alone)
+    _merge(plans, elements, trace, position)
     replaced = {o.node for plan in plans for o in plan.outputs}
     fused = (trace.outer[n] for n in handled if n in trace.outer)
     replaced |= {node for node in fused if not node.users}
@@ -91,6 +94,37 @@ def needs_no_mask(candidate: Candidate, elements: FormulaInterpreter) -> bool:
         if node in elements.placed
         for f in formulas_in(elements.placed[node].formula)
     )
+
+
+def sharing_products(
+    candidates: Sequence[Candidate],
+    elements: FormulaInterpreter,
+    trace: Trace,
+    region: Region,
+    min_mib: float | None,
+) -> list[Candidate]:
+    """Returns divergences of LM heads that one row program computes with other sums.
+
+    Those read the same products, such as entropies next to a divergence. The program makes each
+    product once. A cross-entropy with labels is no such sum: `linear_kl` computes it, too.
+    """
+    every = [c for c in candidates if all(call.is_head for call in c.plan.calls)]
+    roots = {r for r in find_roots(elements, trace, region) if name_of(r) not in WITH_LABELS}
+    found = [c for c in every if c.inner in roots]
+    if not found or len(roots) < 2:
+        return []
+    plans = find_programs(elements, trace, region, set())
+    return [c for c in found if any(_is_joined(c, plan, roots, min_mib) for plan in plans)]
+
+
+def _is_joined(
+    candidate: Candidate, plan: RowPlan, roots: set[fx.Node], min_mib: float | None
+) -> bool:
+    outputs = [o.inner for o in plan.outputs]
+    value = example(candidate.node)
+    assert isinstance(value, Tensor)
+    is_whole = candidate.inner in outputs and len(outputs) > 1 and set(outputs) <= roots
+    return is_whole and not why_program_is_left(plan, value.device.type, min_mib)
 
 
 def find_roots(elements: FormulaInterpreter, trace: Trace, region: Region) -> list[fx.Node]:
@@ -164,14 +198,28 @@ def _joined(
     position: Mapping[fx.Node, int],
 ) -> RowPlan | None:
     """One program with another sum, where all that it reads is there before the first sum."""
-    first = min(position[o.node] for o in plan.outputs)
+    nodes = [*(o.node for o in plan.outputs), trace.outer[root]]
+    first = min(position[n] for n in nodes)
     formula = elements.placed[root].formula
     if not formula.dots & set(plan.dots):
         return None
-    # a tensor that only some of the results depend on would get zeros from the others, not None
-    if formula.grad_flows != elements.placed[plan.outputs[0].inner].formula.grad_flows:
+    # A tensor that only some of the results depend on would get zeros from the others, not None.
+    # A result without any gradient, such as a metric, is detached
+    if formula.grad_flows and plan.grad_flows and formula.grad_flows != plan.grad_flows:
         return None
-    leaves = [f for f in formulas_in(formula) if f.op in ("dot", "capture", "columns")]
+    # the call stands at the first of them, and has gradients if those are recorded there
+    learned = [
+        trace.outer[n]
+        for n in (*(o.inner for o in plan.outputs), root)
+        if elements.placed[n].formula.grad_flows
+    ]
+    modes = autograd_modes(nodes[0].graph.nodes)
+    at_first = modes[min(nodes, key=lambda n: position[n])]
+    if any(modes[n] != at_first for n in learned):
+        return None
+    every = [formula, *(elements.placed[o.inner].formula for o in plan.outputs)]
+    inside = (f for whole in every for f in formulas_in(whole))
+    leaves = [f for f in inside if f.op in ("dot", "capture", "columns")]
     read = [
         n
         for f in leaves
@@ -180,12 +228,33 @@ def _joined(
     # where they stand in the user's graph: leaves of a trace all stand before it
     if any(n not in trace.outer or position[trace.outer[n]] > first for n in read):
         return None
-    if any(o.inner in ancestors(n) for n in read for o in plan.outputs):
+    results = {*(o.inner for o in plan.outputs), root}
+    if any(results & ancestors(n) for n in read):
         return None
     try:
         return plan_program([*(o.inner for o in plan.outputs), root], elements, trace)
     except Unsupported:
         return None
+
+
+def _merge(
+    plans: list[RowPlan],
+    elements: FormulaInterpreter,
+    trace: Trace,
+    position: Mapping[fx.Node, int],
+) -> None:
+    """Joins programs that a later sum has connected: it reads products of both."""
+    pairs = [(i, j) for i in range(len(plans)) for j in range(len(plans)) if i != j]
+    for i, j in pairs:
+        joined: RowPlan | None = plans[i]
+        for output in plans[j].outputs:
+            if joined is not None:
+                joined = _joined(joined, output.inner, elements, trace, position)
+        if joined is not None:
+            plans[i] = joined
+            del plans[j]
+            _merge(plans, elements, trace, position)
+            return
 
 
 def first_of(plan: RowPlan) -> fx.Node:

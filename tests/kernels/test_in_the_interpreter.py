@@ -19,6 +19,7 @@ TESTS = Path(__file__).parents[1]
 ATTENTION = ["attention_triton_interpreted", "attention_numerics"]
 OTHERS = [
     "drawn_calls", "drawn_row_programs", "inductor_kernels", "launches", "linear_kl_interpreted",
+    "linear_topk_interpreted",
     "poisoned_memory", "replayed_launches", "row_program_kernels", "row_program_maps",
     "row_program_operations", "row_program_sums", "shard_kernels", "squares",
     "settings_of_torch", "tune",

@@ -36,6 +36,7 @@ from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import KEY, Capture, Program
 from torch_streamkl.rows.trace import Tracer, trace
+from torch_streamkl.topk import ops as topk_ops
 
 ALL = [True, True, True, True]
 Arguments = tuple[Any, ...]
@@ -148,6 +149,20 @@ def example_sum(args: Arguments, wanted: bool = True) -> Arguments:
     return tensors, weights, text, RowLoss(tuple(nodes), True).text, flags, "torch"
 
 
+def topk_arguments(tail: str) -> Arguments:
+    """Tensors and options of `linear_topk`."""
+    given = torch.randn(5, 8), torch.randn(31, 8), torch.randn(31)
+    ids = torch.stack([torch.randperm(31)[:3] for _ in range(5)])
+    log_probs = torch.randn(5, 31).log_softmax(-1).gather(1, ids)
+    options = (named("js").text, tail, 2.0, 0.7, 3.0, 0, "auto", False, "", -1)
+    return (*(x.requires_grad_() for x in given), ids, log_probs, *options)
+
+
+def topk_backward(arguments: Arguments) -> Arguments:
+    value, _, entry_grad, factors, _ = topk_ops.linear_topk(*detached(arguments))
+    return torch.rand_like(value), entry_grad, factors, [True] * 3, *detached(arguments)
+
+
 LINEAR = linear_arguments()
 # sums over heads, columns of ids, their values, labels
 VARIANTS_OF_ROWS = ("indexer", "top_k_with_ghost", "cached_top_k", "dkd")
@@ -211,6 +226,19 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         )
         for name in VARIANTS_OF_ROWS if name != "indexer"
     },
+    **{
+        f"linear_topk {tail}": (topk_ops.linear_topk, topk_arguments(tail), {})
+        for tail in ("none", "bucket", "renormalize")
+    },
+    **{
+        f"linear_topk_backward {tail}": (
+            topk_ops.linear_topk_backward, topk_backward(topk_arguments(tail)), {},
+        )
+        for tail in ("bucket", "renormalize")
+    },
+    "linear_topk_sum": (
+        topk_ops.linear_topk_sum, (torch.rand(5), [True] * 3, *topk_arguments("bucket")), {},
+    ),
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},

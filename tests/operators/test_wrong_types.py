@@ -11,8 +11,16 @@ import pytest
 import torch
 
 from tests.support.wrong_types import Public, problems
-from torch_streamkl import LinearKL, attention_kl, attention_kl_varlen, linear_kl, nitrobrew
+from torch_streamkl import (
+    LinearKL,
+    attention_kl,
+    attention_kl_varlen,
+    linear_kl,
+    linear_topk_kl,
+    nitrobrew,
+)
 from torch_streamkl.linear.arguments import Options
+from torch_streamkl.topk.arguments import MoreOptions
 
 X, HEADS = torch.zeros(2, 4, 6, 8), (torch.zeros(4, 3), torch.zeros(11, 3))
 QUERIES_AND_KEYS = ("student_q", "student_k", "teacher_q", "teacher_k")
@@ -26,6 +34,15 @@ PACKED: dict[str, Any] = {
     "max_seqlen_k": 4,
 }
 NITROBREW = dict(zip(("xs", "ws", "xt", "wt"), HEADS * 2, strict=True))
+TOPK: dict[str, Any] = {
+    "hidden": HEADS[0],
+    "weight": HEADS[1],
+    "ids": torch.zeros(4, 1, dtype=torch.int64),
+    "log_probs": -torch.ones(4, 1),
+}
+OF_TOPK = {
+    k: x for k, x in linear_topk_kl.__annotations__.items() if k not in ("options", "return")
+}
 
 
 def _linear_kl_module(**options: Any) -> None:
@@ -37,6 +54,12 @@ PUBLIC = [
     Public("attention_kl_varlen", attention_kl_varlen, PACKED),
     Public("linear_kl", linear_kl, dict(zip(OF_LINEAR, HEADS * 2, strict=True))),
     Public("LinearKL", _linear_kl_module, {}, annotations=Options.__annotations__),
+    Public(
+        "linear_topk_kl",
+        linear_topk_kl,
+        TOPK,
+        annotations=OF_TOPK | MoreOptions.__annotations__,
+    ),
     Public("nitrobrew.forward_kl", nitrobrew.forward_kl, NITROBREW),
     Public("nitrobrew.reverse_kl", nitrobrew.reverse_kl, NITROBREW),
 ]

@@ -88,7 +88,38 @@ def z_loss(h, w, th, tw, labels, mask, a):
     return entropy + 1e-4 * s.float().logsumexp(-1).square().mean()
 
 
-LOSSES = (top_k, top_k_batchmean, ghost, k3, two_means, where_it_counts, z_loss)
+def weight_is_computed_from_the_rows(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen * (a - entropy.detach())).sum()
+
+
+def rows_are_logged(h, w, th, tw, labels, mask, a):
+    chosen, entropy = policy(h, w, labels)
+    return (chosen - entropy).mean(), entropy.detach().mean()
+
+
+def metrics_without_gradients(h, w, th, tw, labels, mask, a):
+    """The loss weighs rows by one metric, and returns it and two others."""
+    chosen, entropy = policy(h, w, labels)
+    with torch.no_grad():
+        weight = (-entropy).exp()
+        spread = entropy.square().mean()
+    loss = (weight.detach() * chosen).mean() + 0.5 * entropy.mean()
+    return loss, spread, chosen.detach().sum()
+
+
+LOSSES = (
+    top_k,
+    top_k_batchmean,
+    ghost,
+    k3,
+    two_means,
+    where_it_counts,
+    z_loss,
+    rows_are_logged,
+    weight_is_computed_from_the_rows,
+    metrics_without_gradients,
+)
 
 
 def compiled(loss: Loss, given: list[Tensor], **options: Any) -> Outcome:
@@ -157,19 +188,9 @@ def _rows_are_returned(h, w, th, tw, labels, mask, a):
     return (chosen * mask).sum(), entropy
 
 
-def _rows_are_logged(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
-    return (chosen - entropy).mean(), entropy.detach().mean()
-
-
 def _weight_needs_a_gradient(h, w, th, tw, labels, mask, a):
     chosen, entropy = policy(h, w, labels)
     return (chosen * h.mean(-1) - entropy).sum()
-
-
-def _weight_is_computed_from_the_rows(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
-    return (chosen * (a - entropy.detach())).sum()
 
 
 def _standardised(h, w, th, tw, labels, mask, a):

@@ -48,8 +48,8 @@ class Shards:
     def of(facts: list[dict[str, int]]) -> Shards:
         """Builds shards from every rank's vocabulary sizes and starts; raises if they clash."""
         student, teacher = (
-            _ranges(
-                side,
+            ranges_of(
+                f"{side}_",
                 [fact[f"{side}_vocab_start"] for fact in facts],
                 [fact[f"{side}_vocab"] for fact in facts],
             )
@@ -71,11 +71,12 @@ class Shards:
         return Shards(student, teacher)
 
 
-def _ranges(side: str, firsts: list[int], sizes: list[int]) -> list[VocabRange]:
+def ranges_of(prefix: str, firsts: list[int], sizes: list[int]) -> list[VocabRange]:
+    """Returns every rank's range; raises if they make up no vocabulary."""
     given = [first != BY_RANK for first in firsts]
     if any(given) and not all(given):
         raise DisagreementError(
-            f"{side}_vocab_start must be given on every rank or on none, got "
+            f"{prefix}vocab_start must be given on every rank or on none, got "
             f"{listed([first if first != BY_RANK else None for first in firsts])}"
         )
     if not any(given):
@@ -85,14 +86,14 @@ def _ranges(side: str, firsts: list[int], sizes: list[int]) -> list[VocabRange]:
     for r in sorted((r for r in ranges if not r.is_empty), key=lambda r: r.start):
         if r.start != end:
             raise DisagreementError(
-                f"the ranks' vocabulary shards of {side}_weight must make up a whole vocabulary, "
+                f"the ranks' vocabulary shards of {prefix}weight must make up a whole vocabulary, "
                 "each vocabulary entry "
                 f"once, got {listed(ranges)}"
             )
         end = r.stop
     if not end:
         raise DisagreementError(
-            f"{side}_weight must have vocabulary entries on some rank, got none on all of them"
+            f"{prefix}weight must have vocabulary entries on some rank, got none on all of them"
         )
     return ranges
 

@@ -112,53 +112,54 @@ def check_heads(named: dict[str, tuple[Tensor, Tensor, Tensor | None]], is_shard
         },
     )
     for side, (hidden, weight, bias) in named.items():
-        _check_head(side, hidden, weight, bias, is_shard)
+        check_head(f"{side}_", hidden, weight, bias, is_shard)
     leading: dict[str, object] = {
         f"{side}_hidden": tuple(x[0].shape[:-1]) for side, x in named.items()
     }
     checks.same("leading dimensions", leading)
 
 
-def _check_head(
-    side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, is_shard: bool
+def check_head(
+    prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, is_shard: bool
 ) -> None:
+    """Checks hidden states, weight and bias, named with a prefix, against each other."""
     if hidden.ndim < 2:
         raise ValueError(
-            f"{side}_hidden must have dimensions [..., tokens, hidden_size], got shape "
+            f"{prefix}hidden must have dimensions [..., tokens, hidden_size], got shape "
             f"{tuple(hidden.shape)}"
         )
     if weight.ndim != 2:
         raise ValueError(
-            f"{side}_weight must have dimensions [vocab_size, hidden_size], got shape "
+            f"{prefix}weight must have dimensions [vocab_size, hidden_size], got shape "
             f"{tuple(weight.shape)}"
         )
-    for name, x in ((f"{side}_hidden", hidden), (f"{side}_weight", weight)):
+    for name, x in ((f"{prefix}hidden", hidden), (f"{prefix}weight", weight)):
         if x.dtype not in checks.FLOAT_DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
     checks.same(
         "dtype",
         {
-            f"{side}_hidden": checks.matmul_dtype(hidden),
-            f"{side}_weight": checks.matmul_dtype(weight),
+            f"{prefix}hidden": checks.matmul_dtype(hidden),
+            f"{prefix}weight": checks.matmul_dtype(weight),
         },
     )
     sizes: dict[str, object] = {
-        f"{side}_hidden": hidden.shape[-1],
-        f"{side}_weight": weight.shape[1],
+        f"{prefix}hidden": hidden.shape[-1],
+        f"{prefix}weight": weight.shape[1],
     }
     checks.same("hidden_size", sizes)
     for size, what in ((weight.shape[1], "hidden_size"), (weight.shape[0], "vocabulary")):
         if size == 0 and not (is_shard and what == "vocabulary"):
             raise ValueError(
-                f"{side}_weight must have no empty {what}, got shape {tuple(weight.shape)}"
+                f"{prefix}weight must have no empty {what}, got shape {tuple(weight.shape)}"
             )
     if weight.stride(0) != 1 and weight.stride(1) != 1:
         raise ValueError(
-            f"{side}_weight must have contiguous rows or columns, got strides {weight.stride()}"
+            f"{prefix}weight must have contiguous rows or columns, got strides {weight.stride()}"
         )
     if bias is not None:
         checks.check_vector(
-            f"{side}_bias", bias, weight.shape[0], hidden.device, checks.FLOAT_DTYPES
+            f"{prefix}bias", bias, weight.shape[0], hidden.device, checks.FLOAT_DTYPES
         )
 
 

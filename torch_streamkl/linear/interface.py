@@ -350,7 +350,7 @@ def _sum_in_forward(
     if weight is not None:
         factor = weight.to(factor.dtype) if counted is None else torch.where(counted, weight, 0.0)
         factor = factor.to(_value_dtype(tensors))
-    factor = factor / _denominator(counted, reduction, tokens)
+    factor = factor / denominator(counted, reduction, tokens)
     hard_factor = None
     if tensors[6] is not None:
         # at 0 the cross-entropy is not there: it may be infinite
@@ -390,13 +390,13 @@ def _per_token(
     if counted is not None:
         value = torch.where(counted, value, 0.0)
     if weight is not None:
-        value = _weighted(value, weight.to(value.dtype))
+        value = weighted(value, weight.to(value.dtype))
     if reduction == "none":
         return value.view(tokens)
-    return value.sum() / _denominator(counted, reduction, tokens)
+    return value.sum() / denominator(counted, reduction, tokens)
 
 
-def _weighted(value: Tensor, weight: Tensor) -> Tensor:
+def weighted(value: Tensor, weight: Tensor) -> Tensor:
     """Returns ``value * weight``, and 0 for a row of weight 0 whose value is not finite."""
     lost = (weight == 0) & ~value.isfinite()
     product = value.masked_fill(lost, 0.0) * weight
@@ -409,7 +409,8 @@ def _weighted(value: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
-def _denominator(counted: Tensor | None, reduction: str, tokens: tuple[int, ...]) -> Tensor | int:
+def denominator(counted: Tensor | None, reduction: str, tokens: tuple[int, ...]) -> Tensor | int:
+    """Returns what a reduction divides the sum by."""
     match reduction:
         case "mean":
             num_tokens = math.prod(tokens)

@@ -15,7 +15,7 @@ from torch_streamkl.program.divergences import evaluate_logs
 
 def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     """Returns differentiable values and cross-entropies per token (no elements without labels)."""
-    y_s, y_t = (_scores(head, problem.compute_dtype) for head in problem.heads)
+    y_s, y_t = (head_scores(head, problem.compute_dtype) for head in problem.heads)
     vocab_size = max(y_s.shape[1], y_t.shape[1])
     student, teacher = (
         _log_probabilities(y / problem.temperature, vocab_size) for y in (y_s, y_t)
@@ -34,7 +34,8 @@ def linear_kl_rows(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     return value, hard
 
 
-def _scores(head: Head, dtype: torch.dtype) -> Tensor:
+def head_scores(head: Head, dtype: torch.dtype) -> Tensor:
+    """Returns y, the logits of one side after scale and softcap."""
     z = head.hidden.to(dtype) @ head.weight.to(dtype).t()
     if head.adapter_hidden is not None and head.adapter_weight is not None:
         z = z + head.adapter_hidden.to(dtype) @ head.adapter_weight.to(dtype).t()

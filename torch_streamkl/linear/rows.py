@@ -230,7 +230,7 @@ def label_scores(
     head, vocab_entry = problem.student, problem.labels.long() - problem.vocab_start
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < head.vocab_size)
     vocab_entry = torch.where(is_in_vocab, vocab_entry, 0)[:, None]
-    y = _transformed(
+    y = transformed(
         head,
         student.gather(1, vocab_entry),
         None if head.bias is None else head.bias[vocab_entry],
@@ -276,14 +276,14 @@ def _block(problem: LinearProblem, head: Head, logits: Tensor, vocab: slice) -> 
             (logits.shape[0], vocab.stop - vocab.start), -math.inf, dtype=dtype
         )
         return Block(vocab, None, missing, 0.0)
-    y, slope = _transformed(
+    y, slope = transformed(
         head, logits[:, vocab], None if head.bias is None else head.bias[vocab], dtype
     )
     score = y if problem.temperature == 1.0 else y / problem.temperature
     return Block(vocab, y, score, slope)
 
 
-def _transformed(
+def transformed(
     head: Head, logits: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
     """Computes y and d(y)/d(logit)."""

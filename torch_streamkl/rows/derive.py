@@ -108,14 +108,24 @@ def _jacobian(root: Node, b: Node) -> Node:
     return tangent(root, known, b)
 
 
+def _reached(program: Program) -> set[int]:
+    """Returns the reductions that a gradient of an output may reach, by number."""
+    jacobians = forward_plan(program, True).jacobians
+    found = set(program.outputs)
+    for c in range(len(program.reductions) - 1, -1, -1):
+        if c in found:
+            found |= {j.by for j in jacobians if j.reduction == c}
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def backward_plan(program: Program) -> BackwardPlan:
     """Returns the gradient of ``sum_c r_c R_c`` to what is not a value of a row, r_c being its
-    seed.
+    seed. A reduction that no output depends on differentiably has none.
     """
-    seeds = []
+    seeds, reached = [], _reached(program)
     for c, value in enumerate(program.reduced):
-        if value.value.kind == MAX:
+        if value.value.kind == MAX or c not in reached:
             continue
         axes = head_axes(value.head) | ({ROW, KEY} if value.value.size else {ROW})
         t = seed(c, axes)

@@ -24,6 +24,15 @@ from torch_streamkl.rows.tile import RowValue
 
 
 @dataclass(frozen=True)
+class LossResult:
+    """Holds what each row adds to a loss, the loss's gradients, and the program's outputs."""
+
+    values: Tensor
+    grads: list[Tensor | None]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
 class RowLoss:
     """Holds the formula by which each row contributes to a reduced loss, as steps.
 

@@ -119,7 +119,7 @@ def backward(
 
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> losses.LossResult:
     """Computes what each row adds to a loss that is linear in the divergence of LM heads, and
     gradients.
     """
@@ -147,7 +147,8 @@ def loss_and_gradients(
             n = 2 * s.dot + i
             out[n] = gradient.view(problem.operands[s.dot][i].shape)
     value = {output: every[1].view(1, 1, -1)}
-    return losses.values(problem, loss, value, tensors, at), out
+    values = losses.values(problem, loss, value, tensors, at)
+    return losses.LossResult(values, out, [value[output]])
 
 
 def _gradients(

@@ -21,6 +21,7 @@ from torch_streamkl.registration import NAMESPACE, register, register_no_double_
 from torch_streamkl.rows import closed, named, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.program import Program
 from torch_streamkl.runtime.devices import matmul_precision, require_driver
 from torch_streamkl.runtime.replay import Replay, Tensors
 from torch_streamkl.stored_gradients import may_overwrite, scaled
@@ -40,7 +41,7 @@ _lib.define(
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 # ``loss`` is a `RowLoss`, ``row_tensors`` what it reads, [1, 1, rows or 1] each. The sum, then its
-# gradients to operands and captured tensors.
+# gradients to operands and captured tensors, then the program's outputs, without gradients.
 _lib.define(
     "row_program_sum(Tensor[] tensors, Tensor[] row_tensors, str program, str loss, "
     "bool[] needs_grad, str impl) -> Tensor[]",
@@ -266,8 +267,8 @@ def _sum(
             own, of_rows = RowProblem.of(program, every[:count]), every[count:]
             if how != CLOSED:
                 _ready(own, how, True)
-            values, grads = run.loss_and_gradients(own, RowLoss.of(loss), of_rows, needs_grad)
-            return [values.sum(), *grads]
+            found = run.loss_and_gradients(own, RowLoss.of(loss), of_rows, needs_grad)
+            return [found.values.sum(), *found.grads, *found.outputs]
 
         return compute, module
 
@@ -287,7 +288,12 @@ def _sum_fake(
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)
     total = tensors[0].new_empty((), dtype=problem.compute_dtype)
-    return [total, *_backward_fake((), (), (), needs_grad, tensors, program, impl)]
+    reductions = problem.program.reductions
+    values = [
+        total.new_empty(problem.value_shape(reductions[c].head, 0))
+        for c in problem.program.outputs
+    ]
+    return [total, *_backward_fake((), (), (), needs_grad, tensors, program, impl), *values]
 
 
 def _matmul_flops(shapes: Sequence[Any], dot: int) -> int:
@@ -319,7 +325,9 @@ def _backward_flops(
     )
 
 
-def _sum_flops(shapes: Any, _: Any, program: str, _loss: str, needs_grad: Any, *__: Any) -> int:
+def _sum_flops(
+    shapes: Any, _: Any, program: str, _loss: str, needs_grad: Any, *__: Any, **___: Any
+) -> int:
     """Counts the dots, and one matmul for each gradient."""
     return _backward_flops((), (), (), needs_grad, shapes, program)
 
@@ -392,12 +400,17 @@ torch.library.register_autograd(
 register_no_double_backward(_lib, "row_program")
 
 
+def first_value(program: str, results: Sequence[Any]) -> int:
+    """Returns where the program's outputs begin among the results of `row_program_sum`."""
+    return len(results) - len(Program.of(program).outputs)
+
+
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.num_inputs = len(inputs[0]), len(inputs[1])
     ctx.needs_grad = list(inputs[4])
     ctx.is_needed = [x.requires_grad for x in inputs[0]]
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[1 : first_value(inputs[2], output)])
     ctx.set_materialize_grads(False)
 
 

@@ -404,7 +404,7 @@ class _Gradients:
 
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> losses.LossResult:
     """Computes what each row adds to a loss, and the loss's gradients: LM heads by chunks of
     tokens.
 
@@ -443,7 +443,8 @@ def loss_and_gradients(
                 problem, i, whole, logits[i], sums.out[2 * i], sums.out[2 * i + 1]
             )
     reductions = dict(enumerate(result.reductions))
-    return losses.values(problem, loss, reductions, tensors, tile.whole(problem)), sums.finished
+    values = losses.values(problem, loss, reductions, tensors, tile.whole(problem))
+    return losses.LossResult(values, sums.finished, [reductions[c] for c in program.outputs])
 
 
 def _tokens_of_chunk(problem: RowProblem) -> int:

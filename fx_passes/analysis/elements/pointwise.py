@@ -38,6 +38,7 @@ _BINARY: dict[str, tuple[object, ...]] = {
     "div": (aten.div.Tensor, aten.div.Scalar, aten.divide.Tensor, aten.true_divide.Tensor),
     "minimum": (aten.minimum.default,),
     "maximum": (aten.maximum.default,),
+    "logaddexp": (aten.logaddexp.default,),
 }
 for _op, _overloads in _UNARY.items():
     rule(*_overloads)(_plain(_op, "self"))

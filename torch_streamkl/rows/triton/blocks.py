@@ -218,9 +218,9 @@ def backward(
 
 def loss_and_gradients(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Computes each row's term of a loss, and the gradients of the loss, from logits that are
-    computed once.
+) -> losses.LossResult:
+    """Computes what each row adds to a loss, and the loss's gradients, from logits that are made
+    once.
 
     Logits that get a gradient are of a chunk of tokens. Their gradient takes their place, and a
     matmul adds it to the weight's. Other tensors, such as ids, are of a part of the chunk.
@@ -254,9 +254,9 @@ def loss_and_gradients(
                 out.add_to_columns(i, d, (batch, chunk, keys))
     side.join()
     reductions = dict(enumerate(result.reductions))
-    return losses.values(problem, loss, reductions, tensors, tile.whole(problem)), out.finished(
-        None
-    )
+    values = losses.values(problem, loss, reductions, tensors, tile.whole(problem))
+    outputs = [reductions[c] for c in problem.program.outputs]
+    return losses.LossResult(values, out.finished(None), outputs)
 
 
 def _add_rows(
@@ -291,7 +291,7 @@ def _add_rows(
 
 def _in_two_passes(
     problem: RowProblem, loss: RowLoss, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> losses.LossResult:
     """Runs forward, then backward, if chunks are too short: 16-bit sums round with each chunk.
 
     NOTE [Sums over chunks] in runtime/workspace.py.
@@ -301,7 +301,8 @@ def _in_two_passes(
     values = losses.values(problem, loss, reductions, tensors, at)
     grads = losses.gradients(problem, loss, reductions, tensors, at)
     outputs = problem.program.outputs
-    return values, backward(problem, result, [grads.get(c) for c in outputs], needs_grad)
+    found = backward(problem, result, [grads.get(c) for c in outputs], needs_grad)
+    return losses.LossResult(values, found, [reductions[c] for c in outputs])
 
 
 def _chunks(problem: RowProblem, out: _Gradients) -> Chunks | None:

@@ -1,0 +1,266 @@
+"""Computes `linear_topk_kl` in bounded memory: matmuls into a small workspace, as `linear_kl`.
+
+- `forward` computes values by chunks of tokens (one matmul), and the row factors from which
+  `backward` computes gradients (one matmul to recompute the logits, one for each gradient).
+- `forward_with_gradients` computes both by chunks of tokens, for a weighted sum whose weights are
+  known (one matmul, and one for each gradient).
+- A renormalised loss needs the logits of its entries only: `sparse.py`.
+
+Several ranks that share the vocabulary exchange 2 + k numbers a token (`Exchange`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from torch_streamkl.linear.chunks import (
+    SIDE_STREAM_MIB,
+    VOCAB_MULTIPLE,
+    Gradients,
+    GradientSums,
+    logits_buffer,
+    logits_of,
+    token_multiple,
+)
+from torch_streamkl.linear.problem import NeedsGrad, max_sums, row_bytes, workspace_bytes
+from torch_streamkl.linear.rows import transformed
+from torch_streamkl.runtime.streams import SideStream
+from torch_streamkl.runtime.workspace import MIB, even_ranges, even_step, padded, ranges
+from torch_streamkl.topk import entries, sparse
+from torch_streamkl.topk.problem import Places, RowParts, RowResults, TopkProblem
+
+TOKENS_OF_ENTRIES = 2**22  # numbers of one temporary of entries, of which about ten are alive
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Says how much memory logits may take, and merges the parts of ranks' rows.
+
+    With ranks, the workspace is that of the rank with the least, and a row that of the largest
+    shard: all ranks take the same chunks.
+    """
+
+    workspace: int  # bytes
+    row_bytes: int  # of one token's logits
+    merge: Callable[[RowParts], RowParts] = lambda parts: parts
+
+    @staticmethod
+    def of_one(problem: TopkProblem, max_workspace_mib: int) -> Exchange:
+        """Returns that of a rank with the whole vocabulary."""
+        linear = problem.as_linear
+        return Exchange(workspace_bytes(linear, max_workspace_mib), row_bytes(linear)[0])
+
+    def chunks(self, problem: TopkProblem) -> list[slice]:
+        """Returns chunks of tokens whose logits fit."""
+        limit = self.workspace // max(self.row_bytes, 1)
+        if limit < 1:
+            raise ValueError(
+                "max_workspace_mib must hold the logits of a token, "
+                f"{self.row_bytes / MIB:.2f} MiB, got {self.workspace // MIB}"
+            )
+        multiple = token_multiple(problem.as_linear)
+        step = even_step(problem.num_tokens, limit, multiple)
+        return list(even_ranges(problem.num_tokens, step, multiple))
+
+
+def forward(problem: TopkProblem, rows: ModuleType, exchange: Exchange) -> RowResults:
+    """Returns values of all rows, and what the backward needs."""
+    out = RowResults.allocate(problem)
+    if problem.is_sparse:
+        parts = [_sparse_parts(problem, Places.of(problem))]
+    else:
+        chunks = exchange.chunks(problem)
+        longest = max((c.stop - c.start for c in chunks), default=0)
+        buffer = logits_buffer(problem.head, longest)
+        parts = []
+        for chunk in chunks:
+            part = problem.of_tokens(chunk)
+            logits = logits_of(part.head, buffer)
+            places = Places.of(part)
+            parts.append(_parts(part, rows, logits, _gathered(logits, places), places))
+    merged = exchange.merge(_joined(problem, parts))
+    for tokens in ranges(problem.num_tokens, max(1, TOKENS_OF_ENTRIES // problem.ids.shape[1])):
+        own = RowParts(merged.high[tokens], merged.log_sum[tokens], merged.scores[tokens])
+        entries.results(problem.of_tokens(tokens), own, out.of_tokens(tokens))
+    return out
+
+
+def _joined(problem: TopkProblem, parts: list[RowParts]) -> RowParts:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        nothing = problem.log_probs.new_empty(problem.ids.shape, dtype=problem.compute_dtype)
+        return RowParts(nothing[:, 0], nothing[:, 0], nothing)
+    each = ([p.high for p in parts], [p.log_sum for p in parts], [p.scores for p in parts])
+    return RowParts(*map(torch.cat, each))
+
+
+def backward(
+    problem: TopkProblem,
+    results: RowResults,
+    grad: Tensor,
+    needs_grad: NeedsGrad,
+    rows: ModuleType,
+    exchange: Exchange,
+) -> Gradients:
+    """Returns gradients of ``sum(grad * value)`` to hidden states, weight and bias.
+
+    It goes by blocks of the vocabulary, with all tokens if they fit, as that of `linear_kl`.
+    """
+    results = results.times(grad.to(problem.compute_dtype))
+    if problem.is_sparse:
+        return _sparse_gradients(problem, results, needs_grad)
+    linear, head = problem.as_linear, problem.head
+    sums = GradientSums(linear, 0, needs_grad)
+    if head.vocab_size == 0 or problem.num_tokens == 0:
+        return _gradients_of(sums)
+    room = exchange.workspace // head.hidden.element_size()
+    fewest = -(-head.vocab_size // max_sums(linear))
+    limit = padded(max(room // problem.num_tokens, fewest), VOCAB_MULTIPLE)
+    vocab_step = even_step(head.vocab_size, limit, VOCAB_MULTIPLE)
+    tokens_step = even_step(
+        problem.num_tokens, max(room // padded(vocab_step), 1), token_multiple(linear)
+    )
+    buffer = head.hidden.new_empty((tokens_step, padded(vocab_step)))
+    for vocab in even_ranges(head.vocab_size, vocab_step, VOCAB_MULTIPLE):
+        for chunk in even_ranges(problem.num_tokens, tokens_step, token_multiple(linear)):
+            part = problem.of_vocab(vocab).of_tokens(chunk)
+            logits = logits_of(part.head, buffer)
+            places = Places.of(part)
+            entry_logits = _gathered(logits, places)
+            _hide_(part, logits, places)
+            _gradient_(part, rows, logits, entry_logits, places, results.of_tokens(chunk))
+            sums.add(logits, chunk, vocab)
+    return _gradients_of(sums)
+
+
+def forward_with_gradients(
+    problem: TopkProblem,
+    weight: Tensor,
+    needs_grad: NeedsGrad,
+    rows: ModuleType,
+    exchange: Exchange,
+) -> tuple[RowResults, Gradients]:
+    """Returns values, and gradients of ``sum(weight * value)`` from logits that are made once."""
+    linear = problem.as_linear
+    chunks = [] if problem.is_sparse else exchange.chunks(problem)
+    if not needs_grad.student:
+        return forward(problem, rows, exchange), (None, None, None)
+    if problem.is_sparse or len(chunks) > max_sums(linear):  # NOTE [Sums over chunks]
+        results = forward(problem, rows, exchange)
+        return results, backward(problem, results, weight, needs_grad, rows, exchange)
+    out, sums = RowResults.allocate(problem), GradientSums(linear, 0, needs_grad)
+    longest = max((c.stop - c.start for c in chunks), default=0)
+    buffer = logits_buffer(problem.head, longest)
+    whole = slice(0, problem.head.vocab_size)
+    has_room = exchange.workspace >= SIDE_STREAM_MIB * MIB
+    side = SideStream(buffer.device, has_room and not isinstance(buffer, FakeTensor))
+    for chunk in chunks:
+        part, results = problem.of_tokens(chunk), out.of_tokens(chunk)
+        places = Places.of(part)
+        side.join()  # the last chunk's gradient of the weight reads the buffer
+        logits = logits_of(part.head, buffer)
+        entry_logits = _gathered(logits, places)
+        merged = exchange.merge(_parts(part, rows, logits, entry_logits, places))
+        entries.results(part, merged, results)
+        weighted = results.times(weight[chunk])
+        _gradient_(part, rows, logits, entry_logits, places, weighted)
+        side.fork()
+        sums.add_to_hidden(logits, chunk, whole)
+        with side:
+            sums.add_to_weight(logits, chunk, whole)
+        sums.add_to_bias(logits, whole)
+    side.join()
+    return out, _gradients_of(sums)
+
+
+def _gradients_of(sums: GradientSums) -> Gradients:
+    return tuple(sums.gradient(name) for name in ("hidden", "weight", "bias"))
+
+
+def _parts(
+    problem: TopkProblem, rows: ModuleType, logits: Tensor, entry_logits: Tensor, places: Places
+) -> RowParts:
+    """Returns what whole rows of logits tell. With a tail bucket, it hides those of the entries.
+
+    That gives the probability of the tail without a difference of nearly equal numbers.
+    """
+    scores, _ = _entry_scores(problem, entry_logits, places)
+    _hide_(problem, logits, places)
+    high, log_sum = rows.log_sums(problem, logits)
+    return RowParts(high, log_sum, scores)
+
+
+def _hide_(problem: TopkProblem, logits: Tensor, places: Places) -> None:
+    """Makes the logits of the entries -inf if the rows are sums over the other ones."""
+    if problem.tail == "bucket" and logits.shape[1]:
+        # padding adds 0 to some logit
+        hidden = torch.where(places.inside, -torch.inf, 0.0).to(logits.dtype)
+        logits.scatter_add_(1, places.index, hidden)
+
+
+def _gathered(logits: Tensor, places: Places) -> Tensor:
+    """Returns the logits of the entries; any number where one is not here."""
+    if not logits.shape[1]:
+        return logits.new_zeros(places.index.shape)
+    return logits.gather(1, places.index)
+
+
+def _entry_scores(
+    problem: TopkProblem, entry_logits: Tensor, places: Places
+) -> tuple[Tensor, Tensor | float]:
+    """Returns scores of the entries, 0 where they are not here, and d(score)/d(logit)."""
+    head = problem.head
+    bias = None
+    if head.bias is not None and head.vocab_size:
+        bias = head.bias[places.index]
+    y, slope = transformed(head, entry_logits, bias, problem.compute_dtype)
+    scores = torch.where(places.inside, y * (1.0 / problem.temperature), 0.0)
+    return scores, slope / problem.temperature
+
+
+def _entry_gradient(
+    problem: TopkProblem, entry_logits: Tensor, places: Places, results: RowResults
+) -> Tensor:
+    _, slope = _entry_scores(problem, entry_logits, places)
+    return torch.where(places.inside, results.entry_grad * slope, 0.0)
+
+
+def _gradient_(
+    problem: TopkProblem,
+    rows: ModuleType,
+    logits: Tensor,
+    entry_logits: Tensor,
+    places: Places,
+    results: RowResults,
+) -> None:
+    """Overwrites logits, of which those of a tail bucket's entries are hidden, by gradients."""
+    if not logits.shape[1]:
+        return
+    d = _entry_gradient(problem, entry_logits, places, results)
+    rows.gradient_(problem, logits, results.factors)
+    logits.scatter_add_(1, places.index, d.to(logits.dtype))
+
+
+def _sparse_parts(problem: TopkProblem, places: Places) -> RowParts:
+    scores, _ = _entry_scores(problem, sparse.logits_of(problem, places), places)
+    nothing = scores.new_zeros(problem.num_tokens)
+    return RowParts(nothing - torch.inf, nothing, scores)
+
+
+def _sparse_gradients(
+    problem: TopkProblem, results: RowResults, needs_grad: NeedsGrad
+) -> Gradients:
+    places = Places.of(problem)
+    entry_logits = results.entry_grad
+    if problem.head.softcap:  # else the slope is a number
+        entry_logits = sparse.logits_of(problem, places)
+    d = _entry_gradient(problem, entry_logits, places, results)
+    needs = (needs_grad.student_hidden, needs_grad.student_weight, needs_grad.student_bias)
+    return sparse.gradients(problem, places, d, needs)

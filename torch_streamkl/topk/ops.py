@@ -1,0 +1,294 @@
+"""Registers the operators that `linear_topk_kl` calls.
+
+- ``linear_topk``: per-row values, and the factors of their gradients; the backward recomputes the
+  logits.
+- ``linear_topk_sum``: a weighted sum of rows, and its gradients computed in the forward.
+
+With a ``group_name`` that is not empty, the head is this rank's vocabulary shard.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.linear.problem import Head, NeedsGrad
+from torch_streamkl.loading import distributed
+from torch_streamkl.program.divergences import Functional
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
+from torch_streamkl.stored_gradients import may_overwrite, scaled
+from torch_streamkl.topk import chunks, values
+from torch_streamkl.topk import rows as torch_rows
+from torch_streamkl.topk.chunks import Exchange
+from torch_streamkl.topk.problem import Places, RowResults, TopkProblem
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
+NUM_TENSORS = 5  # of TENSORS
+GROUP_NAME = NUM_TENSORS + 8  # where it stands in a call
+TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor log_probs"
+OPTIONS = (
+    "str functional, str tail, float temperature, float scale, float softcap, "
+    "int max_workspace_mib, str impl, bool check_values, str group_name, int vocab_start"
+)
+GRADIENTS = "Tensor hidden_grad, Tensor weight_grad, Tensor bias_grad"
+
+_lib.define(
+    f"linear_topk({TENSORS}, {OPTIONS}) -> "
+    "(Tensor value, Tensor log_s, Tensor entry_grad, Tensor factors, Tensor local_ids)",
+    tags=TAGS,
+)
+_lib.define(
+    "linear_topk_backward(Tensor grad, Tensor entry_grad, Tensor factors, bool[] needs_grad, "
+    f"{TENSORS}, {OPTIONS}) -> ({GRADIENTS})",
+    tags=TAGS,
+)
+_lib.define(
+    f"linear_topk_sum(Tensor row_weight, bool[] needs_grad, {TENSORS}, {OPTIONS}) -> "
+    f"(Tensor total, Tensor value, Tensor log_s, {GRADIENTS})",
+    tags=TAGS,
+)
+linear_topk = torch.ops.torch_streamkl.linear_topk.default
+linear_topk_backward = torch.ops.torch_streamkl.linear_topk_backward.default
+linear_topk_sum = torch.ops.torch_streamkl.linear_topk_sum.default
+
+
+def problem_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    log_probs: Tensor,
+    *options: Any,
+) -> TopkProblem:
+    """Builds the problem of an operator's flat arguments, whose head is the whole vocabulary."""
+    functional, tail, temperature, scale, softcap = options[:5]
+    head = Head(hidden, weight, bias, scale, softcap)
+    return TopkProblem(head, ids, log_probs, Functional.of(functional), tail, temperature)
+
+
+def triton_limit(problem: TopkProblem) -> str | None:
+    """Explains why the Triton kernels cannot run a problem; None if they can."""
+    device = problem.head.hidden.device
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device.type}"
+    if problem.compute_dtype == torch.float64:
+        return "takes float16, bfloat16 and float32, got float64"
+    return gpu_limit(device) if device.type == "cuda" else None
+
+
+def row_functions(problem: TopkProblem, impl: str) -> ModuleType:
+    """Returns the module that reads whole rows of logits: Triton's or plain torch."""
+    limit, device = triton_limit(problem), problem.head.hidden.device.type
+    if impl == "triton" and limit is not None:
+        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
+    if impl == "torch" or limit is not None or (impl == "auto" and device != "cuda"):
+        if impl != "torch" and device == "cuda":
+            warn_once(f"linear_topk_kl runs in plain torch here, which is slower: {limit}")
+        return torch_rows
+    if device == "cuda":
+        require_driver()
+    from torch_streamkl.topk.triton import rows as kernels
+
+    module: ModuleType = kernels
+    return module
+
+
+def _call(
+    tensors: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[TopkProblem, ModuleType, Exchange]:
+    """Returns a call's problem on this rank, its row functions, and how ranks exchange rows."""
+    problem = problem_of(*tensors, *options)
+    workspace, impl, check_values, group_name, vocab_start = options[5:]
+    rows = row_functions(problem, impl)
+    if group_name:
+        placed: tuple[TopkProblem, Exchange, int] = distributed("topk").shard(
+            problem, workspace, rows.__name__, group_name, vocab_start
+        )
+        problem, exchange, vocab_size = placed
+    else:
+        exchange = Exchange.of_one(problem, workspace)
+        vocab_size = problem.head.vocab_size
+    values.check(problem, vocab_size, check_values)
+    return problem, rows, exchange
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    problem, rows, exchange = _call(args[:NUM_TENSORS], args[NUM_TENSORS:])
+    out = chunks.forward(problem, rows, exchange)
+    local_ids = problem.ids.new_empty(0)
+    if args[GROUP_NAME]:  # the backward exchanges nothing
+        places = Places.of(problem)
+        local_ids = torch.where(places.inside, places.index, -1)
+    return out.value, out.log_s, out.entry_grad, out.factors, local_ids
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    problem = problem_of(*args)
+    out = RowResults.allocate(problem)
+    local_ids = problem.ids.new_empty(0)
+    if args[GROUP_NAME]:
+        local_ids = problem.ids.new_empty(problem.ids.shape, dtype=torch.int64)
+    return out.value, out.log_s, out.entry_grad, out.factors, local_ids
+
+
+def _backward(
+    grad: Tensor, entry_grad: Tensor, factors: Tensor, needs_grad: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    problem, options = problem_of(*args), args[NUM_TENSORS:]
+    rows, workspace = row_functions(problem, options[6]), options[5]
+    saved = RowResults(grad, entry_grad, entry_grad, factors)
+    exchange = Exchange.of_one(problem, workspace)
+    needs = _needs(needs_grad)
+    return _flat(problem, chunks.backward(problem, saved, grad, needs, rows, exchange))
+
+
+def _flat(problem: TopkProblem, grads: Any) -> tuple[Tensor, ...]:
+    nothing = problem.head.hidden.new_empty
+    return tuple(nothing(0) if g is None else g for g in grads)
+
+
+def _needs(needs_grad: list[bool]) -> NeedsGrad:
+    hidden, weight, bias = needs_grad
+    return NeedsGrad(student_hidden=hidden, student_weight=weight, student_bias=bias)
+
+
+def _gradient_fakes(problem: TopkProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
+    inputs = (problem.head.hidden, problem.head.weight, problem.head.bias)
+    found = [
+        torch.empty_like(x) if need and x is not None else None
+        for x, need in zip(inputs, needs_grad, strict=True)
+    ]
+    return _flat(problem, found)
+
+
+def _backward_fake(
+    grad: Tensor, entry_grad: Tensor, factors: Tensor, needs_grad: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    return _gradient_fakes(problem_of(*args), needs_grad)
+
+
+def _sum(row_weight: Tensor, needs_grad: list[bool], *args: Any) -> tuple[Tensor, ...]:
+    problem, rows, exchange = _call(args[:NUM_TENSORS], args[NUM_TENSORS:])
+    weight = row_weight.to(problem.compute_dtype)
+    out, grads = chunks.forward_with_gradients(problem, weight, _needs(needs_grad), rows, exchange)
+    total = torch.where(weight == 0, 0.0, out.value * weight).sum()
+    return total, out.value, out.log_s, *_flat(problem, grads)
+
+
+def _sum_fake(row_weight: Tensor, needs_grad: list[bool], *args: Any) -> tuple[Tensor, ...]:
+    problem = problem_of(*args)
+    out = RowResults.allocate(problem)
+    grads = _gradient_fakes(problem, needs_grad)
+    return out.value.new_empty(()), out.value, out.log_s, *grads
+
+
+def _logit_flops(hidden: Any, weight: Any, ids: Any, tail: str) -> int:
+    entries = ids[1] if tail == "renormalize" else weight[0]
+    return int(2 * hidden[0] * hidden[1] * entries)
+
+
+def _forward_flops(hidden: Any, weight: Any, bias: Any, ids: Any, *args: Any, **_: Any) -> int:
+    """Counts the logits."""
+    return _logit_flops(hidden, weight, ids, args[2])
+
+
+def _backward_flops(
+    _grad: Any, _entries: Any, _factors: Any, needs: Any, hidden: Any, weight: Any, bias: Any,
+    ids: Any, *args: Any, **_: Any,
+) -> int:  # fmt: skip
+    """Counts the recomputed logits, and one matmul for each gradient."""
+    return _logit_flops(hidden, weight, ids, args[2]) * (1 + sum(needs[:2]))
+
+
+def _sum_flops(
+    _weight: Any, needs: Any, hidden: Any, weight: Any, bias: Any, ids: Any, *args: Any, **_: Any
+) -> int:
+    """Counts the logits, and one matmul for each gradient."""
+    return _logit_flops(hidden, weight, ids, args[2]) * (1 + sum(needs[:2]))
+
+
+for _name, _implementation, _fake, _flops in (
+    ("linear_topk", _forward, _forward_fake, _forward_flops),
+    ("linear_topk_backward", _backward, _backward_fake, _backward_flops),
+    ("linear_topk_sum", _sum, _sum_fake, _sum_flops),
+):
+    register(_lib, _name, _implementation, _fake, _flops)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, log_s, entry_grad, factors, local_ids = output
+    ctx.mark_non_differentiable(log_s, entry_grad, factors, local_ids)
+    tensors = list(inputs[:NUM_TENSORS])
+    if inputs[GROUP_NAME]:
+        tensors[3] = local_ids
+    ctx.save_for_backward(entry_grad, factors, *tensors)
+    ctx.options = inputs[NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    entry_grad, factors, *tensors = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    found: list[Any] = [None] * (NUM_TENSORS + len(ctx.options))
+    if grad is not None and any(needs):
+        grads = linear_topk_backward(grad, entry_grad, factors, needs, *tensors, *ctx.options)
+        found[:3] = [g if need else None for g, need in zip(grads, needs, strict=True)]
+    return tuple(found)
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_topk", _autograd, setup_context=_setup_context, lib=_lib
+)
+register_no_double_backward(_lib, "linear_topk")
+
+
+def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _total, value, log_s, *grads = output
+    ctx.mark_non_differentiable(value, log_s, *grads)
+    ctx.num_inputs, ctx.given = len(inputs), list(inputs[1])
+    ctx.weight_dtype = inputs[0].dtype
+    ctx.save_for_backward(value, *grads)
+    ctx.set_materialize_grads(False)
+
+
+def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    found: list[Any] = [None] * ctx.num_inputs
+    if grad is None:
+        return tuple(found)
+    value, *stored = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    in_place = may_overwrite(stored)
+    for i, (x, is_given) in enumerate(zip(stored, ctx.given, strict=True)):
+        if needs[2 + i] and not is_given:
+            raise RuntimeError(
+                f"linear_topk_sum was called with needs_grad={ctx.given}, but hidden, weight or "
+                "bias requires a gradient that it does not name"
+            )
+        if needs[2 + i]:
+            found[2 + i] = scaled(x, grad, in_place)
+    if needs[0]:
+        found[0] = scaled(value, grad, False).to(ctx.weight_dtype)
+    return tuple(found)
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_topk_sum", _sum_autograd, setup_context=_setup_sum, lib=_lib
+)
+
+
+def _no_vmap(*_: Any) -> Any:
+    raise NotImplementedError(
+        "vmap over linear_topk_kl is not supported; its tokens may have any leading dimensions"
+    )
+
+
+for _name in ("linear_topk", "linear_topk_sum"):
+    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _no_vmap, lib=_lib)
