@@ -1,0 +1,325 @@
+"""Reads an ATen graph into expressions: an array for every tensor of the graph.
+
+NOTE [What is captured]
+A result is captured, which is always right, if its operation has no rule, or the rule does not read
+this call. `Reading.reasons` has the reason. Limits on depth and size are such reasons too, so that
+reading takes linear time. A captured tensor that is made of products of this graph exists in
+memory: `Reading.reads_products`.
+
+NOTE [Gradient flow]
+Whether gradient flows is a property of captured tensors. Each result is held against what autograd
+recorded of its node: where it recorded nothing, no part of the expression has gradient; where it
+recorded a gradient and the expression has none, the result is captured.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.fx_utils.mutation import (
+    RECORDS,
+    autograd_modes,
+    under_no_grad,
+    written_by,
+    written_storages,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.reading import arrays, types
+from torch_streamkl.fx_passes.reading.arrays import Array, NoView
+from torch_streamkl.fx_passes.reading.constants import Constants
+from torch_streamkl.fx_passes.reading.numbering import Numbering
+from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
+from torch_streamkl.fx_passes.reading.rules import MODULES
+from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
+from torch_streamkl.fx_passes.reading.writes import Writes
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
+from torch_streamkl.program.reductions import detached
+
+MAX_DEPTH = 256  # of an expression
+MAX_LEVEL = 24  # of reductions in reductions
+MAX_TERMS = 512  # of a sum or product
+assert MODULES
+Record = Callable[[fx.Node], bool]
+
+
+@dataclass
+class Reading:
+    """Holds what was read of a graph.
+
+    ``arrays`` has an array for every node that is a tensor, a tuple for several results.
+    ``reasons`` says why a result was captured, for those that were. ``reads_products`` are nodes
+    that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
+    infinity from numbers: there, identities of real numbers may differ from what eager computes.
+    """
+
+    arrays: dict[fx.Node, Result] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    observers: dict[fx.Node, str] = field(default_factory=dict)
+    reads_products: set[fx.Node] = field(default_factory=set)
+    sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
+
+    def array(self, node: fx.Node) -> Array:
+        """Returns the array of a node with one result."""
+        found = self.arrays[node]
+        assert isinstance(found, Array)
+        return found
+
+
+def read(
+    graph: fx.Graph | fx.GraphModule,
+    records: Record | None = None,
+    written: Collection[int | None] = (),
+) -> Reading:
+    """Reads a pre-dispatch ATen graph, whose nodes have fake values as ``meta["val"]``.
+
+    ``records`` says whether autograd recorded a gradient of a node; without it, that follows from
+    the inputs' values. ``written`` is memory that code outside of the graph writes to.
+    """
+    return Reader(graph, records, written).run()
+
+
+def read_trace(trace: Trace) -> Reading:
+    """Reads what `capture.retrace` traced, with what Dynamo recorded of the user's nodes."""
+    source = next(iter(trace.origin.values()), None)
+    if source is None:
+        return read(trace.graph)
+    unrecorded = under_no_grad(source.graph)
+
+    def records(node: fx.Node) -> bool:
+        user = node_of(trace, node)
+        value = example(user) if user is not None else None
+        if user is None or not isinstance(value, Tensor) or not value.requires_grad:
+            return False
+        return user not in unrecorded or name_of(user) == "requires_grad_"
+
+    return read(trace.graph, records, written_storages(source.graph))
+
+
+class Reader:
+    """Reads one graph, node by node."""
+
+    def __init__(
+        self,
+        graph: fx.Graph | fx.GraphModule,
+        records: Record | None,
+        written: Collection[int | None],
+    ) -> None:
+        self.graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        self.module = self.graph.owning_module
+        self.reading = Reading()
+        self.sizes, self.observers = self.reading.sizes, self.reading.observers
+        self.modes = autograd_modes(self.graph.nodes)
+        self._flow: dict[fx.Node, bool] = {}
+        self.records = records or self._flow.__getitem__
+        self.derives_flow = records is None
+        self.written_storages = {*written, *written_storages(self.graph)}
+        self.numbering = Numbering(self.written_storages, self.records)
+        self.writes = Writes(self)
+        self.constants = Constants(self)
+        self.selections: dict[object, tuple[fx.Node, Size]] = {}
+
+    def run(self) -> Reading:
+        for node in self.graph.nodes:
+            if self.derives_flow:
+                self._flow[node] = self._derived_flow(node)
+            if node.op in ("placeholder", "get_attr"):
+                self.numbering.visit(node)
+                self._leaf(node)
+            elif node.op == "call_function":
+                self.numbering.visit(node)
+                self._visit(node)
+        return self.reading
+
+    # ------------------------------------------------------------------------- values
+
+    def array(self, x: object) -> Array:
+        """Returns an argument as an expression, at the time of the call."""
+        if isinstance(x, fx.Node):
+            value = x.meta.get("val")
+            if isinstance(value, Tensor):
+                return self.writes.current(x)
+            if isinstance(value, torch.SymInt):
+                return self._number(self.sizes.expression(value))
+            if isinstance(value, (torch.SymFloat, torch.SymBool)):
+                return self._number(capture(Source(x)))
+            x = value
+        if isinstance(x, torch.SymInt):
+            return self._number(self.sizes.expression(x))
+        if isinstance(x, bool):
+            return self._number(truth_of(x))
+        if isinstance(x, (int, float)):
+            return self._number(const(x, INT if isinstance(x, int) else FLOAT))
+        raise NoRule(f"an argument is {type(x).__name__}, neither a tensor nor a number")
+
+    def size(self, x: object) -> Size:
+        """Returns an integer argument."""
+        value = x.meta.get("val") if isinstance(x, fx.Node) else x
+        if isinstance(value, (int, torch.SymInt)):
+            return self.sizes.of(value)
+        raise NoRule("a size or position that is a value of the program")
+
+    def _number(self, x: Node) -> Array:
+        return Array(x, (), self.sizes)
+
+    def _leaf(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        held = getattr(self.module, str(node.target), None) if node.op == "get_attr" else None
+        if not isinstance(value, Tensor) and isinstance(held, Tensor):
+            value = node.meta["val"] = held
+        if not isinstance(value, Tensor):
+            return
+        is_number = (
+            isinstance(held, Tensor)
+            and held.numel() == 1
+            and not isinstance(held, torch._subclasses.FakeTensor)
+            and not held.is_complex()
+            and storage_of(node) not in self.written_storages
+        )
+        if is_number:
+            number = Array(const(held.item(), types.kind_of(held.dtype)), (), self.sizes)
+            expr = number.map(lambda e: truth_of(bool(e.value))) if held.dtype == torch.bool else number
+            self._keep(node, replace(expr, dims=((),) * value.dim()))
+        else:
+            self._keep(node, self.captured(node))
+
+    def captured(self, node: fx.Node, value: Tensor | None = None, name: object = None) -> Array:
+        """Returns a tensor of the user's program as it is at this time."""
+        value = node.meta["val"] if value is None else value
+        assert isinstance(value, Tensor)
+        return self.leaf(node if name is None else name, node, value)
+
+    def leaf(self, name: object, node: fx.Node, value: Tensor) -> Array:
+        """Returns a captured tensor, with the axes that tensors of its shape have."""
+        if not isinstance(name, Positions):
+            name = self.numbering.canonical.get(node, node) if name is node else name
+        dims = arrays.leaf_dims([self.sizes.of(n) for n in value.shape])
+        flows = value.dtype.is_floating_point and self.records(node)
+        dtype = FLOAT if value.is_complex() else types.kind_of(value.dtype)
+        bounds = (-float("inf"), float("inf")) if dtype == FLOAT else types.bounds_of(value.dtype)
+        source = Source(name, self.writes.version(node), flows)
+        at = [arrays.position(d) for d in dims]
+        return Array(capture(source, dtype, at=at, bounds=bounds), dims, self.sizes)
+
+    # ------------------------------------------------------------------------- operations
+
+    def _visit(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        has_tensors = isinstance(value, Tensor) or (
+            isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value)
+        )
+        if any(a in self.reading.reads_products for a in node.all_input_nodes):
+            self.reading.reads_products.add(node)
+        targets = written_by(node)
+        if not has_tensors:
+            self.writes.unread(targets)
+            return
+        if node.target is operator.getitem:
+            self._keep(node, self._item(node))
+            return
+        same = self.numbering.canonical[node]
+        if same is not node and not targets and same in self.reading.arrays:
+            self._keep(node, self.reading.arrays[same])
+            if same in self.reading.reasons:
+                self.reading.reasons[node] = self.reading.reasons[same]
+            return
+        result = self._read(node, value, bool(targets))
+        self._keep(node, result)
+        if targets:
+            self.writes.write(node, targets, result)
+
+    def _read(self, node: fx.Node, value: object, writes: bool) -> Result:
+        try:
+            if writes and self.writes.hides(node):
+                raise NoRule("a tensor that has a gradient is modified in place under no_grad")
+            rule = RULES.get(node.target)
+            if rule is None:
+                raise NoRule(f"{name_of(node)} has no rule")
+            return self._held(node, self.applied(node), value)
+        except (NoRule, NoView) as reason:
+            found = self.constants.meaning(node)
+            if found is not None:
+                return found
+            self.reading.reasons[node] = str(reason)
+            if not isinstance(value, Tensor):
+                return (None,) * len(value)  # type: ignore[arg-type]  # a tuple of tensors
+            return self.unread(node, value)
+
+    def unread(self, node: fx.Node, value: Tensor) -> Array:
+        """Returns a result that is captured, after a write with the version that this makes."""
+        self.writes.unread(written_by(node))
+        return self.captured(node, value)
+
+    def applied(self, node: fx.Node) -> Result:
+        """Applies a node's rule to the values that its arguments have at this time."""
+        return RULES[node.target](Call(self, node))
+
+    def _item(self, node: fx.Node) -> Array:
+        source, place = node.args
+        assert isinstance(source, fx.Node)
+        results = self.reading.arrays.get(source)
+        found = results[place] if isinstance(results, tuple) else None  # type: ignore[index]
+        if found is None:
+            reason = self.reading.reasons.get(source, f"a result of {name_of(source)} has no rule")
+            self.reading.reasons[node] = reason
+            return self.captured(node)
+        return found
+
+    def _held(self, node: fx.Node, result: Result, value: Any) -> Result:
+        """The result as torch recorded it: its shape, type and gradient, within limits."""
+        if isinstance(result, tuple):
+            pairs = zip(result, value, strict=True)
+            return tuple(None if x is None else self.fitted(node, x, v) for x, v in pairs)
+        return self.fitted(node, result, value)
+
+    def fitted(self, node: fx.Node, x: Array, value: Tensor) -> Array:
+        """Returns a result as torch recorded it."""
+        shape = [self.sizes.of(n) for n in value.shape]
+        if len(x.dims) != len(shape):
+            raise NoRule(f"a result with {len(x.dims)} dimensions in place of {len(shape)}")
+        for d, n in enumerate(shape):
+            if x.dims[d] and not self.sizes.are_equal(x.size(d), n):
+                raise NoRule(f"a result of size {x.size(d)} in place of {n}")
+        x = arrays.expanded(x, shape)
+        expr = types.stored(x.expr, value.dtype)
+        is_long = expr.op in ("linear", "product") and len(expr.args) > MAX_TERMS
+        if expr.depth > MAX_DEPTH or expr.level > MAX_LEVEL or is_long:
+            raise NoRule("an expression that is too large to be analysed")
+        if expr.flows and not self.records(node):
+            expr = detached(expr)
+        elif value.dtype.is_floating_point and not expr.flows and self.records(node):
+            raise NoRule("a gradient flows through what is a constant")
+        return replace(x, expr=expr)
+
+    def _keep(self, node: fx.Node, result: Result) -> None:
+        self.reading.arrays[node] = result
+        self.writes.note(node)
+
+    def _derived_flow(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr"):
+            return isinstance(value, Tensor) and value.requires_grad
+        if self.modes[node] != RECORDS or name_of(node) in ("detach", "detach_"):
+            return False
+        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+            return False
+        return any(self._flow.get(a, False) for a in node.all_input_nodes)
+
+
+def coefficient_of(x: Node) -> tuple[float, Node]:
+    """Returns an expression as a number times another."""
+    constant, terms = terms_of(x)
+    return terms[0] if not constant and len(terms) == 1 else (1.0, x)
+
+
+def tensors_of(values: Sequence[object]) -> list[Tensor]:
+    """Returns the tensors among values."""
+    return [v for v in values if isinstance(v, Tensor)]
