@@ -8,7 +8,7 @@ a divergence, or a sum of divergences with one operator call each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
@@ -16,7 +16,7 @@ from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import choose, product, quotient, terms_of
 from torch_streamkl.program.divergences import DIVERGENCES, FLOOR_OF_EXP, Functional, render
-from torch_streamkl.program.graph import BOOL, ONE, Node, apply, const
+from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
@@ -39,7 +39,7 @@ class Pair:
 # ------------------------------------------------------------------------ polynomials
 
 
-def by_factor(x: Node) -> dict[Node, Polynomial]:
+def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
     """Returns an expression as polynomials by the values of rows that they are multiplied with."""
     found: dict[Node, dict[Node, Polynomial]] = {}
     has_variables: dict[Node, bool] = {}
@@ -48,6 +48,8 @@ def by_factor(x: Node) -> dict[Node, Polynomial]:
 
     def enter(y: Node) -> bool:
         if y.op == "where":
+            if key in y.args[0].axes and not has_variables[y.args[0]]:
+                raise NoForm("a condition in the sum", y)
             return has_variables[y] and not has_variables[y.args[0]]
         return has_variables[y] and (
             y.op in ("linear", "product") or (y.op == "div" and not has_variables[y.args[1]])
@@ -55,6 +57,8 @@ def by_factor(x: Node) -> dict[Node, Polynomial]:
 
     for y in walk([x], enter):
         if not has_variables[y]:
+            if key in y.axes:
+                raise NoForm("a condition in the sum", y)
             found[y] = {ONE: {(): y.value}} if y.op == "const" else {y: {(): 1.0}}
         elif not enter(y):
             _check_atom(y, has_variables)
@@ -392,10 +396,3 @@ def functional_of(pair: Pair) -> Functional:
         return Functional.of(render(pair.expr))
     except (ValueError, KeyError) as reason:
         raise NoForm(f"the formula has an operation that divergences have not: {reason}") from None
-
-
-def conditions_in(polynomial: Polynomial) -> Iterator[Node]:
-    """Yields the conditions that are left in a polynomial."""
-    for x in walk([y for m in polynomial for y in m]):
-        if x.dtype == BOOL and not any(y.op == LOG for y in walk([x])):
-            yield x

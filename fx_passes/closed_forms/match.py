@@ -92,7 +92,7 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
     forms = variables.forms()
     judgement = judged(expr, forms, key)
     calls = list[Call]()
-    for factor, polynomial in by_factor(judgement.expr).items():
+    for factor, polynomial in by_factor(judgement.expr, key).items():
         polynomial, parts = without_twins(polynomial, variables.parts)
         for pair in pairs_of(polynomial, parts):
             site_of = _Site(key, ordered_rows(site.axes, order), judgement, factor)

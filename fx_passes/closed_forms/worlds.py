@@ -61,6 +61,8 @@ def decided(condition: Node, world: World) -> bool | None:
         case "and":
             if any(unmet <= literals(condition) for unmet in world.unmet):
                 return False
+            if _has_no_key(condition, world):
+                return False
             found = [decided(x, world) for x in condition.args]
             return False if False in found else None if None in found else True
         case "or":
@@ -73,7 +75,36 @@ def decided(condition: Node, world: World) -> bool | None:
             return _has_key(condition, world)
         case "gt" | "ge" | "eq":
             return _compared(condition, world)
+        case "isinf" | "isnan":
+            return _is_no_number(condition, world)
+    if any(unmet == {negation(condition)} for unmet in world.unmet):
+        return True
     return False if any(unmet <= {condition} for unmet in world.unmet) else None
+
+
+def _has_no_key(condition: Node, world: World) -> bool:
+    """Whether a condition of a row says that a key meets conditions that no key meets."""
+    for x in condition.args:
+        if x.op == "reduce" and x.value.kind == ANY:
+            known = literals(opened(x, world.key)) | (set(condition.args) - {x})
+            if any(empty <= known for empty in world.empty):
+                return True
+    return False
+
+
+def _is_no_number(condition: Node, world: World) -> bool | None:
+    """Whether something is infinite, or NaN."""
+    x = condition.args[0]
+    if not (_has_scores(x) or mentions_variables(x)):
+        return None
+    if world.is_allowed:
+        return False
+    for unmet in world.unmet:
+        x = assume(x, {all_of(*unmet): False})
+    found = value_at(x, world)
+    if found is None:
+        return None
+    return math.isinf(found) if condition.op == "isinf" else math.isnan(found)
 
 
 def _has_key(condition: Node, world: World) -> bool | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.support.closed_forms import difference
-from tests.support.read_programs import SETS, Case, _leaves, _run, _Run, _sizes, capture
+from tests.support.read_programs import SETS, Case, _leaves, _Run, _run, _sizes, capture
 from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_all
 from torch_streamkl.fx_passes.reading.reader import read
@@ -105,7 +105,7 @@ def main(which: str, *names: str) -> None:
         totals["programs with closed"] += bool(found.closed)
         reasons.update(x.reason for x in found.found if isinstance(x, NotClosed))
         print(f"{mark:6s}{case.name:40s} {found.seconds * 1e3:.0f} ms", end=" ")
-        print(" | ".join(text_of(x)[:400 if names else 200] for x in found.found), flush=True)
+        print(" | ".join(text_of(x)[: 400 if names else 200] for x in found.found), flush=True)
         if not found.is_right:
             print("      errors", found.errors)
     print(totals)

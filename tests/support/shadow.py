@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo
-from torch import Tensor
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes import backend, pipeline
 from torch_streamkl.fx_passes.capture.retrace import Trace
@@ -28,7 +28,7 @@ from torch_streamkl.fx_passes.closed_forms import form as closed
 from torch_streamkl.fx_passes.closed_forms.match import match_all
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import is_view, name_of
 from torch_streamkl.fx_passes.planning.plan import Call
 from torch_streamkl.fx_passes.reading.reader import read_trace
 from torch_streamkl.program.divergences import Functional
@@ -102,7 +102,7 @@ def of_plan(call: Call) -> Described:
     def pair(of: Callable[[ScoreForm], Any]) -> tuple[Any, Any]:
         return of(forms[0]), of(forms[1])
 
-    names = [o.node.name for side in sides for o in (side.rows, side.keys)]
+    names = [_base(o.node) for side in sides for o in (side.rows, side.keys)]
     mask = call.mask
     return Described(
         "linear_kl" if call.is_head else "attention_kl",
@@ -133,8 +133,9 @@ def of_match(call: closed.Call) -> Described:
     def pair(of: Callable[[closed.Side], Any]) -> tuple[Any, Any]:
         return of(sides[0]), of(sides[1])
 
-    names = [str(getattr(x.source.name, "name", x.source.name))
-             for side in sides for x in (side.product.rows, side.product.keys)]  # fmt: skip
+    names = [
+        _base(x.source.name) for side in sides for x in (side.product.rows, side.product.keys)
+    ]
     return Described(
         call.operator,
         _values(call.functional),
@@ -154,6 +155,13 @@ def of_match(call: closed.Call) -> Described:
         tuple(names),
         call.functional.text,
     )
+
+
+def _base(node: Any) -> str:
+    """The name of the tensor that an operand is a view of."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node.name if isinstance(node, fx.Node) else repr(node)
 
 
 def _rounded(x: float) -> float:
