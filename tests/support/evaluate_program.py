@@ -58,7 +58,7 @@ class _Evaluation:
     def _value(self, x: Node, args: Sequence[Placed]) -> Placed:
         match x.op:
             case "const":
-                return torch.tensor(x.value, dtype=torch.float64).to(_TYPES[x.dtype]), ()
+                return torch.tensor(x.value, dtype=_TYPES[x.dtype]), ()
             case "index":
                 return torch.arange(self.size(x.value)), (x.value,)
             case "size":
@@ -97,9 +97,9 @@ class _Evaluation:
     def _pointwise(self, x: Node, args: Sequence[Tensor]) -> Tensor:
         match x.op:
             case "linear":
-                total = torch.tensor(x.value[0], dtype=torch.float64).to(_TYPES[x.dtype])
+                total = torch.tensor(x.value[0], dtype=_TYPES[x.dtype])
                 for c, t in zip(x.value[1], args, strict=True):
-                    total = total + torch.tensor(c, dtype=torch.float64).to(_TYPES[x.dtype]) * t
+                    total = total + torch.tensor(c, dtype=_TYPES[x.dtype]) * t
                 return total
             case "product" | "mul":
                 total = args[0]

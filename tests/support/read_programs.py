@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.support.evaluate_program import evaluate
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import Reading, read
@@ -54,12 +55,26 @@ def capture(
     fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False, wide: bool = True
 ) -> fx.GraphModule:
     """The pre-dispatch ATen graph of a program; ``wide`` makes float32 in it float64."""
-    mode = "symbolic" if dynamic else "fake"
+    for mode in ("symbolic" if dynamic else "fake", "real"):
+        try:
+            return _traced(fn, inputs, mode, wide)
+        except GuardOnDataDependentSymNode:  # values of data decide: as Dynamo breaks graphs there
+            if mode == "real":
+                raise
+    raise AssertionError
+
+
+def _traced(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], mode: str, wide: bool
+) -> fx.GraphModule:
+    def flat(*x: Tensor) -> list[Tensor]:
+        return [y for y in tree_leaves(fn(*x)) if isinstance(y, Tensor)]
+
+    options: Any = {"tracing_mode": mode, "pre_dispatch": True, "_allow_non_fake_inputs": True}
     with torch.enable_grad():
-        gm = make_fx(
-            lambda *x: [y for y in tree_leaves(fn(*x)) if isinstance(y, Tensor)],
-            tracing_mode=mode, pre_dispatch=True, _allow_non_fake_inputs=True,
-        )(*inputs)  # fmt: skip
+        gm = make_fx(flat, **options)(*inputs)
+        if wide and _widen(gm):
+            gm = make_fx(gm, **options)(*inputs)
     return gm
 
 
@@ -108,9 +123,7 @@ def examine(
 ) -> Outcome:
     """Captures, reads, evaluates and compares a program."""
     torch.manual_seed(0)
-    gm = capture(fn, _leaves(inputs), dynamic)
-    if wide:
-        _widen(gm)
+    gm = capture(fn, _leaves(inputs), dynamic, wide)
     torch.manual_seed(0)
     first = _Run(gm)
     leaves = _leaves(inputs)
@@ -149,23 +162,23 @@ def _run(run: _Run, inputs: Sequence[Tensor]) -> list[Tensor]:
         return list(run.run(*inputs))
 
 
-def _widen(gm: fx.GraphModule) -> None:
-    """Casts to float32 are to float64: all that is computed is exact."""
+def _widen(gm: fx.GraphModule) -> bool:
+    """Makes float32 in a graph float64, so that all that is computed is exact."""
+    changed = False
 
     def wider(x: Any) -> Any:
+        nonlocal changed
+        changed |= x is torch.float32
         return torch.float64 if x is torch.float32 else x
-
-    from torch._subclasses.fake_tensor import FakeTensor
 
     for n in gm.graph.nodes:
         n.args, n.kwargs = tree_map(wider, n.args), tree_map(wider, dict(n.kwargs))
-        value = n.meta.get("val")
-        if isinstance(value, FakeTensor) and value.dtype == torch.float32:
-            pass
-    for name, x in list(gm.named_buffers()):
-        if x.dtype == torch.float32:
-            setattr(gm, name, x.double())
+        held = getattr(gm, str(n.target), None) if n.op == "get_attr" else None
+        if isinstance(held, Tensor) and held.dtype == torch.float32:
+            setattr(gm, str(n.target), held.double())
+            changed = True
     gm.recompile()
+    return changed
 
 
 def _tolerance(gm: fx.GraphModule) -> float:
