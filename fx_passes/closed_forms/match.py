@@ -124,13 +124,16 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
     if judgement.within in (pair.teacher, pair.student):
         of = TEACHER if judgement.within == pair.teacher else STUDENT
         extra = conditions[of] - conditions[1 - of]
-        stricter = Stricter(of, masks_of(extra, axes))
-        conditions = (conditions[of] & conditions[1 - of],) * 2
-        pair = within(pair, judgement.within)
+        if extra:
+            stricter = Stricter(of, masks_of(extra, axes))
+            conditions = (conditions[of] & conditions[1 - of],) * 2
+        if extra or not judgement.is_zero_outside:
+            pair = within(pair, judgement.within)
     elif conditions[TEACHER] != conditions[STUDENT]:
         raise NoForm("teacher and student are masked differently")
     functional = functional_of(pair)
-    fill = None if stricter else _fill(forms, functional, judgement.drops_rows)
+    is_filled = bool(conditions[STUDENT]) and not stricter and not judgement.drops_rows
+    fill = _fill(forms, functional) if is_filled else None
     masks = masks_of(conditions[STUDENT], axes, fill)
     is_head = stricter is None and is_lm_head(sides, axes, masks, _removes(forms))
     _check_masks(masks, functional)
@@ -179,11 +182,9 @@ def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None)
     )
 
 
-def _fill(forms: Sequence[ScoreForm], functional: Functional, drops_rows: bool) -> float | None:
+def _fill(forms: Sequence[ScoreForm], functional: Functional) -> float | None:
     """The operator's mask_value: None removes keys, exact unless a whole row can be masked."""
     teacher, student = forms
-    if not (teacher.mask or student.mask) or drops_rows:
-        return None
     if not (teacher.exact_fill and student.exact_fill) and teacher.layers != student.layers:
         raise NoForm("teacher and student have masks that overlap in different ways")
     fills = (teacher.fill, student.fill)

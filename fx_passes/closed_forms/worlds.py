@@ -251,6 +251,7 @@ class Judgement:
     expr: Node
     drops_rows: bool = False  # rows without keys count as 0, whatever the fill
     within: int | None = None  # the distribution whose keys are summed, if it has fewer
+    is_zero_outside: bool = True  # the divergence is 0 at the other keys, without the condition
 
 
 def judged(x: Node, forms: Sequence[ScoreForm], key: Axis) -> Judgement:
@@ -271,7 +272,7 @@ def judged(x: Node, forms: Sequence[ScoreForm], key: Axis) -> Judgement:
         removed = World(key, frozenset.intersection(*others), (every,), logs=_absent(forms, [i]))
         both = World(key, unmet=(every, *others), logs=_absent(forms, range(len(forms))))
         if value_at(x, removed) == 0.0 and value_at(x, both) == 0.0:
-            return Judgement(on, within=i)
+            return Judgement(on, within=i, is_zero_outside=value_at(on, removed) == 0.0)
     raise NoForm("teacher and student are masked differently", x)
 
 

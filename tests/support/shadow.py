@@ -34,8 +34,17 @@ from torch_streamkl.fx_passes.reading.reader import read_trace
 from torch_streamkl.program.divergences import Functional
 from torch_streamkl.program.graph import constant
 
-NAMES = ("plain pairs", "causal and windows", "mask tensors and fills", "bias and softcap",
-         "LM heads and adapters", "averaged teachers", "selections", "padding", "writes")  # fmt: skip
+NAMES = (
+    "plain pairs",
+    "causal and windows",
+    "mask tensors and fills",
+    "bias and softcap",
+    "LM heads and adapters",
+    "averaged teachers",
+    "selections",
+    "padding",
+    "writes",
+)
 
 
 @dataclass(frozen=True)
@@ -258,7 +267,10 @@ def watched(found: list[Compared]) -> Iterator[None]:
 
 def _match(trace: Trace, result: Compared) -> None:
     reading = read_trace(trace)
-    seen = set()
+    seen, matched = set(), set()
+    if "-v" in sys.argv:
+        for node, why in reading.reasons.items():
+            print("CAPTURED", node, node.target, why)
     for node in trace.graph.nodes:
         value = node.meta.get("val")
         is_end = all(user.op == "output" for user in node.users)
@@ -267,12 +279,14 @@ def _match(trace: Trace, result: Compared) -> None:
         x = reading.arrays.get(node)
         if x is None or isinstance(x, tuple) or x.expr in seen:
             continue
+        if "-v" in sys.argv:
+            print("END", node, str(x.expr)[:3000])
         seen.add(x.expr)
         for each in match_all(x.expr, [a for d in x.dims for a in d]):
             if isinstance(each, closed.NotClosed):
                 result.new_reasons.append(each.reason)
-            elif each.site not in seen:
-                seen.add(each.site)
+            elif each.site not in matched:
+                matched.add(each.site)
                 result.new += [of_match(call) for call in each.calls]
 
 

@@ -166,9 +166,27 @@ def _sum(axis: Axis, body: Node) -> Node | None:
         if outside:
             inside = choose(rest, x.args[1], const(0.0))
             return choose(all_of(*outside), reduced(SUM, axis, inside), const(0.0))
-        y = x.args[1]
-        if _is_softmax(y, axis) and kept_by(y.args[0].args[0]) == known:
-            return choose(_has_key(axis, known), const(1.0), const(0.0))
+        return _sum_of_masked(axis, x.args[0], x.args[1])
+    return None
+
+
+def _sum_of_masked(axis: Axis, condition: Node, y: Node) -> Node | None:
+    """A sum of what a mask fills with 0; of a softmax, or of its sum over heads, with that mask
+    it is 1.
+    """
+    known = literals(condition)
+    if _is_softmax(y, axis) and kept_by(y.args[0].args[0]) == known:
+        return choose(_has_key(axis, known), const(1.0), const(0.0))
+    constant, terms = terms_of(y)
+    if not constant and len(terms) == 1 and terms[0][0] != 1.0:
+        inside = choose(condition, terms[0][1], const(0.0))
+        return scaled(terms[0][0], reduced(SUM, axis, inside))
+    if y.op == "reduce" and y.value.kind == SUM:
+        free = fresh_axis(y.value.axis.size)
+        inside = opened(y, free)
+        if _is_softmax(inside, axis) and kept_by(inside.args[0].args[0]) == known:
+            inside = choose(condition, inside, const(0.0))
+            return reduced(SUM, free, reduced(SUM, axis, inside))
     return None
 
 
