@@ -60,6 +60,8 @@ def check_call(call: Call) -> None:
     """Raises NoForm with the limit of an operator that a call exceeds."""
     if call.student.averaged:
         raise NoForm("the student's probabilities are averaged over heads")
+    for side in call.sides:
+        _check_factors(side)
     if call.operator == LINEAR:
         return
     for side in call.sides:
@@ -86,6 +88,13 @@ def _check_side(side: Side, key: Axis) -> None:
             raise NoForm("a bias that is added to the scores needs a gradient")
         if any(x.op == CONTRACT for x in walk([bias.value])):
             raise NoForm("a tensor that is computed from scores is added to scores")
+
+
+def _check_factors(side: Side) -> None:
+    for product in (side.product, *side.adapters):
+        for factor in product.factors:
+            if any(x.op == CONTRACT for x in walk([factor.value])):
+                raise NoForm("scores are scaled by what is computed from scores", factor.value)
 
 
 def _check_masks(call: Call) -> None:

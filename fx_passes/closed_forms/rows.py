@@ -9,35 +9,51 @@ from torch_streamkl.program.graph import BOUND, CONTRACT, SUM, Axis, Node, index
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
 
-_OUTSIDE = ("capture", CONTRACT, "log_softmax")  # what is inside of them is no value of a row
+
+def is_outside(x: Node) -> bool:
+    """Returns whether the arguments of an expression may have sums over keys."""
+    return x.op not in ("capture", CONTRACT, "log_softmax")
 
 
-def is_key_sum(x: Node) -> bool:
-    """Returns whether a sum is over the keys of a softmax."""
-    if x.op != "reduce" or x.value.kind != SUM:
-        return False
-    return any(y.op == "log_softmax" and y.value == x.value.axis for y in walk(x.args))
+def key_sums(roots: Iterable[Node]) -> set[Node]:
+    """Returns the sums over the keys of a softmax."""
+    keys: dict[Node, frozenset[Axis]] = {}  # that softmaxes inside of an expression are over
+    found = set[Node]()
+    for x in walk(roots, is_outside):
+        if x.op == "log_softmax":
+            keys[x] = frozenset((x.value,))
+            continue
+        inside = frozenset[Axis]().union(*(keys[a] for a in x.args)) if is_outside(x) else None
+        keys[x] = inside or frozenset()
+        if x.op == "reduce":
+            if x.value.kind == SUM and x.value.axis in keys[x]:
+                found.add(x)
+            keys[x] -= {x.value.axis}
+    return found
 
 
 def keys_first(root: Node) -> Node:
     """Returns a program whose sums over keys are inside of those over rows and heads."""
+    wanted = key_sums([root])
+    if not any(x.args[0].op == "reduce" and x.args[0].value.kind == SUM for x in wanted):
+        return root
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
-        x = remade(x, args)
-        return _swapped(x) if is_key_sum(x) else x
+        return _swapped(remade(x, args)) if x in wanted else remade(x, args)
 
-    return rebuilt([root], change, lambda x: x.op not in _OUTSIDE)[root]
+    return rebuilt([root], change, is_outside)[root]
 
 
 def _swapped(x: Node) -> Node:
     """A sum over keys of a sum over rows as a sum over rows of one over keys."""
-    axes = list[Axis]()
-    body = x
+    axes, body = list[Axis](), x
     while body.op == "reduce" and body.value.kind == SUM:
         axes.append(fresh_axis(body.value.axis.size))
         body = opened(body, axes[-1])
+    if len(axes) < 2:
+        return x
     key = axes.pop(0)
-    if not axes or not any(y.op == "log_softmax" and y.value == key for y in walk([body])):
+    if not any(y.op == "log_softmax" and y.value == key for y in walk([body])):
         return x
     body = reduced(SUM, key, body)
     for axis in reversed(axes):
@@ -47,8 +63,9 @@ def _swapped(x: Node) -> Node:
 
 def sites(root: Node) -> list[Node]:
     """Returns the outermost sums over keys."""
-    order = walk([root], lambda x: x.op not in _OUTSIDE and not is_key_sum(x))
-    return [x for x in order if is_key_sum(x)]
+    wanted = key_sums([root])
+    order = walk([root], lambda x: is_outside(x) and x not in wanted)
+    return [x for x in order if x in wanted]
 
 
 def renamed_apart(site: Node) -> tuple[Node, dict[Axis, Axis]]:
@@ -75,11 +92,12 @@ def joined(root: Node, failed: Iterable[Node]) -> list[tuple[Node, Node]]:
     Parts that are no divergence alone may be one together: cross-entropy minus entropy.
     """
     wanted, found = set(failed), list[tuple[Node, Node]]()
-    for x in walk([root], lambda x: x.op not in _OUTSIDE and not is_key_sum(x)):
+    every = key_sums([root])
+    for x in walk([root], lambda x: is_outside(x) and x not in every):
         if x.op != "linear":
             continue
         terms = list(zip(x.value[1], x.args, strict=True))
-        parts = [(c, t) for c, t in terms if any(is_key_sum(y) for y in _chain(t))]
+        parts = [(c, t) for c, t in terms if every.intersection(_chain(t))]
         if len(parts) < 2 or not any(y in wanted for _, t in parts for y in _chain(t)):
             continue
         for shape in dict.fromkeys(_shape(t) for _, t in parts):

@@ -99,7 +99,8 @@ def _values(functional: Functional, swap: bool = False) -> tuple[float, ...]:
         p, s = s, p
     f = evaluate(functional.expr, {"P": p, "S": s, "logP": p.log(), "logS": s.log()})
     f = f.expand(6)
-    return tuple(round(float(x), 6) for x in f / f.abs().max().clamp_min(1e-30))
+    largest = f[f.abs().argmax()]
+    return tuple(round(float(x), 6) for x in f / largest)
 
 
 def of_plan(call: Call) -> Described:
