@@ -69,14 +69,12 @@ def match_all(root: Node, order: Sequence[Axis] = ()) -> list[ClosedForm | NotCl
     found = {site: match(site, order) for site in sites(root)}
     failed = [site for site, result in found.items() if isinstance(result, NotClosed)]
     results = list[ClosedForm | NotClosed]()
-    if failed:
-        for total, whole in joined(root, failed):
-            parts = sites(whole)
-            forms = [match(part, order) for part in parts]
-            if parts and all(isinstance(form, ClosedForm) for form in forms):
-                results += forms
-                for part in sites(total):
-                    found.pop(part, None)
+    for covered, whole in joined(root, failed):
+        forms = [match(part, order) for part in sites(whole)]
+        if forms and all(isinstance(form, ClosedForm) for form in forms):
+            results += forms
+            for site in covered:
+                found.pop(site, None)
     return [*found.values(), *results]
 
 

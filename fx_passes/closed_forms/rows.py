@@ -86,25 +86,39 @@ def restored(x: Node, names: Mapping[Axis, Axis]) -> Node:
     return substitute(x, {b: index(a) for a, b in names.items()})
 
 
-def joined(root: Node, failed: Iterable[Node]) -> list[tuple[Node, Node]]:
-    """Returns sums of several sums over keys, and each as one sum over keys.
+def joined(root: Node, failed: Iterable[Node]) -> list[tuple[list[Node], Node]]:
+    """Returns sums over keys that are added, and each group of these as one sum over keys.
 
     Parts that are no divergence alone may be one together: cross-entropy minus entropy.
     """
-    wanted, found = set(failed), list[tuple[Node, Node]]()
+    wanted, found = set(failed), list[tuple[list[Node], Node]]()
     every = key_sums([root])
     for x in walk([root], lambda x: is_outside(x) and x not in every):
         if x.op != "linear":
             continue
-        terms = list(zip(x.value[1], x.args, strict=True))
-        parts = [(c, t) for c, t in terms if every.intersection(_chain(t))]
-        if len(parts) < 2 or not any(y in wanted for _, t in parts for y in _chain(t)):
-            continue
-        for shape in dict.fromkeys(_shape(t) for _, t in parts):
-            group = [(c, t) for c, t in parts if _shape(t) == shape]
-            if len(group) > 1:
-                found.append((linear(0.0, group), _one_sum(group)))
+        groups: dict[object, list[tuple[float, Node, Node]]] = {}
+        for c, t in zip(x.value[1], x.args, strict=True):
+            around, inside = _unwrapped(t, every)
+            sums = every.intersection(_chain(inside))
+            if sums:
+                key = around, tuple(y.value.axis for y in _chain(inside))
+                groups.setdefault(key, []).append((c, inside, *sums))
+        for group in groups.values():
+            parts = [site for *_, site in group]
+            if len(parts) > 1 and wanted.intersection(parts):
+                found.append((parts, _one_sum([(c, t) for c, t, _ in group])))
     return found
+
+
+def _unwrapped(x: Node, every: set[Node]) -> tuple[object, Node]:
+    """What a sum over keys is divided by or multiplied with, and the sum."""
+    if x.op == "div":
+        return ("div", x.args[1]), x.args[0]
+    if x.op == "product":
+        sums = [y for y in x.args if every.intersection(_chain(y))]
+        if len(sums) == 1:
+            return ("product", *(y for y in x.args if y is not sums[0])), sums[0]
+    return None, x
 
 
 def _chain(x: Node) -> list[Node]:
@@ -114,10 +128,6 @@ def _chain(x: Node) -> list[Node]:
         found.append(x)
         x = x.args[0]
     return found
-
-
-def _shape(x: Node) -> tuple[object, ...]:
-    return tuple(y.value.axis for y in _chain(x))
 
 
 def _one_sum(group: list[tuple[float, Node]]) -> Node:

@@ -85,7 +85,9 @@ class Described:
         return [
             f"{f.name}: {getattr(self, f.name)} -> {getattr(other, f.name)}"
             for f in fields(self)
-            if f.compare and getattr(self, f.name) != getattr(other, f.name)
+            if f.compare
+            and f.name != "trained"
+            and getattr(self, f.name) != getattr(other, f.name)
         ]
 
 
@@ -193,6 +195,7 @@ class Compared:
 
     old: list[Described] = field(default_factory=list)
     new: list[Described] = field(default_factory=list)
+    planned: list[tuple[str, list[Described]]] = field(default_factory=list)
     old_reasons: list[str] = field(default_factory=list)
     new_reasons: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -205,7 +208,11 @@ class Compared:
     def compare(self) -> None:
         left = list(self.new)
         for each in self.old:
-            same = [x for x in left if each in (x, _swapped_if_trained(x))]
+            same = [
+                x
+                for x in left
+                if not each.differences(x) or not each.differences(_swapped_if_trained(x))
+            ]
             if same:
                 left.remove(same[0])
                 continue
@@ -249,7 +256,7 @@ def watched(found: list[Compared]) -> Iterator[None]:
     def both(trace: Trace, values: Any) -> Any:
         candidates, plans = original(trace, values)
         result = Compared(old_reasons=[p for p in plans.values() if isinstance(p, str)])
-        result.old = [of_plan(c) for x in candidates for c in x.plan.calls]
+        result.planned = [(x.node.name, [of_plan(c) for c in x.plan.calls]) for x in candidates]
         operations = {name_of(n) for n in trace.graph.nodes if n.op == "call_function"}
         result.kinds = {k for k, ops in _KINDS.items() if operations & set(ops)}
         try:
@@ -258,7 +265,6 @@ def watched(found: list[Compared]) -> Iterator[None]:
             result.new_reasons.append(f"CRASH {type(error).__name__}: {error}"[:200])
             if "-v" in sys.argv:
                 raise
-        result.compare()
         found.append(result)
         return candidates, plans
 
@@ -336,9 +342,21 @@ def compared(program: Program) -> list[Compared]:
         )
         with contextlib.suppress(Exception):
             fn(*program.inputs)
+    closed_sites = {
+        s.node
+        for s in report.sites
+        if s.kind in ("attention_kl", "linear_kl") and not _is_limit(s.reason)
+    }
     for each in found:
         each.old_reasons += [s.reason for s in report.sites if not s.fused and s.reason]
+        each.old = [c for node, calls in each.planned if node in closed_sites for c in calls]
+        each.compare()
     return found
+
+
+def _is_limit(reason: str) -> bool:
+    """Whether a planned call is refused for what an operator does not compute."""
+    return "needs a gradient" in reason or "dimension that its place" in reason
 
 
 def main(which: str, *names: str) -> None:
