@@ -328,7 +328,25 @@ def misleading() -> Iterator[Program]:
         yield Program(p.name, p.fn, p.inputs(), p.dynamic)
 
 
-SETS = {"corpus": corpus, "users": users, "misleading": misleading}
+def forms() -> Iterator[Program]:
+    """Every choice of tests/support/programs.py, next to the plainest of the others."""
+    from tests.support import programs as p
+
+    choices = {
+        "producer": p.PRODUCERS, "scale": p.SCALES, "mask": p.MASKS, "spelling": p.SPELLINGS,
+        "reduction": p.REDUCTIONS, "call": p.CALLS, "gradient": p.GRADIENTS,
+    }  # fmt: skip
+    for dimension, names in choices.items():
+        for name in names:
+            made = p.Program(**{dimension: name})
+            yield Program(f"{dimension} {name}", made, made.inputs())
+    for mask in p.MASKS:  # which divergences are 0 for equal distributions, and which are not
+        for spelling in ("js", "cross_entropy", "where_positive", "eps_both"):
+            made = p.Program(mask=mask, spelling=spelling)
+            yield Program(f"{mask} {spelling}", made, made.inputs())
+
+
+SETS = {"forms": forms, "corpus": corpus, "users": users, "misleading": misleading}
 
 
 def compared(program: Program) -> list[Compared]:
