@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support import naive_programs as n
-from tests.support.closed_forms import recomputed_alike
+from tests.support.closed_forms import difference_around, recomputed_alike
 from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, NotClosed
-from torch_streamkl.fx_passes.closed_forms.match import match_all
+from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.program.divergences import Functional, named
 from torch_streamkl.program.graph import constant
@@ -23,11 +23,11 @@ def matched(build: Build) -> list[ClosedForm | NotClosed]:
     """What a program is matched with; every match has the program's value."""
     t = n.Tensors()
     loss = build(t)
-    found = match_all(loss.expr, n.alone(loss))
-    for form in found:
-        if isinstance(form, ClosedForm):
-            recomputed_alike(form, t.values)
-    return found
+    matched = match_program(loss.expr, n.alone(loss))
+    for form in matched.closed.values():
+        recomputed_alike(form, t.values)
+    assert difference_around(matched, t.values) < 1e-9
+    return list(matched.found.values())
 
 
 def call_of(build: Build) -> Call:

@@ -38,7 +38,7 @@ def sources_in(*exprs: Node) -> dict[Source, None]:
 
 def requires_grad(*exprs: Node) -> bool:
     """Returns whether gradient flows through an expression to a captured tensor."""
-    return any(getattr(s, "grad_flows", False) for s in sources_in(*exprs))
+    return any(x.flows for x in exprs)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,31 @@ class Call:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Represents a sum over keys as operator calls: the sum of weight * rows of each."""
+    """Represents a sum over keys as operator calls: the sum of weight * rows of each.
 
-    site: Node = field(repr=False)  # the expression that it computes
+    ``site`` is the sum with axes of its own: ``names`` has the program's names of some, and those
+    that the site and its calls have.
+    """
+
+    site: Node = field(repr=False)
     calls: tuple[Call, ...]
+    names: tuple[tuple[Axis, Axis], ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class RowValue:
+    """Names the values that the calls of a site compute, in a program around them."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Holds a program and what its sums over keys are matched with."""
+
+    root: Node = field(repr=False)
+    found: dict[Node, ClosedForm | NotClosed]
+
+    @property
+    def closed(self) -> dict[Node, ClosedForm]:
+        return {k: v for k, v in self.found.items() if isinstance(v, ClosedForm)}

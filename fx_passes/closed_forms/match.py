@@ -28,9 +28,11 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Call,
     ClosedForm,
     Masks,
+    Matched,
     NoForm,
     NotClosed,
     Product,
+    RowValue,
     Side,
     Stricter,
 )
@@ -41,13 +43,14 @@ from torch_streamkl.fx_passes.closed_forms.rows import (
     joined,
     keys_first,
     renamed_apart,
+    replaced,
     sites,
 )
 from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING, Condition, ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import scaled
 from torch_streamkl.program.divergences import Functional, evaluate
-from torch_streamkl.program.graph import SUM, Axis, Node
+from torch_streamkl.program.graph import SUM, Axis, Node, Source, capture, index
 from torch_streamkl.program.operations import exact
 from torch_streamkl.program.reductions import fresh_axis, opened
 
@@ -63,25 +66,44 @@ def match(site: Node, order: Sequence[Axis] = ()) -> ClosedForm | NotClosed:
         return NotClosed(str(reason), reason.at)
 
 
-def match_all(root: Node, order: Sequence[Axis] = ()) -> list[ClosedForm | NotClosed]:
+def match_program(root: Node, order: Sequence[Axis] = ()) -> Matched:
     """Matches every sum over keys of a program, alone or together with others."""
     root = keys_first(root)
     found = {site: match(site, order) for site in sites(root)}
     failed = [site for site, result in found.items() if isinstance(result, NotClosed)]
-    results = list[ClosedForm | NotClosed]()
-    for covered, whole in joined(root, failed):
-        forms = [match(part, order) for part in sites(whole)]
-        if forms and all(isinstance(form, ClosedForm) for form in forms):
-            results += forms
-            for site in covered:
-                found.pop(site, None)
-    return [*found.values(), *results]
+    changes: dict[Node, Node] = {}
+    for group in joined(root, failed) if failed else ():
+        forms = {part: match(part, order) for part in sites(group.whole)}
+        if not forms or not all(isinstance(form, ClosedForm) for form in forms.values()):
+            continue
+        if group.total in changes:  # another group of its terms has become one sum
+            continue
+        changes[group.total] = group.replacement
+        for site in group.parts:
+            found.pop(site, None)
+        found |= forms
+    return Matched(replaced(root, changes) if changes else root, found)
+
+
+def around(matched: Matched) -> Node:
+    """Returns the program around the sums that are matched, a function of the rows' values.
+
+    The value of a row is captured from a `RowValue`, at the axes of rows of its calls: weights of
+    rows, masks of rows and reductions over them are what is left.
+    """
+    changes = {}
+    for number, (site, form) in enumerate(matched.closed.items()):
+        original = {mine: name for name, mine in form.names}
+        rows = [a for a in form.calls[0].axes.rows if a in form.site.axes]
+        at = [index(original.get(a, a)) for a in rows]
+        changes[site] = capture(Source(RowValue(number), 0, site.flows), at=at)
+    return replaced(matched.root, changes)
 
 
 def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
     if site.op != "reduce" or site.value.kind != SUM:
         raise NoForm("no sum over keys", site)
-    site, _ = renamed_apart(site)
+    site, names = renamed_apart(site)
     key = fresh_axis(site.value.axis.size)
     variables = Variables(key)
     expr = variables.of(opened(site, key))
@@ -99,7 +121,7 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
         raise NoForm("the sum over keys is a known constant", site)
     for call in calls:
         check_call(call)
-    return ClosedForm(site, tuple(calls))
+    return ClosedForm(site, tuple(calls), tuple(names.items()))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from torch_streamkl.program.canonical import linear
+from torch_streamkl.program.canonical import linear, product, quotient
 from torch_streamkl.program.graph import BOUND, CONTRACT, SUM, Axis, Node, index
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
@@ -81,36 +82,63 @@ def renamed_apart(site: Node) -> tuple[Node, dict[Axis, Axis]]:
     return substitute(site, {a: index(b) for a, b in names.items()}), names
 
 
-def restored(x: Node, names: Mapping[Axis, Axis]) -> Node:
-    """Returns an expression with the names that `renamed_apart` has replaced."""
-    return substitute(x, {b: index(a) for a, b in names.items()})
+@dataclass(frozen=True)
+class Joined:
+    """Represents sums over keys that are added, as one sum over keys in their place."""
+
+    total: Node  # that they are terms of
+    replacement: Node  # the same with one sum
+    parts: tuple[Node, ...]
+    whole: Node  # what the terms become
 
 
-def joined(root: Node, failed: Iterable[Node]) -> list[tuple[list[Node], Node]]:
-    """Returns sums over keys that are added, and each group of these as one sum over keys.
+def joined(root: Node, failed: Iterable[Node]) -> list[Joined]:
+    """Returns the sums over keys that are added to one that is no divergence alone.
 
-    Parts that are no divergence alone may be one together: cross-entropy minus entropy.
+    Such parts may be a divergence together: cross-entropy minus entropy.
     """
-    wanted, found = set(failed), list[tuple[list[Node], Node]]()
+    wanted, found = set(failed), list[Joined]()
     every = key_sums([root])
     for x in walk([root], lambda x: is_outside(x) and x not in every):
         if x.op != "linear":
             continue
         groups: dict[object, list[tuple[float, Node, Node]]] = {}
-        for c, t in zip(x.value[1], x.args, strict=True):
+        terms = list(zip(x.value[1], x.args, strict=True))
+        for c, t in terms:
             around, inside = _unwrapped(t, every)
             sums = every.intersection(_chain(inside))
             if sums:
                 key = around, tuple(y.value.axis for y in _chain(inside))
-                groups.setdefault(key, []).append((c, inside, *sums))
-        for group in groups.values():
-            parts = [site for *_, site in group]
-            if len(parts) > 1 and wanted.intersection(parts):
-                found.append((parts, _one_sum([(c, t) for c, t, _ in group])))
+                groups.setdefault(key, []).append((c, t, *sums))
+        for (around, _), group in groups.items():  # type: ignore[misc]  # keys are pairs
+            parts = tuple(site for *_, site in group)
+            if len(parts) < 2 or not wanted.intersection(parts):
+                continue
+            whole = _one_sum([(c, _unwrapped(t, every)[1]) for c, t, _ in group])
+            rest = [(c, t) for c, t in terms if not any(t is y for _, y, _ in group)]
+            replacement = linear(x.value[0], [*rest, (1.0, _wrapped(around, whole))])
+            found.append(Joined(x, replacement, parts, whole))
     return found
 
 
-def _unwrapped(x: Node, every: set[Node]) -> tuple[object, Node]:
+def replaced(root: Node, changes: Mapping[Node, Node]) -> Node:
+    """Returns a program with other expressions of rows in place of some."""
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        return changes[x] if x in changes else remade(x, args)
+
+    return rebuilt([root], change, lambda x: is_outside(x) and x not in changes)[root]
+
+
+def _wrapped(around: tuple[object, ...] | None, x: Node) -> Node:
+    if around is None:
+        return x
+    kind, *others = around
+    factors = [y for y in others if isinstance(y, Node)]
+    return quotient(x, factors[0]) if kind == "div" else product(*factors, x)
+
+
+def _unwrapped(x: Node, every: set[Node]) -> tuple[tuple[object, ...] | None, Node]:
     """What a sum over keys is divided by or multiplied with, and the sum."""
     if x.op == "div":
         return ("div", x.args[1]), x.args[0]

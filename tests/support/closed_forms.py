@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.support.evaluate_program import evaluate
-from torch_streamkl.fx_passes.closed_forms.form import ClosedForm
+from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, Matched, RowValue
+from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.recompute import recompute
-from torch_streamkl.program.graph import Node
+from torch_streamkl.program.graph import Node, Source
 
 
 def difference(
@@ -27,6 +28,21 @@ def difference(
     errors = [_error(rows, again, float(rows.abs().nan_to_num(0, 0, 0).max()))]
     errors += [_error(x, y, largest) for x, y in zip(grads, grads_again, strict=True)]
     return max(errors)
+
+
+def difference_around(
+    matched: Matched, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None = None
+) -> float:
+    """Returns the largest error of a program whose matched rows are recomputed."""
+    order = sorted(matched.root.axes, key=repr)
+    rows = {}
+    for number, form in enumerate(matched.closed.values()):
+        own = [a for a in form.calls[0].axes.rows if a in form.site.axes]
+        source = Source(RowValue(number), 0, form.site.flows)
+        rows[source] = evaluate(recompute(form), values, sizes, own)
+    expected = evaluate(matched.root, values, sizes, order)
+    found = evaluate(around(matched), {**values, **rows}, sizes, order)
+    return _error(expected, found, float(expected.abs().nan_to_num(0, 0, 0).max()))
 
 
 def _run(

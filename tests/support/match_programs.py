@@ -1,7 +1,7 @@
 """Matches programs with the operators, and holds every match against the program it came from.
 
 ``python -m tests.support.match_programs corpus|users|misleading [names]`` prints what is matched,
-and the reasons of what is not.
+and the reasons of what is not; ``fuzz 500`` does of 500 random programs.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from tests.support.closed_forms import difference
+from tests.support.closed_forms import difference, difference_around
 from tests.support.read_programs import SETS, Case, _leaves, _Run, _run, _sizes, capture
 from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NotClosed
-from torch_streamkl.fx_passes.closed_forms.match import match_all
+from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.reader import read
 from torch_streamkl.program.graph import Extent
 from torch_streamkl.program.walks import walk
@@ -29,7 +30,7 @@ class Matches:
     """What became of a program's sums over keys, and which matches mean something else."""
 
     found: list[ClosedForm | NotClosed] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)  # of the closed ones
+    errors: list[float] = field(default_factory=list)  # of the closed ones, of whole programs
     seconds: float = 0.0
 
     @property
@@ -50,18 +51,19 @@ def matches_of(case: Case) -> Matches:
     _run(first, _leaves(case.inputs))
     reading = read(gm, first.records.__getitem__)
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
-    matches, start = Matches(), time.perf_counter()
+    every, start = [], time.perf_counter()
     for x in (reading.arrays[n] for n in results):
-        matches.found += match_all(x.expr, [a for d in x.dims for a in d])
+        every.append(match_program(x.expr, [a for d in x.dims for a in d]))
+    matches = Matches([x for m in every for x in m.found.values()])
     matches.seconds = time.perf_counter() - start
-    sites = [form.site for form in matches.closed]
-    sources = dict.fromkeys(x.value for x in walk(sites) if x.op == "capture")
+    sources = dict.fromkeys(x.value for x in walk([m.root for m in every]) if x.op == "capture")
     torch.manual_seed(0)
     second = _Run(gm, list(sources))
     _run(second, _leaves(case.inputs))
     sizes = {k: v for k, v in _sizes(gm, reading, second).items() if isinstance(k, Extent)}
     values = {source: tensor.detach() for source, tensor in second.tensors.items()}
     matches.errors = [difference(form, values, sizes) for form in matches.closed]
+    matches.errors += [difference_around(m, values, sizes) for m in every if m.closed]
     return matches
 
 
@@ -85,16 +87,29 @@ def text_of(form: ClosedForm | NotClosed) -> str:
     return "; ".join(parts)
 
 
+def fuzz() -> Iterator[Case]:
+    """Random programs; names of cases are their seeds."""
+    from tests.fuzz.run import program
+
+    for seed in range(10_000):
+        drawn = program(seed)
+        if drawn.dtype == torch.float64:
+            yield Case(f"seed{seed}", drawn.function(), drawn.inputs(), drawn.dynamic, wide=False)
+
+
 def main(which: str, *names: str) -> None:
     totals: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    for case in SETS[which]():
-        if names and not any(n in case.name for n in names):
+    sets = {**SETS, "fuzz": fuzz}
+    for case in sets[which]():
+        if names and names[0].isdigit() and case.name == f"seed{names[0]}":
+            break
+        if names and not names[0].isdigit() and not any(n in case.name for n in names):
             continue
         try:
             found = matches_of(case)
         except Exception as error:
-            if names:
+            if names and not names[0].isdigit():
                 raise
             totals["crash"] += 1
             print(f"CRASH {case.name:44s} {type(error).__name__}: {str(error)[:150]}", flush=True)

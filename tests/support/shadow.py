@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes import backend, pipeline
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.closed_forms import form as closed
-from torch_streamkl.fx_passes.closed_forms.match import match_all
+from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.domain.masks import AxisExcept
 from torch_streamkl.fx_passes.domain.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, name_of
@@ -289,7 +289,7 @@ def _match(trace: Trace, result: Compared) -> None:
         if "-v" in sys.argv:
             print("END", node, str(x.expr)[:3000])
         seen.add(x.expr)
-        for each in match_all(x.expr, [a for d in x.dims for a in d]):
+        for each in match_program(x.expr, [a for d in x.dims for a in d]).found.values():
             if isinstance(each, closed.NotClosed):
                 result.new_reasons.append(each.reason)
             elif each.site not in matched:
