@@ -183,7 +183,7 @@ def _joined(
                 needed.add(_number(x))
     needed &= set(twins)
     live = [v for v in twins if _flows_more(parts[v], [parts[w] for w in twins])]
-    if not simple or len(needed) > 1 or not (needed or twins).intersection(live):
+    if not simple or len(needed) > 1 or not (needed or set(twins)) & set(live):
         raise NoForm("a distribution is detached in one place and not in another")
     v = min(needed, default=k)
     parts[other] = parts[v]

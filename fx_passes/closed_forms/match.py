@@ -160,7 +160,8 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
     return Call(
         LINEAR if is_head else ATTENTION,
         functional,
-        *sides,
+        sides[TEACHER],
+        sides[STUDENT],
         axes,
         masks,
         scaled(pair.coefficient, site.factor),
