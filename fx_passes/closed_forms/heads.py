@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import exponential, linear, scaled, terms_of
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.identities import variable
-from torch_streamkl.program.reductions import detached, fresh_axis, remade, substitute
+from torch_streamkl.program.reductions import detached, fresh_axis, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
 
 LEAVES = ("log_softmax", CONTRACT, "capture", "reduce", "index")
@@ -62,9 +62,11 @@ class Variables:
             return x
         match x.op:
             case "log_softmax":
-                if x.value != self.key:
+                if x.value == self.key:
+                    return self._variable(Distribution(x.args[0]))
+                if not _mentions_softmax(x.args[0], self.key):
                     raise NoForm("a softmax over another dimension than the sum", x)
-                return self._variable(Distribution(x.args[0]))
+                return self._compared_with_mean(x)
             case "reduce" if x.value.kind in (SUM, LOGSUMEXP):
                 return self._mean(x)
             case "reduce":
@@ -76,6 +78,11 @@ class Variables:
         if x.op == "index" or x.op == "capture":
             raise NoForm("positions of keys are part of the sum", x)
         raise NoForm(f"{x.op} is part of the sum", x)
+
+    def _compared_with_mean(self, x: Node) -> Node:
+        """The logarithm of a head's share of the sum over heads: of its own minus of the sum."""
+        total = reduced(LOGSUMEXP, x.value, x.args[0])
+        return linear(0.0, [(1.0, self.of(x.args[0])), (-1.0, self.of(total))])
 
     def _variable(self, part: Distribution) -> Node:
         if part not in self.parts:

@@ -17,15 +17,17 @@ def is_outside(x: Node) -> bool:
 
 
 def key_sums(roots: Iterable[Node]) -> set[Node]:
-    """Returns the sums over the keys of a softmax."""
+    """Returns the sums over the keys of a softmax.
+
+    What a logarithm of probabilities is normalised along, as over heads, are no keys.
+    """
     keys: dict[Node, frozenset[Axis]] = {}  # that softmaxes inside of an expression are over
     found = set[Node]()
-    for x in walk(roots, is_outside):
-        if x.op == "log_softmax":
+    for x in walk(roots, lambda x: x.op not in ("capture", CONTRACT)):
+        entered = x.args if x.op not in ("capture", CONTRACT) else ()
+        keys[x] = frozenset[Axis]().union(*(keys[a] for a in entered))
+        if x.op == "log_softmax" and not keys[x]:
             keys[x] = frozenset((x.value,))
-            continue
-        inside = frozenset[Axis]().union(*(keys[a] for a in x.args)) if is_outside(x) else None
-        keys[x] = inside or frozenset()
         if x.op == "reduce":
             if x.value.kind == SUM and x.value.axis in keys[x]:
                 found.add(x)
