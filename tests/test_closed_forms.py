@@ -238,3 +238,14 @@ REFUSED = {
 def test_reasons(reason: str) -> None:
     (found,) = matched(REFUSED[reason])
     assert isinstance(found, NotClosed) and reason in found.reason
+
+
+def test_a_log_sum_exp_and_an_expectation() -> None:
+    """log-sum-exp minus the teacher's expectation of scores, both shifted: a cross-entropy."""
+
+    def build(t: n.Tensors) -> Array:
+        s = n.scores(t, "s").map(lambda e: n.c.linear(5.0, [(1.0, e)]))
+        expected = n.total(n.times(n.softmax(n.scores(t, "t")), s), -1)
+        return n.mean(n.minus(n.over(n.LOGSUMEXP, s, [-1]), expected))
+
+    assert call_of(build).functional == named("cross_entropy")

@@ -40,13 +40,13 @@ from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
 from torch_streamkl.fx_passes.closed_forms.rows import (
-    joined,
     keys_first,
     renamed_apart,
     replaced,
     sites,
 )
 from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING, Condition, ScoreForm, read
+from torch_streamkl.fx_passes.closed_forms.sums import joined
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import scaled
 from torch_streamkl.program.divergences import Functional, evaluate

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
-from torch_streamkl.program.canonical import linear, product, quotient
 from torch_streamkl.program.graph import BOUND, CONTRACT, SUM, Axis, Node, index
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
@@ -84,45 +82,6 @@ def renamed_apart(site: Node) -> tuple[Node, dict[Axis, Axis]]:
     return substitute(site, {a: index(b) for a, b in names.items()}), names
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Represents sums over keys that are added, as one sum over keys in their place."""
-
-    total: Node  # that they are terms of
-    replacement: Node  # the same with one sum
-    parts: tuple[Node, ...]
-    whole: Node  # what the terms become
-
-
-def joined(root: Node, failed: Iterable[Node]) -> list[Joined]:
-    """Returns the sums over keys that are added to one that is no divergence alone.
-
-    Such parts may be a divergence together: cross-entropy minus entropy.
-    """
-    wanted, found = set(failed), list[Joined]()
-    every = key_sums([root])
-    for x in walk([root], lambda x: is_outside(x) and x not in every):
-        if x.op != "linear":
-            continue
-        groups: dict[object, list[tuple[float, Node, Node]]] = {}
-        terms = list(zip(x.value[1], x.args, strict=True))
-        for c, t in terms:
-            around, inside = _unwrapped(t, every)
-            sums = every.intersection(_chain(inside))
-            if sums:
-                key = around, tuple(y.value.axis for y in _chain(inside))
-                groups.setdefault(key, []).append((c, t, *sums))
-        for (around, _), group in groups.items():  # type: ignore[misc]  # keys are pairs
-            parts = tuple(site for *_, site in group)
-            if len(parts) < 2 or not wanted.intersection(parts):
-                continue
-            whole = _one_sum([(c, _unwrapped(t, every)[1]) for c, t, _ in group])
-            rest = [(c, t) for c, t in terms if not any(t is y for _, y, _ in group)]
-            replacement = linear(x.value[0], [*rest, (1.0, _wrapped(around, whole))])
-            found.append(Joined(x, replacement, parts, whole))
-    return found
-
-
 def replaced(root: Node, changes: Mapping[Node, Node]) -> Node:
     """Returns a program with other expressions of rows in place of some."""
 
@@ -130,45 +89,3 @@ def replaced(root: Node, changes: Mapping[Node, Node]) -> Node:
         return changes[x] if x in changes else remade(x, args)
 
     return rebuilt([root], change, lambda x: is_outside(x) and x not in changes)[root]
-
-
-def _wrapped(around: tuple[object, ...] | None, x: Node) -> Node:
-    if around is None:
-        return x
-    kind, *others = around
-    factors = [y for y in others if isinstance(y, Node)]
-    return quotient(x, factors[0]) if kind == "div" else product(*factors, x)
-
-
-def _unwrapped(x: Node, every: set[Node]) -> tuple[tuple[object, ...] | None, Node]:
-    """What a sum over keys is divided by or multiplied with, and the sum."""
-    if x.op == "div":
-        return ("div", x.args[1]), x.args[0]
-    if x.op == "product":
-        sums = [y for y in x.args if every.intersection(_chain(y))]
-        if len(sums) == 1:
-            return ("product", *(y for y in x.args if y is not sums[0])), sums[0]
-    return None, x
-
-
-def _chain(x: Node) -> list[Node]:
-    """A sum, the sum that it is of, and so on."""
-    found = list[Node]()
-    while x.op == "reduce" and x.value.kind == SUM:
-        found.append(x)
-        x = x.args[0]
-    return found
-
-
-def _one_sum(group: list[tuple[float, Node]]) -> Node:
-    """A sum of sums over the same axes as one sum."""
-    axes = [fresh_axis(y.value.axis.size) for y in _chain(group[0][1])]
-    bodies = []
-    for c, x in group:
-        for axis in axes:
-            x = opened(x, axis)
-        bodies.append((c, x))
-    body = linear(0.0, bodies)
-    for axis in reversed(axes):
-        body = reduced(SUM, axis, body)
-    return body
