@@ -271,17 +271,29 @@ class Reader:
             reason = self.reading.reasons.get(source, f"a result of {name_of(source)} has no rule")
             self.reading.reasons[node] = reason
             return self.captured(node)
-        return found
+        try:
+            return self.fitted(node, found, node.meta["val"])
+        except NoRule as error:
+            self.reading.reasons[node] = str(error)
+            return self.captured(node)
 
     def _held(self, node: fx.Node, result: Result, value: Any) -> Result:
         """The result as torch recorded it: its shape, type and gradient, within limits."""
         if isinstance(result, tuple):
             pairs = zip(result, value, strict=True)
-            return tuple(None if x is None else self.fitted(node, x, v) for x, v in pairs)
+            return tuple(None if x is None else self._shaped(x, v) for x, v in pairs)
         return self.fitted(node, result, value)
 
     def fitted(self, node: fx.Node, x: Array, value: Tensor) -> Array:
-        """Returns a result as torch recorded it."""
+        """Returns a result as torch recorded it: NOTE [Gradient flow]."""
+        x = self._shaped(x, value)
+        if x.expr.flows and not self.records(node):
+            return x.map(detached)
+        if value.dtype.is_floating_point and not x.expr.flows and self.records(node):
+            raise NoRule("a gradient flows through what is a constant")
+        return x
+
+    def _shaped(self, x: Array, value: Tensor) -> Array:
         shape = [self.sizes.of(n) for n in value.shape]
         if len(x.dims) != len(shape):
             raise NoRule(f"a result with {len(x.dims)} dimensions in place of {len(shape)}")
@@ -293,10 +305,6 @@ class Reader:
         is_long = expr.op in ("linear", "product") and len(expr.args) > MAX_TERMS
         if expr.depth > MAX_DEPTH or expr.level > MAX_LEVEL or is_long:
             raise NoRule("an expression that is too large to be analysed")
-        if expr.flows and not self.records(node):
-            expr = detached(expr)
-        elif value.dtype.is_floating_point and not expr.flows and self.records(node):
-            raise NoRule("a gradient flows through what is a constant")
         return replace(x, expr=expr)
 
     def _keep(self, node: fx.Node, result: Result) -> None:

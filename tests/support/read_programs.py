@@ -31,6 +31,7 @@ from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.walks import walk
 
 EXACT = 2.0**-33  # of the largest value: rounding in float64 of sums of thousands, and cancellation
+NOTHING = 1e-14  # next to a sum of what cancels
 ROUNDING = {torch.float32: 2e-4, torch.float16: 6e-2, torch.bfloat16: 3e-1}
 
 
@@ -223,10 +224,10 @@ def _evaluated(x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like
 def _difference(x: Tensor, y: Tensor, exact: float) -> str:
     if not x.is_floating_point():
         return "" if torch.equal(x, y) else "other integers"
-    x, y = x.detach().double(), y.detach()
+    x, y = x.detach().double(), y.detach().double()
     largest = float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
     where = ~x.isnan()
-    if torch.allclose(x[where], y[where], rtol=exact, atol=exact * largest):
+    if torch.allclose(x[where], y[where], rtol=exact, atol=max(exact * largest, NOTHING)):
         return ""
     return f"{_size(x)} -> {_size(y)}, off by {_size(x - y)}"
 
