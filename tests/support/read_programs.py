@@ -21,12 +21,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.evaluate_program import evaluate
+from torch_streamkl.fx_passes.capture.region import find_region
+from torch_streamkl.fx_passes.capture.retrace import Trace, trace_region
+from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.positions import Positions
-from torch_streamkl.fx_passes.reading.reader import Reading, read
+from torch_streamkl.fx_passes.reading.reader import Reading, read, read_trace
 from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.walks import walk
 
@@ -115,8 +118,11 @@ class _Run(fx.Interpreter):
         return result
 
 
-def _leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+def _leaves(inputs: Sequence[Any]) -> list[Any]:
+    return [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    ]
 
 
 def examine(
@@ -128,12 +134,23 @@ def examine(
     torch.manual_seed(0)
     first = _Run(gm)
     leaves = _leaves(inputs)
-    outputs = _run(first, leaves)
+    with torch.enable_grad():
+        first.run(*leaves)
     start = time.perf_counter()
     reading = read(gm, first.records.__getitem__)
     outcome = Outcome(reading, seconds=time.perf_counter() - start, nodes=len(gm.graph.nodes))
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
-    made = [reading.arrays[n] for n in results]
+    return hold(gm, outcome, results, first, leaves)
+
+
+def hold(
+    gm: fx.GraphModule, outcome: Outcome, results: Any, first: _Run, leaves: list[Tensor]
+) -> Outcome:
+    """Evaluates what was read of a graph's results, and compares with a run of the graph."""
+    reading = outcome.reading
+    assert reading is not None
+    outputs = [first.values[n] for n in results]
+    made = [reading.array(n) for n in results]
     sources = [x.value for x in walk([x.expr for x in made]) if x.op == "capture"]
     sources = list(dict.fromkeys(sources))
     for source in sources:
@@ -141,8 +158,9 @@ def examine(
             outcome.captured.append(f"{source}: {reading.reasons.get(source.name)}")
     torch.manual_seed(0)
     second = _Run(gm, sources)
-    again = _leaves(inputs)
-    _run(second, again)
+    again = _leaves(leaves)
+    with torch.enable_grad():
+        second.run(*again)
     missing = [s for s in sources if s not in second.tensors]
     if missing:
         outcome.value = f"no tensors for {missing}"
@@ -158,9 +176,58 @@ def examine(
     return outcome
 
 
-def _run(run: _Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+def examine_compiled(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False
+) -> list[Outcome]:
+    """Compiles a program, and holds what is read of each graph that the rewrite analyses."""
+    outcomes: list[Outcome] = []
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        region = find_region(gm.graph)
+        if region is None:
+            return gm.forward
+        trace = trace_region(gm, region)
+        start = time.perf_counter()
+        reading = read_trace(trace)
+        seconds = time.perf_counter() - start
+        is_done = False
+
+        def run(*args: Any) -> Any:
+            nonlocal is_done
+            user = _Run(gm)
+            with torch.enable_grad():
+                result = user.run(*args)
+            if not is_done:
+                is_done = True
+                outcomes.append(_of_trace(trace, reading, user, seconds))
+            return result
+
+        return run
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(CAPTURE):
+        torch.compile(fn, backend=backend, dynamic=dynamic or None)(*_leaves(inputs))
+    return outcomes
+
+
+def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Outcome:
+    placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
+    given = [user.values[trace.outer[n]] for n in placeholders]
+    leaves = _leaves(given)
+    torch.manual_seed(0)
+    first = _Run(trace.module)
     with torch.enable_grad():
-        return list(run.run(*inputs))
+        first.run(*leaves)
+    outcome = Outcome(reading, seconds=seconds, nodes=len(trace.graph.nodes))
+    results = [
+        n
+        for n in trace.graph.nodes
+        if isinstance(first.values.get(n), Tensor)
+        and n.op == "call_function"
+        and not written_by(n)
+        and (not first.values[n].dim() or all(u.op == "output" for u in n.users))
+    ]
+    return hold(trace.module, outcome, results, first, leaves)
 
 
 def _widen(gm: fx.GraphModule) -> bool:
@@ -253,7 +320,7 @@ def _gradients(
     pairs = []
     for outputs, inputs in ((eager, leaves), (read, again)):
         results = [x for x in outputs if x.requires_grad]
-        trained = [x for x in inputs if x.requires_grad]
+        trained = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         if not results or not trained:
             return ""
         weights = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape).to(x.dtype) for x in results]
@@ -316,32 +383,39 @@ def misleading() -> Iterator[Case]:
 SETS = {"corpus": corpus, "users": users, "misleading": misleading}
 
 
-def main(which: str, *names: str) -> None:
+def main(how: str, which: str, *names: str) -> None:
     totals: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for case in SETS[which]():
         if names and not any(n in case.name for n in names):
             continue
         try:
-            found = examine(case.fn, case.inputs, case.dynamic, case.wide)
+            if how == "compiled":
+                every = examine_compiled(case.fn, case.inputs, case.dynamic)
+            else:
+                dynamic = case.dynamic or how == "dynamic"
+                every = [examine(case.fn, case.inputs, dynamic, case.wide)]
         except Exception as error:
             if names:
                 raise
             totals["crash"] += 1
             print(f"CRASH {case.name:44s} {type(error).__name__}: {str(error)[:150]}", flush=True)
             continue
-        mark = "ok" if found.is_right else "WRONG"
-        totals[mark] += 1
-        totals["nan"] += bool(found.nan)
-        totals["whole"] += not found.captured
-        reasons.update(found.reading.reasons.values() if found.reading else [])
-        if mark != "ok" or found.nan or found.captured or names:
-            print(
-                f"{mark:6s}{case.name:44s} {found.seconds * 1e3:.0f} ms {found.nodes} nodes {found.value}"
-                f" {found.gradient} {found.nan} {found.captured[:2]}"[:300], flush=True,
-            )  # fmt: skip
+        totals["programs"] += 1
+        for found in every:
+            mark = "ok" if found.is_right else "WRONG"
+            totals[mark] += 1
+            totals["nan"] += bool(found.nan)
+            totals["whole"] += not found.captured
+            reasons.update(set(found.reading.reasons.values()) if found.reading else [])
+            if mark != "ok" or found.nan or found.captured or names:
+                print(
+                    f"{mark:6s}{case.name:44s} {found.seconds * 1e3:.0f} ms {found.nodes} nodes"
+                    f" {found.value} {found.gradient} {found.nan} {found.captured[:2]}"[:300],
+                    flush=True,
+                )
     print(totals)
-    for reason, count in reasons.most_common(60):
+    for reason, count in reasons.most_common(70):
         print(f"{count:5d} {reason[:120]}")
 
 

@@ -53,6 +53,7 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.ranges import EVERY
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
@@ -411,8 +412,9 @@ def detached(x: Node) -> Node:
 
 
 def rounded(x: Node, dtype: str) -> Node:
-    """Returns a value rounded to a narrower type, which is not the value."""
-    return node("round", [x], dtype, x.dtype, x.range)
+    """Returns a value rounded to a narrower type, or wrapped around, which is not the value."""
+    low, high = -math.inf if x.range[0] < 0.0 else 0.0, math.inf if x.range[1] > 0.0 else 0.0
+    return node("round", [x], dtype, x.dtype, EVERY if x.dtype == INT else (low, high))
 
 
 REDUCTIONS.substitute, REDUCTIONS.reopened, REDUCTIONS.assume = substitute, reopened, assume
