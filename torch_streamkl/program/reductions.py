@@ -54,6 +54,7 @@ from torch_streamkl.program.graph import (
 from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
+from torch_streamkl.program.renaming import names_of, renamed
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
@@ -256,6 +257,9 @@ def substitute(x: Node, theta: Theta) -> Node:
     This one operation is every view, slice, gather and selection. Of selected keys the
     log-softmax keeps the normaliser of all keys.
     """
+    theta = {a: e for a, e in theta.items() if a in x.axes}
+    if (names := names_of(x, theta)) is not None:
+        return renamed(x, names)
     wanted = frozenset(theta)
 
     def change(y: Node, args: tuple[Node, ...]) -> Node:
