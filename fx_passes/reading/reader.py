@@ -44,8 +44,8 @@ from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
 
-MAX_DEPTH = 256  # of an expression
-MAX_LEVEL = 24  # of reductions in reductions
+MAX_DEPTH = 512  # of an expression
+MAX_LEVEL = 64  # of reductions in reductions
 MAX_TERMS = 512  # of a sum or product
 assert MODULES
 Record = Callable[[fx.Node], bool]

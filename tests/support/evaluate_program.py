@@ -122,6 +122,8 @@ class _Evaluation:
                 return args[0].to(getattr(torch, x.value)).to(args[0].dtype)
             case "pow":
                 return args[0] ** x.value
+        if x.dtype == FLOAT:  # torch divides two integers in float32
+            args = [t.double() for t in args]
         return OPERATIONS[x.op].run(*args)
 
 
