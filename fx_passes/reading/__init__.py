@@ -8,10 +8,10 @@ any pre-dispatch ATen graph with fake values as ``meta["val"]``. Of the `Reading
   axes that it runs through (outermost first; none: size 1). Free axes are named ("dim", n) where
   they are those of a tensor's n-th dimension from the last. Several results are a tuple, in which
   None is one without a rule; each ``getitem`` of it has an array of its own.
-- A captured tensor is ``capture(Source(node, version, grad_flows), at=positions)``. ``node`` is one
-  of the graph that was read (`Trace.outer` has the user's), the first of equal ones. ``version`` is
-  the number of writes to its memory before. Rows that a mask selects are read at captures of
-  `positions.Positions`, columns of ``mask.nonzero()``.
+- A captured tensor is ``capture(Source(node, version, grad_flows), at=positions)``. ``node`` is
+  one of the graph that was read (`Trace.outer` has the user's), the first of equal ones.
+  ``version`` is the number of writes to its memory before. Rows that a mask selects are read at
+  captures of `positions.Positions`, columns of ``mask.nonzero()``.
 - ``reasons[node]`` says why a result was captured: no rule, a call that its rule does not read, a
   limit. Inputs have no reason.
 - ``reads_products`` are nodes computed from matmuls of the graph. A captured tensor among them
@@ -28,8 +28,8 @@ exact: what a type cannot hold is rounded or wraps around.
 
 NOTE [How a rule reads an operation]
 A rule is ``@rule(aten.foo.default)`` in the file of its kind in rules/: it gets a `registry.Call`
-and returns an array, or raises `NoRule` with a reason. Overloads that write in place are registered
-with it (writes.py follows what they write).
+and returns an array, or raises `NoRule` with a reason. Overloads that write in place are
+registered with it (writes.py follows what they write).
 
 - A view, slice, gather, pad or concatenation is a function of arrays.py. Each substitutes index
   expressions for axes; selected keys keep the normaliser of all keys.

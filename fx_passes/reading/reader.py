@@ -1,9 +1,9 @@
 """Reads an ATen graph into expressions: an array for every tensor of the graph.
 
 NOTE [What is captured]
-A result is captured, which is always right, if its operation has no rule, or the rule does not read
-this call. `Reading.reasons` has the reason. Limits on depth and size are such reasons too, so that
-reading takes linear time. A captured tensor that is made of products of this graph exists in
+A result is captured, which is always right, if its operation has no rule, or the rule does not
+read this call. `Reading.reasons` has the reason. Limits on depth and size are such reasons too, so
+that reading takes linear time. A captured tensor that is made of products of this graph exists in
 memory: `Reading.reads_products`.
 
 NOTE [Gradient flow]
@@ -15,16 +15,16 @@ recorded a gradient and the expression has none, the result is captured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import (
-    RECORDS,
     autograd_modes,
     under_no_grad,
     written_by,
@@ -40,7 +40,6 @@ from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Resul
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.fx_passes.reading.writes import Writes
-from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
 
@@ -76,13 +75,13 @@ class Reading:
 
 def read(
     graph: fx.Graph | fx.GraphModule,
-    records: Record | None = None,
+    records: Record = lambda node: False,
     written: Collection[int | None] = (),
 ) -> Reading:
     """Reads a pre-dispatch ATen graph, whose nodes have fake values as ``meta["val"]``.
 
-    ``records`` says whether autograd recorded a gradient of a node; without it, that follows from
-    the inputs' values. ``written`` is memory that code outside of the graph writes to.
+    ``records`` says whether autograd recorded a gradient of a node. ``written`` is memory that
+    code outside of the graph writes to.
     """
     return Reader(graph, records, written).run()
 
@@ -110,7 +109,7 @@ class Reader:
     def __init__(
         self,
         graph: fx.Graph | fx.GraphModule,
-        records: Record | None,
+        records: Record,
         written: Collection[int | None],
     ) -> None:
         self.graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
@@ -118,9 +117,7 @@ class Reader:
         self.reading = Reading()
         self.sizes, self.observers = self.reading.sizes, self.reading.observers
         self.modes = autograd_modes(self.graph.nodes)
-        self._flow: dict[fx.Node, bool] = {}
-        self.records = records or self._flow.__getitem__
-        self.derives_flow = records is None
+        self.records = records
         self.written_storages = {*written, *written_storages(self.graph)}
         self.numbering = Numbering(self.written_storages, self.records)
         self.writes = Writes(self)
@@ -129,8 +126,6 @@ class Reader:
 
     def run(self) -> Reading:
         for node in self.graph.nodes:
-            if self.derives_flow:
-                self._flow[node] = self._derived_flow(node)
             if node.op in ("placeholder", "get_attr"):
                 self.numbering.visit(node)
                 self._leaf(node)
@@ -186,7 +181,11 @@ class Reader:
         )
         if is_number:
             number = Array(const(held.item(), types.kind_of(held.dtype)), (), self.sizes)
-            expr = number.map(lambda e: truth_of(bool(e.value))) if held.dtype == torch.bool else number
+            expr = (
+                number.map(lambda e: truth_of(bool(e.value)))
+                if held.dtype == torch.bool
+                else number
+            )
             self._keep(node, replace(expr, dims=((),) * value.dim()))
         else:
             self._keep(node, self.captured(node))
@@ -216,7 +215,8 @@ class Reader:
         has_tensors = isinstance(value, Tensor) or (
             isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value)
         )
-        if any(a in self.reading.reads_products for a in node.all_input_nodes):
+        is_product = name_of(node) in MATMULS
+        if is_product or any(a in self.reading.reads_products for a in node.all_input_nodes):
             self.reading.reads_products.add(node)
         targets = written_by(node)
         if not has_tensors:
@@ -289,7 +289,9 @@ class Reader:
         x = self._shaped(x, value)
         if x.expr.flows and not self.records(node):
             return x.map(detached)
-        if value.dtype.is_floating_point and not x.expr.flows and self.records(node):
+        is_filled = bool(written_by(node))  # autograd records a write of a number
+        is_recorded = value.dtype.is_floating_point and self.records(node)
+        if is_recorded and not x.expr.flows and not is_filled:
             raise NoRule("a gradient flows through what is a constant")
         return x
 
@@ -310,24 +312,3 @@ class Reader:
     def _keep(self, node: fx.Node, result: Result) -> None:
         self.reading.arrays[node] = result
         self.writes.note(node)
-
-    def _derived_flow(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        if node.op in ("placeholder", "get_attr"):
-            return isinstance(value, Tensor) and value.requires_grad
-        if self.modes[node] != RECORDS or name_of(node) in ("detach", "detach_"):
-            return False
-        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
-            return False
-        return any(self._flow.get(a, False) for a in node.all_input_nodes)
-
-
-def coefficient_of(x: Node) -> tuple[float, Node]:
-    """Returns an expression as a number times another."""
-    constant, terms = terms_of(x)
-    return terms[0] if not constant and len(terms) == 1 else (1.0, x)
-
-
-def tensors_of(values: Sequence[object]) -> list[Tensor]:
-    """Returns the tensors among values."""
-    return [v for v in values if isinstance(v, Tensor)]

@@ -33,7 +33,9 @@ from torch_streamkl.fx_passes.reading.reader import Reading, read, read_trace
 from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.walks import walk
 
-EXACT = 2.0**-33  # of the largest value: rounding in float64 of sums of thousands, and cancellation
+EXACT = (
+    2.0**-33
+)  # of the largest value: rounding in float64 of sums of thousands, and cancellation
 NOTHING = 1e-14  # next to a sum of what cancels
 ROUNDING = {torch.float32: 2e-4, torch.float16: 6e-2, torch.bfloat16: 3e-1}
 
@@ -133,18 +135,22 @@ def examine(
     gm = capture(fn, _leaves(inputs), dynamic, wide)
     torch.manual_seed(0)
     first = _Run(gm)
-    leaves = _leaves(inputs)
+    leaves, again = _leaves(inputs), _leaves(inputs)
     with torch.enable_grad():
         first.run(*leaves)
     start = time.perf_counter()
     reading = read(gm, first.records.__getitem__)
     outcome = Outcome(reading, seconds=time.perf_counter() - start, nodes=len(gm.graph.nodes))
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
-    return hold(gm, outcome, results, first, leaves)
+    return hold(gm, outcome, results, first, (leaves, again))
 
 
 def hold(
-    gm: fx.GraphModule, outcome: Outcome, results: Any, first: _Run, leaves: list[Tensor]
+    gm: fx.GraphModule,
+    outcome: Outcome,
+    results: Any,
+    first: _Run,
+    inputs: tuple[list[Tensor], list[Tensor]],
 ) -> Outcome:
     """Evaluates what was read of a graph's results, and compares with a run of the graph."""
     reading = outcome.reading
@@ -158,7 +164,7 @@ def hold(
             outcome.captured.append(f"{source}: {reading.reasons.get(source.name)}")
     torch.manual_seed(0)
     second = _Run(gm, sources)
-    again = _leaves(leaves)
+    leaves, again = inputs
     with torch.enable_grad():
         second.run(*again)
     missing = [s for s in sources if s not in second.tensors]
@@ -213,7 +219,7 @@ def examine_compiled(
 def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Outcome:
     placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
     given = [user.values[trace.outer[n]] for n in placeholders]
-    leaves = _leaves(given)
+    leaves, again = _leaves(given), _leaves(given)
     torch.manual_seed(0)
     first = _Run(trace.module)
     with torch.enable_grad():
@@ -227,7 +233,7 @@ def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Out
         and not written_by(n)
         and (not first.values[n].dim() or all(u.op == "output" for u in n.users))
     ]
-    return hold(trace.module, outcome, results, first, leaves)
+    return hold(trace.module, outcome, results, first, (leaves, again))
 
 
 def _widen(gm: fx.GraphModule) -> bool:
@@ -279,9 +285,13 @@ def _sizes(gm: fx.GraphModule, reading: Reading, run: _Run) -> dict[Any, int]:
     return found
 
 
-def _evaluated(x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like: Tensor) -> Tensor:
+def _evaluated(
+    x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like: Tensor
+) -> Tensor:
     order = [a for d in x.dims for a in d]
-    value = evaluate(x.expr, tensors, {k: v for k, v in sizes.items() if isinstance(k, Extent)}, order)
+    value = evaluate(
+        x.expr, tensors, {k: v for k, v in sizes.items() if isinstance(k, Extent)}, order
+    )
     value = value.reshape(like.shape)
     if like.dtype == torch.bool or not like.is_floating_point():
         return value.to(like.dtype)
@@ -311,7 +321,11 @@ def _size(x: Tensor | None) -> str:
 
 
 def _gradients(
-    eager: list[Tensor], leaves: list[Tensor], read: list[Tensor], again: list[Tensor], exact: float
+    eager: list[Tensor],
+    leaves: list[Tensor],
+    read: list[Tensor],
+    again: list[Tensor],
+    exact: float,
 ) -> str:
     needs = [x.requires_grad for x in eager if x.is_floating_point()]
     found = [x.requires_grad for x in read if x.is_floating_point()]

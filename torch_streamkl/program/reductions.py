@@ -276,7 +276,7 @@ def substitute(x: Node, theta: Theta) -> Node:
     if (names := names_of(x, theta)) is not None:
         return renamed(x, names)
     wanted = frozenset(theta)
-    # one walk also enters reductions, unless a position has the name of an axis that is bound there
+    # one walk also enters reductions, unless a position has an axis that may be bound there
     enters = not any(a.level for e in theta.values() for a in e.axes)
 
     def change(y: Node, args: tuple[Node, ...]) -> Node:

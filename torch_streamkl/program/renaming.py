@@ -10,7 +10,7 @@ from torch_streamkl.program.walks import rebuilt
 
 
 def names_of(x: Node, theta: Mapping[Axis, Node]) -> dict[Axis, Axis] | None:
-    """Returns the new names of axes, if that is all that a substitution does: no two become one."""
+    """Returns the new names of axes, if a substitution does no more: no two become one."""
     names = dict[Axis, Axis]()
     for axis, place in theta.items():
         if place.op != "index" or place.value.size != axis.size:

@@ -210,9 +210,7 @@ def power_of_number(call: Call) -> Array:
     base = call.known("self")
     if not base > 0:
         raise NoRule("a power of a number that is not positive")
-    return call.array("exponent").map(
-        lambda e: exponential(scaled(math.log(base), number_of(e)))
-    )
+    return call.array("exponent").map(lambda e: exponential(scaled(math.log(base), number_of(e))))
 
 
 @rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clip.default,

@@ -172,11 +172,12 @@ def variance(call: Call) -> Array:
     dims, keepdim = call.dims(len(x.dims)), bool(call.get("keepdim", False))
     correction = call.known("correction", 1)
     correction = 1 if correction is None else correction
-    correction = int(call.known("unbiased", correction == 1)) if call.has("unbiased") else correction
+    correction = (
+        int(call.known("unbiased", correction == 1)) if call.has("unbiased") else correction
+    )
     centered = call.pointwise(subtracted, x, averaged(x, dims, keepdim=True))
     squares = over(SUM, centered.map(lambda e: product(e, e)), dims, keepdim)
     count = linear(-float(correction), [(1.0, count_of(x, dims))])
     found = squares.map(lambda e: quotient(e, count))
     is_root = call.node.target in (aten.std.correction, aten.std.dim)
     return found.map(applied("sqrt")) if is_root else found
-

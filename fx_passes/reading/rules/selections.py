@@ -15,9 +15,19 @@ from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
 from torch_streamkl.program.canonical import all_of, choose, compare, function, truth
-from torch_streamkl.program.graph import ANY, INT, SUM, Axis, Node, Size, Source, capture, const
+from torch_streamkl.program.graph import (
+    ANY,
+    INT,
+    SUM,
+    Axis,
+    Node,
+    Size,
+    Source,
+    capture,
+    const,
+    size_of,
+)
 from torch_streamkl.program.graph import index as position_along
-from torch_streamkl.program.graph import size_of
 from torch_streamkl.program.reductions import fresh_axis, reduced, substitute
 
 aten = torch.ops.aten
@@ -150,7 +160,7 @@ def positions_of(call: Call, mask: fx.Node, count: Any) -> tuple[list[Any], Size
     if key not in reader.selections:
         reader.selections[key] = mask, reader.sizes.of(count)
     first, size = reader.selections[key]
-    if not reader.sizes.are_equal(reader.sizes.of(count), size):
+    if first is not mask:
         reader.sizes.equate(count, size)
     version = reader.writes.version(first)
 
@@ -267,4 +277,3 @@ def index_put(call: Call) -> Array:
     return call.pointwise(
         lambda c, v, e: choose(truth(c), v, e), call.made(condition.expr, dims), new, x
     )
-

@@ -230,7 +230,7 @@ def stack(call: Call) -> Array:
 def repeat_interleave(call: Call) -> Array:
     """Reads entries that are repeated one by one."""
     x, repeats = call.array("self"), call.size(call.get("repeats"))
-    if not call.has("dim") or call.has("output_size") and repeats != 1 and not x.dims:
+    if not call.has("dim") or (call.has("output_size") and repeats != 1 and not x.dims):
         raise NoRule("repeat_interleave of all elements")
     d = call.dim(rank=len(x.dims))
     axes = [] if repeats == 1 else [arrays.fresh_axis(repeats)]
@@ -260,7 +260,9 @@ def pad(call: Call) -> Array:
     x, widths = call.array("self"), call.get("pad")
     value = call.get("value")
     fill = call.reader.array(0.0 if value is None else value).expr
-    fill = const(fill.value, x.expr.dtype) if fill.op == "const" and x.expr.dtype != "bool" else fill
+    fill = (
+        const(fill.value, x.expr.dtype) if fill.op == "const" and x.expr.dtype != "bool" else fill
+    )
     assert isinstance(call.value, Tensor)
     for k in range(len(widths) // 2):
         d = len(x.dims) - 1 - k
@@ -298,5 +300,3 @@ def flip(call: Call) -> Array:
             at = linear(-1.0, [(1.0, size_of(x.size(d))), (-1.0, arrays.position((axis,)))])
             x = arrays.indexed(x, d, at, [(axis,)])
     return x
-
-
