@@ -122,7 +122,7 @@ class Reader:
         self.numbering = Numbering(self.written_storages, self.records)
         self.writes = Writes(self)
         self.constants = Constants(self)
-        self.selections: dict[object, tuple[fx.Node, Size]] = {}
+        self.selections: dict[object, tuple[fx.Node, int, Size]] = {}
 
     def run(self) -> Reading:
         for node in self.graph.nodes:
@@ -172,23 +172,21 @@ class Reader:
             value = node.meta["val"] = held
         if not isinstance(value, Tensor):
             return
-        is_number = (
-            isinstance(held, Tensor)
-            and held.numel() == 1
+        if isinstance(held, Tensor) and self._is_number(held, node):
+            is_bool = held.dtype == torch.bool
+            x = truth_of(bool(held)) if is_bool else const(held.item(), types.kind_of(held.dtype))
+            self._keep(node, Array(x, ((),) * value.dim(), self.sizes))
+        else:
+            self._keep(node, self.captured(node))
+
+    def _is_number(self, held: Tensor, node: fx.Node) -> bool:
+        """Whether a tensor of the graph's module is a number that nothing writes."""
+        return (
+            held.numel() == 1
             and not isinstance(held, torch._subclasses.FakeTensor)
             and not held.is_complex()
             and storage_of(node) not in self.written_storages
         )
-        if is_number:
-            number = Array(const(held.item(), types.kind_of(held.dtype)), (), self.sizes)
-            expr = (
-                number.map(lambda e: truth_of(bool(e.value)))
-                if held.dtype == torch.bool
-                else number
-            )
-            self._keep(node, replace(expr, dims=((),) * value.dim()))
-        else:
-            self._keep(node, self.captured(node))
 
     def captured(self, node: fx.Node, value: Tensor | None = None, name: object = None) -> Array:
         """Returns a tensor of the user's program as it is at this time."""

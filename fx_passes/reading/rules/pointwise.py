@@ -79,8 +79,7 @@ def _unary(call: Call) -> Array:
 
 
 def _out_of_place(call: Call) -> object:
-    name = call.node.target._schema.name.removeprefix("aten::").removesuffix("_")
-    return getattr(aten, name).default
+    return getattr(aten, call.name).default
 
 
 for _overload in UNARY:

@@ -157,12 +157,13 @@ def positions_of(call: Call, mask: fx.Node, count: Any) -> tuple[list[Any], Size
     reader = call.reader
     condition = reader.array(mask)
     key = condition.map(truth).expr, tuple(condition.dims)
-    if key not in reader.selections:
-        reader.selections[key] = mask, reader.sizes.of(count)
-    first, size = reader.selections[key]
+    known = reader.selections.get(key)
+    if known is None or reader.writes.version(known[0]) != known[1]:  # the mask was written
+        known = mask, reader.writes.version(mask), reader.sizes.of(count)
+        reader.selections[key] = known
+    first, version, size = known
     if first is not mask:
         reader.sizes.equate(count, size)
-    version = reader.writes.version(first)
 
     def column(i: int) -> Any:
         last = first.meta["val"].shape[i]

@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, rule
 from torch_streamkl.program.canonical import linear
 from torch_streamkl.program.graph import INT, Node, Size, const, size_of
+from torch_streamkl.program.reductions import fresh_axis
 
 aten = torch.ops.aten
 
@@ -233,7 +234,7 @@ def repeat_interleave(call: Call) -> Array:
     if not call.has("dim") or (call.has("output_size") and repeats != 1 and not x.dims):
         raise NoRule("repeat_interleave of all elements")
     d = call.dim(rank=len(x.dims))
-    axes = [] if repeats == 1 else [arrays.fresh_axis(repeats)]
+    axes = [] if repeats == 1 else [fresh_axis(repeats)]
     dims = [(*own, *axes) if i == d else own for i, own in enumerate(x.dims)]
     return call.made(x.expr, dims)
 
@@ -243,12 +244,12 @@ def repeat(call: Call) -> Array:
     """Reads whole tensors that are repeated."""
     x = call.array("self")
     name = "repeats" if call.node.target == aten.repeat.default else "dims"
-    counts = [call.size(n) for n in call.get(name)]
-    counts = [1] * (len(x.dims) - len(counts)) + counts
+    given = [call.size(n) for n in call.get(name)]
+    counts = [*[1] * (len(x.dims) - len(given)), *given]
     dims: list[arrays.Dim] = [()] * (len(counts) - len(x.dims)) + list(x.dims)
     for d, n in enumerate(counts):
         if n != 1:
-            dims[d] = (arrays.fresh_axis(n), *dims[d])
+            dims[d] = (fresh_axis(n), *dims[d])
     return call.made(x.expr, dims)
 
 
