@@ -63,6 +63,7 @@ UNARY: dict[object, Unary] = {
     aten.log_sigmoid.default: lambda x: negative(function("softplus", negative(x))),
     aten.exp2.default: lambda x: exponential(scaled(math.log(2.0), x)),
     aten.positive.default: lambda x: x,
+    aten.special_entr.default: lambda x: negative(product(x, logarithm(x))),
 } | {
     getattr(aten, name).default: applied(name)
     for name in (

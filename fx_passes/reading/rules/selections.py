@@ -235,6 +235,17 @@ def _scattered(call: Call, x: Array, d: int, at: Array, value: Array) -> Array:
     return call.made(result, [(held,) if i == d else y for i, y in enumerate(dims)])
 
 
+@rule(aten.one_hot.default)
+def one_hot(call: Call) -> Array:
+    """Reads 1 at ids, 0 elsewhere."""
+    x = call.array("self")
+    axes = arrays.leaf_dims(call.shape)[-1]
+    at = arrays.position(axes)
+    whole = call.made(at, (*((),) * len(x.dims), axes))
+    ids = call.made(x.expr, (*x.dims, ()))
+    return call.pointwise(lambda i, j: compare("eq", i, j), ids, whole)
+
+
 def _are_unique(ids: object, d: int) -> bool:
     """Whether positions are those of a top-k along the dimension."""
     while isinstance(ids, fx.Node) and ids.target in (
