@@ -17,8 +17,9 @@ any pre-dispatch ATen graph with fake values as ``meta["val"]``. Of the `Reading
 - ``reads_products`` are nodes computed from matmuls of the graph. A captured tensor among them
   exists in memory: an operator that reads it saves nothing.
 - ``observers`` are operations that tell NaN and infinity, or roundings, from numbers: comparisons,
-  clamps, ``isnan``. The identities of the normal form are those of real numbers, so a matcher that
-  drops or replaces what they read has to know that they see nothing else than in eager code.
+  clamps, ``isnan``; "folded" are those that became a number, as 0 times scores. The identities of
+  the normal form are those of real numbers. A matcher that drops or replaces what an observer
+  reads has to know that it sees nothing else than in eager code.
 - ``sizes`` has the extents of symbolic sizes.
 
 Whether gradient flows is a property of captured tensors (``Node.flows`` of an expression), and was

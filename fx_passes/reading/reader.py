@@ -25,12 +25,14 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import (
+    RECORDS,
     autograd_modes,
     under_no_grad,
     written_by,
     written_storages,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.constants import Constants
@@ -57,7 +59,8 @@ class Reading:
     ``arrays`` has an array for every node that is a tensor, a tuple for several results.
     ``reasons`` says why a result was captured, for those that were. ``reads_products`` are nodes
     that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
-    infinity from numbers: there, identities of real numbers may differ from what eager computes.
+    infinity from numbers, or that became a number: there, identities of real numbers may differ
+    from what eager computes.
     """
 
     arrays: dict[fx.Node, Result] = field(default_factory=dict)
@@ -89,18 +92,30 @@ def read(
 def read_trace(trace: Trace) -> Reading:
     """Reads what `capture.retrace` traced, with what Dynamo recorded of the user's nodes."""
     source = next(iter(trace.origin.values()), None)
-    if source is None:
-        return read(trace.graph)
-    unrecorded = under_no_grad(source.graph)
+    written = written_storages(source.graph) if source is not None else ()
+    return read(trace.graph, recorded_gradients(trace).__getitem__, written)
 
-    def records(node: fx.Node) -> bool:
+
+def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
+    """Returns whether Dynamo recorded a gradient of each node of a trace.
+
+    Its record of a user's operation is that of the result: the nodes inside of one have gradient
+    where an input has.
+    """
+    source = next(iter(trace.origin.values()), None)
+    unrecorded = under_no_grad(source.graph) if source is not None else set()
+    found: dict[fx.Node, bool] = {}
+    modes = autograd_modes(trace.graph.nodes)
+    for node in trace.graph.nodes:
         user = node_of(trace, node)
         value = example(user) if user is not None else None
-        if user is None or not isinstance(value, Tensor) or not value.requires_grad:
-            return False
-        return user not in unrecorded or name_of(user) == "requires_grad_"
-
-    return read(trace.graph, records, written_storages(source.graph))
+        flows = isinstance(value, Tensor) and value.requires_grad
+        flows &= user not in unrecorded or (user is not None and name_of(user) == "requires_grad_")
+        if flows and node.op == "call_function" and node not in trace.outer:
+            is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
+            flows = not is_cut and any(found[a] for a in node.all_input_nodes)
+        found[node] = flows
+    return found
 
 
 class Reader:
@@ -183,7 +198,7 @@ class Reader:
         """Whether a tensor of the graph's module is a number that nothing writes."""
         return (
             held.numel() == 1
-            and not isinstance(held, torch._subclasses.FakeTensor)
+            and not isinstance(held, FakeTensor)
             and not held.is_complex()
             and storage_of(node) not in self.written_storages
         )
@@ -258,7 +273,13 @@ class Reader:
 
     def applied(self, node: fx.Node) -> Result:
         """Applies a node's rule to the values that its arguments have at this time."""
-        return RULES[node.target](Call(self, node))
+        rule = RULES[node.target]
+        result = rule(Call(self, node))
+        if isinstance(result, Array) and is_number(result.expr):
+            inputs = (self.reading.arrays.get(a) for a in _read_by(node))
+            if any(isinstance(x, Array) and not is_number(x.expr) for x in inputs):
+                self.observers.setdefault(node, "folded")
+        return result
 
     def _item(self, node: fx.Node) -> Array:
         source, place = node.args
@@ -310,3 +331,15 @@ class Reader:
     def _keep(self, node: fx.Node, result: Result) -> None:
         self.reading.arrays[node] = result
         self.writes.note(node)
+
+
+def is_number(x: Node) -> bool:
+    """Returns whether an expression is known: a number, true or false."""
+    return x.op == "const" or (x.op in ("and", "or") and not x.args)
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors whose values an operation reads: not those that only lend their shape."""
+    name = name_of(node)
+    is_made = name.startswith("new_") or name.endswith("_like") or name in ("fill_", "zero_")
+    return [] if is_made else node.all_input_nodes

@@ -121,17 +121,17 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The operation, without what says that it writes in place."""
+        """Returns the operation, without what says that it writes in place."""
         return name_of(self.node).strip("_")
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """The shape of the result."""
+        """Returns the shape of the result."""
         return self.shape_of(self.value)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the result."""
+        """Returns the type of the result."""
         assert isinstance(self.value, Tensor)
         return self.value.dtype
 

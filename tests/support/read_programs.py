@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.positions import Positions
-from torch_streamkl.fx_passes.reading.reader import Reading, read, read_trace
+from torch_streamkl.fx_passes.reading.reader import Reading, read, read_trace, recorded_gradients
 from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.walks import walk
 
@@ -87,8 +87,14 @@ def _traced(
 class _Run(fx.Interpreter):
     """Runs a graph with autograd; keeps what each node computed, and snapshots of sources."""
 
-    def __init__(self, gm: fx.GraphModule, sources: Sequence[Source] = ()) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        sources: Sequence[Source] = (),
+        recorded: dict[fx.Node, bool] | None = None,
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self.recorded = recorded or {}
         self.values: dict[fx.Node, Any] = {}
         self.records: dict[fx.Node, bool] = {}
         self.versions: Counter[int | None] = Counter()
@@ -97,6 +103,8 @@ class _Run(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        if isinstance(result, Tensor) and not self.recorded.get(n, True):
+            result = result.detach()  # a trace has none of the user's no_grad
         self.values[n] = result
         self.records[n] = isinstance(result, Tensor) and result.requires_grad
         for storage in {storage_of(x) for x in written_by(n)}:
@@ -163,7 +171,7 @@ def hold(
         if source.name in reading.reads_products:
             outcome.captured.append(f"{source}: {reading.reasons.get(source.name)}")
     torch.manual_seed(0)
-    second = _Run(gm, sources)
+    second = _Run(gm, sources, first.recorded)
     leaves, again = inputs
     with torch.enable_grad():
         second.run(*again)
@@ -221,7 +229,7 @@ def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Out
     given = [user.values[trace.outer[n]] for n in placeholders]
     leaves, again = _leaves(given), _leaves(given)
     torch.manual_seed(0)
-    first = _Run(trace.module)
+    first = _Run(trace.module, (), recorded_gradients(trace))
     with torch.enable_grad():
         first.run(*leaves)
     outcome = Outcome(reading, seconds=seconds, nodes=len(trace.graph.nodes))

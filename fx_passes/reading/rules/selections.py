@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -139,21 +140,24 @@ def _where(call: Call, x: Array, d: int, mask: fx.Node) -> Array:
     assert isinstance(call.value, Tensor)
     if rank == 0:
         raise NoRule("a mask without dimensions")
-    columns, count = positions_of(call, mask, call.value.shape[d])
+    first, version, count = _selection(call, mask, call.value.shape[d])
     axis = arrays.own_axis(x, d, count)
     taken = {a for i, own in enumerate(x.dims) if not d <= i < d + rank for a in own}
     axis = fresh_axis(count) if axis in taken else axis
     theta: dict[Axis, Node] = {}
-    for i in range(rank):
+    for i, size in enumerate(first.meta["val"].shape):
         x = arrays.with_one_axis(x, d + i)
         if x.dims[d + i]:
-            theta[x.dims[d + i][0]] = columns[i](axis)
+            bounds = 0.0, float(size - 1) if isinstance(size, int) else math.inf
+            source = Source(Positions(first, i), version)
+            at = [position_along(axis)]
+            theta[x.dims[d + i][0]] = capture(source, INT, at=at, bounds=bounds)
     own: Dim = () if count == 1 else (axis,)
     return call.made(substitute(x.expr, theta), (*x.dims[:d], own, *x.dims[d + rank :]))
 
 
-def positions_of(call: Call, mask: fx.Node, count: Any) -> tuple[list[Any], Size]:
-    """Returns functions for the positions at which a mask holds, and how many there are."""
+def _selection(call: Call, mask: fx.Node, count: Any) -> tuple[fx.Node, int, Size]:
+    """The first of equal masks, its version, and how many rows it selects."""
     reader = call.reader
     condition = reader.array(mask)
     key = condition.map(truth).expr, tuple(condition.dims)
@@ -161,17 +165,9 @@ def positions_of(call: Call, mask: fx.Node, count: Any) -> tuple[list[Any], Size
     if known is None or reader.writes.version(known[0]) != known[1]:  # the mask was written
         known = mask, reader.writes.version(mask), reader.sizes.of(count)
         reader.selections[key] = known
-    first, version, size = known
-    if first is not mask:
-        reader.sizes.equate(count, size)
-
-    def column(i: int) -> Any:
-        last = first.meta["val"].shape[i]
-        high = float(last - 1) if isinstance(last, int) else float("inf")
-        source = Source(Positions(first, i), version)
-        return lambda axis: capture(source, INT, at=[position_along(axis)], bounds=(0.0, high))
-
-    return [column(i) for i in range(first.meta["val"].dim())], size
+    if known[0] is not mask:
+        reader.sizes.equate(count, known[2])
+    return known
 
 
 @rule(aten.masked_select.default)
