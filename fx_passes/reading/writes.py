@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, Result
-from torch_streamkl.fx_passes.reading.rules.views import ORDERS, RESHAPES, SAME, part_of
+from torch_streamkl.fx_passes.reading.rules.views import ORDERS, RESHAPES, SAME, order_of, part_of
 from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative
 from torch_streamkl.program.graph import index
 
@@ -168,7 +168,7 @@ class Writes:
         if target in SAME or (written_by(view) and view in self._parent):
             return new
         if target in ORDERS:
-            order = ORDERS[target](call, len(old.dims))
+            order = order_of(call, len(old.dims))
             dims = [new.dims[order.index(d)] for d in range(len(old.dims))]
             return call.made(new.expr, dims)
         if target in RESHAPES:

@@ -104,8 +104,13 @@ def swap(call: Call) -> Array:
 def permute(call: Call) -> Array:
     """Reads dimensions in another order."""
     x = call.array("self")
-    order = ORDERS[call.node.target](call, len(x.dims))
-    return call.made(x.expr, [x.dims[d] for d in order])
+    return call.made(x.expr, [x.dims[d] for d in order_of(call, len(x.dims))])
+
+
+def order_of(call: Call, rank: int) -> list[int]:
+    """Returns which dimension of the source each dimension of the result is."""
+    order = ORDERS[call.node.target]
+    return order(call, rank)
 
 
 # ------------------------------------------------------------------------ parts
