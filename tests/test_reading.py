@@ -182,6 +182,13 @@ def input_written_under_no_grad(x: Tensor, y: Tensor) -> Tensor:
     return s * (x.detach() @ y.mT) + x
 
 
+def assembled_in_place(x: Tensor, y: Tensor) -> Tensor:
+    s = torch.zeros(4, 6, dtype=torch.float64)
+    s[:, 1:3] = x[:, :2] * 2
+    s[0] = y[0]
+    return s.softmax(-1) * s.cumsum(-1)
+
+
 def entries_by_index(x: Tensor, y: Tensor) -> Tensor:
     ids, rows = torch.tensor([[0, 2], [1, 1], [5, 3], [2, 2]]), torch.tensor([3, -1, 0])
     picked = x.log_softmax(-1).gather(1, ids)
@@ -265,12 +272,12 @@ def topk_of_scores(x: Tensor, y: Tensor) -> Tensor:
 
 
 PROGRAMS = [
-    columns_filled, base_read_after_its_view_was_written, views_of_written_parts, masked_in_place,
-    input_written_under_no_grad, entries_by_index, rows_of_masks, padded_and_joined, repeated,
+    columns_filled, base_read_after_its_view_was_written, views_of_written_parts,
+    masked_in_place, assembled_in_place, input_written_under_no_grad, entries_by_index, rows_of_masks, padded_and_joined, repeated,
     norms, functions, of_labels, other_losses, with_tensor_scales, values_of_maps, einsums,
     without_gradient, topk_of_scores,
 ]  # fmt: skip
-CAPTURES = {"input_written_under_no_grad"}  # what is no input, in the result
+CAPTURES = {"input_written_under_no_grad", "assembled_in_place"}  # what is no input, in the result
 
 
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
@@ -282,6 +289,14 @@ def test_operations(fn: Callable[..., Tensor]) -> None:
     assert found.reading is not None
     reasons = dict(found.reading.reasons)
     assert bool(reasons) == (fn.__name__ in CAPTURES), reasons
+
+
+@pytest.mark.parametrize("fn", [columns_filled, assembled_in_place, without_gradient])
+def test_operations_as_the_rewrite_traces_them(fn: Callable[..., Tensor]) -> None:
+    """With what Dynamo recorded of gradients: a setitem has no value, and no_grad no node."""
+    inputs = [draw(4, 6).requires_grad_(), draw(6, 6, seed=1).requires_grad_()]
+    (found,) = examine_compiled(fn, inputs)
+    assert_right(found)
 
 
 # ------------------------------------------------------------------------ what a reading says

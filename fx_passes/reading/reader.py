@@ -45,6 +45,7 @@ from torch_streamkl.fx_passes.reading.writes import Writes
 from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
 
+UNFORESEEN = "its rule failed"
 MAX_DEPTH = 512  # of an expression
 MAX_LEVEL = 64  # of reductions in reductions
 MAX_TERMS = 512  # of a sum or product
@@ -109,12 +110,14 @@ def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
     for node in trace.graph.nodes:
         user = node_of(trace, node)
         value = example(user) if user is not None else None
-        flows = isinstance(value, Tensor) and value.requires_grad
-        flows &= user not in unrecorded or (user is not None and name_of(user) == "requires_grad_")
-        if flows and node.op == "call_function" and node not in trace.outer:
+        is_on = user not in unrecorded or (user is not None and name_of(user) == "requires_grad_")
+        if node in trace.outer or node.op != "call_function":
+            flows = isinstance(value, Tensor) and value.requires_grad
+        else:  # also of a user's operation that returns nothing, such as setitem
             is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
-            flows = not is_cut and any(found[a] for a in node.all_input_nodes)
-        found[node] = flows
+            may = not isinstance(value, Tensor) or value.requires_grad
+            flows = may and not is_cut and any(found[a] for a in node.all_input_nodes)
+        found[node] = is_on and flows
     return found
 
 
@@ -214,12 +217,16 @@ class Reader:
         if not isinstance(name, Positions):
             name = self.numbering.canonical.get(node, node) if name is node else name
         dims = arrays.leaf_dims([self.sizes.of(n) for n in value.shape])
-        flows = value.dtype.is_floating_point and self.records(node)
+        flows = value.dtype.is_floating_point and self._flows(node)
         dtype = FLOAT if value.is_complex() else types.kind_of(value.dtype)
         bounds = (-float("inf"), float("inf")) if dtype == FLOAT else types.bounds_of(value.dtype)
         source = Source(name, self.writes.version(node), flows)
         at = [arrays.position(d) for d in dims]
         return Array(capture(source, dtype, at=at, bounds=bounds), dims, self.sizes)
+
+    def _flows(self, node: fx.Node) -> bool:
+        """Whether a tensor has a gradient at this time: a write may have given it one."""
+        return self.records(node) or storage_of(node) in self.writes.flowing
 
     # ------------------------------------------------------------------------- operations
 
@@ -232,6 +239,8 @@ class Reader:
         if is_product or any(a in self.reading.reads_products for a in node.all_input_nodes):
             self.reading.reads_products.add(node)
         targets = written_by(node)
+        if targets and self.records(node) and not self.writes.hides(node):
+            self.writes.flowing |= {storage_of(x) for x in targets} - {None}
         if not has_tensors:
             self.writes.unread(targets)
             return
@@ -257,11 +266,13 @@ class Reader:
             if rule is None:
                 raise NoRule(f"{name_of(node)} has no rule")
             return self._held(node, self.applied(node), value)
-        except (NoRule, NoView) as reason:
+        except Exception as error:  # what is captured is right, whatever a rule has not foreseen
             found = self.constants.meaning(node)
             if found is not None:
                 return found
-            self.reading.reasons[node] = str(reason)
+            is_foreseen = isinstance(error, (NoRule, NoView))
+            reason = str(error) if is_foreseen else f"{UNFORESEEN}: {type(error).__name__} {error}"
+            self.reading.reasons[node] = reason
             if not isinstance(value, Tensor):
                 return (None,) * len(value)  # type: ignore[arg-type]  # a tuple of tensors
             return self.unread(node, value)

@@ -45,7 +45,7 @@ class Writes:
         self._current: dict[fx.Node, Array] = {}  # of nodes that were written since they ran
         self._parent: dict[fx.Node, fx.Node] = {}
         self._by_storage: dict[int | None, list[fx.Node]] = {}
-        self._counted = False
+        self.flowing = set[int | None]()  # memory to which something with a gradient was written
 
     def version(self, node: fx.Node) -> int:
         """Returns how many writes to a node's memory there were."""

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.evaluate_program import evaluate
+from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import find_region
 from torch_streamkl.fx_passes.capture.retrace import Trace, trace_region
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
@@ -29,7 +30,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.positions import Positions
-from torch_streamkl.fx_passes.reading.reader import Reading, read, read_trace, recorded_gradients
+from torch_streamkl.fx_passes.reading.reader import (
+    UNFORESEEN,
+    Reading,
+    read,
+    read_trace,
+    recorded_gradients,
+)
 from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.walks import walk
 
@@ -80,8 +87,16 @@ def _traced(
     with torch.enable_grad():
         gm = make_fx(flat, **options)(*inputs)
         if wide and _widen(gm):
-            gm = make_fx(gm, **options)(*inputs)
+            gm = make_fx(gm, **options)(*widened(inputs))
     return gm
+
+
+def widened(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Inputs in float64 in place of float32."""
+    return [
+        x.detach().double().requires_grad_(x.requires_grad) if x.dtype == torch.float32 else x
+        for x in inputs
+    ]
 
 
 class _Run(fx.Interpreter):
@@ -103,7 +118,8 @@ class _Run(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if isinstance(result, Tensor) and not self.recorded.get(n, True):
+        flows = isinstance(result, Tensor) and result.requires_grad
+        if flows and not self.recorded.get(n, True):
             result = result.detach()  # a trace has none of the user's no_grad
         self.values[n] = result
         self.records[n] = isinstance(result, Tensor) and result.requires_grad
@@ -141,6 +157,7 @@ def examine(
     """Captures, reads, evaluates and compares a program."""
     torch.manual_seed(0)
     gm = capture(fn, _leaves(inputs), dynamic, wide)
+    inputs = widened(inputs) if wide else inputs
     torch.manual_seed(0)
     first = _Run(gm)
     leaves, again = _leaves(inputs), _leaves(inputs)
@@ -163,6 +180,7 @@ def hold(
     """Evaluates what was read of a graph's results, and compares with a run of the graph."""
     reading = outcome.reading
     assert reading is not None
+    outcome.value = next((r for r in reading.reasons.values() if r.startswith(UNFORESEEN)), "")
     outputs = [first.values[n] for n in results]
     made = [reading.array(n) for n in results]
     sources = [x.value for x in walk([x.expr for x in made]) if x.op == "capture"]
@@ -197,7 +215,7 @@ def examine_compiled(
     outcomes: list[Outcome] = []
 
     def backend(gm: fx.GraphModule, examples: Any) -> Any:
-        region = find_region(gm.graph)
+        region = None if why_unsupported(gm.graph) else find_region(gm.graph)
         if region is None:
             return gm.forward
         trace = trace_region(gm, region)
@@ -246,7 +264,8 @@ def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Out
 
 def _widen(gm: fx.GraphModule) -> bool:
     """Makes float32 in a graph float64, so that all that is computed is exact."""
-    changed = False
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    changed = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values)
 
     def wider(x: Any) -> Any:
         nonlocal changed
@@ -390,8 +409,7 @@ def users() -> Iterator[Case]:
     from tests.support.user_losses import USER_LOSSES
 
     for name, loss in USER_LOSSES.items():
-        inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in loss.inputs()]
-        yield Case(name, loss.fn, inputs)
+        yield Case(name, loss.fn, loss.inputs())
 
 
 def misleading() -> Iterator[Case]:
