@@ -94,9 +94,7 @@ class Constants:
         )
 
     def _run(self, node: fx.Node) -> Tensor | None:
-        args, kwargs = fx.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: self._tensors.get(n)
-        )
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._tensors.get(n))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         with _disable_current_modes(), torch.no_grad():

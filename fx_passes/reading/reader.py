@@ -1,9 +1,9 @@
 """Reads an ATen graph into expressions: an array for every tensor of the graph.
 
 NOTE [What is captured]
-A result is captured, which is always right, if its operation has no rule, or the rule does not read
-this call. `Reading.reasons` has the reason. Limits on depth and size are such reasons too, so that
-reading takes linear time. A captured tensor that is made of products of this graph exists in
+A result is captured, which is always right, if its operation has no rule, or the rule does not
+read this call. `Reading.reasons` has the reason. Limits on depth and size are such reasons too, so
+that reading takes linear time. A captured tensor that is made of products of this graph exists in
 memory: `Reading.reads_products`.
 
 NOTE [Gradient flow]
@@ -15,13 +15,14 @@ recorded a gradient and the expression has none, the result is captured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     RECORDS,
@@ -31,6 +32,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     written_storages,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.constants import Constants
@@ -40,12 +42,12 @@ from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Resul
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.fx_passes.reading.writes import Writes
-from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
 
-MAX_DEPTH = 256  # of an expression
-MAX_LEVEL = 24  # of reductions in reductions
+UNFORESEEN = "its rule failed"
+MAX_DEPTH = 512  # of an expression
+MAX_LEVEL = 64  # of reductions in reductions
 MAX_TERMS = 512  # of a sum or product
 assert MODULES
 Record = Callable[[fx.Node], bool]
@@ -58,7 +60,8 @@ class Reading:
     ``arrays`` has an array for every node that is a tensor, a tuple for several results.
     ``reasons`` says why a result was captured, for those that were. ``reads_products`` are nodes
     that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
-    infinity from numbers: there, identities of real numbers may differ from what eager computes.
+    infinity from numbers, or that became a number: there, identities of real numbers may differ
+    from what eager computes.
     """
 
     arrays: dict[fx.Node, Result] = field(default_factory=dict)
@@ -76,13 +79,13 @@ class Reading:
 
 def read(
     graph: fx.Graph | fx.GraphModule,
-    records: Record | None = None,
+    records: Record = lambda node: False,
     written: Collection[int | None] = (),
 ) -> Reading:
     """Reads a pre-dispatch ATen graph, whose nodes have fake values as ``meta["val"]``.
 
-    ``records`` says whether autograd recorded a gradient of a node; without it, that follows from
-    the inputs' values. ``written`` is memory that code outside of the graph writes to.
+    ``records`` says whether autograd recorded a gradient of a node. ``written`` is memory that
+    code outside of the graph writes to.
     """
     return Reader(graph, records, written).run()
 
@@ -90,18 +93,32 @@ def read(
 def read_trace(trace: Trace) -> Reading:
     """Reads what `capture.retrace` traced, with what Dynamo recorded of the user's nodes."""
     source = next(iter(trace.origin.values()), None)
-    if source is None:
-        return read(trace.graph)
-    unrecorded = under_no_grad(source.graph)
+    written = written_storages(source.graph) if source is not None else ()
+    return read(trace.graph, recorded_gradients(trace).__getitem__, written)
 
-    def records(node: fx.Node) -> bool:
+
+def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
+    """Returns whether Dynamo recorded a gradient of each node of a trace.
+
+    Its record of a user's operation is that of the result: the nodes inside of one have gradient
+    where an input has.
+    """
+    source = next(iter(trace.origin.values()), None)
+    unrecorded = under_no_grad(source.graph) if source is not None else set()
+    found: dict[fx.Node, bool] = {}
+    modes = autograd_modes(trace.graph.nodes)
+    for node in trace.graph.nodes:
         user = node_of(trace, node)
         value = example(user) if user is not None else None
-        if user is None or not isinstance(value, Tensor) or not value.requires_grad:
-            return False
-        return user not in unrecorded or name_of(user) == "requires_grad_"
-
-    return read(trace.graph, records, written_storages(source.graph))
+        is_on = user not in unrecorded or (user is not None and name_of(user) == "requires_grad_")
+        if node in trace.outer or node.op != "call_function":
+            flows = isinstance(value, Tensor) and value.requires_grad
+        else:  # also of a user's operation that returns nothing, such as setitem
+            is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
+            may = not isinstance(value, Tensor) or value.requires_grad
+            flows = may and not is_cut and any(found[a] for a in node.all_input_nodes)
+        found[node] = is_on and flows
+    return found
 
 
 class Reader:
@@ -110,7 +127,7 @@ class Reader:
     def __init__(
         self,
         graph: fx.Graph | fx.GraphModule,
-        records: Record | None,
+        records: Record,
         written: Collection[int | None],
     ) -> None:
         self.graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
@@ -118,19 +135,15 @@ class Reader:
         self.reading = Reading()
         self.sizes, self.observers = self.reading.sizes, self.reading.observers
         self.modes = autograd_modes(self.graph.nodes)
-        self._flow: dict[fx.Node, bool] = {}
-        self.records = records or self._flow.__getitem__
-        self.derives_flow = records is None
+        self.records = records
         self.written_storages = {*written, *written_storages(self.graph)}
         self.numbering = Numbering(self.written_storages, self.records)
         self.writes = Writes(self)
         self.constants = Constants(self)
-        self.selections: dict[object, tuple[fx.Node, Size]] = {}
+        self.selections: dict[object, tuple[fx.Node, int, Size]] = {}
 
     def run(self) -> Reading:
         for node in self.graph.nodes:
-            if self.derives_flow:
-                self._flow[node] = self._derived_flow(node)
             if node.op in ("placeholder", "get_attr"):
                 self.numbering.visit(node)
                 self._leaf(node)
@@ -177,19 +190,21 @@ class Reader:
             value = node.meta["val"] = held
         if not isinstance(value, Tensor):
             return
-        is_number = (
-            isinstance(held, Tensor)
-            and held.numel() == 1
-            and not isinstance(held, torch._subclasses.FakeTensor)
+        if isinstance(held, Tensor) and self._is_number(held, node):
+            is_bool = held.dtype == torch.bool
+            x = truth_of(bool(held)) if is_bool else const(held.item(), types.kind_of(held.dtype))
+            self._keep(node, Array(x, ((),) * value.dim(), self.sizes))
+        else:
+            self._keep(node, self.captured(node))
+
+    def _is_number(self, held: Tensor, node: fx.Node) -> bool:
+        """Whether a tensor of the graph's module is a number that nothing writes."""
+        return (
+            held.numel() == 1
+            and not isinstance(held, FakeTensor)
             and not held.is_complex()
             and storage_of(node) not in self.written_storages
         )
-        if is_number:
-            number = Array(const(held.item(), types.kind_of(held.dtype)), (), self.sizes)
-            expr = number.map(lambda e: truth_of(bool(e.value))) if held.dtype == torch.bool else number
-            self._keep(node, replace(expr, dims=((),) * value.dim()))
-        else:
-            self._keep(node, self.captured(node))
 
     def captured(self, node: fx.Node, value: Tensor | None = None, name: object = None) -> Array:
         """Returns a tensor of the user's program as it is at this time."""
@@ -202,12 +217,16 @@ class Reader:
         if not isinstance(name, Positions):
             name = self.numbering.canonical.get(node, node) if name is node else name
         dims = arrays.leaf_dims([self.sizes.of(n) for n in value.shape])
-        flows = value.dtype.is_floating_point and self.records(node)
+        flows = value.dtype.is_floating_point and self._flows(node)
         dtype = FLOAT if value.is_complex() else types.kind_of(value.dtype)
         bounds = (-float("inf"), float("inf")) if dtype == FLOAT else types.bounds_of(value.dtype)
         source = Source(name, self.writes.version(node), flows)
         at = [arrays.position(d) for d in dims]
         return Array(capture(source, dtype, at=at, bounds=bounds), dims, self.sizes)
+
+    def _flows(self, node: fx.Node) -> bool:
+        """Whether a tensor has a gradient at this time: a write may have given it one."""
+        return self.records(node) or storage_of(node) in self.writes.flowing
 
     # ------------------------------------------------------------------------- operations
 
@@ -216,9 +235,12 @@ class Reader:
         has_tensors = isinstance(value, Tensor) or (
             isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value)
         )
-        if any(a in self.reading.reads_products for a in node.all_input_nodes):
+        is_product = name_of(node) in MATMULS
+        if is_product or any(a in self.reading.reads_products for a in node.all_input_nodes):
             self.reading.reads_products.add(node)
         targets = written_by(node)
+        if targets and self.records(node) and not self.writes.hides(node):
+            self.writes.flowing |= {storage_of(x) for x in targets} - {None}
         if not has_tensors:
             self.writes.unread(targets)
             return
@@ -244,11 +266,13 @@ class Reader:
             if rule is None:
                 raise NoRule(f"{name_of(node)} has no rule")
             return self._held(node, self.applied(node), value)
-        except (NoRule, NoView) as reason:
+        except Exception as error:  # what is captured is right, whatever a rule has not foreseen
             found = self.constants.meaning(node)
             if found is not None:
                 return found
-            self.reading.reasons[node] = str(reason)
+            is_foreseen = isinstance(error, (NoRule, NoView))
+            reason = str(error) if is_foreseen else f"{UNFORESEEN}: {type(error).__name__} {error}"
+            self.reading.reasons[node] = reason
             if not isinstance(value, Tensor):
                 return (None,) * len(value)  # type: ignore[arg-type]  # a tuple of tensors
             return self.unread(node, value)
@@ -260,7 +284,13 @@ class Reader:
 
     def applied(self, node: fx.Node) -> Result:
         """Applies a node's rule to the values that its arguments have at this time."""
-        return RULES[node.target](Call(self, node))
+        rule = RULES[node.target]
+        result = rule(Call(self, node))
+        if isinstance(result, Array) and is_number(result.expr):
+            inputs = (self.reading.arrays.get(a) for a in _read_by(node))
+            if any(isinstance(x, Array) and not is_number(x.expr) for x in inputs):
+                self.observers.setdefault(node, "folded")
+        return result
 
     def _item(self, node: fx.Node) -> Array:
         source, place = node.args
@@ -271,12 +301,10 @@ class Reader:
             reason = self.reading.reasons.get(source, f"a result of {name_of(source)} has no rule")
             self.reading.reasons[node] = reason
             return self.captured(node)
-        value = node.meta.get("val")
-        assert isinstance(value, Tensor)
         try:
-            return self._flowing(node, found, value)
-        except NoRule as reason:
-            self.reading.reasons[node] = str(reason)
+            return self.fitted(node, found, node.meta["val"])
+        except NoRule as error:
+            self.reading.reasons[node] = str(error)
             return self.captured(node)
 
     def _held(self, node: fx.Node, result: Result, value: Any) -> Result:
@@ -287,8 +315,15 @@ class Reader:
         return self.fitted(node, result, value)
 
     def fitted(self, node: fx.Node, x: Array, value: Tensor) -> Array:
-        """Returns a result as torch recorded it."""
-        return self._flowing(node, self._shaped(x, value), value)
+        """Returns a result as torch recorded it: NOTE [Gradient flow]."""
+        x = self._shaped(x, value)
+        if x.expr.flows and not self.records(node):
+            return x.map(detached)
+        is_filled = bool(written_by(node))  # autograd records a write of a number
+        is_recorded = value.dtype.is_floating_point and self.records(node)
+        if is_recorded and not x.expr.flows and not is_filled:
+            raise NoRule("a gradient flows through what is a constant")
+        return x
 
     def _shaped(self, x: Array, value: Tensor) -> Array:
         shape = [self.sizes.of(n) for n in value.shape]
@@ -304,35 +339,18 @@ class Reader:
             raise NoRule("an expression that is too large to be analysed")
         return replace(x, expr=expr)
 
-    def _flowing(self, node: fx.Node, x: Array, value: Tensor) -> Array:
-        """A result whose gradient is what autograd recorded; of several, each item's is."""
-        if x.expr.flows and not self.records(node):
-            return x.map(detached)
-        if value.dtype.is_floating_point and not x.expr.flows and self.records(node):
-            raise NoRule("a gradient flows through what is a constant")
-        return x
-
     def _keep(self, node: fx.Node, result: Result) -> None:
         self.reading.arrays[node] = result
         self.writes.note(node)
 
-    def _derived_flow(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        if node.op in ("placeholder", "get_attr"):
-            return isinstance(value, Tensor) and value.requires_grad
-        if self.modes[node] != RECORDS or name_of(node) in ("detach", "detach_"):
-            return False
-        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
-            return False
-        return any(self._flow.get(a, False) for a in node.all_input_nodes)
+
+def is_number(x: Node) -> bool:
+    """Returns whether an expression is known: a number, true or false."""
+    return x.op == "const" or (x.op in ("and", "or") and not x.args)
 
 
-def coefficient_of(x: Node) -> tuple[float, Node]:
-    """Returns an expression as a number times another."""
-    constant, terms = terms_of(x)
-    return terms[0] if not constant and len(terms) == 1 else (1.0, x)
-
-
-def tensors_of(values: Sequence[object]) -> list[Tensor]:
-    """Returns the tensors among values."""
-    return [v for v in values if isinstance(v, Tensor)]
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors whose values an operation reads: not those that only lend their shape."""
+    name = name_of(node)
+    is_made = name.startswith("new_") or name.endswith("_like") or name in ("fill_", "zero_")
+    return [] if is_made else node.all_input_nodes

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import named_arguments
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
 from torch_streamkl.fx_passes.reading import arrays
-from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.program.canonical import FALSE, TRUE, choose, function
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node, Size, const
 
@@ -120,13 +120,18 @@ class Call:
     # ------------------------------------------------------------------------- results
 
     @property
+    def name(self) -> str:
+        """Returns the operation, without what says that it writes in place."""
+        return name_of(self.node).strip("_")
+
+    @property
     def shape(self) -> tuple[Size, ...]:
-        """The shape of the result."""
+        """Returns the shape of the result."""
         return self.shape_of(self.value)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the result."""
+        """Returns the type of the result."""
         assert isinstance(self.value, Tensor)
         return self.value.dtype
 
@@ -145,7 +150,7 @@ class Call:
         """Notes that this call tells NaN and infinity from numbers: `Reading.observers`."""
         self.reader.observers[self.node] = what
 
-    def made(self, expr: Node, dims: Sequence[arrays.Dim] = ()) -> Array:
+    def made(self, expr: Node, dims: Sequence[Dim] = ()) -> Array:
         """Returns a tensor with the sizes of this trace."""
         return Array(expr, tuple(dims), self.reader.sizes)
 

@@ -27,21 +27,26 @@ class SymbolicSizes(Sizes):
         self._known: dict[Any, Extent] = {}
         self._products: dict[tuple[Size, ...], Size] = {}
         self._quotients: dict[tuple[Size, Size], Size | None] = {}
+        self._same: dict[Any, Any] = {}  # symbols of counts that are equal
 
     def of(self, size: sizes.Size) -> Size:
         """Returns a size as axes have it: a number, or the extent of its expression."""
         if isinstance(size, int):
             return size
-        expression = sizes.expression(size)
+        expression = self._expression(size)
         if isinstance(expression, int) or expression.is_Integer:
             return int(expression)
         if expression not in self._known:
             self._known[expression] = Extent(str(expression), size, *_bounds(size))
         return self._known[expression]
 
+    def _expression(self, size: sizes.Size) -> Any:
+        found = sizes.expression(size)
+        return found.xreplace(self._same) if self._same and not isinstance(found, int) else found
+
     def expression(self, size: torch.SymInt) -> Node:
         """Returns a size as an expression: sums of sizes as sums."""
-        expression = sizes.expression(size)
+        expression = self._expression(size)
         if isinstance(expression, int) or expression.is_Integer:
             return const(int(expression), INT)
         if expression in self._known or not isinstance(expression, sympy.Add):
@@ -57,9 +62,9 @@ class SymbolicSizes(Sizes):
 
     def equate(self, size: sizes.Size, extent: Size) -> None:
         """Says that a size, of rows that a mask selects, is the same as another one of them."""
-        expression = sizes.expression(size)
-        if isinstance(extent, Extent) and not isinstance(expression, int):
-            self._known.setdefault(expression, extent)
+        expression = self._expression(size)
+        if isinstance(extent, Extent) and isinstance(expression, sympy.Symbol):
+            self._same[expression] = self._expression(_size(extent))
 
     def are_equal(self, a: Size, b: Size) -> bool:
         """Returns whether sizes are provably equal."""

@@ -16,7 +16,7 @@ import torch
 
 from torch_streamkl.fx_passes.reading.registry import NoRule, number_of
 from torch_streamkl.program.canonical import function, truth
-from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node, const
+from torch_streamkl.program.graph import BOOL, FLOAT, INT, MAX, SUM, Node, const
 from torch_streamkl.program.reductions import rounded
 from torch_streamkl.program.walks import walk
 
@@ -66,7 +66,7 @@ def stored(x: Node, dtype: torch.dtype) -> Node:
         return truth(x)
     if x.dtype == BOOL:
         return number_of(x, kind)
-    if kind == INT and x.dtype == FLOAT:
+    if kind == INT and x.dtype == FLOAT and not is_whole(x):
         raise NoRule("a number that is no integer in a tensor of integers")
     if x.dtype == INT and not holds(x, dtype):
         if is_of_positions(x) or kind == FLOAT:
@@ -97,6 +97,31 @@ def _rounded(x: Node, name: str, kind: str) -> Node:
 
         return choose(*args)
     return rounded(x, name)
+
+
+_KEEPS = {"linear", "product", "where", "reduce", "float", "maximum", "minimum", "clamp_min",
+          "clamp_max", "abs", "relu"}  # fmt: skip
+
+
+def is_whole(x: Node) -> bool:
+    """Returns whether every value is an integer, as of a sum of conditions."""
+    todo, seen = [x], set[Node]()
+    while todo:
+        y = todo.pop()
+        if y in seen or y.dtype != FLOAT or y.op in ("floor", "ceil", "trunc"):
+            continue
+        seen.add(y)
+        numbers = [y.value] if y.op == "const" else []
+        if y.op == "linear":
+            numbers = [y.value[0], *y.value[1]]
+        if any(not math.isfinite(n) or n != int(n) for n in numbers):
+            return False
+        if y.op == "const":
+            continue
+        if y.op not in _KEEPS or (y.op == "reduce" and y.value.kind not in (SUM, MAX)):
+            return False
+        todo += y.args
+    return True
 
 
 def is_of_positions(x: Node) -> bool:

@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import RECORDS, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
-from torch_streamkl.fx_passes.reading import arrays, types
+from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, Result
-from torch_streamkl.fx_passes.reading.rules.views import ORDERS, RESHAPES, SAME, part_of
+from torch_streamkl.fx_passes.reading.rules.views import ORDERS, RESHAPES, SAME, order_of, part_of
 from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative
-from torch_streamkl.program.graph import INT, const, index
+from torch_streamkl.program.graph import index
 
 if TYPE_CHECKING:
     from torch_streamkl.fx_passes.reading.reader import Reader
@@ -45,7 +45,7 @@ class Writes:
         self._current: dict[fx.Node, Array] = {}  # of nodes that were written since they ran
         self._parent: dict[fx.Node, fx.Node] = {}
         self._by_storage: dict[int | None, list[fx.Node]] = {}
-        self._counted = False
+        self.flowing = set[int | None]()  # memory to which something with a gradient was written
 
     def version(self, node: fx.Node) -> int:
         """Returns how many writes to a node's memory there were."""
@@ -57,9 +57,7 @@ class Writes:
         if storage is None or storage not in self.reader.written_storages:
             return
         self._made[node] = self._versions.get(storage, 0)
-        same = [
-            a for a in node.all_input_nodes if a in self._made and storage_of(a) == storage
-        ]
+        same = [a for a in node.all_input_nodes if a in self._made and storage_of(a) == storage]
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             same = [a for a in node.args[0].all_input_nodes if storage_of(a) == storage]
         if same:
@@ -149,7 +147,9 @@ class Writes:
             chain = chain[:1]
         self.unread(targets)
         if is_outside:
-            self.reader.reading.reasons[node] = "it writes to a tensor that the graph does not make"
+            self.reader.reading.reasons[node] = (
+                "it writes to a tensor that the graph does not make"
+            )
             captured = self.reader.captured(node)
             self.reader.reading.arrays[node] = captured
             chain = [(targets[0], captured)]
@@ -168,7 +168,7 @@ class Writes:
         if target in SAME or (written_by(view) and view in self._parent):
             return new
         if target in ORDERS:
-            order = ORDERS[target](call, len(old.dims))
+            order = order_of(call, len(old.dims))
             dims = [new.dims[order.index(d)] for d in range(len(old.dims))]
             return call.made(new.expr, dims)
         if target in RESHAPES:

@@ -21,16 +21,29 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.evaluate_program import evaluate
+from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
+from torch_streamkl.fx_passes.capture.region import find_region
+from torch_streamkl.fx_passes.capture.retrace import Trace, trace_region
+from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.positions import Positions
-from torch_streamkl.fx_passes.reading.reader import Reading, read
+from torch_streamkl.fx_passes.reading.reader import (
+    UNFORESEEN,
+    Reading,
+    read,
+    read_trace,
+    recorded_gradients,
+)
 from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.walks import walk
 
-EXACT = 2.0**-33  # of the largest value: rounding in float64 of sums of thousands, and cancellation
+EXACT = (
+    2.0**-33
+)  # of the largest value: rounding in float64 of sums of thousands, and cancellation
+NOTHING = 1e-14  # next to a sum of what cancels
 ROUNDING = {torch.float32: 2e-4, torch.float16: 6e-2, torch.bfloat16: 3e-1}
 
 
@@ -74,15 +87,29 @@ def _traced(
     with torch.enable_grad():
         gm = make_fx(flat, **options)(*inputs)
         if wide and _widen(gm):
-            gm = make_fx(gm, **options)(*inputs)
+            gm = make_fx(gm, **options)(*widened(inputs))
     return gm
+
+
+def widened(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Inputs in float64 in place of float32."""
+    return [
+        x.detach().double().requires_grad_(x.requires_grad) if x.dtype == torch.float32 else x
+        for x in inputs
+    ]
 
 
 class _Run(fx.Interpreter):
     """Runs a graph with autograd; keeps what each node computed, and snapshots of sources."""
 
-    def __init__(self, gm: fx.GraphModule, sources: Sequence[Source] = ()) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        sources: Sequence[Source] = (),
+        recorded: dict[fx.Node, bool] | None = None,
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self.recorded = recorded or {}
         self.values: dict[fx.Node, Any] = {}
         self.records: dict[fx.Node, bool] = {}
         self.versions: Counter[int | None] = Counter()
@@ -91,6 +118,9 @@ class _Run(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        flows = isinstance(result, Tensor) and result.requires_grad
+        if flows and not self.recorded.get(n, True):
+            result = result.detach()  # a trace has none of the user's no_grad
         self.values[n] = result
         self.records[n] = isinstance(result, Tensor) and result.requires_grad
         for storage in {storage_of(x) for x in written_by(n)}:
@@ -114,8 +144,11 @@ class _Run(fx.Interpreter):
         return result
 
 
-def _leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+def _leaves(inputs: Sequence[Any]) -> list[Any]:
+    return [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    ]
 
 
 def examine(
@@ -124,24 +157,42 @@ def examine(
     """Captures, reads, evaluates and compares a program."""
     torch.manual_seed(0)
     gm = capture(fn, _leaves(inputs), dynamic, wide)
+    inputs = widened(inputs) if wide else inputs
     torch.manual_seed(0)
     first = _Run(gm)
-    leaves = _leaves(inputs)
-    outputs = _run(first, leaves)
+    leaves, again = _leaves(inputs), _leaves(inputs)
+    with torch.enable_grad():
+        first.run(*leaves)
     start = time.perf_counter()
     reading = read(gm, first.records.__getitem__)
     outcome = Outcome(reading, seconds=time.perf_counter() - start, nodes=len(gm.graph.nodes))
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
-    made = [reading.arrays[n] for n in results]
+    return hold(gm, outcome, results, first, (leaves, again))
+
+
+def hold(
+    gm: fx.GraphModule,
+    outcome: Outcome,
+    results: Any,
+    first: _Run,
+    inputs: tuple[list[Tensor], list[Tensor]],
+) -> Outcome:
+    """Evaluates what was read of a graph's results, and compares with a run of the graph."""
+    reading = outcome.reading
+    assert reading is not None
+    outcome.value = next((r for r in reading.reasons.values() if r.startswith(UNFORESEEN)), "")
+    outputs = [first.values[n] for n in results]
+    made = [reading.array(n) for n in results]
     sources = [x.value for x in walk([x.expr for x in made]) if x.op == "capture"]
     sources = list(dict.fromkeys(sources))
     for source in sources:
         if source.name in reading.reads_products:
             outcome.captured.append(f"{source}: {reading.reasons.get(source.name)}")
     torch.manual_seed(0)
-    second = _Run(gm, sources)
-    again = _leaves(inputs)
-    _run(second, again)
+    second = _Run(gm, sources, first.recorded)
+    leaves, again = inputs
+    with torch.enable_grad():
+        second.run(*again)
     missing = [s for s in sources if s not in second.tensors]
     if missing:
         outcome.value = f"no tensors for {missing}"
@@ -157,14 +208,64 @@ def examine(
     return outcome
 
 
-def _run(run: _Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+def examine_compiled(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False
+) -> list[Outcome]:
+    """Compiles a program, and holds what is read of each graph that the rewrite analyses."""
+    outcomes: list[Outcome] = []
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        region = None if why_unsupported(gm.graph) else find_region(gm.graph)
+        if region is None:
+            return gm.forward
+        trace = trace_region(gm, region)
+        start = time.perf_counter()
+        reading = read_trace(trace)
+        seconds = time.perf_counter() - start
+        is_done = False
+
+        def run(*args: Any) -> Any:
+            nonlocal is_done
+            user = _Run(gm)
+            with torch.enable_grad():
+                result = user.run(*args)
+            if not is_done:
+                is_done = True
+                outcomes.append(_of_trace(trace, reading, user, seconds))
+            return result
+
+        return run
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(CAPTURE):
+        torch.compile(fn, backend=backend, dynamic=dynamic or None)(*_leaves(inputs))
+    return outcomes
+
+
+def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Outcome:
+    placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
+    given = [user.values[trace.outer[n]] for n in placeholders]
+    leaves, again = _leaves(given), _leaves(given)
+    torch.manual_seed(0)
+    first = _Run(trace.module, (), recorded_gradients(trace))
     with torch.enable_grad():
-        return list(run.run(*inputs))
+        first.run(*leaves)
+    outcome = Outcome(reading, seconds=seconds, nodes=len(trace.graph.nodes))
+    results = [
+        n
+        for n in trace.graph.nodes
+        if isinstance(first.values.get(n), Tensor)
+        and n.op == "call_function"
+        and not written_by(n)
+        and (not first.values[n].dim() or all(u.op == "output" for u in n.users))
+    ]
+    return hold(trace.module, outcome, results, first, (leaves, again))
 
 
 def _widen(gm: fx.GraphModule) -> bool:
     """Makes float32 in a graph float64, so that all that is computed is exact."""
-    changed = False
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    changed = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values)
 
     def wider(x: Any) -> Any:
         nonlocal changed
@@ -211,9 +312,13 @@ def _sizes(gm: fx.GraphModule, reading: Reading, run: _Run) -> dict[Any, int]:
     return found
 
 
-def _evaluated(x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like: Tensor) -> Tensor:
+def _evaluated(
+    x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like: Tensor
+) -> Tensor:
     order = [a for d in x.dims for a in d]
-    value = evaluate(x.expr, tensors, {k: v for k, v in sizes.items() if isinstance(k, Extent)}, order)
+    value = evaluate(
+        x.expr, tensors, {k: v for k, v in sizes.items() if isinstance(k, Extent)}, order
+    )
     value = value.reshape(like.shape)
     if like.dtype == torch.bool or not like.is_floating_point():
         return value.to(like.dtype)
@@ -223,10 +328,10 @@ def _evaluated(x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like
 def _difference(x: Tensor, y: Tensor, exact: float) -> str:
     if not x.is_floating_point():
         return "" if torch.equal(x, y) else "other integers"
-    x, y = x.detach().double(), y.detach()
+    x, y = x.detach().double(), y.detach().double()
     largest = float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
     where = ~x.isnan()
-    if torch.allclose(x[where], y[where], rtol=exact, atol=exact * largest):
+    if torch.allclose(x[where], y[where], rtol=exact, atol=max(exact * largest, NOTHING)):
         return ""
     return f"{_size(x)} -> {_size(y)}, off by {_size(x - y)}"
 
@@ -243,7 +348,11 @@ def _size(x: Tensor | None) -> str:
 
 
 def _gradients(
-    eager: list[Tensor], leaves: list[Tensor], read: list[Tensor], again: list[Tensor], exact: float
+    eager: list[Tensor],
+    leaves: list[Tensor],
+    read: list[Tensor],
+    again: list[Tensor],
+    exact: float,
 ) -> str:
     needs = [x.requires_grad for x in eager if x.is_floating_point()]
     found = [x.requires_grad for x in read if x.is_floating_point()]
@@ -252,7 +361,7 @@ def _gradients(
     pairs = []
     for outputs, inputs in ((eager, leaves), (read, again)):
         results = [x for x in outputs if x.requires_grad]
-        trained = [x for x in inputs if x.requires_grad]
+        trained = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         if not results or not trained:
             return ""
         weights = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape).to(x.dtype) for x in results]
@@ -300,8 +409,7 @@ def users() -> Iterator[Case]:
     from tests.support.user_losses import USER_LOSSES
 
     for name, loss in USER_LOSSES.items():
-        inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in loss.inputs()]
-        yield Case(name, loss.fn, inputs)
+        yield Case(name, loss.fn, loss.inputs())
 
 
 def misleading() -> Iterator[Case]:
@@ -315,32 +423,39 @@ def misleading() -> Iterator[Case]:
 SETS = {"corpus": corpus, "users": users, "misleading": misleading}
 
 
-def main(which: str, *names: str) -> None:
+def main(how: str, which: str, *names: str) -> None:
     totals: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for case in SETS[which]():
         if names and not any(n in case.name for n in names):
             continue
         try:
-            found = examine(case.fn, case.inputs, case.dynamic, case.wide)
+            if how == "compiled":
+                every = examine_compiled(case.fn, case.inputs, case.dynamic)
+            else:
+                dynamic = case.dynamic or how == "dynamic"
+                every = [examine(case.fn, case.inputs, dynamic, case.wide)]
         except Exception as error:
             if names:
                 raise
             totals["crash"] += 1
             print(f"CRASH {case.name:44s} {type(error).__name__}: {str(error)[:150]}", flush=True)
             continue
-        mark = "ok" if found.is_right else "WRONG"
-        totals[mark] += 1
-        totals["nan"] += bool(found.nan)
-        totals["whole"] += not found.captured
-        reasons.update(found.reading.reasons.values() if found.reading else [])
-        if mark != "ok" or found.nan or found.captured or names:
-            print(
-                f"{mark:6s}{case.name:44s} {found.seconds * 1e3:.0f} ms {found.nodes} nodes {found.value}"
-                f" {found.gradient} {found.nan} {found.captured[:2]}"[:300], flush=True,
-            )  # fmt: skip
+        totals["programs"] += 1
+        for found in every:
+            mark = "ok" if found.is_right else "WRONG"
+            totals[mark] += 1
+            totals["nan"] += bool(found.nan)
+            totals["whole"] += not found.captured
+            reasons.update(set(found.reading.reasons.values()) if found.reading else [])
+            if mark != "ok" or found.nan or found.captured or names:
+                print(
+                    f"{mark:6s}{case.name:44s} {found.seconds * 1e3:.0f} ms {found.nodes} nodes"
+                    f" {found.value} {found.gradient} {found.nan} {found.captured[:2]}"[:300],
+                    flush=True,
+                )
     print(totals)
-    for reason, count in reasons.most_common(60):
+    for reason, count in reasons.most_common(70):
         print(f"{count:5d} {reason[:120]}")
 
 

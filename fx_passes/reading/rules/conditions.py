@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def _comparison(call: Call) -> Array:
-    op = call.node.target._schema.name.removeprefix("aten::").removesuffix("_")
+    op = call.name
     given = [call.get(name) for name in ("self", "other")]
     recorded = [x.meta.get("val") if isinstance(x, torch.fx.Node) else x for x in given]
     dtype = promoted(*recorded)
@@ -64,7 +64,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 def _logic(call: Call) -> Array:
-    name = call.node.target._schema.name.removeprefix("aten::").strip("_")
+    name = call.name
     x, y = call.arrays("self", "other")
     if not name.startswith("logical") and call.dtype != torch.bool:
         raise NoRule("bits of integers")
@@ -102,7 +102,7 @@ def opposite(call: Call) -> Array:
 @rule(aten.isnan.default, aten.isinf.default, aten.isfinite.default)
 def special(call: Call) -> Array:
     """Reads which values are no numbers, which the program keeps as a question."""
-    name = call.node.target._schema.name.removeprefix("aten::")
+    name = call.name
     call.observes(name)
     x = call.array("self")
     if x.expr.dtype != FLOAT:

@@ -6,14 +6,15 @@ import torch
 
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.registry import Call, in_type, rule
+from torch_streamkl.fx_passes.reading.registry import Call, in_type, number_of, rule
 from torch_streamkl.program.canonical import linear, product
-from torch_streamkl.program.graph import INT, Node, index
+from torch_streamkl.program.graph import INT, Node, const, index
 
 aten = torch.ops.aten
 
 
 def _filled(call: Call, value: Node) -> Array:
+    value = number_of(value, INT)
     x = in_type(value.value, call.dtype) if value.op == "const" else value
     return call.made(x, arrays.leaf_dims(call.shape))
 
@@ -35,27 +36,21 @@ _number(1.0)
 def full(call: Call) -> Array:
     """Reads a tensor of one number."""
     value = call.number("fill_value")
-    return _filled(call, value if value.op != "and" and value.op != "or" else _bool(value))
-
-
-def _bool(value: Node) -> Node:
-    from torch_streamkl.fx_passes.reading.registry import number_of
-
-    return number_of(value, INT)
+    return _filled(call, value)
 
 
 @rule(aten.scalar_tensor.default)
 def scalar_tensor(call: Call) -> Array:
     """Reads a number as a tensor."""
     value = call.number("s")
-    return _filled(call, _bool(value) if value.dtype == "bool" else value)
+    return _filled(call, value)
 
 
 @rule(aten.fill.Scalar, aten.fill.Tensor)
 def fill(call: Call) -> Array:
     """Reads a tensor all of which is set to a number."""
     value = call.number("value")
-    return _filled(call, _bool(value) if value.dtype == "bool" else value)
+    return _filled(call, value)
 
 
 @rule(aten.zero_.default)
@@ -69,5 +64,5 @@ def arange(call: Call) -> Array:
     """Reads a range of numbers."""
     start, step = call.number("start", 0), call.number("step", 1)
     dims = arrays.leaf_dims(call.shape)
-    at = index(dims[0][0]) if dims[0] else index(arrays.Axis("one", 1))
+    at = index(dims[0][0]) if dims[0] else const(0, INT)
     return call.made(linear(0.0, [(1.0, start), (1.0, product(step, at))]), dims)

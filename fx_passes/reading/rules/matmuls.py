@@ -130,7 +130,9 @@ def add_matmul(call: Call) -> Array:
             raise NoRule("a factor of 0 on an input whose gradient is zeros")
         return total
     bias = call.array("self")
-    return call.pointwise(lambda e, x: linear(0.0, [(1.0, e), (1.0, product(beta, x))]), total, bias)
+    return call.pointwise(
+        lambda e, x: linear(0.0, [(1.0, e), (1.0, product(beta, x))]), total, bias
+    )
 
 
 @rule(aten.linear.default)

@@ -63,6 +63,7 @@ UNARY: dict[object, Unary] = {
     aten.log_sigmoid.default: lambda x: negative(function("softplus", negative(x))),
     aten.exp2.default: lambda x: exponential(scaled(math.log(2.0), x)),
     aten.positive.default: lambda x: x,
+    aten.special_entr.default: lambda x: negative(product(x, logarithm(x))),
 } | {
     getattr(aten, name).default: applied(name)
     for name in (
@@ -79,8 +80,7 @@ def _unary(call: Call) -> Array:
 
 
 def _out_of_place(call: Call) -> object:
-    name = call.node.target._schema.name.removeprefix("aten::").removesuffix("_")
-    return getattr(aten, name).default
+    return getattr(aten, call.name).default
 
 
 for _overload in UNARY:
@@ -210,9 +210,7 @@ def power_of_number(call: Call) -> Array:
     base = call.known("self")
     if not base > 0:
         raise NoRule("a power of a number that is not positive")
-    return call.array("exponent").map(
-        lambda e: exponential(scaled(math.log(base), number_of(e)))
-    )
+    return call.array("exponent").map(lambda e: exponential(scaled(math.log(base), number_of(e))))
 
 
 @rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clip.default,

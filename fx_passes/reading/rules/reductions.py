@@ -165,16 +165,19 @@ def norm(call: Call) -> Array:
     return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
 
 
-@rule(aten.var.correction, aten.var.dim)
+@rule(aten.var.correction, aten.var.dim, aten.std.correction, aten.std.dim)
 def variance(call: Call) -> Array:
-    """Reads a variance."""
+    """Reads a variance or standard deviation."""
     x = call.array("self")
     dims, keepdim = call.dims(len(x.dims)), bool(call.get("keepdim", False))
-    correction = call.known("correction", 1) if call.node.target == aten.var.correction else None
-    if correction is None:
-        correction = int(call.known("unbiased", True))
+    correction = call.known("correction", 1)
+    correction = 1 if correction is None else correction
+    correction = (
+        int(call.known("unbiased", correction == 1)) if call.has("unbiased") else correction
+    )
     centered = call.pointwise(subtracted, x, averaged(x, dims, keepdim=True))
     squares = over(SUM, centered.map(lambda e: product(e, e)), dims, keepdim)
     count = linear(-float(correction), [(1.0, count_of(x, dims))])
-    return squares.map(lambda e: quotient(e, count))
-
+    found = squares.map(lambda e: quotient(e, count))
+    is_root = call.node.target in (aten.std.correction, aten.std.dim)
+    return found.map(applied("sqrt")) if is_root else found

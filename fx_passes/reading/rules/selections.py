@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,19 @@ from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
 from torch_streamkl.program.canonical import all_of, choose, compare, function, truth
-from torch_streamkl.program.graph import ANY, INT, SUM, Axis, Node, Size, Source, capture, const
+from torch_streamkl.program.graph import (
+    ANY,
+    INT,
+    SUM,
+    Axis,
+    Node,
+    Size,
+    Source,
+    capture,
+    const,
+    size_of,
+)
 from torch_streamkl.program.graph import index as position_along
-from torch_streamkl.program.graph import size_of
 from torch_streamkl.program.reductions import fresh_axis, reduced, substitute
 
 aten = torch.ops.aten
@@ -129,38 +140,34 @@ def _where(call: Call, x: Array, d: int, mask: fx.Node) -> Array:
     assert isinstance(call.value, Tensor)
     if rank == 0:
         raise NoRule("a mask without dimensions")
-    columns, count = positions_of(call, mask, call.value.shape[d])
+    first, version, count = _selection(call, mask, call.value.shape[d])
     axis = arrays.own_axis(x, d, count)
     taken = {a for i, own in enumerate(x.dims) if not d <= i < d + rank for a in own}
     axis = fresh_axis(count) if axis in taken else axis
     theta: dict[Axis, Node] = {}
-    for i in range(rank):
+    for i, size in enumerate(first.meta["val"].shape):
         x = arrays.with_one_axis(x, d + i)
         if x.dims[d + i]:
-            theta[x.dims[d + i][0]] = columns[i](axis)
+            bounds = 0.0, float(size - 1) if isinstance(size, int) else math.inf
+            source = Source(Positions(first, i), version)
+            at = [position_along(axis)]
+            theta[x.dims[d + i][0]] = capture(source, INT, at=at, bounds=bounds)
     own: Dim = () if count == 1 else (axis,)
     return call.made(substitute(x.expr, theta), (*x.dims[:d], own, *x.dims[d + rank :]))
 
 
-def positions_of(call: Call, mask: fx.Node, count: Any) -> tuple[list[Any], Size]:
-    """Returns functions for the positions at which a mask holds, and how many there are."""
+def _selection(call: Call, mask: fx.Node, count: Any) -> tuple[fx.Node, int, Size]:
+    """The first of equal masks, its version, and how many rows it selects."""
     reader = call.reader
     condition = reader.array(mask)
     key = condition.map(truth).expr, tuple(condition.dims)
-    if key not in reader.selections:
-        reader.selections[key] = mask, reader.sizes.of(count)
-    first, size = reader.selections[key]
-    if not reader.sizes.are_equal(reader.sizes.of(count), size):
-        reader.sizes.equate(count, size)
-    version = reader.writes.version(first)
-
-    def column(i: int) -> Any:
-        last = first.meta["val"].shape[i]
-        high = float(last - 1) if isinstance(last, int) else float("inf")
-        source = Source(Positions(first, i), version)
-        return lambda axis: capture(source, INT, at=[position_along(axis)], bounds=(0.0, high))
-
-    return [column(i) for i in range(first.meta["val"].dim())], size
+    known = reader.selections.get(key)
+    if known is None or reader.writes.version(known[0]) != known[1]:  # the mask was written
+        known = mask, reader.writes.version(mask), reader.sizes.of(count)
+        reader.selections[key] = known
+    if known[0] is not mask:
+        reader.sizes.equate(count, known[2])
+    return known
 
 
 @rule(aten.masked_select.default)
@@ -224,6 +231,17 @@ def _scattered(call: Call, x: Array, d: int, at: Array, value: Array) -> Array:
     return call.made(result, [(held,) if i == d else y for i, y in enumerate(dims)])
 
 
+@rule(aten.one_hot.default)
+def one_hot(call: Call) -> Array:
+    """Reads 1 at ids, 0 elsewhere."""
+    x = call.array("self")
+    axes = arrays.leaf_dims(call.shape)[-1]
+    at = arrays.position(axes)
+    whole = call.made(at, (*((),) * len(x.dims), axes))
+    ids = call.made(x.expr, (*x.dims, ()))
+    return call.pointwise(lambda i, j: compare("eq", i, j), ids, whole)
+
+
 def _are_unique(ids: object, d: int) -> bool:
     """Whether positions are those of a top-k along the dimension."""
     while isinstance(ids, fx.Node) and ids.target in (
@@ -267,4 +285,3 @@ def index_put(call: Call) -> Array:
     return call.pointwise(
         lambda c, v, e: choose(truth(c), v, e), call.made(condition.expr, dims), new, x
     )
-

@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, rule
 from torch_streamkl.program.canonical import linear
 from torch_streamkl.program.graph import INT, Node, Size, const, size_of
+from torch_streamkl.program.reductions import fresh_axis
 
 aten = torch.ops.aten
 
@@ -103,8 +104,13 @@ def swap(call: Call) -> Array:
 def permute(call: Call) -> Array:
     """Reads dimensions in another order."""
     x = call.array("self")
-    order = ORDERS[call.node.target](call, len(x.dims))
-    return call.made(x.expr, [x.dims[d] for d in order])
+    return call.made(x.expr, [x.dims[d] for d in order_of(call, len(x.dims))])
+
+
+def order_of(call: Call, rank: int) -> list[int]:
+    """Returns which dimension of the source each dimension of the result is."""
+    order = ORDERS[call.node.target]
+    return order(call, rank)
 
 
 # ------------------------------------------------------------------------ parts
@@ -230,10 +236,10 @@ def stack(call: Call) -> Array:
 def repeat_interleave(call: Call) -> Array:
     """Reads entries that are repeated one by one."""
     x, repeats = call.array("self"), call.size(call.get("repeats"))
-    if not call.has("dim") or call.has("output_size") and repeats != 1 and not x.dims:
+    if not call.has("dim") or (call.has("output_size") and repeats != 1 and not x.dims):
         raise NoRule("repeat_interleave of all elements")
     d = call.dim(rank=len(x.dims))
-    axes = [] if repeats == 1 else [arrays.fresh_axis(repeats)]
+    axes = [] if repeats == 1 else [fresh_axis(repeats)]
     dims = [(*own, *axes) if i == d else own for i, own in enumerate(x.dims)]
     return call.made(x.expr, dims)
 
@@ -243,12 +249,12 @@ def repeat(call: Call) -> Array:
     """Reads whole tensors that are repeated."""
     x = call.array("self")
     name = "repeats" if call.node.target == aten.repeat.default else "dims"
-    counts = [call.size(n) for n in call.get(name)]
-    counts = [1] * (len(x.dims) - len(counts)) + counts
+    given = [call.size(n) for n in call.get(name)]
+    counts = [*[1] * (len(x.dims) - len(given)), *given]
     dims: list[arrays.Dim] = [()] * (len(counts) - len(x.dims)) + list(x.dims)
     for d, n in enumerate(counts):
         if n != 1:
-            dims[d] = (arrays.fresh_axis(n), *dims[d])
+            dims[d] = (fresh_axis(n), *dims[d])
     return call.made(x.expr, dims)
 
 
@@ -260,7 +266,9 @@ def pad(call: Call) -> Array:
     x, widths = call.array("self"), call.get("pad")
     value = call.get("value")
     fill = call.reader.array(0.0 if value is None else value).expr
-    fill = const(fill.value, x.expr.dtype) if fill.op == "const" and x.expr.dtype != "bool" else fill
+    fill = (
+        const(fill.value, x.expr.dtype) if fill.op == "const" and x.expr.dtype != "bool" else fill
+    )
     assert isinstance(call.value, Tensor)
     for k in range(len(widths) // 2):
         d = len(x.dims) - 1 - k
@@ -298,5 +306,3 @@ def flip(call: Call) -> Array:
             at = linear(-1.0, [(1.0, size_of(x.size(d))), (-1.0, arrays.position((axis,)))])
             x = arrays.indexed(x, d, at, [(axis,)])
     return x
-
-
