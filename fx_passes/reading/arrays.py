@@ -65,6 +65,30 @@ def new_dims(shape: Sequence[Size]) -> tuple[Dim, ...]:
     return tuple(() if size == 1 else (fresh_axis(size),) for size in shape)
 
 
+def _placed(place: int, size: Size | None) -> Axis:
+    """The axis that a dimension of this size has by default, counted from the last one."""
+    return Axis(("dim", place), size)
+
+
+def leaf_dims(shape: Sequence[Size]) -> tuple[Dim, ...]:
+    """Returns the axes of a captured tensor: those of tensors of one shape are the same.
+
+    So tensors that meet have the same axes already, and equal expressions are one node.
+    """
+    rank = len(shape)
+    return tuple(() if n == 1 else (_placed(rank - d, n),) for d, n in enumerate(shape))
+
+
+def _unless_taken(axis: Axis, dims: Iterable[Dim]) -> Axis:
+    return fresh_axis(axis.size) if any(axis in own for own in dims) else axis
+
+
+def own_axis(x: Array, d: int, size: Size) -> Axis:
+    """Returns an axis of another size for a dimension of a tensor."""
+    others = (own for i, own in enumerate(x.dims) if i != d)
+    return _unless_taken(_placed(len(x.dims) - d, size), others)
+
+
 def position(dim: Dim) -> Node:
     """Returns the index of a dimension as an expression of its axes."""
     terms, stride = list[tuple[float, Node]](), const(1, INT)
@@ -83,7 +107,8 @@ def renamed(x: Array, names: dict[Axis, Axis]) -> Array:
 
 def _split(x: Array, axis: Axis, outer: Size, inner: Size) -> Array:
     """An axis as two: index = outer * size of inner + inner."""
-    parts = fresh_axis(outer), fresh_axis(inner)
+    named = (Axis(("outer", axis.name), outer), Axis(("inner", axis.name), inner))
+    parts = tuple(_unless_taken(a, x.dims) for a in named)
     expr = substitute(x.expr, {axis: position(parts)})
     dims = (tuple(b for a in d for b in (parts if a == axis else (a,))) for d in x.dims)
     return replace(x, expr=expr, dims=tuple(dims))
@@ -95,7 +120,9 @@ def refined(x: Array, d: int, sizes: Sequence[Size]) -> Array:
     while k < len(x.dims[d]) and rest:
         axis, wanted = x.dims[d][k], rest[0]
         assert axis.size is not None
-        if (left := x.sizes.quotient(wanted, axis.size)) is not None:
+        if axis.size == wanted:
+            rest = rest[1:]
+        elif (left := x.sizes.quotient(wanted, axis.size)) is not None:
             rest = [left, *rest[1:]] if left != 1 else rest[1:]
         elif (inner := x.sizes.quotient(axis.size, wanted)) is not None:
             x, rest = _split(x, axis, wanted, inner), rest[1:]
@@ -127,9 +154,11 @@ def reshaped(x: Array, shape: Sequence[Size]) -> Array:
 
 def expanded(x: Array, shape: Sequence[Size]) -> Array:
     """Returns a tensor broadcast to a shape: along axes that its expression lacks."""
-    dims = ((),) * (len(shape) - len(x.dims)) + x.dims
-    new = (d or ((fresh_axis(n),) if n != 1 else ()) for d, n in zip(dims, shape, strict=True))
-    return replace(x, dims=tuple(new))
+    dims = [()] * (len(shape) - len(x.dims)) + list(x.dims)
+    for d, n in enumerate(shape):
+        if not dims[d] and n != 1:
+            dims[d] = (_unless_taken(_placed(len(dims) - d, n), dims),)
+    return replace(x, dims=tuple(dims))
 
 
 def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
@@ -144,13 +173,14 @@ def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
                         x = every[i] = refined(x, d, [a.size or 1 for a in y.dims[d]])
     dims = list[Dim]()
     taken = set[Axis]()
+    deepest = sorted(every, key=lambda x: -x.expr.depth)  # which is not rebuilt
     for d in range(rank):
-        own = next((x.dims[d] for x in every if x.dims[d]), ())
+        own = next((x.dims[d] for x in deepest if x.dims[d]), ())
         own = tuple(fresh_axis(a.size) if a in taken else a for a in own)
         taken |= set(own)
         for x in every:
             if x.dims[d] and [a.size for a in x.dims[d]] != [a.size for a in own]:
-                raise NoView(f"tensors of {x.shape} and {own} meet")
+                raise NoView(f"tensors of sizes {x.size(d)} and {own} meet")
         dims.append(own)
     exprs = []
     for x in every:
@@ -173,7 +203,7 @@ def with_one_axis(x: Array, d: int) -> Array:
     """Returns a tensor whose dimension runs through one axis: others are digits of it."""
     if len(x.dims[d]) <= 1:
         return x
-    axis = fresh_axis(x.size(d))
+    axis = own_axis(x, d, x.size(d))
     theta, stride = dict[Axis, Node](), const(1, INT)
     for a in reversed(x.dims[d]):
         assert a.size is not None
@@ -196,14 +226,15 @@ def indexed(x: Array, d: int, at: Node, dims: Sequence[Dim]) -> Array:
     return replace(x, expr=expr, dims=(*x.dims[:d], *dims, *x.dims[d + 1 :]))
 
 
-def sliced(x: Array, d: int, start: int, count: Size, step: int = 1) -> Array:
+def sliced(x: Array, d: int, start: int | Node, count: Size, step: int = 1) -> Array:
     """Returns a slice, read along a new axis."""
-    if count == x.size(d) and start == 0 and step == 1:
+    first = const(start, INT) if isinstance(start, int) else start
+    if count == x.size(d) and first is const(0, INT) and step == 1:
         return x
     if count == 1:
-        return indexed(x, d, const(start, INT), [()])
-    axis = fresh_axis(count)
-    return indexed(x, d, linear(float(start), [(float(step), index(axis))]), [(axis,)])
+        return indexed(x, d, first, [()])
+    axis = own_axis(x, d, count)
+    return indexed(x, d, linear(0.0, [(1.0, first), (float(step), index(axis))]), [(axis,)])
 
 
 def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
@@ -217,13 +248,13 @@ def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Arr
     return replace(x, expr=expr, dims=tuple(kept))
 
 
-def padded(x: Array, d: int, before: int, size: Size, fill: float) -> Array:
+def padded(x: Array, d: int, before: Node, size: Size, fill: Node) -> Array:
     """Returns a tensor padded to a size with a number: read inside, the number outside."""
-    inside, axis = size_of(x.size(d)), fresh_axis(size)
-    at = linear(-float(before), [(1.0, index(axis))])
+    inside, axis = size_of(x.size(d)), own_axis(x, d, size)
+    at = linear(0.0, [(-1.0, before), (1.0, index(axis))])
     shifted = indexed(x, d, at, [(axis,)])
     is_inside = all_of(nonnegative(at), nonnegative(linear(-1.0, [(1.0, inside), (-1.0, at)])))
-    return shifted.map(lambda e: choose(is_inside, e, const(fill, e.dtype)))
+    return shifted.map(lambda e: choose(is_inside, e, fill))
 
 
 def concatenated(parts: Sequence[Array], d: int) -> Array:
@@ -232,9 +263,9 @@ def concatenated(parts: Sequence[Array], d: int) -> Array:
     counts = [x.size(d) for x in parts]
     if not all(isinstance(n, int) for n in counts):
         raise NoView("tensors of symbolic sizes are concatenated")
-    axis = fresh_axis(sum(counts))  # type: ignore[arg-type]  # numbers
-    shifted, offset = list[Array](), 0
+    shifted, offset, total = list[Array](), 0, sum(counts)  # type: ignore[arg-type]  # numbers
     for x, n in zip(parts, counts, strict=True):
+        axis = own_axis(x, d, total)
         at = linear(-float(offset), [(1.0, index(axis))])
         shifted.append(indexed(x, d, at, [(axis,)]))
         offset += n  # type: ignore[operator]

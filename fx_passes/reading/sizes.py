@@ -10,9 +10,14 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import sympy
+import torch
+
+from torch_streamkl.fx_passes.domain.index_values import LARGEST_EXTENT
 from torch_streamkl.fx_passes.fx_utils import sizes
 from torch_streamkl.fx_passes.reading.arrays import Sizes
-from torch_streamkl.program.graph import Extent, Size
+from torch_streamkl.program.canonical import linear
+from torch_streamkl.program.graph import INT, Extent, Node, Size, const, size_of
 
 
 class SymbolicSizes(Sizes):
@@ -20,24 +25,76 @@ class SymbolicSizes(Sizes):
 
     def __init__(self) -> None:
         self._known: dict[Any, Extent] = {}
+        self._products: dict[tuple[Size, ...], Size] = {}
+        self._quotients: dict[tuple[Size, Size], Size | None] = {}
+        self._same: dict[Any, Any] = {}  # symbols of counts that are equal
 
     def of(self, size: sizes.Size) -> Size:
         """Returns a size as axes have it: a number, or the extent of its expression."""
-        expression = sizes.expression(size)
+        if isinstance(size, int):
+            return size
+        expression = self._expression(size)
         if isinstance(expression, int) or expression.is_Integer:
             return int(expression)
         if expression not in self._known:
-            self._known[expression] = Extent(str(expression), size)
+            self._known[expression] = Extent(str(expression), size, *_bounds(size))
         return self._known[expression]
 
+    def _expression(self, size: sizes.Size) -> Any:
+        found = sizes.expression(size)
+        return found.xreplace(self._same) if self._same and not isinstance(found, int) else found
+
+    def expression(self, size: torch.SymInt) -> Node:
+        """Returns a size as an expression: sums of sizes as sums."""
+        expression = self._expression(size)
+        if isinstance(expression, int) or expression.is_Integer:
+            return const(int(expression), INT)
+        if expression in self._known or not isinstance(expression, sympy.Add):
+            return size_of(self.of(size))
+        terms = []
+        for term in expression.args:
+            c, rest = term.as_coeff_Mul()
+            if not c.is_Integer:
+                return size_of(self.of(size))
+            one = size.node.shape_env.create_symintnode(rest, hint=None) if rest != 1 else 1
+            terms.append((float(c), size_of(self.of(one))))
+        return linear(0.0, terms)
+
+    def equate(self, size: sizes.Size, extent: Size) -> None:
+        """Says that a size, of rows that a mask selects, is the same as another one of them."""
+        expression = self._expression(size)
+        if isinstance(extent, Extent) and isinstance(expression, sympy.Symbol):
+            self._same[expression] = self._expression(_size(extent))
+
+    def are_equal(self, a: Size, b: Size) -> bool:
+        """Returns whether sizes are provably equal."""
+        if a is b or a == b:
+            return True
+        return not isinstance(a, int) and not isinstance(b, int) and self.quotient(a, b) == 1
+
     def product(self, factors: Iterable[Size]) -> Size:
-        return self.of(math.prod(map(_size, factors)))
+        key = tuple(factors)
+        if len(key) == 1:
+            return key[0]
+        if key not in self._products:
+            self._products[key] = self.of(math.prod(map(_size, key)))
+        return self._products[key]
 
     def quotient(self, a: Size, b: Size) -> Size | None:
         if a is b or b == 1:
             return 1 if a is b else a
-        found = sizes.quotient(_size(a), _size(b))
-        return None if found is None else self.of(found)
+        if (a, b) not in self._quotients:
+            found = sizes.quotient(_size(a), _size(b))
+            self._quotients[a, b] = None if found is None else self.of(found)
+        return self._quotients[a, b]
+
+
+def _bounds(size: torch.SymInt) -> tuple[int, float]:
+    """The range of a size: a symbol without a limit is as large as memory allows."""
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    low = int(bounds.lower) if bounds.lower.is_Integer else 0
+    high = int(bounds.upper) if bounds.upper.is_Integer else LARGEST_EXTENT
+    return max(low, 0), float(min(high, LARGEST_EXTENT))
 
 
 def _size(x: Size) -> sizes.Size:

@@ -21,6 +21,7 @@ STAGES = (
     "domain",
     "capture",
     "reading",
+    "closed_forms",
     "analysis",
     "planning",
     "lowering",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, Node, ordered
-from torch_streamkl.program.operations import OPERATIONS, mul0
+from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.walks import walk
 
 _TYPES = {"bool": torch.bool, INT: torch.int64, FLOAT: torch.float64}
@@ -58,7 +58,7 @@ class _Evaluation:
     def _value(self, x: Node, args: Sequence[Placed]) -> Placed:
         match x.op:
             case "const":
-                return torch.tensor(x.value).to(_TYPES[x.dtype]), ()
+                return torch.tensor(x.value, dtype=_TYPES[x.dtype]), ()
             case "index":
                 return torch.arange(self.size(x.value)), (x.value,)
             case "size":
@@ -97,14 +97,14 @@ class _Evaluation:
     def _pointwise(self, x: Node, args: Sequence[Tensor]) -> Tensor:
         match x.op:
             case "linear":
-                total = torch.tensor(x.value[0]).to(_TYPES[x.dtype])
+                total = torch.tensor(x.value[0], dtype=_TYPES[x.dtype])
                 for c, t in zip(x.value[1], args, strict=True):
-                    total = total + torch.tensor(c).to(_TYPES[x.dtype]) * t
+                    total = total + torch.tensor(c, dtype=_TYPES[x.dtype]) * t
                 return total
             case "product" | "mul":
                 total = args[0]
                 for t in args[1:]:
-                    total = mul0(total, t)
+                    total = _product(total, t)
                 return total
             case "nonnegative":
                 return args[0] >= 0
@@ -122,7 +122,18 @@ class _Evaluation:
                 return args[0].to(getattr(torch, x.value)).to(args[0].dtype)
             case "pow":
                 return args[0] ** x.value
+        if x.dtype == FLOAT:  # torch divides two integers in float32
+            args = [t.double() for t in args]
         return OPERATIONS[x.op].run(*args)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """0 times infinity is 0, with a gradient of 0; the gradient of others is as ever."""
+    is_special = ((a == 0) & ~torch.isfinite(b)) | ((b == 0) & ~torch.isfinite(a))
+    if not bool(is_special.any()):
+        return a * b
+    a, b = (torch.where(is_special, 0.0, x.double()) for x in (a, b))
+    return a * b
 
 
 def _log_sum_exp(x: Tensor, d: int) -> Tensor:

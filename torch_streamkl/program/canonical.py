@@ -319,6 +319,8 @@ def _divided(op: str, a: Node, b: Node) -> Node:
     is_quotient = op == "floor_divide"
     if b is const(1, INT):
         return a if is_quotient else const(0, INT)
+    if b.range[0] < 1.0 or (is_quotient and a.range[0] < 0.0):
+        return made(op, (a, b))
     high = a.range[1] if is_quotient else b.range[1] - 1.0
     return node(op, (a, b), None, INT, (0.0, max(high, 0.0)), True)
 

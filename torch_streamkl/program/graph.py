@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from torch_streamkl.program import operations, ranges
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY, UNIT, Range
+from torch_streamkl.program.sources import Source as Source
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 _ORDER = (BOOL, INT, FLOAT)
@@ -103,8 +104,8 @@ class Node:
     ``value``: a constant's, the number of a dot or capture.
     """
 
-    __slots__ = ("__weakref__", "args", "axes", "canonical", "digest", "dtype", "is_finite",
-                 "level", "op", "range", "value")  # fmt: skip
+    __slots__ = ("__weakref__", "args", "axes", "canonical", "depth", "digest", "dtype", "flows",
+                 "is_finite", "level", "op", "range", "value")  # fmt: skip
     op: str
     args: tuple[Node, ...]
     value: Any
@@ -114,6 +115,8 @@ class Node:
     range: Range
     digest: bytes
     level: int  # how deep the bound axes inside are nested (canonical.py)
+    depth: int  # of the expression
+    flows: bool  # whether gradient flows to a captured tensor of a user's program
     canonical: Node | bool  # what reductions.canonical has found, True for itself
 
     def __reduce__(self) -> Any:
@@ -200,6 +203,9 @@ def intern(
             node.digest = parts.digest()
             bound = value if op == CONTRACT else (value.axis,) if op == "reduce" else ()
             node.level = max((0, *(x.level for x in (*bound, *args))))
+            node.depth = 1 + max((a.depth for a in args), default=0)
+            is_trained = isinstance(value, Source) and value.grad_flows
+            node.flows = is_trained or any(a.flows for a in args)
             _nodes[key] = node
     return node
 
@@ -237,31 +243,6 @@ def size_of(size: Size) -> Node:
     if isinstance(size, int):
         return const(size, INT)
     return intern("size", (), size, INT, range=(float(size.low), float(size.high)))
-
-
-class Source:
-    """Names a captured tensor: a tensor of the user's program, and whether gradient flows.
-
-    ``version`` counts the writes before. Sources are equal if all three are.
-    """
-
-    __slots__ = ("grad_flows", "name", "version")
-
-    def __init__(self, name: Any, version: int = 0, grad_flows: bool = False) -> None:
-        self.name, self.version, self.grad_flows = name, version, grad_flows
-
-    def _key(self) -> tuple[Any, int, bool]:
-        return self.name, self.version, self.grad_flows
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Source) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        flow = "*" if self.grad_flows else ""
-        return f"{self.name}{flow}" + (f"'{self.version}" if self.version else "")
 
 
 def capture(

@@ -462,6 +462,10 @@ OPERATIONS: dict[str, Operation] = {
     "ne": _comparison("!=", lambda a, b: a != b, True),
     "and": _comparison("&", lambda a, b: a & b, True),
     "or": _comparison("|", lambda a, b: a | b, True),
+    "isnan": Operation(1, torch.isnan, "{0} != {0}", None, "bool", True, range=ranges.UNIT),
+    "isinf": Operation(
+        1, torch.isinf, "tl.abs({0}) == float('inf')", None, "bool", True, range=ranges.UNIT
+    ),
     "not": Operation(1, lambda a: ~a, "{0} == 0", None, "bool", True, range=ranges.UNIT),
 }
 

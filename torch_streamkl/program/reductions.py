@@ -53,6 +53,8 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.ranges import EVERY
+from torch_streamkl.program.renaming import names_of, renamed
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
@@ -77,9 +79,24 @@ def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
             return TRUE
         return remade(y, args)
 
-    if not facts or not any(y in facts for y in walk([x])):
+    if not facts or not _has(x, facts):
         return x
     return rebuilt([x], change, lambda y: y.op not in ATOMS and y not in facts)[x]
+
+
+MOST_SEARCHED = 256  # nodes: in larger expressions, conditions deep inside stay as they are
+
+
+def _has(x: Node, facts: Mapping[Node, bool]) -> bool:
+    todo, seen = [x], {x}
+    while todo and len(seen) < MOST_SEARCHED:
+        y = todo.pop()
+        if y in facts:
+            return True
+        new = [a for a in y.args if a not in seen] if y.op not in ATOMS else []
+        seen.update(new)
+        todo += new
+    return False
 
 
 # ------------------------------------------------------------------------ reductions
@@ -166,9 +183,27 @@ def _sum(axis: Axis, body: Node) -> Node | None:
         if outside:
             inside = choose(rest, x.args[1], const(0.0))
             return choose(all_of(*outside), reduced(SUM, axis, inside), const(0.0))
-        y = x.args[1]
-        if _is_softmax(y, axis) and kept_by(y.args[0].args[0]) == known:
-            return choose(_has_key(axis, known), const(1.0), const(0.0))
+        return _sum_of_masked(axis, x.args[0], x.args[1])
+    return None
+
+
+def _sum_of_masked(axis: Axis, condition: Node, y: Node) -> Node | None:
+    """A sum of what a mask fills with 0; of a softmax, or of its sum over heads, with that mask
+    it is 1.
+    """
+    known = literals(condition)
+    if _is_softmax(y, axis) and kept_by(y.args[0].args[0]) == known:
+        return choose(_has_key(axis, known), const(1.0), const(0.0))
+    constant, terms = terms_of(y)
+    if not constant and len(terms) == 1 and terms[0][0] != 1.0:
+        inside = choose(condition, terms[0][1], const(0.0))
+        return scaled(terms[0][0], reduced(SUM, axis, inside))
+    if y.op == "reduce" and y.value.kind == SUM:
+        free = fresh_axis(y.value.axis.size)
+        inside = opened(y, free)
+        if _is_softmax(inside, axis) and kept_by(inside.args[0].args[0]) == known:
+            inside = choose(condition, inside, const(0.0))
+            return reduced(SUM, free, reduced(SUM, axis, inside))
     return None
 
 
@@ -255,30 +290,41 @@ def substitute(x: Node, theta: Theta) -> Node:
     This one operation is every view, slice, gather and selection. Of selected keys the
     log-softmax keeps the normaliser of all keys.
     """
+    theta = {a: e for a, e in theta.items() if a in x.axes}
+    if (names := names_of(x, theta)) is not None:
+        return renamed(x, names)
     wanted = frozenset(theta)
+    # one walk also enters reductions, unless a position has an axis that may be bound there
+    enters = not any(a.level for e in theta.values() for a in e.axes)
 
     def change(y: Node, args: tuple[Node, ...]) -> Node:
         if not y.axes & wanted:
             return y
-        if y.op == "index":
-            return theta[y.value]
-        if y.op == "log_softmax":
-            return _substituted_log_softmax(y, theta)
-        if y.op == CONTRACT:
-            names = {x: fresh_axis(x.size) for x in y.value}
-            inner = {**theta, **{x: index(new) for x, new in names.items()}}
-            a, b = (substitute(x, inner) for x in y.args)
-            return contraction(a, b, list(names.values()))
-        if y.op == "reduce":
-            about, free = y.value, fresh_axis(y.value.axis.size)
-            inner = {**theta, about.axis: index(free)}
-            return reduced(about.kind, free, substitute(y.args[0], inner))
+        match y.op:
+            case "index":
+                return theta[y.value]
+            case "log_softmax" if not enters or y.value in theta:
+                return _substituted_log_softmax(y, theta)
+            case "contract":
+                names = {} if enters else {x: fresh_axis(x.size) for x in y.value}
+                inner = {**theta, **{x: index(new) for x, new in names.items()}}
+                a, b = args if enters else (substitute(x, inner) for x in y.args)
+                return contraction(a, b, [names.get(x, x) for x in y.value])
+            case "reduce":
+                about, free = y.value, fresh_axis(y.value.axis.size)
+                if enters:
+                    body = renamed(args[0], {about.axis: free})
+                else:
+                    body = substitute(y.args[0], {**theta, about.axis: index(free)})
+                return reduced(about.kind, free, body)
         return remade(y, args)
 
     def enter(y: Node) -> bool:
-        return bool(y.axes & wanted) and y.op not in ("reduce", "log_softmax", CONTRACT)
+        is_opened = y.op in ("reduce", "log_softmax", CONTRACT)
+        is_whole = enters and (y.op != "log_softmax" or y.value not in theta)
+        return bool(y.axes & wanted) and (is_whole or not is_opened)
 
-    return rebuilt([x], change, enter)[x] if x.axes & wanted else x
+    return rebuilt([x], change, enter)[x] if theta else x
 
 
 def _substituted_log_softmax(x: Node, theta: Theta) -> Node:
@@ -411,8 +457,9 @@ def detached(x: Node) -> Node:
 
 
 def rounded(x: Node, dtype: str) -> Node:
-    """Returns a value rounded to a narrower type, which is not the value."""
-    return node("round", [x], dtype, x.dtype, x.range)
+    """Returns a value rounded to a narrower type, or wrapped around, which is not the value."""
+    low, high = -math.inf if x.range[0] < 0.0 else 0.0, math.inf if x.range[1] > 0.0 else 0.0
+    return node("round", [x], dtype, x.dtype, EVERY if x.dtype == INT else (low, high))
 
 
 REDUCTIONS.substitute, REDUCTIONS.reopened, REDUCTIONS.assume = substitute, reopened, assume

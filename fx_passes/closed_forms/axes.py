@@ -1,0 +1,117 @@
+"""Says which axis is which dimension of the operator's tensors.
+
+NOTE [Axes of a call]
+Teacher and student are expressions of the same axes of rows, and of one axis of keys. Each of the
+four operands varies along some of them. Operators pair batch, heads and rows of both sides, with
+two exceptions:
+
+- keys with fewer heads: query head h uses key head h // group. So the axes of heads that keys lack
+  are left to grouping if they are the last ones of the query heads;
+- a teacher averaged over heads: student head h has the teacher heads h * n to h * n + n - 1, so
+  the averaged axes come after the axes of heads.
+
+An operand that lacks an axis otherwise is expanded along it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch_streamkl.fx_passes.closed_forms.form import Axes, NoForm, Operand, Side
+from torch_streamkl.fx_passes.closed_forms.score_form import Condition
+from torch_streamkl.program.graph import BOUND, Axis, Node
+from torch_streamkl.program.walks import walk
+
+BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
+_KINDS = {(True, True): BOTH, (True, False): ROW_ONLY, (False, True): KEY_ONLY}
+
+
+def operands_of(product: Node, key: Axis) -> tuple[Operand, Operand]:
+    """Returns the operands of a product with the rows and with the keys."""
+    keys = [x for x in product.args if key in x.axes]
+    if len(keys) != 1:
+        raise NoForm("the softmax is over a dimension that both operands of the scores have")
+    rows = next((x for x in product.args if x is not keys[0]), keys[0])
+    return Operand(rows), Operand(keys[0])
+
+
+def kind_of(side: Side, axis: Axis) -> str:
+    """Returns which operands of a side vary along an axis."""
+    held = axis in side.product.rows.axes, axis in side.product.keys.axes
+    return _KINDS.get(held, ABSENT)
+
+
+def ordered_rows(axes: Iterable[Axis], order: Sequence[Axis] = ()) -> list[Axis]:
+    """Returns axes of rows in the order of the user's dimensions.
+
+    Bound axes are numbered from the inside: sums over dimensions begin with the last one.
+    """
+    place = {a: i for i, a in enumerate(order)}
+
+    def rank(axis: Axis) -> tuple[int, int, str]:
+        name = axis.name
+        if axis in place:
+            return 0, place[axis], ""
+        if isinstance(name, tuple) and name[0] == BOUND:
+            return -1, -name[1], ""  # sums are outside of what is free
+        return (
+            1,
+            name[1] if isinstance(name, tuple) and isinstance(name[1], int) else 0,
+            repr(name),
+        )
+
+    return sorted(axes, key=rank)
+
+
+def axes_of(
+    sides: Sequence[Side], masks: Sequence[Condition], rows: list[Axis], key: Axis
+) -> Axes:
+    """Assigns the axes of rows to batch, heads and queries."""
+    query = _query(sides, masks, rows)
+    # keys that heads share are grouped by the last axes
+    rest = sorted((a for a in rows if a != query), key=lambda a: _is_shared(sides, a))
+    heads = _heads(sides, rest)
+    return Axes(tuple(a for a in rest if a not in heads), heads, query, key)
+
+
+def _query(sides: Sequence[Side], masks: Sequence[Condition], rows: Sequence[Axis]) -> Axis | None:
+    """The last axis that only the query operand of both sides has.
+
+    Where all heads share their keys, these are such axes too: a causal mask says which it is.
+    """
+    kinds = {a: {kind_of(side, a) for side in sides} for a in rows}
+    found = [a for a in rows if kinds[a] == {ROW_ONLY}]
+    if len(found) > 1:
+        positions = {
+            t.value
+            for mask in masks
+            for x in mask
+            if x.op == "nonnegative"
+            for t in walk([x])
+            if t.op == "index"
+        }
+        found = [a for a in found if a in positions] or found
+    if found:
+        return found[-1]
+    if any(ROW_ONLY in k for k in kinds.values()):
+        raise NoForm("teacher and student do not share a dimension of query rows")
+    return None
+
+
+def _is_shared(sides: Sequence[Side], axis: Axis) -> bool:
+    """Whether keys lack an axis that their queries have."""
+    return any(kind_of(side, axis) == ROW_ONLY for side in sides)
+
+
+def _heads(sides: Sequence[Side], rest: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The last axis, and axes before it if queries of several heads share keys; one stays for the
+    batch.
+    """
+    heads = tuple(rest[-1:])
+    while len(rest) - len(heads) > 1:
+        first, before = heads[0], rest[-len(heads) - 1]
+        shares = (ROW_ONLY, ABSENT)
+        if not any(kind_of(s, first) in shares and kind_of(s, before) == BOTH for s in sides):
+            break
+        heads = (before, *heads)
+    return heads

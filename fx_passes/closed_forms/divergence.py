@@ -1,0 +1,398 @@
+"""Reads what is summed over keys as divergences of pairs of distributions.
+
+An expression of log-probabilities is written as a polynomial in its probabilities, logarithms and
+whatever else it is made of. Values of rows are factors of its terms. What belongs to one factor is
+a divergence, or a sum of divergences with one operator call each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
+from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
+from torch_streamkl.fx_passes.closed_forms.worlds import LOG
+from torch_streamkl.program.canonical import choose, product, quotient, terms_of
+from torch_streamkl.program.divergences import DIVERGENCES, FLOOR_OF_EXP, Functional, render
+from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
+from torch_streamkl.program.reductions import remade
+from torch_streamkl.program.walks import rebuilt, walk
+
+Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
+Polynomial = dict[Monomial, float]
+TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Represents coefficient * a divergence of P, logP (teacher) and S, logS (student)."""
+
+    expr: Node
+    teacher: int
+    student: int
+    coefficient: float = 1.0
+
+
+# ------------------------------------------------------------------------ polynomials
+
+
+def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
+    """Returns an expression as polynomials by the values of rows that they are multiplied with."""
+    found: dict[Node, dict[Node, Polynomial]] = {}
+    has_variables: dict[Node, bool] = {}
+    for y in walk([x]):
+        has_variables[y] = y.op == LOG or any(has_variables[a] for a in y.args)
+
+    def enter(y: Node) -> bool:
+        if y.op == "where":
+            if key in y.args[0].axes and not has_variables[y.args[0]]:
+                raise NoForm("a condition in the sum", y)
+            return has_variables[y] and not has_variables[y.args[0]]
+        return has_variables[y] and (
+            y.op in ("linear", "product") or (y.op == "div" and not has_variables[y.args[1]])
+        )
+
+    for y in walk([x], enter):
+        if not has_variables[y]:
+            if key in y.axes:
+                raise NoForm("a condition in the sum", y)
+            found[y] = {ONE: {(): y.value}} if y.op == "const" else {y: {(): 1.0}}
+        elif not enter(y):
+            _check_atom(y, has_variables)
+            found[y] = {ONE: {(y,): 1.0}}
+        else:
+            found[y] = _combined(y, [found[a] for a in y.args])
+    return {f: p for f, p in found[x].items() if p}
+
+
+def _check_atom(x: Node, has_variables: Mapping[Node, bool]) -> None:
+    """Raises NoForm if a value of a row is part of a function of probabilities."""
+    for y in walk([x], lambda y: has_variables[y]):
+        if not has_variables[y] and y.op != "const":
+            reason = "a value of the row is part of a function of probabilities"
+            raise NoForm("a condition in the sum" if y.dtype == BOOL else reason, y)
+
+
+def _combined(x: Node, args: list[dict[Node, Polynomial]]) -> dict[Node, Polynomial]:
+    match x.op:
+        case "linear":
+            total: dict[Node, Polynomial] = {ONE: {(): x.value[0]}} if x.value[0] else {}
+            for c, part in zip(x.value[1], args, strict=True):
+                total = _sum(total, _product({ONE: {(): c}}, part))
+            return total
+        case "product":
+            total = {ONE: {(): 1.0}}
+            for part in args:
+                total = _product(total, part)
+            return total
+        case "div":
+            return _product({quotient(ONE, x.args[1]): {(): 1.0}}, args[0])
+    keep = x.args[0]  # a condition of the row
+    yes, no = choose(keep, ONE, const(0.0)), choose(keep, const(0.0), ONE)
+    return _sum(_product({yes: {(): 1.0}}, args[1]), _product({no: {(): 1.0}}, args[2]))
+
+
+def _sum(a: dict[Node, Polynomial], b: dict[Node, Polynomial]) -> dict[Node, Polynomial]:
+    total = {factor: dict(p) for factor, p in a.items()}
+    for factor, polynomial in b.items():
+        own = total.setdefault(factor, {})
+        for m, c in polynomial.items():
+            old = own.get(m, 0.0)
+            own[m] = old + c
+            if abs(own[m]) <= TINY * max(abs(old), abs(c)):
+                del own[m]
+    return total
+
+
+def _product(a: dict[Node, Polynomial], b: dict[Node, Polynomial]) -> dict[Node, Polynomial]:
+    total: dict[Node, Polynomial] = {}
+    for f, p in a.items():
+        for g, q in b.items():
+            terms: Polynomial = {}
+            for m, c in p.items():
+                for n, d in q.items():
+                    key = tuple(sorted(m + n, key=lambda y: y.digest))
+                    terms[key] = terms.get(key, 0.0) + c * d
+            total = _sum(total, {product(f, g): terms})
+    return total
+
+
+def variables_of(polynomial: Polynomial) -> list[int]:
+    """Returns the distributions that a polynomial has."""
+    every = walk([y for m in polynomial for y in m])
+    return sorted({int(y.value) for y in every if y.op == LOG})
+
+
+def _is_log(x: Node) -> bool:
+    return x.op == LOG
+
+
+def _is_weight(x: Node) -> bool:
+    return x.op == "exp" and x.args[0].op == LOG
+
+
+def _number(x: Node) -> int:
+    return int((x.args[0] if x.args else x).value)
+
+
+def _coefficients(polynomial: Polynomial) -> dict[tuple[int, int], float] | None:
+    """Coefficients of P_a logP_b where there are only such terms."""
+    found = {}
+    for m, c in polynomial.items():
+        weights, logs = [x for x in m if _is_weight(x)], [x for x in m if _is_log(x)]
+        if len(m) != 2 or len(weights) != 1 or len(logs) != 1:
+            return None
+        found[_number(weights[0]), _number(logs[0])] = c
+    return found
+
+
+# ------------------------------------------------------------------------ detached twins
+
+
+def without_twins(
+    polynomial: Polynomial, parts: Sequence[Distribution]
+) -> tuple[Polynomial, list[Distribution]]:
+    """Returns one variable a distribution, if detached and live uses can be told apart exactly.
+
+    The gradient of sum_j P_j logP_j through logP is sum_j dP_j = 0, so whether the log of an
+    entropy term is detached does not matter as long as the weight is live. Any other mixture of
+    detached and live uses has a gradient of its own; and a live log next to a detached weight has
+    a gradient, if only of zeros.
+    """
+    parts, used = list(parts), variables_of(polynomial)
+    for position, k in enumerate(used):
+        for other in used[:position]:
+            if parts[k] != parts[other] and aligned(parts, other, k):
+                polynomial, parts = _joined(polynomial, parts, k, other)
+    return polynomial, parts
+
+
+def _joined(
+    polynomial: Polynomial, parts: list[Distribution], k: int, other: int
+) -> tuple[Polynomial, list[Distribution]]:
+    twins = (k, other)
+    simple = all(_is_weight(x) or _is_log(x) for m in polynomial for x in m)
+    needed = {_number(x) for m in polynomial for x in m if _is_weight(x)} if simple else set()
+    for m in polynomial if simple else ():
+        for x in m:
+            own = len(m) == 2 and any(_is_weight(y) and _number(y) in twins for y in m)
+            if _is_log(x) and not own:
+                needed.add(_number(x))
+    needed &= set(twins)
+    live = [v for v in twins if _flows_more(parts[v], [parts[w] for w in twins])]
+    if not simple or len(needed) > 1 or not (needed or set(twins)) & set(live):
+        raise NoForm("a distribution is detached in one place and not in another")
+    v = min(needed, default=k)
+    parts[other] = parts[v]
+    renamed: Polynomial = {}
+    for m, c in polynomial.items():
+        m = tuple(sorted((_renumbered(x, {k: other}) for x in m), key=lambda y: y.digest))
+        renamed[m] = renamed.get(m, 0.0) + c
+    return renamed, parts
+
+
+def _flows_more(part: Distribution, twins: Sequence[Distribution]) -> bool:
+    """Whether a distribution has a gradient wherever one of the others has."""
+
+    def flowing(x: Distribution) -> set[object]:
+        return {(s.name, s.version) for s in sources_in(x.score) if s.grad_flows}
+
+    return bool(flowing(part)) and all(flowing(x) <= flowing(part) for x in twins)
+
+
+def _renumbered(x: Node, number: Mapping[int, int]) -> Node:
+    def change(y: Node, args: tuple[Node, ...]) -> Node:
+        if y.op == LOG:
+            return variable(LOG, number.get(int(y.value), int(y.value)))
+        return remade(y, args)
+
+    return rebuilt([x], change)[x]
+
+
+# ------------------------------------------------------------------------ divergences
+
+
+def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair]:
+    """Returns the divergences that a polynomial is the sum of."""
+    used = variables_of(polynomial)
+    if len(used) < 2:
+        raise NoForm(
+            "the sum involves one distribution only, which is an entropy and no divergence"
+        )
+    if len(used) > 2:
+        return _split(polynomial, parts, used)
+    teacher, student = _roles(polynomial, parts, used)
+    c = _coefficients(polynomial)
+    if c is not None:
+        expr, factor = _bilinear(c, teacher, student)
+        return [Pair(expr, teacher, student, factor)]
+    return [Pair(_written_polynomial(polynomial, teacher, student), teacher, student)]
+
+
+def _roles(
+    polynomial: Polynomial, parts: Sequence[Distribution], used: Sequence[int]
+) -> tuple[int, int]:
+    """Teacher and student: the student is the one that is trained, or the one inside the log."""
+    a, b = used
+    if parts[a].averaged or parts[b].averaged:
+        return (a, b) if parts[a].averaged else (b, a)
+    if parts[a].requires_grad != parts[b].requires_grad:
+        return (b, a) if parts[a].requires_grad else (a, b)
+    weights = {_number(x) for m in polynomial for x in m if _is_weight(x)}
+    if len(weights) == 1 and all(_is_weight(x) or _is_log(x) for m in polynomial for x in m):
+        (teacher,) = weights
+        return teacher, b if teacher == a else a
+    return a, b
+
+
+def _bilinear(
+    c: Mapping[tuple[int, int], float], teacher: int, student: int
+) -> tuple[Node, float]:
+    """The KL, cross-entropy or Jeffreys divergence that a form is a multiple of; the factor."""
+    tt, ts = c.get((teacher, teacher), 0.0), c.get((teacher, student), 0.0)
+    st, ss = c.get((student, teacher), 0.0), c.get((student, student), 0.0)
+    for name, form in (
+        ("forward_kl", (1.0, -1.0, 0.0, 0.0)),
+        ("reverse_kl", (0.0, 0.0, -1.0, 1.0)),
+        ("cross_entropy", (0.0, -1.0, 0.0, 0.0)),
+        ("jeffreys", (1.0, -1.0, -1.0, 1.0)),
+    ):
+        pairs = list(zip((tt, ts, st, ss), form, strict=True))
+        factor = next(x / y for x, y in pairs if y)
+        if all(math.isclose(x, factor * y, rel_tol=TINY) for x, y in pairs):
+            return Functional.of(DIVERGENCES[name]).expr, factor
+    total = const(0.0)
+    for x, term in ((tt, P * LOG_P), (ts, P * LOG_S), (st, S * LOG_P), (ss, S * LOG_S)):
+        if x:
+            total = total + const(x) * term
+    return total, 1.0
+
+
+def _split(
+    polynomial: Polynomial, parts: Sequence[Distribution], used: Sequence[int]
+) -> list[Pair]:
+    """Splits more than two distributions into a sum of divergences, one call each."""
+    c = _coefficients(polynomial)
+    if c is None:
+        raise NoForm(f"{len(used)} distributions are combined in one expression")
+    pairs = []
+    for a in used:
+        others = [b for b in used if b != a and c.get((a, b), 0.0)]
+        own, crossed = c.get((a, a), 0.0), sum(c[a, b] for b in others)
+        if own and not math.isclose(own, -crossed, rel_tol=1e-9):
+            raise NoForm(
+                f"{len(used)} distributions are combined into what is no sum of divergences"
+            )
+        for b in others:
+            name = "forward_kl" if own else "cross_entropy"
+            pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, -c[a, b])
+            if parts[a].requires_grad and not parts[b].requires_grad:
+                # the trained side is the student: swap the roles
+                reverse = Functional.of(DIVERGENCES["reverse_kl"]).expr if own else -(S * LOG_P)
+                pair = Pair(reverse, b, a, -c[a, b])
+            pairs.append(pair)
+    return pairs
+
+
+# ------------------------------------------------------------------------ formulas as they are run
+
+
+def within(pair: Pair, stricter: int) -> Pair:
+    """Returns a divergence that has a value only at the keys of one distribution."""
+    log = LOG_P if stricter == pair.teacher else LOG_S
+    expr = apply("where", apply("gt", log, FLOOR_OF_EXP), pair.expr, 0.0)
+    return replace(pair, expr=const(pair.coefficient) * expr, coefficient=1.0)
+
+
+def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> Node:
+    """A sum by probabilities: P * (terms) + S * (terms) + the rest."""
+    names = {teacher: (P, LOG_P), student: (S, LOG_S)}
+    groups: dict[Node | None, list[tuple[float, Node]]] = {}
+    for m, c in polynomial.items():
+        atoms = sorted(m, key=lambda x: _order(x, teacher))
+        weight = next((x for x in atoms if _is_weight(x)), None)
+        rest = [_written(x, names) for x in atoms]
+        if weight is not None:
+            rest.remove(names[_number(weight)][0])
+        term = const(1.0)
+        for x in rest:
+            term = term * x
+        groups.setdefault(weight, []).append((c, term))
+    total = const(0.0)
+    order = sorted(groups, key=lambda w: 2 if w is None else _number(w) != teacher)
+    for weight in order:
+        terms = groups[weight]
+        size = {abs(c) for c, _ in terms}
+        common = size.pop() if len(size) == 1 else 1.0
+        inner = _total([(c / common, x) for c, x in terms], names)
+        if weight is not None:
+            inner = names[_number(weight)][0] * inner
+        total = total + const(common) * inner
+    return total
+
+
+def _order(x: Node, teacher: int) -> tuple[int, bool]:
+    kind = 0 if _is_weight(x) else 1 if _is_log(x) else 2
+    return kind, kind < 2 and _number(x) != teacher
+
+
+def _total(terms: Sequence[tuple[float, Node]], names: Mapping[int, tuple[Node, Node]]) -> Node:
+    """A sum as people write it: P before S, and what is subtracted last."""
+    first = {x: i for i, (p, log) in enumerate(names.values()) for x in (p, log)}
+
+    def rank(term: tuple[float, Node]) -> tuple[bool, int, str]:
+        return term[0] < 0.0, first.get(term[1], 2), repr(term[1])
+
+    total = const(0.0)
+    for c, x in sorted(terms, key=rank):
+        part = x if abs(c) == 1.0 else const(abs(c)) * x
+        total = total - part if c < 0.0 else total + part
+    return total
+
+
+def _written(x: Node, names: Mapping[int, tuple[Node, Node]]) -> Node:
+    """An expression in canonical form as one of the operations that divergences have."""
+    found: dict[Node, Node] = {}
+    for y in walk([x]):
+        found[y] = _written_one(y, [found[a] for a in y.args], names)
+    return found[x]
+
+
+def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, Node]]) -> Node:
+    match x.op:
+        case "const":
+            return const(x.value)
+        case "logP":
+            return names[int(x.value)][1]
+        case "linear":
+            constant, terms = terms_of(x)
+            written = zip((c for c, _ in terms), args, strict=True)
+            return _total(list(written), names) + const(constant)
+        case "product":
+            total = args[0]
+            for a in args[1:]:
+                total = total * a
+            return total
+        case "logaddexp" if len(args) == 2:
+            teacher = next(iter(names.values()))[1]
+            return apply("logaddexp", *sorted(args, key=lambda a: teacher not in walk([a])))
+        case "logaddexp":
+            raise NoForm("a mixture of more than two distributions", x)
+        case "pow":
+            return apply("exp", apply("log", args[0]) * const(x.value))
+        case "not":
+            return args[0]  # its `where` swaps the branches
+        case "where" if x.args[0].op == "not":
+            return apply("where", args[0], args[2], args[1])
+    return apply(x.op, *args)
+
+
+def functional_of(pair: Pair) -> Functional:
+    """Returns the divergence as implementations have it."""
+    try:
+        return Functional.of(render(pair.expr))
+    except (ValueError, KeyError) as reason:
+        raise NoForm(f"the formula has an operation that divergences have not: {reason}") from None

@@ -1,0 +1,230 @@
+"""Represents a closed form: what an operator is called with, or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.program.divergences import Functional
+from torch_streamkl.program.graph import FLOAT, Axis, Node, Source
+from torch_streamkl.program.walks import walk
+
+ATTENTION, LINEAR = "attention_kl", "linear_kl"
+TEACHER, STUDENT = 0, 1
+
+
+class NoForm(Unsupported):
+    """Raised by the step that finds no form; ``at`` is the expression that it stopped at."""
+
+    def __init__(self, reason: str, at: Node | None = None) -> None:
+        super().__init__(reason)
+        self.at = at
+
+
+@dataclass(frozen=True)
+class NotClosed:
+    """Says why a program is no closed form, and at which expression."""
+
+    reason: str
+    at: Node | None = None
+
+
+def sources_in(*exprs: Node) -> dict[Source, None]:
+    """Returns the captured tensors of numbers that expressions are made of, in a fixed order."""
+    captured = (x for x in walk(exprs) if x.op == "capture" and x.dtype == FLOAT)
+    return dict.fromkeys(x.value for x in captured)
+
+
+def requires_grad(*exprs: Node) -> bool:
+    """Returns whether gradient flows through an expression to a captured tensor."""
+    return any(x.flows for x in exprs)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Represents an operand by an element of it: which tensor, and where it is read.
+
+    The positions are expressions of the call's axes, from which a view of the tensor follows.
+    """
+
+    element: Node  # a capture
+
+    @property
+    def source(self) -> Any:
+        return self.element.value
+
+    @property
+    def at(self) -> tuple[Node, ...]:
+        return self.element.args
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        return self.element.axes
+
+    @property
+    def requires_grad(self) -> bool:
+        return requires_grad(self.element)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Represents a tensor that multiplies or divides scores: a scalar, or one value per row."""
+
+    value: Node
+    divides: bool = False
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Represents weight * factors * (a tensor), added to the scores."""
+
+    value: Node
+    weight: float = 1.0
+    factors: tuple[Factor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Product:
+    """Represents weight * factors * rows . keys, summed over ``contracted``."""
+
+    rows: Operand
+    keys: Operand
+    contracted: tuple[Axis, ...]
+    weight: float = 1.0
+    factors: tuple[Factor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Side:
+    """Represents one side of a call: a product, and how it becomes a score.
+
+    ``score = softcap * tanh(scale * product / softcap) + biases``; without a softcap ``score =
+    scale * product + biases``. The product holds the factors. ``inner_biases`` and ``adapters``
+    are added to ``scale * product``, before a tanh.
+    """
+
+    product: Product
+    scale: float = 1.0
+    softcap: float = 0.0
+    inner_biases: tuple[Bias, ...] = ()
+    biases: tuple[Bias, ...] = ()
+    adapters: tuple[Product, ...] = ()
+    averaged: tuple[Axis, ...] = ()  # heads whose probabilities are averaged
+    num_keys: Node | None = None  # of this side, if the other has more
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        products = (self.product, *self.adapters)
+        return tuple(x for p in products for x in (p.rows, p.keys))
+
+    @property
+    def added(self) -> tuple[Bias, ...]:
+        return self.inner_biases + self.biases
+
+    @property
+    def requires_grad(self) -> bool:
+        factors = [f.value for p in (self.product, *self.adapters) for f in p.factors]
+        elements = [x.element for x in self.operands]
+        return requires_grad(*elements, *factors, *(b.value for b in self.added))
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Represents which keys take part, in the operator's terms.
+
+    A window's bounds are relative to the row's position, row + num_keys - num_rows, and may have
+    symbolic sizes. ``fill`` is None if keys are removed.
+    """
+
+    window_left: Node | None = None
+    window_right: Node | None = None
+    lengths: Node | None = None  # keys below it take part, as of padded sequences
+    tensors: tuple[Node, ...] = ()  # conditions that vary with the key
+    segments: tuple[Node, ...] = ()  # those that compare an id of the row and of the key
+    rows: tuple[Node, ...] = ()  # conditions of whole rows
+    vocab: tuple[Node, ...] = ()  # conditions of the key's position alone
+    fill: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return replace(self, fill=None) == Masks()
+
+
+@dataclass(frozen=True)
+class Stricter:
+    """Represents conditions of one side's mask that the other side does not have."""
+
+    side: int
+    masks: Masks
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Says which axis is which dimension of the operator's tensors, the leading one first."""
+
+    batch: tuple[Axis, ...]
+    heads: tuple[Axis, ...]
+    query: Axis | None  # None: a single row
+    key: Axis
+
+    @property
+    def rows(self) -> tuple[Axis, ...]:
+        return (*self.batch, *self.heads, *((self.query,) if self.query else ()))
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describes one call of an operator: ``weight`` times its row values are its share.
+
+    ``functional`` is of P, the teacher's probabilities, and S, the student's.
+    """
+
+    operator: str
+    functional: Functional
+    teacher: Side
+    student: Side
+    axes: Axes
+    masks: Masks
+    weight: Node  # a number, or values of rows
+    stricter: Stricter | None = None
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.teacher, self.student
+
+    @property
+    def head_mean(self) -> bool:
+        return bool(self.teacher.averaged)
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """Represents a sum over keys as operator calls: the sum of weight * rows of each.
+
+    ``site`` is the sum with axes of its own: ``names`` has the program's names of some, and those
+    that the site and its calls have.
+    """
+
+    site: Node = field(repr=False)
+    calls: tuple[Call, ...]
+    names: tuple[tuple[Axis, Axis], ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class RowValue:
+    """Names the values that the calls of a site compute, in a program around them."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Holds a program and what its sums over keys are matched with."""
+
+    root: Node = field(repr=False)
+    found: dict[Node, ClosedForm | NotClosed]
+
+    @property
+    def closed(self) -> dict[Node, ClosedForm]:
+        return {k: v for k, v in self.found.items() if isinstance(v, ClosedForm)}

@@ -1,0 +1,108 @@
+"""Says what the operators do not compute, of calls whose meaning is known.
+
+Each limit is a reason for the user. What a kernel does not run, of what its operator computes, is
+said by the `*_limit` functions of torch_streamkl.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
+from torch_streamkl.fx_passes.closed_forms.form import (
+    LINEAR,
+    Axes,
+    Bias,
+    Call,
+    Masks,
+    NoForm,
+    Side,
+    requires_grad,
+)
+from torch_streamkl.program.graph import CONTRACT, Axis
+from torch_streamkl.program.walks import walk
+
+
+def is_lm_head(sides: Sequence[Side], axes: Axes, masks: Masks, removes: bool) -> bool:
+    """Returns whether both sides are hidden states times one matrix, without masks but those of
+    vocabulary entries. ``removes`` says whether these are removed, not filled with a number.
+    """
+    only_vocab = masks.is_empty or (_has_only_vocab(masks) and removes)
+    return only_vocab and all(_is_head(side, axes, not masks.is_empty) for side in sides)
+
+
+def _has_only_vocab(masks: Masks) -> bool:
+    others = (masks.window_left, masks.window_right, masks.lengths)
+    return others == (None, None, None) and not (masks.tensors or masks.segments or masks.rows)
+
+
+def _is_head(side: Side, axes: Axes, is_masked: bool) -> bool:
+    on_keys = side.product.keys.axes - set(side.product.contracted)
+    return (
+        bool(axes.rows)
+        and all(kind_of(side, a) == ROW_ONLY for a in axes.rows)
+        and on_keys == {axes.key}
+        and len(side.product.contracted) == 1
+        and not side.averaged
+        and all(_is_per_vocab_entry(x, axes.key) for x in side.added)
+        and not (side.softcap and side.biases)
+        and len(side.adapters) <= 1
+        and not (is_masked and (side.softcap or side.scale <= 0.0))
+    )
+
+
+def _is_per_vocab_entry(bias: Bias, key: Axis) -> bool:
+    return bias.value.axes == {key} and not bias.factors
+
+
+def check_call(call: Call) -> None:
+    """Raises NoForm with the limit of an operator that a call exceeds."""
+    if any(a.size == 0 for a in (*call.axes.rows, call.axes.key)):
+        raise NoForm("the scores have a dimension without entries")
+    if call.student.averaged:
+        raise NoForm("the student's probabilities are averaged over heads")
+    for side in call.sides:
+        _check_factors(side)
+    if call.operator == LINEAR:
+        return
+    for side in call.sides:
+        _check_side(side, call.axes.key)
+        if side.num_keys is not None:
+            raise NoForm("scores are padded to another number of keys")
+    _check_masks(call)
+    if math.isnan(call.functional.absent) and call.functional.closed_form is None:
+        # a key that -inf is added to: operators multiply its 0 with its logarithm
+        if any(side.biases for side in call.sides):
+            raise NoForm("of a key without probability the divergence and a bias would make NaN")
+
+
+def _check_side(side: Side, key: Axis) -> None:
+    if side.inner_biases:
+        raise NoForm("a tensor is added to attention scores before a tanh")
+    if side.adapters:
+        raise NoForm("scores are a sum of products, but of no LM head with a single adapter")
+    for factor in side.product.factors:
+        if key in factor.value.axes:
+            raise NoForm("scores are multiplied by a tensor with a value for each key")
+    for bias in side.biases:
+        if requires_grad(bias.value, *(f.value for f in bias.factors)):
+            raise NoForm("a bias that is added to the scores needs a gradient")
+        if any(x.op == CONTRACT for x in walk([bias.value])):
+            raise NoForm("a tensor that is computed from scores is added to scores")
+
+
+def _check_factors(side: Side) -> None:
+    for product in (side.product, *side.adapters):
+        for factor in product.factors:
+            if any(x.op == CONTRACT for x in walk([factor.value])):
+                raise NoForm("scores are scaled by what is computed from scores", factor.value)
+
+
+def _check_masks(call: Call) -> None:
+    masks = [call.masks, *([call.stricter.masks] if call.stricter else [])]
+    averaged = set(call.teacher.averaged)
+    for each in masks:
+        for condition in (*each.tensors, *each.segments, *each.rows):
+            if condition.axes & averaged:
+                raise NoForm("a mask that differs between averaged heads", condition)

@@ -1,0 +1,246 @@
+"""Matches a sum over keys with the operators: its calls, or why there are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch_streamkl.fx_passes.closed_forms.axes import (
+    axes_of,
+    operands_of,
+    ordered_rows,
+)
+from torch_streamkl.fx_passes.closed_forms.divergence import (
+    Pair,
+    Polynomial,
+    by_factor,
+    functional_of,
+    pairs_of,
+    within,
+    without_twins,
+)
+from torch_streamkl.fx_passes.closed_forms.form import (
+    ATTENTION,
+    LINEAR,
+    STUDENT,
+    TEACHER,
+    Call,
+    ClosedForm,
+    Masks,
+    Matched,
+    NoForm,
+    NotClosed,
+    Product,
+    RowValue,
+    Side,
+    Stricter,
+)
+from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
+from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
+from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
+from torch_streamkl.fx_passes.closed_forms.rows import (
+    keys_first,
+    renamed_apart,
+    replaced,
+    sites,
+)
+from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING, Condition, ScoreForm, read
+from torch_streamkl.fx_passes.closed_forms.sums import joined
+from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
+from torch_streamkl.program.canonical import scaled
+from torch_streamkl.program.divergences import Functional, evaluate
+from torch_streamkl.program.graph import SUM, Axis, Node, Source, capture, index
+from torch_streamkl.program.operations import exact
+from torch_streamkl.program.reductions import fresh_axis, opened
+
+
+def match(site: Node, order: Sequence[Axis] = ()) -> ClosedForm | NotClosed:
+    """Returns the calls that compute a sum over keys, or why there are none.
+
+    ``order`` has the axes of the user's dimensions, if some of the site's are free.
+    """
+    try:
+        return _closed(site, order)
+    except NoForm as reason:
+        return NotClosed(str(reason), reason.at)
+
+
+def match_program(root: Node, order: Sequence[Axis] = ()) -> Matched:
+    """Matches every sum over keys of a program, alone or together with others."""
+    root = keys_first(root)
+    found = {site: match(site, order) for site in sites(root)}
+    failed = [site for site, result in found.items() if isinstance(result, NotClosed)]
+    changes: dict[Node, Node] = {}
+    for group in joined(root, failed) if failed else ():
+        forms = {part: match(part, order) for part in sites(group.whole)}
+        if not forms or not all(isinstance(form, ClosedForm) for form in forms.values()):
+            continue
+        if group.total in changes:  # another group of its terms has become one sum
+            continue
+        changes[group.total] = group.replacement
+        for site in group.parts:
+            found.pop(site, None)
+        found |= forms
+    return Matched(replaced(root, changes) if changes else root, found)
+
+
+def around(matched: Matched) -> Node:
+    """Returns the program around the sums that are matched, a function of the rows' values.
+
+    The value of a row is captured from a `RowValue`, at the axes of rows of its calls: weights of
+    rows, masks of rows and reductions over them are what is left.
+    """
+    changes = {}
+    for number, (site, form) in enumerate(matched.closed.items()):
+        original = {mine: name for name, mine in form.names}
+        rows = [a for a in form.calls[0].axes.rows if a in form.site.axes]
+        at = [index(original.get(a, a)) for a in rows]
+        changes[site] = capture(Source(RowValue(number), 0, site.flows), at=at)
+    return replaced(matched.root, changes)
+
+
+def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
+    if site.op != "reduce" or site.value.kind != SUM:
+        raise NoForm("no sum over keys", site)
+    site, names = renamed_apart(site)
+    key = fresh_axis(site.value.axis.size)
+    variables = Variables(key)
+    expr = variables.of(opened(site, key))
+    if not variables.parts:
+        raise NoForm("no softmax over the keys that are summed", site)
+    forms = variables.forms()
+    judgement = judged(expr, forms, key)
+    calls = list[Call]()
+    for factor, polynomial in by_factor(judgement.expr, key).items():
+        polynomial, parts = without_twins(polynomial, variables.parts)
+        for pair in pairs_of(polynomial, parts):
+            site_of = _Site(key, ordered_rows(site.axes, order), judgement, factor)
+            calls.append(_call(site_of, pair, polynomial, parts))
+    if not calls:
+        raise NoForm("the sum over keys is a known constant", site)
+    for call in calls:
+        check_call(call)
+    return ClosedForm(site, tuple(calls), tuple(names.items()))
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Holds what the calls of a sum over keys share."""
+
+    key: Axis
+    rows: list[Axis]
+    judgement: Judgement
+    factor: Node
+
+
+def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distribution]) -> Call:
+    key, judgement = site.key, site.judgement
+    distributions = [parts[pair.teacher], parts[pair.student]]
+    forms = [read(part.score, key) for part in distributions]
+    sides, conditions = zip(*_sides(distributions, forms, key), strict=True)
+    axes = axes_of(sides, conditions, site.rows, key)
+    stricter = None
+    if judgement.within in (pair.teacher, pair.student):
+        of = TEACHER if judgement.within == pair.teacher else STUDENT
+        extra = conditions[of] - conditions[1 - of]
+        if extra:
+            stricter = Stricter(of, masks_of(extra, axes))
+            conditions = (conditions[of] & conditions[1 - of],) * 2
+        if extra or not judgement.is_zero_outside:
+            pair = within(pair, judgement.within)
+    elif conditions[TEACHER] != conditions[STUDENT]:
+        raise NoForm("teacher and student are masked differently")
+    functional = functional_of(pair)
+    is_filled = bool(conditions[STUDENT]) and not stricter and not judgement.drops_rows
+    fill = _fill(forms, functional) if is_filled else None
+    masks = masks_of(conditions[STUDENT], axes, fill)
+    is_head = stricter is None and is_lm_head(sides, axes, masks, _removes(forms))
+    _check_masks(masks, functional)
+    return Call(
+        LINEAR if is_head else ATTENTION,
+        functional,
+        sides[TEACHER],
+        sides[STUDENT],
+        axes,
+        masks,
+        scaled(pair.coefficient, site.factor),
+        stricter,
+    )
+
+
+def _sides(
+    parts: Sequence[Distribution], forms: Sequence[ScoreForm], key: Axis
+) -> Iterator[tuple[Side, Condition]]:
+    """The sides, and the conditions of their masks.
+
+    A condition ``key < n`` that only one side has, whose keys are removed, is its number of keys.
+    """
+    for part, form, other in zip(parts, forms, reversed(forms), strict=True):
+        num_keys, conditions = None, form.mask
+        for condition in form.mask - other.mask:
+            bound = num_keys_of(condition, key)
+            if bound is not None and form.fill == -math.inf and num_keys is None:
+                num_keys, conditions = bound, conditions - {condition}
+        yield _side(part, form, key, num_keys), conditions
+
+
+def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:
+    product = Product(*operands_of(form.product, key), form.product.value, factors=form.factors)
+    adapters = (
+        Product(*operands_of(t.product, key), t.product.value, t.weight, t.factors)
+        for t in form.terms
+    )
+    return Side(
+        product,
+        form.scale * form.softcap if form.softcap else form.scale,
+        form.softcap,
+        form.inner_biases,
+        form.biases,
+        tuple(adapters),
+        part.averaged,
+        num_keys,
+    )
+
+
+def _fill(forms: Sequence[ScoreForm], functional: Functional) -> float | None:
+    """The operator's mask_value: None removes keys, exact unless a whole row can be masked."""
+    teacher, student = forms
+    if not (teacher.exact_fill and student.exact_fill) and teacher.layers != student.layers:
+        raise NoForm("teacher and student have masks that overlap in different ways")
+    fills = (teacher.fill, student.fill)
+    if fills[0] != fills[1] and max(fills) > ABSORBING:
+        raise NoForm(
+            f"teacher and student are masked with different values, {fills[0]:g} and {fills[1]:g}"
+        )
+    fill = max(fills)
+    if fill == -math.inf or (fill == ABSORBING and _vanishes(functional)):
+        return None  # a row without keys is uniform on both sides
+    if not (teacher.exact_fill and student.exact_fill):
+        raise NoForm(
+            "two additive masks overlap in a divergence that is not 0 for equal distributions"
+        )
+    return fill
+
+
+def _removes(forms: Sequence[ScoreForm]) -> bool:
+    return all(form.fill == -math.inf for form in forms if form.mask)
+
+
+def _check_masks(masks: Masks, functional: Functional) -> None:
+    if masks.rows and masks.fill is not None:
+        raise NoForm(
+            "whole rows are masked in a divergence that does not vanish for equal distributions"
+        )
+    if functional.absent != 0.0 and not masks.is_empty:
+        raise NoForm("masked keys would contribute to the divergence")
+
+
+def _vanishes(functional: Functional) -> bool:
+    """Whether a divergence is 0 for equal distributions."""
+    for p in (1.0, 0.5, 0.1, 1e-3):
+        x = exact(p)
+        f = evaluate(functional.expr, {"P": x, "S": x, "logP": x.log(), "logS": x.log()})
+        if abs(float(f)) > 1e-12:
+            return False
+    return True

@@ -1,0 +1,149 @@
+"""Makes the program again from the arguments of its calls alone.
+
+This is the reference for the matcher: the value of what it matched has to be that of the program.
+It uses nothing of the program but what an emitter reads, and the meaning of the operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from torch_streamkl.fx_passes.closed_forms.form import (
+    STUDENT,
+    Bias,
+    Call,
+    ClosedForm,
+    Factor,
+    Product,
+    Side,
+)
+from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
+from torch_streamkl.program.canonical import (
+    all_of,
+    choose,
+    compare,
+    exponential,
+    function,
+    linear,
+    log_add_exp,
+    log_softmax,
+    logarithm,
+    nonnegative,
+    product,
+    quotient,
+    scaled,
+)
+from torch_streamkl.program.graph import SUM, Axis, Node, const, index, size_of
+from torch_streamkl.program.identities import LOGS
+from torch_streamkl.program.reductions import contraction, reduced
+from torch_streamkl.program.walks import walk
+
+
+def recompute(form: ClosedForm) -> Node:
+    """Returns the expression that the operators compute with the arguments of a closed form."""
+    return linear(0.0, [(1.0, product(call.weight, _rows(call))) for call in form.calls])
+
+
+def _rows(call: Call) -> Node:
+    """The operator's value of each row: at keys that are removed it adds nothing."""
+    key = call.axes.key
+    masks = conditions_of(call.masks, call.axes)
+    fill = -math.inf if call.masks.fill is None else call.masks.fill
+    logs = []
+    for number, side in enumerate(call.sides):
+        score = _score(side, key)
+        if call.stricter is not None and call.stricter.side == number:
+            extra = conditions_of(call.stricter.masks, call.axes)
+            score = choose(all_of(*extra), score, const(-math.inf))
+        score = choose(all_of(*masks), score, const(fill))
+        logs.append(_log_probabilities(score, side, key))
+    elements = _formula(call.functional.expr, logs[0], logs[STUDENT])
+    if call.masks.fill is None:
+        elements = choose(all_of(*masks), elements, const(0.0))
+    return reduced(SUM, key, elements)
+
+
+def _score(side: Side, key: Axis) -> Node:
+    inner = [(1.0, _product(side.product, side.scale))]
+    inner += [(1.0, _bias(b)) for b in side.inner_biases]
+    inner += [(1.0, _product(p, p.weight)) for p in side.adapters]
+    score = linear(0.0, inner)
+    if side.softcap:
+        score = scaled(side.softcap, function("tanh", scaled(1.0 / side.softcap, score)))
+    score = linear(0.0, [(1.0, score), *((1.0, _bias(b)) for b in side.biases)])
+    if side.num_keys is not None:
+        has_key = nonnegative(linear(-1.0, [(1.0, side.num_keys), (-1.0, index(key))]))
+        score = choose(has_key, score, const(-math.inf))
+    return score
+
+
+def _product(x: Product, weight: float) -> Node:
+    element = contraction(x.rows.element, x.keys.element, x.contracted)
+    return scaled(weight, _multiplied(element, x.factors))
+
+
+def _bias(x: Bias) -> Node:
+    return scaled(x.weight, _multiplied(x.value, x.factors))
+
+
+def _multiplied(x: Node, factors: Iterable[Factor]) -> Node:
+    for factor in factors:
+        x = quotient(x, factor.value) if factor.divides else product(x, factor.value)
+    return x
+
+
+def _log_probabilities(score: Node, side: Side, key: Axis) -> Node:
+    log = log_softmax(score, key)
+    if not side.averaged:
+        return log
+    total, count = exponential(log), const(1.0)
+    for axis in side.averaged:
+        assert axis.size is not None
+        total = reduced(SUM, axis, total)
+        count = product(count, size_of(axis.size))
+    return logarithm(quotient(total, count))
+
+
+def _formula(expr: Node, log_p: Node, log_s: Node) -> Node:
+    """A divergence of log-probabilities."""
+    logs = {"logP": log_p, "logS": log_s}
+    found: dict[Node, Node] = {}
+    for x in walk([expr]):
+        found[x] = _made(x, tuple(found[a] for a in x.args), logs)
+    return found[expr]
+
+
+def _made(x: Node, args: tuple[Node, ...], logs: dict[str, Node]) -> Node:
+    match x.op:
+        case "const":
+            return x
+        case "P" | "S":
+            return exponential(logs[LOGS[x.op]])
+        case "logP" | "logS":
+            return logs[x.op]
+        case "add" | "sub":
+            return linear(0.0, [(1.0, args[0]), (1.0 if x.op == "add" else -1.0, args[1])])
+        case "neg":
+            return scaled(-1.0, args[0])
+        case "mul":
+            return product(*args)
+        case "log_div":
+            return logarithm(quotient(*args))
+        case "float":
+            return args[0]
+        case "gt" | "ge" | "lt" | "le":
+            return compare(x.op, *args)
+        case "div" | "exp" | "log" | "where" | "logaddexp":
+            make = _MAKERS[x.op]
+            return make(*args)
+    return function(x.op, *args)
+
+
+_MAKERS: dict[str, Callable[..., Node]] = {
+    "div": quotient,
+    "exp": exponential,
+    "log": logarithm,
+    "where": choose,
+    "logaddexp": log_add_exp,
+}

@@ -1,0 +1,91 @@
+"""Finds the matched losses of a program: its outermost sums over keys, and what is around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch_streamkl.program.graph import BOUND, CONTRACT, SUM, Axis, Node, index
+from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
+from torch_streamkl.program.walks import rebuilt, walk
+
+
+def is_outside(x: Node) -> bool:
+    """Returns whether the arguments of an expression may have sums over keys."""
+    return x.op not in ("capture", CONTRACT, "log_softmax")
+
+
+def key_sums(roots: Iterable[Node]) -> set[Node]:
+    """Returns the sums over the keys of a softmax.
+
+    What a logarithm of probabilities is normalised along, as over heads, are no keys.
+    """
+    keys: dict[Node, frozenset[Axis]] = {}  # that softmaxes inside of an expression are over
+    found = set[Node]()
+    for x in walk(roots, lambda x: x.op not in ("capture", CONTRACT)):
+        entered = x.args if x.op not in ("capture", CONTRACT) else ()
+        keys[x] = frozenset[Axis]().union(*(keys[a] for a in entered))
+        if x.op == "log_softmax" and not keys[x]:
+            keys[x] = frozenset((x.value,))
+        if x.op == "reduce":
+            if x.value.kind == SUM and x.value.axis in keys[x]:
+                found.add(x)
+            keys[x] -= {x.value.axis}
+    return found
+
+
+def keys_first(root: Node) -> Node:
+    """Returns a program whose sums over keys are inside of those over rows and heads."""
+    wanted = key_sums([root])
+    if not any(x.args[0].op == "reduce" and x.args[0].value.kind == SUM for x in wanted):
+        return root
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        return _swapped(remade(x, args)) if x in wanted else remade(x, args)
+
+    return rebuilt([root], change, is_outside)[root]
+
+
+def _swapped(x: Node) -> Node:
+    """A sum over keys of a sum over rows as a sum over rows of one over keys."""
+    axes, body = list[Axis](), x
+    while body.op == "reduce" and body.value.kind == SUM:
+        axes.append(fresh_axis(body.value.axis.size))
+        body = opened(body, axes[-1])
+    if len(axes) < 2:
+        return x
+    key = axes.pop(0)
+    if not any(y.op == "log_softmax" and y.value == key for y in walk([body])):
+        return x
+    body = reduced(SUM, key, body)
+    for axis in reversed(axes):
+        body = reduced(SUM, axis, body)
+    return body
+
+
+def sites(root: Node) -> list[Node]:
+    """Returns the outermost sums over keys."""
+    wanted = key_sums([root])
+    order = walk([root], lambda x: is_outside(x) and x not in wanted)
+    return [x for x in order if x in wanted]
+
+
+def renamed_apart(site: Node) -> tuple[Node, dict[Axis, Axis]]:
+    """Returns a site with new axes in place of those that sums around it have bound.
+
+    Whatever is made of it may bind axes of the same depth.
+    """
+    names = {
+        a: fresh_axis(a.size)
+        for a in sorted(site.axes, key=lambda a: -a.level)
+        if isinstance(a.name, tuple) and a.name[0] == BOUND
+    }
+    return substitute(site, {a: index(b) for a, b in names.items()}), names
+
+
+def replaced(root: Node, changes: Mapping[Node, Node]) -> Node:
+    """Returns a program with other expressions of rows in place of some."""
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        return changes[x] if x in changes else remade(x, args)
+
+    return rebuilt([root], change, lambda x: is_outside(x) and x not in changes)[root]

@@ -1,0 +1,162 @@
+"""Joins sums over keys that are added: parts that are no divergence alone may be one together.
+
+These are cross-entropy minus entropy, and log-sum-exp minus the expectation of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch_streamkl.fx_passes.closed_forms.rows import is_outside, key_sums
+from torch_streamkl.program.canonical import linear, product, quotient, terms_of
+from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, SUM, Axis, Node, Size
+from torch_streamkl.program.reductions import fresh_axis, opened, reduced
+from torch_streamkl.program.walks import walk
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Represents sums over keys that are added, as one sum over keys in their place."""
+
+    total: Node  # that they are terms of
+    replacement: Node  # the same with one sum
+    parts: tuple[Node, ...]
+    whole: Node  # what the terms become
+
+
+@dataclass(frozen=True)
+class _Term:
+    """Represents coefficient * a sum over keys, or a log-sum-exp, in a sum over rows."""
+
+    coefficient: float
+    term: Node
+    inside: Node  # the sum over rows
+    reduction: Node  # over keys
+
+    @property
+    def num_rows(self) -> int:
+        return len(_chain(self.inside)) - (self.reduction.value.kind == SUM)
+
+
+def joined(root: Node, failed: Iterable[Node]) -> list[Joined]:
+    """Returns groups of added sums over keys, of which some are no divergence alone."""
+    wanted, found = set(failed), list[Joined]()
+    every = key_sums([root])
+    for x in walk([root], lambda x: is_outside(x) and x not in every):
+        if x.op != "linear":
+            continue
+        groups: dict[object, list[_Term]] = {}
+        terms = list(zip(x.value[1], x.args, strict=True))
+        for c, t in terms:
+            around, inside = _unwrapped(t)
+            term = _term(c, t, inside, every)
+            if term is not None:
+                groups.setdefault((around, _shape(term)), []).append(term)
+        for (around, _), group in groups.items():  # type: ignore[misc]  # keys are pairs
+            parts = tuple(t.reduction for t in group if t.reduction.value.kind == SUM)
+            if len(group) < 2 or not wanted.intersection(parts):
+                continue
+            whole = _one_sum(group)
+            rest = [(c, t) for c, t in terms if not any(t is y.term for y in group)]
+            replacement = linear(x.value[0], [*rest, (1.0, _wrapped(around, whole))])
+            found.append(Joined(x, replacement, parts, whole))
+    return found
+
+
+def _term(c: float, x: Node, inside: Node, every: set[Node]) -> _Term | None:
+    chain = _chain(inside)
+    last = chain[-1].args[0] if chain else inside
+    if last.op == "reduce" and last.value.kind == LOGSUMEXP:
+        is_score = any(y.op == CONTRACT and last.value.axis in y.axes for y in walk([last]))
+        return _Term(c, x, inside, last) if is_score else None
+    if chain and chain[-1] in every:
+        return _Term(c, x, inside, chain[-1])
+    return None
+
+
+def _shape(term: _Term) -> tuple[Size | None, ...]:
+    """The sizes of rows and keys."""
+    rows = _chain(term.inside)[: term.num_rows]
+    return (*(y.value.axis.size for y in rows), term.reduction.value.axis.size)
+
+
+def _wrapped(around: tuple[object, ...] | None, x: Node) -> Node:
+    if around is None:
+        return x
+    kind, *others = around
+    factors = [y for y in others if isinstance(y, Node)]
+    return quotient(x, factors[0]) if kind == "div" else product(*factors, x)
+
+
+def _unwrapped(x: Node) -> tuple[tuple[object, ...] | None, Node]:
+    """What a sum is divided by or multiplied with, and the sum."""
+    if x.op == "div":
+        return ("div", x.args[1]), x.args[0]
+    if x.op == "product":
+        sums = [y for y in x.args if y.op == "reduce" and y.value.kind in (SUM, LOGSUMEXP)]
+        if len(sums) == 1:
+            return ("product", *(y for y in x.args if y is not sums[0])), sums[0]
+    return None, x
+
+
+def _chain(x: Node) -> list[Node]:
+    """A sum, the sum that it is of, and so on."""
+    found = list[Node]()
+    while x.op == "reduce" and x.value.kind == SUM:
+        found.append(x)
+        x = x.args[0]
+    return found
+
+
+def _one_sum(group: Sequence[_Term]) -> Node:
+    """Terms over rows and keys of the same numbers as one sum over rows of one over keys."""
+    first = group[0]
+    rows = [fresh_axis(y.value.axis.size) for y in _chain(first.inside)[: first.num_rows]]
+    key = fresh_axis(first.reduction.value.axis.size)
+    bodies, normalisers = list[tuple[float, Node]](), list[tuple[float, Node]]()
+    for term in group:
+        x = term.inside
+        for axis in rows:
+            x = opened(x, axis)
+        if term.reduction.value.kind == LOGSUMEXP:
+            normalisers.append((term.coefficient, x))
+        else:
+            bodies.append((term.coefficient, opened(x, key)))
+    constant, bodies, left = _normalised(bodies, normalisers, key)
+    total = linear(constant, [*left, (1.0, reduced(SUM, key, linear(0.0, bodies)))])
+    for axis in reversed(rows):
+        total = reduced(SUM, axis, total)
+    return total
+
+
+def _normalised(
+    bodies: list[tuple[float, Node]], normalisers: Sequence[tuple[float, Node]], key: Axis
+) -> tuple[float, list[tuple[float, Node]], list[tuple[float, Node]]]:
+    """Adds log-sum-exps to the scores of an expectation, whose probabilities sum to 1.
+
+    Returns a number that is outside of the sum, the sum's terms, and log-sum-exps that are left.
+    """
+    constant, left = 0.0, list[tuple[float, Node]]()
+    for c, lse in normalisers:
+        for i, (k, body) in enumerate(bodies):
+            weights = [y for y in _factors(body) if _is_softmax(y, key)]
+            rest = product(*(y for y in _factors(body) if y not in weights))
+            if len(weights) != 1 or not any(y.op == CONTRACT for y in walk([rest])):
+                continue
+            shift, terms = terms_of(rest)
+            constant += k * shift
+            inside = linear(0.0, [*((k * d, t) for d, t in terms), (c, lse)])
+            bodies = [*bodies[:i], (1.0, product(weights[0], inside)), *bodies[i + 1 :]]
+            break
+        else:
+            left.append((c, lse))
+    return constant, bodies, left
+
+
+def _factors(x: Node) -> tuple[Node, ...]:
+    return x.args if x.op == "product" else (x,)
+
+
+def _is_softmax(x: Node, key: Axis) -> bool:
+    return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == key

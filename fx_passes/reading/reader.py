@@ -1,0 +1,356 @@
+"""Reads an ATen graph into expressions: an array for every tensor of the graph.
+
+NOTE [What is captured]
+A result is captured, which is always right, if its operation has no rule, or the rule does not
+read this call. `Reading.reasons` has the reason. Limits on depth and size are such reasons too, so
+that reading takes linear time. A captured tensor that is made of products of this graph exists in
+memory: `Reading.reads_products`.
+
+NOTE [Gradient flow]
+Whether gradient flows is a property of captured tensors. Each result is held against what autograd
+recorded of its node: where it recorded nothing, no part of the expression has gradient; where it
+recorded a gradient and the expression has none, the result is captured.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import MATMULS
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.fx_utils.mutation import (
+    RECORDS,
+    autograd_modes,
+    under_no_grad,
+    written_by,
+    written_storages,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
+from torch_streamkl.fx_passes.reading import arrays, types
+from torch_streamkl.fx_passes.reading.arrays import Array, NoView
+from torch_streamkl.fx_passes.reading.constants import Constants
+from torch_streamkl.fx_passes.reading.numbering import Numbering
+from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
+from torch_streamkl.fx_passes.reading.rules import MODULES
+from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
+from torch_streamkl.fx_passes.reading.writes import Writes
+from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
+from torch_streamkl.program.reductions import detached
+
+UNFORESEEN = "its rule failed"
+MAX_DEPTH = 512  # of an expression
+MAX_LEVEL = 64  # of reductions in reductions
+MAX_TERMS = 512  # of a sum or product
+assert MODULES
+Record = Callable[[fx.Node], bool]
+
+
+@dataclass
+class Reading:
+    """Holds what was read of a graph.
+
+    ``arrays`` has an array for every node that is a tensor, a tuple for several results.
+    ``reasons`` says why a result was captured, for those that were. ``reads_products`` are nodes
+    that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
+    infinity from numbers, or that became a number: there, identities of real numbers may differ
+    from what eager computes.
+    """
+
+    arrays: dict[fx.Node, Result] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    observers: dict[fx.Node, str] = field(default_factory=dict)
+    reads_products: set[fx.Node] = field(default_factory=set)
+    sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
+
+    def array(self, node: fx.Node) -> Array:
+        """Returns the array of a node with one result."""
+        found = self.arrays[node]
+        assert isinstance(found, Array)
+        return found
+
+
+def read(
+    graph: fx.Graph | fx.GraphModule,
+    records: Record = lambda node: False,
+    written: Collection[int | None] = (),
+) -> Reading:
+    """Reads a pre-dispatch ATen graph, whose nodes have fake values as ``meta["val"]``.
+
+    ``records`` says whether autograd recorded a gradient of a node. ``written`` is memory that
+    code outside of the graph writes to.
+    """
+    return Reader(graph, records, written).run()
+
+
+def read_trace(trace: Trace) -> Reading:
+    """Reads what `capture.retrace` traced, with what Dynamo recorded of the user's nodes."""
+    source = next(iter(trace.origin.values()), None)
+    written = written_storages(source.graph) if source is not None else ()
+    return read(trace.graph, recorded_gradients(trace).__getitem__, written)
+
+
+def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
+    """Returns whether Dynamo recorded a gradient of each node of a trace.
+
+    Its record of a user's operation is that of the result: the nodes inside of one have gradient
+    where an input has.
+    """
+    source = next(iter(trace.origin.values()), None)
+    unrecorded = under_no_grad(source.graph) if source is not None else set()
+    found: dict[fx.Node, bool] = {}
+    modes = autograd_modes(trace.graph.nodes)
+    for node in trace.graph.nodes:
+        user = node_of(trace, node)
+        value = example(user) if user is not None else None
+        is_on = user not in unrecorded or (user is not None and name_of(user) == "requires_grad_")
+        if node in trace.outer or node.op != "call_function":
+            flows = isinstance(value, Tensor) and value.requires_grad
+        else:  # also of a user's operation that returns nothing, such as setitem
+            is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
+            may = not isinstance(value, Tensor) or value.requires_grad
+            flows = may and not is_cut and any(found[a] for a in node.all_input_nodes)
+        found[node] = is_on and flows
+    return found
+
+
+class Reader:
+    """Reads one graph, node by node."""
+
+    def __init__(
+        self,
+        graph: fx.Graph | fx.GraphModule,
+        records: Record,
+        written: Collection[int | None],
+    ) -> None:
+        self.graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        self.module = self.graph.owning_module
+        self.reading = Reading()
+        self.sizes, self.observers = self.reading.sizes, self.reading.observers
+        self.modes = autograd_modes(self.graph.nodes)
+        self.records = records
+        self.written_storages = {*written, *written_storages(self.graph)}
+        self.numbering = Numbering(self.written_storages, self.records)
+        self.writes = Writes(self)
+        self.constants = Constants(self)
+        self.selections: dict[object, tuple[fx.Node, int, Size]] = {}
+
+    def run(self) -> Reading:
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.numbering.visit(node)
+                self._leaf(node)
+            elif node.op == "call_function":
+                self.numbering.visit(node)
+                self._visit(node)
+        return self.reading
+
+    # ------------------------------------------------------------------------- values
+
+    def array(self, x: object) -> Array:
+        """Returns an argument as an expression, at the time of the call."""
+        if isinstance(x, fx.Node):
+            value = x.meta.get("val")
+            if isinstance(value, Tensor):
+                return self.writes.current(x)
+            if isinstance(value, torch.SymInt):
+                return self._number(self.sizes.expression(value))
+            if isinstance(value, (torch.SymFloat, torch.SymBool)):
+                return self._number(capture(Source(x)))
+            x = value
+        if isinstance(x, torch.SymInt):
+            return self._number(self.sizes.expression(x))
+        if isinstance(x, bool):
+            return self._number(truth_of(x))
+        if isinstance(x, (int, float)):
+            return self._number(const(x, INT if isinstance(x, int) else FLOAT))
+        raise NoRule(f"an argument is {type(x).__name__}, neither a tensor nor a number")
+
+    def size(self, x: object) -> Size:
+        """Returns an integer argument."""
+        value = x.meta.get("val") if isinstance(x, fx.Node) else x
+        if isinstance(value, (int, torch.SymInt)):
+            return self.sizes.of(value)
+        raise NoRule("a size or position that is a value of the program")
+
+    def _number(self, x: Node) -> Array:
+        return Array(x, (), self.sizes)
+
+    def _leaf(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        held = getattr(self.module, str(node.target), None) if node.op == "get_attr" else None
+        if not isinstance(value, Tensor) and isinstance(held, Tensor):
+            value = node.meta["val"] = held
+        if not isinstance(value, Tensor):
+            return
+        if isinstance(held, Tensor) and self._is_number(held, node):
+            is_bool = held.dtype == torch.bool
+            x = truth_of(bool(held)) if is_bool else const(held.item(), types.kind_of(held.dtype))
+            self._keep(node, Array(x, ((),) * value.dim(), self.sizes))
+        else:
+            self._keep(node, self.captured(node))
+
+    def _is_number(self, held: Tensor, node: fx.Node) -> bool:
+        """Whether a tensor of the graph's module is a number that nothing writes."""
+        return (
+            held.numel() == 1
+            and not isinstance(held, FakeTensor)
+            and not held.is_complex()
+            and storage_of(node) not in self.written_storages
+        )
+
+    def captured(self, node: fx.Node, value: Tensor | None = None, name: object = None) -> Array:
+        """Returns a tensor of the user's program as it is at this time."""
+        value = node.meta["val"] if value is None else value
+        assert isinstance(value, Tensor)
+        return self.leaf(node if name is None else name, node, value)
+
+    def leaf(self, name: object, node: fx.Node, value: Tensor) -> Array:
+        """Returns a captured tensor, with the axes that tensors of its shape have."""
+        if not isinstance(name, Positions):
+            name = self.numbering.canonical.get(node, node) if name is node else name
+        dims = arrays.leaf_dims([self.sizes.of(n) for n in value.shape])
+        flows = value.dtype.is_floating_point and self._flows(node)
+        dtype = FLOAT if value.is_complex() else types.kind_of(value.dtype)
+        bounds = (-float("inf"), float("inf")) if dtype == FLOAT else types.bounds_of(value.dtype)
+        source = Source(name, self.writes.version(node), flows)
+        at = [arrays.position(d) for d in dims]
+        return Array(capture(source, dtype, at=at, bounds=bounds), dims, self.sizes)
+
+    def _flows(self, node: fx.Node) -> bool:
+        """Whether a tensor has a gradient at this time: a write may have given it one."""
+        return self.records(node) or storage_of(node) in self.writes.flowing
+
+    # ------------------------------------------------------------------------- operations
+
+    def _visit(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        has_tensors = isinstance(value, Tensor) or (
+            isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value)
+        )
+        is_product = name_of(node) in MATMULS
+        if is_product or any(a in self.reading.reads_products for a in node.all_input_nodes):
+            self.reading.reads_products.add(node)
+        targets = written_by(node)
+        if targets and self.records(node) and not self.writes.hides(node):
+            self.writes.flowing |= {storage_of(x) for x in targets} - {None}
+        if not has_tensors:
+            self.writes.unread(targets)
+            return
+        if node.target is operator.getitem:
+            self._keep(node, self._item(node))
+            return
+        same = self.numbering.canonical[node]
+        if same is not node and not targets and same in self.reading.arrays:
+            self._keep(node, self.reading.arrays[same])
+            if same in self.reading.reasons:
+                self.reading.reasons[node] = self.reading.reasons[same]
+            return
+        result = self._read(node, value, bool(targets))
+        self._keep(node, result)
+        if targets:
+            self.writes.write(node, targets, result)
+
+    def _read(self, node: fx.Node, value: object, writes: bool) -> Result:
+        try:
+            if writes and self.writes.hides(node):
+                raise NoRule("a tensor that has a gradient is modified in place under no_grad")
+            rule = RULES.get(node.target)
+            if rule is None:
+                raise NoRule(f"{name_of(node)} has no rule")
+            return self._held(node, self.applied(node), value)
+        except Exception as error:  # what is captured is right, whatever a rule has not foreseen
+            found = self.constants.meaning(node)
+            if found is not None:
+                return found
+            is_foreseen = isinstance(error, (NoRule, NoView))
+            reason = str(error) if is_foreseen else f"{UNFORESEEN}: {type(error).__name__} {error}"
+            self.reading.reasons[node] = reason
+            if not isinstance(value, Tensor):
+                return (None,) * len(value)  # type: ignore[arg-type]  # a tuple of tensors
+            return self.unread(node, value)
+
+    def unread(self, node: fx.Node, value: Tensor) -> Array:
+        """Returns a result that is captured, after a write with the version that this makes."""
+        self.writes.unread(written_by(node))
+        return self.captured(node, value)
+
+    def applied(self, node: fx.Node) -> Result:
+        """Applies a node's rule to the values that its arguments have at this time."""
+        rule = RULES[node.target]
+        result = rule(Call(self, node))
+        if isinstance(result, Array) and is_number(result.expr):
+            inputs = (self.reading.arrays.get(a) for a in _read_by(node))
+            if any(isinstance(x, Array) and not is_number(x.expr) for x in inputs):
+                self.observers.setdefault(node, "folded")
+        return result
+
+    def _item(self, node: fx.Node) -> Array:
+        source, place = node.args
+        assert isinstance(source, fx.Node)
+        results = self.reading.arrays.get(source)
+        found = results[place] if isinstance(results, tuple) else None  # type: ignore[index]
+        if found is None:
+            reason = self.reading.reasons.get(source, f"a result of {name_of(source)} has no rule")
+            self.reading.reasons[node] = reason
+            return self.captured(node)
+        try:
+            return self.fitted(node, found, node.meta["val"])
+        except NoRule as error:
+            self.reading.reasons[node] = str(error)
+            return self.captured(node)
+
+    def _held(self, node: fx.Node, result: Result, value: Any) -> Result:
+        """The result as torch recorded it: its shape, type and gradient, within limits."""
+        if isinstance(result, tuple):
+            pairs = zip(result, value, strict=True)
+            return tuple(None if x is None else self._shaped(x, v) for x, v in pairs)
+        return self.fitted(node, result, value)
+
+    def fitted(self, node: fx.Node, x: Array, value: Tensor) -> Array:
+        """Returns a result as torch recorded it: NOTE [Gradient flow]."""
+        x = self._shaped(x, value)
+        if x.expr.flows and not self.records(node):
+            return x.map(detached)
+        is_filled = bool(written_by(node))  # autograd records a write of a number
+        is_recorded = value.dtype.is_floating_point and self.records(node)
+        if is_recorded and not x.expr.flows and not is_filled:
+            raise NoRule("a gradient flows through what is a constant")
+        return x
+
+    def _shaped(self, x: Array, value: Tensor) -> Array:
+        shape = [self.sizes.of(n) for n in value.shape]
+        if len(x.dims) != len(shape):
+            raise NoRule(f"a result with {len(x.dims)} dimensions in place of {len(shape)}")
+        for d, n in enumerate(shape):
+            if x.dims[d] and not self.sizes.are_equal(x.size(d), n):
+                raise NoRule(f"a result of size {x.size(d)} in place of {n}")
+        x = arrays.expanded(x, shape)
+        expr = types.stored(x.expr, value.dtype)
+        is_long = expr.op in ("linear", "product") and len(expr.args) > MAX_TERMS
+        if expr.depth > MAX_DEPTH or expr.level > MAX_LEVEL or is_long:
+            raise NoRule("an expression that is too large to be analysed")
+        return replace(x, expr=expr)
+
+    def _keep(self, node: fx.Node, result: Result) -> None:
+        self.reading.arrays[node] = result
+        self.writes.note(node)
+
+
+def is_number(x: Node) -> bool:
+    """Returns whether an expression is known: a number, true or false."""
+    return x.op == "const" or (x.op in ("and", "or") and not x.args)
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors whose values an operation reads: not those that only lend their shape."""
+    name = name_of(node)
+    is_made = name.startswith("new_") or name.endswith("_like") or name in ("fill_", "zero_")
+    return [] if is_made else node.all_input_nodes

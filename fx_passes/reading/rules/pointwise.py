@@ -1,0 +1,315 @@
+"""Reads arithmetic and functions of one or two values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from torch_streamkl.fx_passes.reading import types
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
+from torch_streamkl.program.canonical import (
+    all_of,
+    any_of,
+    choose,
+    exponential,
+    function,
+    linear,
+    log_add_exp,
+    logarithm,
+    product,
+    quotient,
+    scaled,
+    subtracted,
+)
+from torch_streamkl.program.graph import BOOL, FLOAT, Node, const, made_power
+from torch_streamkl.program.operations import MAX_POWER
+
+aten = torch.ops.aten
+Unary = Callable[[Node], Node]
+
+
+def _log1p(x: Node) -> Node:
+    return logarithm(linear(1.0, [(1.0, x)]))
+
+
+def _log_to(base: float) -> Unary:
+    return lambda x: scaled(1.0 / math.log(base), logarithm(x))
+
+
+def _silu(x: Node) -> Node:
+    return product(x, function("sigmoid", x))
+
+
+def negative(x: Node) -> Node:
+    """Returns -x."""
+    return scaled(-1.0, x)
+
+
+UNARY: dict[object, Unary] = {
+    aten.exp.default: exponential,
+    aten.log.default: logarithm,
+    aten.log2.default: _log_to(2.0),
+    aten.log10.default: _log_to(10.0),
+    aten.log1p.default: _log1p,
+    aten.neg.default: negative,
+    aten.negative.default: negative,
+    aten.reciprocal.default: lambda x: quotient(const(1.0), x),
+    aten.rsqrt.default: lambda x: quotient(const(1.0), function("sqrt", x)),
+    aten.square.default: lambda x: product(x, x),
+    aten.silu.default: _silu,
+    aten.log_sigmoid.default: lambda x: negative(function("softplus", negative(x))),
+    aten.exp2.default: lambda x: exponential(scaled(math.log(2.0), x)),
+    aten.positive.default: lambda x: x,
+    aten.special_entr.default: lambda x: negative(product(x, logarithm(x))),
+} | {
+    getattr(aten, name).default: applied(name)
+    for name in (
+        *("sqrt", "abs", "tanh", "sigmoid", "relu", "erf", "sin", "cos", "tan", "sinh", "cosh"),
+        *("expm1", "floor", "ceil", "trunc", "sign"),
+    )
+}
+_OF_INTEGERS = {aten.abs.default, aten.neg.default, aten.relu.default, aten.sign.default}
+
+
+def _unary(call: Call) -> Array:
+    make = UNARY[call.node.target] if call.node.target in UNARY else UNARY[_out_of_place(call)]
+    return call.array("self").map(lambda e: make(number_of(e)))
+
+
+def _out_of_place(call: Call) -> object:
+    return getattr(aten, call.name).default
+
+
+for _overload in UNARY:
+    rule(_overload)(_unary)
+
+
+def binary(*overloads: object) -> Callable[[Callable[[Node, Node], Node]], None]:
+    """Registers what an operation makes of two numbers; of conditions they are 1 and 0."""
+
+    def register(make: Callable[[Node, Node], Node]) -> None:
+        def read(call: Call) -> Array:
+            x, y = call.arrays("self", "other")
+            return call.pointwise(lambda a, b: make(number_of(a), number_of(b)), x, y)
+
+        rule(*overloads)(read)
+
+    return register
+
+
+binary(aten.minimum.default)(applied("minimum"))
+binary(aten.maximum.default)(applied("maximum"))
+binary(aten.logaddexp.default)(log_add_exp)
+binary(aten.remainder.Tensor, aten.remainder.Scalar)(applied("remainder"))
+binary(aten.floor_divide.default)(applied("floor_divide"))
+binary(aten.true_divide.Tensor, aten.true_divide.Scalar)(quotient)
+binary(aten.divide.Tensor, aten.divide.Scalar)(quotient)
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor, aten.multiply.Scalar)
+def multiply(call: Call) -> Array:
+    """Reads a product; of conditions it is their conjunction."""
+
+    def times(a: Node, b: Node) -> Node:
+        both = a.dtype == BOOL and b.dtype == BOOL
+        return all_of(a, b) if both else product(number_of(a), number_of(b))
+
+    return call.pointwise(times, *call.arrays("self", "other"))
+
+
+def _sum(call: Call, sign: float, first: str = "self", second: str = "other") -> Array:
+    x, y, alpha = call.array(first), call.array(second), call.number("alpha", 1)
+
+    def add(a: Node, b: Node) -> Node:
+        if a.dtype == BOOL and b.dtype == BOOL:
+            return any_of(a, b)
+        b = number_of(b)
+        if alpha.op == "const":
+            return linear(0.0, [(1.0, number_of(a)), (sign * alpha.value, b)])
+        return linear(0.0, [(1.0, number_of(a)), (sign, product(alpha, b))])
+
+    return call.pointwise(add, x, y)
+
+
+@rule(aten.add.Tensor, aten.add.Scalar)
+def add(call: Call) -> Array:
+    """Reads a sum."""
+    return _sum(call, 1.0)
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar, aten.subtract.Tensor, aten.subtract.Scalar)
+def subtract(call: Call) -> Array:
+    """Reads a difference."""
+    return _sum(call, -1.0)
+
+
+@rule(aten.rsub.Tensor, aten.rsub.Scalar)
+def subtract_from(call: Call) -> Array:
+    """Reads ``other - alpha * self``."""
+    return _sum(call, -1.0, "other", "self")
+
+
+@rule(aten.div.Tensor, aten.div.Scalar)
+def divide(call: Call) -> Array:
+    """Reads a quotient."""
+    return call.pointwise(
+        lambda a, b: quotient(number_of(a), number_of(b)), *call.arrays("self", "other")
+    )
+
+
+@rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def divide_rounding(call: Call) -> Array:
+    """Reads a quotient that is rounded down or to zero."""
+    mode = call.get("rounding_mode")
+    if mode is None:
+        return divide(call)
+    x, y = call.arrays("self", "other")
+    if mode == "floor" or all(z.expr.range[0] >= 0.0 for z in (x, y)):
+        return call.pointwise(applied("floor_divide"), x, y)
+    if not call.dtype.is_floating_point:
+        raise NoRule("integers are divided towards zero")
+    return call.pointwise(lambda a, b: function("trunc", quotient(a, b)), x, y)
+
+
+def power_of(x: Node, exponent: float) -> Node:
+    """Returns a power with a known exponent."""
+    x = number_of(x)
+    if x.op == "exp":
+        return exponential(scaled(exponent, x.args[0]))
+    match exponent:
+        case 0.0:
+            return const(1.0, x.dtype)
+        case 1.0:
+            return x
+        case 2.0 | 3.0 | 4.0:
+            return product(*[x] * int(exponent))
+        case 0.5:
+            return function("sqrt", x)
+        case -0.5:
+            return quotient(const(1.0), function("sqrt", x))
+        case -1.0:
+            return quotient(const(1.0), x)
+    if abs(exponent) > MAX_POWER:
+        raise NoRule(f"a power of {exponent:g}, whose exponent is large")
+    return made_power(x, exponent)
+
+
+@rule(aten.pow.Tensor_Scalar)
+def power(call: Call) -> Array:
+    """Reads a power."""
+    exponent = call.known("exponent")
+    return call.array("self").map(lambda e: power_of(e, float(exponent)))
+
+
+@rule(aten.pow.Scalar)
+def power_of_number(call: Call) -> Array:
+    """Reads ``number ** tensor``."""
+    base = call.known("self")
+    if not base > 0:
+        raise NoRule("a power of a number that is not positive")
+    return call.array("exponent").map(lambda e: exponential(scaled(math.log(base), number_of(e))))
+
+
+@rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clip.default,
+      aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor)  # fmt: skip
+def clamp(call: Call) -> Array:
+    """Reads bounds, which may be tensors."""
+    x = call.array("self")
+    for name, op in (("min", "clamp_min"), ("max", "clamp_max")):
+        if call.has(name):
+            x = call.pointwise(applied(op), x, call.array(name))
+    call.observes("clamp")
+    return x
+
+
+@rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
+def x_log_y(call: Call) -> Array:
+    """Reads x log y, which is 0 where x is."""
+    return call.pointwise(
+        lambda a, b: product(number_of(a), logarithm(number_of(b))), *call.arrays("self", "other")
+    )
+
+
+@rule(aten.lerp.Scalar, aten.lerp.Tensor)
+def interpolate(call: Call) -> Array:
+    """Reads ``self + weight * (end - self)``."""
+
+    def mix(a: Node, b: Node, w: Node) -> Node:
+        if w.op == "const":
+            return linear(0.0, [(1.0 - w.value, a), (w.value, b)])
+        return linear(0.0, [(1.0, a), (1.0, product(w, subtracted(b, a)))])
+
+    return call.pointwise(mix, *call.arrays("self", "end", "weight"))
+
+
+@rule(aten.softplus.default)
+def soft_plus(call: Call) -> Array:
+    """Reads log(1 + e^x)."""
+    beta, threshold = call.known("beta", 1), call.known("threshold", 20)
+    if beta <= 0 or beta * threshold < 20:
+        raise NoRule("softplus with a low threshold")
+
+    def made(x: Node) -> Node:
+        return scaled(1.0 / beta, function("softplus", scaled(float(beta), x)))
+
+    return call.array("self").map(made)
+
+
+@rule(aten.dropout.default)
+def dropout(call: Call) -> Array:
+    """Reads dropout that does nothing."""
+    if call.get("p") != 0.0 and call.get("train"):
+        raise NoRule("dropout draws random numbers")
+    return call.array("input")
+
+
+@rule(aten.nan_to_num.default)
+def nan_to_num(call: Call) -> Array:
+    """Reads ``nan_to_num``, which replaces what is no number."""
+    call.observes("nan_to_num")
+    limits = torch.finfo(call.dtype)
+    values = {
+        "nan": call.known("nan"), "posinf": call.known("posinf"), "neginf": call.known("neginf")
+    }  # fmt: skip
+    nan = 0.0 if values["nan"] is None else values["nan"]
+    high = limits.max if values["posinf"] is None else values["posinf"]
+    low = limits.min if values["neginf"] is None else values["neginf"]
+
+    def replaced(x: Node) -> Node:
+        is_infinite, is_nan = function("isinf", x), function("isnan", x)
+        sided = choose(function("gt", x, const(0.0)), const(high), const(low))
+        return choose(is_nan, const(nan), choose(is_infinite, sided, x))
+
+    return call.array("self").map(replaced)
+
+
+@rule(aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other, aten.type_as.default,
+      aten.to.dtype_layout)  # fmt: skip
+def cast(call: Call) -> Array:
+    """Reads a cast: NOTE [Types]."""
+    source = "src" if call.has("src") else "self"
+    x, than = call.array(source), call.dtype_of(source)
+    assert than is not None
+    return _cast(call, x, than)
+
+
+def _cast(call: Call, x: Array, than: torch.dtype) -> Array:
+    to, kind = call.dtype, types.kind_of(call.dtype)
+    rounds = kind == FLOAT and x.expr.dtype == FLOAT and types.is_narrower(to, than)
+    reads_products = call.node in call.reader.reading.reads_products
+    if rounds and not reads_products and not types.is_of_positions(x.expr):
+        raise NoRule(f"an input is rounded to {str(to).removeprefix('torch.')}")
+    if rounds:
+        call.observes("rounding")
+    return x.map(lambda e: types.cast(e, to, than))
+
+
+@rule(aten.copy_.default)
+def copy(call: Call) -> Array:
+    """Reads a tensor that is written over another."""
+    than = call.dtype_of("src")
+    assert than is not None
+    return _cast(call, call.array("src"), than)

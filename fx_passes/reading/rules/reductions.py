@@ -1,0 +1,183 @@
+"""Reads sums, maxima and softmaxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from torch_streamkl.fx_passes.reading import arrays
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
+from torch_streamkl.program.canonical import (
+    choose,
+    exponential,
+    function,
+    linear,
+    product,
+    quotient,
+    scaled,
+    subtracted,
+)
+from torch_streamkl.program.graph import LOGSUMEXP, MAX, SUM, Node, const, size_of
+from torch_streamkl.program.reductions import reduced
+from torch_streamkl.program.walks import walk
+
+aten = torch.ops.aten
+
+
+def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
+    """Returns a reduction, over keys before rows: keys are what a softmax is over."""
+    expr = number_of(x.expr)
+    axes = [a for d in sorted(dims, reverse=True) for a in x.dims[d]]
+    if len(axes) > 1:
+        keys = {y.value for y in walk([expr]) if y.op == "log_softmax"}
+        axes.sort(key=lambda a: a not in keys)
+    for axis in axes:
+        expr = reduced(kind, axis, expr)
+    kept = [() if d in dims else y for d, y in enumerate(x.dims) if keepdim or d not in dims]
+    return Array(expr, tuple(kept), x.sizes)
+
+
+def count_of(x: Array, dims: Sequence[int]) -> Node:
+    """Returns how many elements dimensions have."""
+    return product(const(1.0), *(size_of(a.size or 1) for d in dims for a in x.dims[d]))
+
+
+def averaged(x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
+    """Returns a mean."""
+    count = count_of(x, dims)
+    return over(SUM, x, dims, keepdim).map(lambda e: quotient(e, count))
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def sum_(call: Call) -> Array:
+    """Reads a sum."""
+    x = call.array("self")
+    return over(SUM, x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+@rule(aten.mean.default, aten.mean.dim)
+def mean(call: Call) -> Array:
+    """Reads a mean."""
+    x = call.array("self")
+    return averaged(x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+@rule(aten.nansum.default)
+def nansum(call: Call) -> Array:
+    """Reads a sum without what is NaN."""
+    call.observes("nansum")
+    x = call.array("self").map(
+        lambda e: choose(function("isnan", e), const(0.0), e) if e.dtype == "float" else e
+    )
+    return over(SUM, x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+@rule(aten.amax.default, aten.amin.default)
+def amax(call: Call) -> Array:
+    """Reads a maximum or minimum."""
+    x = call.array("self").map(number_of)
+    dims, keepdim = call.dims(len(x.dims)), bool(call.get("keepdim", False))
+    if call.node.target == aten.amax.default:
+        return over(MAX, x, dims, keepdim)
+    found = over(MAX, x.map(lambda e: scaled(-1.0, e)), dims, keepdim)
+    return found.map(lambda e: scaled(-1.0, e))
+
+
+@rule(aten.max.dim)
+def max_along(call: Call) -> tuple[Array | None, ...]:
+    """Reads maxima, not where they are."""
+    x = call.array("self")
+    d = call.dim(rank=len(x.dims))
+    kept = bool(call.get("keepdim", False)) or not x.dims
+    return over(MAX, x, [d] if x.dims else [], kept), None
+
+
+@rule(aten.max.default)
+def max_of_all(call: Call) -> Array:
+    """Reads the maximum of all elements."""
+    x = call.array("self")
+    return over(MAX, x, range(len(x.dims)))
+
+
+@rule(aten.logsumexp.default)
+def logsumexp(call: Call) -> Array:
+    """Reads a log-sum-exp."""
+    x = call.array("self")
+    return over(LOGSUMEXP, x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+def log_softmax_of(x: Array, d: int) -> Array:
+    """Returns the log-softmax along a dimension."""
+    x = arrays.with_one_axis(x, d).map(number_of)
+    if not x.dims[d]:
+        return x.map(lambda e: const(0.0))
+    (axis,) = x.dims[d]
+    return x.map(lambda e: subtracted(e, reduced(LOGSUMEXP, axis, e)))
+
+
+def _softmax(call: Call) -> Array:
+    x = call.array("self")
+    return log_softmax_of(x, call.dim(rank=len(x.dims))) if x.dims else x.map(lambda e: const(0.0))
+
+
+@rule(aten.log_softmax.int, aten._log_softmax.default)
+def log_softmax(call: Call) -> Array:
+    """Reads a log-softmax."""
+    return _softmax(call)
+
+
+@rule(aten.softmax.int, aten._softmax.default)
+def softmax(call: Call) -> Array:
+    """Reads a softmax."""
+    return _softmax(call).map(exponential)
+
+
+def norm_of(x: Array, order: float, dims: Sequence[int], keepdim: bool) -> Array:
+    """Returns the norm of vectors along dimensions."""
+    if order == 2.0:
+        squares = x.map(lambda e: product(e, e))
+        return over(SUM, squares, dims, keepdim).map(lambda e: function("norm", e))
+    sizes = x.map(applied("abs"))
+    if order == 1.0:
+        return over(SUM, sizes.map(lambda e: x.expr if x.expr.range[0] >= 0 else e), dims, keepdim)
+    if order == math.inf:
+        return over(MAX, sizes, dims, keepdim)
+    raise NoRule(f"a norm of order {order:g}")
+
+
+@rule(aten.linalg_vector_norm.default)
+def vector_norm(call: Call) -> Array:
+    """Reads a norm."""
+    x = call.array("self").map(number_of)
+    order = float(call.known("ord", 2))
+    return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+@rule(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+def norm(call: Call) -> Array:
+    """Reads a norm in its older form."""
+    x = call.array("self").map(number_of)
+    order = call.known("p", 2)
+    order = 2.0 if order is None else float(order)
+    return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+@rule(aten.var.correction, aten.var.dim, aten.std.correction, aten.std.dim)
+def variance(call: Call) -> Array:
+    """Reads a variance or standard deviation."""
+    x = call.array("self")
+    dims, keepdim = call.dims(len(x.dims)), bool(call.get("keepdim", False))
+    correction = call.known("correction", 1)
+    correction = 1 if correction is None else correction
+    correction = (
+        int(call.known("unbiased", correction == 1)) if call.has("unbiased") else correction
+    )
+    centered = call.pointwise(subtracted, x, averaged(x, dims, keepdim=True))
+    squares = over(SUM, centered.map(lambda e: product(e, e)), dims, keepdim)
+    count = linear(-float(correction), [(1.0, count_of(x, dims))])
+    found = squares.map(lambda e: quotient(e, count))
+    is_root = call.node.target in (aten.std.correction, aten.std.dim)
+    return found.map(applied("sqrt")) if is_root else found

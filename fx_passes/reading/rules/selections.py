@@ -1,0 +1,287 @@
+"""Reads entries at positions that tensors hold: gather, indexing, boolean selections, scatter."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.reading import arrays
+from torch_streamkl.fx_passes.reading.arrays import Array, Dim
+from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
+from torch_streamkl.program.canonical import all_of, choose, compare, function, truth
+from torch_streamkl.program.graph import (
+    ANY,
+    INT,
+    SUM,
+    Axis,
+    Node,
+    Size,
+    Source,
+    capture,
+    const,
+    size_of,
+)
+from torch_streamkl.program.graph import index as position_along
+from torch_streamkl.program.reductions import fresh_axis, reduced, substitute
+
+aten = torch.ops.aten
+
+
+def gathered(call: Call, x: Array, d: int, at: Array, dims: Sequence[Dim]) -> Array:
+    """Returns a dimension read at positions; the other dimensions of both are the same."""
+    del dims
+    x = arrays.with_one_axis(x, d)
+    hole = fresh_axis(x.dims[d][0].size if x.dims[d] else 1)
+    expr = substitute(x.expr, {x.dims[d][0]: position_along(hole)}) if x.dims[d] else x.expr
+    open_ = replace(x, expr=expr, dims=tuple(() if i == d else y for i, y in enumerate(x.dims)))
+    (value, place), met = arrays.met(open_, at)
+    return call.made(substitute(value, {hole: place}), met)
+
+
+def _gather(call: Call, x: Array, d: int, at: Array) -> Array:
+    for i in range(len(x.dims)):
+        if i != d and not call.reader.sizes.are_equal(x.size(i), at.size(i)):
+            x = arrays.sliced(x, i, 0, at.size(i))
+    return gathered(call, x, d, at, at.dims)
+
+
+@rule(aten.gather.default)
+def gather(call: Call) -> Array:
+    """Reads entries along one dimension."""
+    x, at = call.arrays("self", "index")
+    if not x.dims:
+        return x
+    return _gather(call, x, call.dim(rank=len(x.dims)), at)
+
+
+@rule(aten.take_along_dim.default)
+def take_along_dim(call: Call) -> Array:
+    """Reads entries along one dimension, the others broadcast."""
+    if not call.has("dim"):
+        raise NoRule("take_along_dim without a dimension")
+    x, at = call.arrays("self", "indices")
+    return gathered(call, x, call.dim(rank=len(x.dims)), at, at.dims)
+
+
+@rule(aten.index_select.default)
+def index_select(call: Call) -> Array:
+    """Reads whole slices at positions."""
+    x, at = call.arrays("self", "index")
+    if not x.dims:
+        return x
+    d = call.dim(rank=len(x.dims))
+    own = at.dims[0] if at.dims else ()
+    return arrays.indexed(x, d, *_apart(x, at.expr, [own]))
+
+
+def _apart(x: Array, at: Node, dims: Sequence[Dim]) -> tuple[Node, list[Dim]]:
+    """Positions with axes that a tensor does not have."""
+    taken = {a for own in x.dims for a in own}
+    names = {a: fresh_axis(a.size) for own in dims for a in own if a in taken}
+    at = substitute(at, {a: position_along(b) for a, b in names.items()})
+    return at, [tuple(names.get(a, a) for a in own) for own in dims]
+
+
+@rule(aten.embedding.default)
+def embedding(call: Call) -> Array:
+    """Reads rows of a table."""
+    table, at = call.arrays("weight", "indices")
+    if call.known("padding_idx", -1) != -1 or call.known("scale_grad_by_freq", False):
+        raise NoRule("an embedding whose gradient is not that of indexing")
+    return arrays.indexed(table, 0, *_apart(table, at.expr, at.dims))
+
+
+@rule(aten.index.Tensor)
+def index(call: Call) -> Array:
+    """Reads ``x[mask]`` and ``x[i, j]``."""
+    x, given = call.array("self"), call.get("indices")
+    places = [d for d, i in enumerate(given) if i is not None]
+    masks = [given[d] for d in places if given[d].meta["val"].dtype in (torch.bool, torch.uint8)]
+    if masks:
+        if len(places) != 1:
+            raise NoRule("a mask among other indices")
+        return _where(call, x, places[0], masks[0])
+    every = [call.reader.array(given[d]) for d in places]
+    exprs, dims = arrays.met(*every)
+    first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+    kept = [(i, own) for i, own in enumerate(x.dims) if i not in places]
+    others = replace(x, dims=tuple(own for _, own in kept))
+    taken = {a for own in others.dims for a in own}
+    names = {a: fresh_axis(a.size) for own in dims for a in own if a in taken}
+    theta: dict[Axis, Node] = {}
+    for d, e in zip(places, exprs, strict=True):
+        x = arrays.with_one_axis(x, d)
+        e = substitute(e, {a: position_along(b) for a, b in names.items()})
+        if x.dims[d]:
+            theta[x.dims[d][0]] = _from_front(e, x.size(d))
+    new = [tuple(names.get(a, a) for a in own) for own in dims]
+    result = [own for i, own in kept if i < first] + new + [own for i, own in kept if i >= first]
+    return call.made(substitute(x.expr, theta), result)
+
+
+def _from_front(at: Node, size: Size) -> Node:
+    """A position that may be counted from the end."""
+    return at if at.range[0] >= 0.0 else function("remainder", at, size_of(size))
+
+
+# ------------------------------------------------------------------------ rows of a mask
+
+
+def _where(call: Call, x: Array, d: int, mask: fx.Node) -> Array:
+    """Rows at which a mask holds: equal masks select the same rows."""
+    rank = mask.meta["val"].dim()
+    assert isinstance(call.value, Tensor)
+    if rank == 0:
+        raise NoRule("a mask without dimensions")
+    first, version, count = _selection(call, mask, call.value.shape[d])
+    axis = arrays.own_axis(x, d, count)
+    taken = {a for i, own in enumerate(x.dims) if not d <= i < d + rank for a in own}
+    axis = fresh_axis(count) if axis in taken else axis
+    theta: dict[Axis, Node] = {}
+    for i, size in enumerate(first.meta["val"].shape):
+        x = arrays.with_one_axis(x, d + i)
+        if x.dims[d + i]:
+            bounds = 0.0, float(size - 1) if isinstance(size, int) else math.inf
+            source = Source(Positions(first, i), version)
+            at = [position_along(axis)]
+            theta[x.dims[d + i][0]] = capture(source, INT, at=at, bounds=bounds)
+    own: Dim = () if count == 1 else (axis,)
+    return call.made(substitute(x.expr, theta), (*x.dims[:d], own, *x.dims[d + rank :]))
+
+
+def _selection(call: Call, mask: fx.Node, count: Any) -> tuple[fx.Node, int, Size]:
+    """The first of equal masks, its version, and how many rows it selects."""
+    reader = call.reader
+    condition = reader.array(mask)
+    key = condition.map(truth).expr, tuple(condition.dims)
+    known = reader.selections.get(key)
+    if known is None or reader.writes.version(known[0]) != known[1]:  # the mask was written
+        known = mask, reader.writes.version(mask), reader.sizes.of(count)
+        reader.selections[key] = known
+    if known[0] is not mask:
+        reader.sizes.equate(count, known[2])
+    return known
+
+
+@rule(aten.masked_select.default)
+def masked_select(call: Call) -> Array:
+    """Reads elements at which a mask of the same shape holds."""
+    x, mask = call.array("self"), call.get("mask")
+    shapes = [call.shape_of(n.meta["val"]) for n in (call.get("self"), mask)]
+    if shapes[0] != shapes[1]:
+        raise NoRule("masked_select with a mask that is broadcast")
+    return _where(call, x, 0, mask)
+
+
+# ------------------------------------------------------------------------ scatter
+
+
+@rule(aten.scatter.value, aten.scatter.src)
+def scatter(call: Call) -> Array:
+    """Reads a number that is written at given positions."""
+    x, at = call.arrays("self", "index")
+    if not x.dims:
+        raise NoRule("scatter to a number")
+    d = call.dim(rank=len(x.dims))
+    value = call.array("src") if call.has("src") else call.array("value")
+    if value.expr.axes:
+        if not _are_unique(call.get("index"), d):
+            raise NoRule("scatter of a tensor at positions that may be the same")
+        return _scattered(call, x, d, at, value)
+    for i in range(len(x.dims)):
+        if i != d and not call.reader.sizes.are_equal(x.size(i), at.size(i)):
+            raise NoRule("scatter into a part")
+    return _scattered(call, x, d, at, call.made(value.expr))
+
+
+def _scattered(call: Call, x: Array, d: int, at: Array, value: Array) -> Array:
+    x = arrays.with_one_axis(arrays.expanded(x, x.shape), d)
+    if not x.dims[d]:
+        raise NoRule("scatter along one position")
+    held = fresh_axis(x.dims[d][0].size)
+    opened = substitute(x.expr, {x.dims[d][0]: position_along(held)})
+    base = call.made(opened, [() if i == d else y for i, y in enumerate(x.dims)])
+    at = arrays.with_one_axis(at, d)
+    if value.dims:
+        value = arrays.with_one_axis(value, d)
+        for i in range(len(x.dims)):
+            if not call.reader.sizes.are_equal(value.size(i), at.size(i)):
+                raise NoRule("scatter of a part")
+    (old, place, new), dims = arrays.met(base, at, value)
+    hit = compare("eq", place, position_along(held))
+    added = choose(hit, new, const(0.0, new.dtype))
+    for axis in dims[d]:
+        hit = reduced(ANY, axis, hit)
+        added = reduced(SUM, axis, added) if value.dims else new
+    if new.dtype == "bool":
+        hit, added = all_of(hit), new
+    if call.dtype == torch.bool:
+        expr = choose(hit, new, old) if old not in (truth_of(True), truth_of(False)) else hit
+        if old is not truth_of(False) or new is not truth_of(True):
+            raise NoRule("scatter into a condition")
+        return call.made(expr, [(held,) if i == d else y for i, y in enumerate(dims)])
+    result = choose(hit, added, old)
+    return call.made(result, [(held,) if i == d else y for i, y in enumerate(dims)])
+
+
+@rule(aten.one_hot.default)
+def one_hot(call: Call) -> Array:
+    """Reads 1 at ids, 0 elsewhere."""
+    x = call.array("self")
+    axes = arrays.leaf_dims(call.shape)[-1]
+    at = arrays.position(axes)
+    whole = call.made(at, (*((),) * len(x.dims), axes))
+    ids = call.made(x.expr, (*x.dims, ()))
+    return call.pointwise(lambda i, j: compare("eq", i, j), ids, whole)
+
+
+def _are_unique(ids: object, d: int) -> bool:
+    """Whether positions are those of a top-k along the dimension."""
+    while isinstance(ids, fx.Node) and ids.target in (
+        aten.detach.default, aten.alias.default, aten.contiguous.default,
+    ):  # fmt: skip
+        ids = ids.args[0]
+    if not isinstance(ids, fx.Node) or ids.target is not operator.getitem or ids.args[1] != 1:
+        return False
+    top = ids.args[0]
+    assert isinstance(top, fx.Node)
+    given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
+    rank = ids.meta["val"].dim()
+    return top.target == aten.topk.default and given % rank == d
+
+
+@rule(aten.topk.default)
+def topk(call: Call) -> tuple[Array | None, ...]:
+    """Reads the largest elements as entries at their ids, which are captured."""
+    ids = [u for u in call.node.users if u.target is operator.getitem and u.args[1] == 1]
+    x = call.array("self")
+    if not ids or not x.dims:
+        raise NoRule("the largest elements without their ids")
+    assert isinstance(call.value, (tuple, list))
+    at = call.reader.captured(ids[0], call.value[1])
+    return _gather(call, x, call.dim(default=-1, rank=len(x.dims)), at), at
+
+
+@rule(aten.index_put.default)
+def index_put(call: Call) -> Array:
+    """Reads a number that is written where a mask holds."""
+    x, given = call.array("self"), call.get("indices")
+    mask = given[0] if len(given) == 1 else None
+    if mask is None or mask.meta["val"].dtype != torch.bool or call.get("accumulate"):
+        raise NoRule("index_put at positions")
+    value = call.array("values")
+    if value.expr.axes:
+        raise NoRule("index_put of a tensor")
+    condition = call.reader.array(mask)
+    dims = (*condition.dims, *((),) * (len(x.dims) - len(condition.dims)))
+    new = call.made(value.expr)
+    return call.pointwise(
+        lambda c, v, e: choose(truth(c), v, e), call.made(condition.expr, dims), new, x
+    )

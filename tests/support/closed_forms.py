@@ -1,0 +1,79 @@
+"""Holds a match against the program that it came from: recomputed from its arguments alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.evaluate_program import evaluate
+from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, Matched, RowValue
+from torch_streamkl.fx_passes.closed_forms.match import around
+from torch_streamkl.fx_passes.closed_forms.recompute import recompute
+from torch_streamkl.program.graph import Node, Source
+
+
+def difference(
+    form: ClosedForm, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None = None
+) -> float:
+    """Returns the largest error of the recomputed rows and gradients, relative to the largest."""
+    (rows, grads), (again, grads_again) = (
+        _run(x, form, values, sizes) for x in (form.site, recompute(form))
+    )
+    largest = max(
+        (float(x.abs().nan_to_num(0, 0, 0).max()) for x in grads if x.numel()), default=0
+    )
+    errors = [_error(rows, again, float(rows.abs().nan_to_num(0, 0, 0).max()))]
+    errors += [_error(x, y, largest) for x, y in zip(grads, grads_again, strict=True)]
+    return max(errors)
+
+
+def difference_around(
+    matched: Matched, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None = None
+) -> float:
+    """Returns the largest error of a program whose matched rows are recomputed."""
+    order = sorted(matched.root.axes, key=repr)
+    rows = {}
+    for number, form in enumerate(matched.closed.values()):
+        own = [a for a in form.calls[0].axes.rows if a in form.site.axes]
+        source = Source(RowValue(number), 0, form.site.flows)
+        rows[source] = evaluate(recompute(form), values, sizes, own)
+    expected = evaluate(matched.root, values, sizes, order)
+    found = evaluate(around(matched), {**values, **rows}, sizes, order)
+    return _error(expected, found, float(expected.abs().nan_to_num(0, 0, 0).max()))
+
+
+def _run(
+    x: Node, form: ClosedForm, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Values, and gradients of a weighted sum of them to each tensor that is trained."""
+    leaves = {
+        k: v.detach().clone().double().requires_grad_() if getattr(k, "grad_flows", False) else v
+        for k, v in values.items()
+    }
+    trained = [v for v in leaves.values() if v.requires_grad]
+    rows = evaluate(x, leaves, sizes, sorted(form.site.axes, key=repr))
+    grads: list[Tensor] = [torch.zeros_like(v) for v in trained]
+    if rows.requires_grad:
+        weights = torch.linspace(0.5, 1.5, rows.numel(), dtype=rows.dtype).view(rows.shape)
+        total = (rows * weights)[torch.isfinite(rows.detach())].sum()
+        found = torch.autograd.grad(total, trained, allow_unused=True)
+        grads = [
+            torch.zeros_like(v) if g is None else g for v, g in zip(trained, found, strict=True)
+        ]
+    return rows.detach(), grads
+
+
+def _error(x: Tensor, y: Tensor, largest: float) -> float:
+    both = torch.isfinite(x)  # a row without keys has NaN where it is written naively
+    gap = (x - y)[both].abs()
+    return float(gap.max()) / max(largest, 1e-30) if gap.numel() else 0.0
+
+
+def recomputed_alike(
+    form: ClosedForm, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None = None
+) -> None:
+    """Asserts that a match means what the program does."""
+    assert difference(form, values, sizes) < 1e-9

@@ -1,0 +1,222 @@
+"""Naive losses as programs, built by hand: what the rewrite's reader makes of them, in short.
+
+Each is a function of `Tensors`, which hands out captured tensors and draws their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.fx_passes.reading import arrays
+from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, over
+from torch_streamkl.program import canonical as c
+from torch_streamkl.program.graph import (
+    BOOL,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    SUM,
+    Node,
+    Source,
+    capture,
+    const,
+    index,
+)
+
+BATCH, HEADS, ROWS, KEYS, DIM, VOCAB = 2, 4, 5, 7, 3, 11
+
+
+@dataclass
+class Tensors:
+    """Hands out captured tensors by name, with values in float64."""
+
+    values: dict[Source, Tensor] = field(default_factory=dict)
+
+    def make(self, name: str, *shape: int, grad: bool = False, of: Tensor | None = None) -> Array:
+        """Returns a tensor; of normal numbers where no values are given."""
+        source = Source(name, grad_flows=grad)
+        if source not in self.values:
+            g = torch.Generator().manual_seed(len(self.values))
+            drawn = torch.randn(shape, generator=g, dtype=torch.float64)
+            self.values[source] = drawn if of is None else of
+        kinds = {torch.bool: BOOL, torch.int64: INT}
+        dtype = kinds.get(self.values[source].dtype, FLOAT)
+        dims = arrays.new_dims(self.values[source].shape)
+        return Array(capture(source, dtype, at=[arrays.position(d) for d in dims]), dims)
+
+
+def swapped(x: Array, i: int, j: int) -> Array:
+    dims = list(x.dims)
+    dims[i], dims[j] = dims[j], dims[i]
+    return Array(x.expr, tuple(dims))
+
+
+def both(function: Callable[..., Node], *given: Array) -> Array:
+    exprs, dims = met(*given)
+    return Array(function(*exprs), dims)
+
+
+def scaled(x: Array, by: float) -> Array:
+    return x.map(lambda e: c.scaled(by, e))
+
+
+def plus(x: Array, y: Array, by: float = 1.0) -> Array:
+    return both(lambda a, b: c.linear(0.0, [(1.0, a), (by, b)]), x, y)
+
+
+def minus(x: Array, y: Array) -> Array:
+    return plus(x, y, -1.0)
+
+
+def times(x: Array, y: Array) -> Array:
+    return both(c.product, x, y)
+
+
+def over_by(x: Array, y: Array) -> Array:
+    return both(c.quotient, x, y)
+
+
+def log_softmax(x: Array) -> Array:
+    return both(c.subtracted, x, over(LOGSUMEXP, x, [-1], keepdim=True))
+
+
+def exp(x: Array) -> Array:
+    return x.map(c.exponential)
+
+
+def log(x: Array) -> Array:
+    return x.map(c.logarithm)
+
+
+def softmax(x: Array) -> Array:
+    return exp(log_softmax(x))
+
+
+def total(x: Array, *dims: int) -> Array:
+    return over(SUM, x, dims or range(len(x.dims)))
+
+
+def mean(x: Array, *dims: int) -> Array:
+    every = dims or tuple(range(len(x.dims)))
+    count = math.prod(n for d, n in enumerate(x.shape) if d in [e % len(x.dims) for e in every])
+    return scaled(total(x, *every), 1.0 / count)
+
+
+def tanh(x: Array) -> Array:
+    return x.map(lambda e: c.function("tanh", e))
+
+
+def softcapped(x: Array, cap: float) -> Array:
+    return scaled(tanh(scaled(x, 1.0 / cap)), cap)
+
+
+def filled(x: Array, keep: Array, fill: float) -> Array:
+    return both(lambda m, e: c.choose(m, e, const(fill)), keep, x)
+
+
+def added_mask(x: Array, keep: Array, fill: float) -> Array:
+    mask = keep.map(lambda m: c.choose(m, const(0.0), const(fill)))
+    return plus(x, mask)
+
+
+def band(x: Array, left: int | None, right: int | None) -> Array:
+    """Returns the condition of a window on the last two dimensions, aligned at the end."""
+    i, j = arrays.position(x.dims[-2]), arrays.position(x.dims[-1])
+    shift = float(x.shape[-1] - x.shape[-2])  # type: ignore[operator]
+    ends = []
+    if right is not None:
+        ends.append(c.nonnegative(c.linear(shift + right, [(1.0, i), (-1.0, j)])))
+    if left is not None:
+        ends.append(c.nonnegative(c.linear(left - shift, [(-1.0, i), (1.0, j)])))
+    return Array(c.all_of(*ends), ((),) * (len(x.dims) - 2) + x.dims[-2:])
+
+
+def repeated(x: Array, d: int, count: int) -> Array:
+    """Returns ``repeat_interleave`` along a dimension."""
+    axis = arrays.fresh_axis(count)
+    dims = list(x.dims)
+    dims[d] = (*dims[d], axis)
+    return Array(x.expr, tuple(dims))
+
+
+def padding(t: Tensors) -> Array:
+    """Returns which keys a padded batch has, broadcast to its scores."""
+    keep = torch.arange(KEYS)[None] < torch.tensor([[KEYS], [KEYS - 2]])
+    x = t.make("keep", of=keep)
+    return Array(x.expr, (x.dims[0], (), (), x.dims[1]))
+
+
+def scores(t: Tensors, side: str, kv_heads: int = HEADS, scale: float = DIM**-0.5) -> Array:
+    """Returns attention scores of a student, which is trained, or a teacher."""
+    grad = side == "s"
+    q = t.make(f"{side}q", BATCH, HEADS, ROWS, DIM, grad=grad)
+    k = t.make(f"{side}k", BATCH, kv_heads, KEYS, DIM, grad=grad)
+    if kv_heads != HEADS:
+        k = repeated(k, 1, HEADS // kv_heads)
+    return scaled(matmul(q, swapped(k, -1, -2)), scale)
+
+
+def logits(t: Tensors, side: str, vocab: int = VOCAB) -> Array:
+    """Returns logits of a language-model head."""
+    grad = side == "s"
+    hidden = t.make(f"{side}h", BATCH, ROWS, DIM, grad=grad)
+    weight = t.make(f"{side}w", vocab, DIM, grad=grad)
+    return matmul(hidden, swapped(weight, -1, -2))
+
+
+def kl(s: Array, t: Array) -> Array:
+    """Returns the forward KL of two tensors of scores, by row."""
+    log_t = log_softmax(t)
+    return total(times(exp(log_t), minus(log_t, log_softmax(s))), -1)
+
+
+def reverse_kl(s: Array, t: Array) -> Array:
+    return kl(t, s)
+
+
+def js(s: Array, t: Array, beta: float = 0.5) -> Array:
+    p, q = softmax(t), softmax(s)
+    mixture = log(plus(scaled(p, beta), q, 1.0 - beta))
+    left = times(p, minus(log(p), mixture))
+    right = times(q, minus(log(q), mixture))
+    return total(plus(scaled(left, beta), right, 1.0 - beta), -1)
+
+
+def variation(s: Array, t: Array) -> Array:
+    gap = minus(softmax(t), softmax(s)).map(lambda e: c.function("abs", e))
+    return scaled(total(gap, -1), 0.5)
+
+
+def clamped_kl(s: Array, t: Array, least: float = 1e-3) -> Array:
+    q = softmax(s).map(lambda e: c.function("clamp_min", e, const(least)))
+    p = softmax(t)
+    return total(times(p, minus(log(p), log(q))), -1)
+
+
+def lifted_kl(s: Array, t: Array, eps: float = 1e-3) -> Array:
+    def lift(e: Node) -> Node:
+        return c.logarithm(c.linear(eps, [(1.0, e)]))
+
+    p, q = softmax(t), softmax(s)
+    return total(times(p, minus(p.map(lift), q.map(lift))), -1)
+
+
+def average(x: Array) -> Array:
+    """Returns the mean of probabilities over heads, renormalised as people do."""
+    p = mean(softmax(x), 1)
+    return over_by(p, over(SUM, p, [-1], keepdim=True))
+
+
+def alone(x: Array) -> Sequence[arrays.Axis]:
+    """Returns the axes of a tensor, in the order of its dimensions."""
+    return [a for d in x.dims for a in d]
+
+
+def first_head(x: Array) -> Node:
+    """Returns the position of a head."""
+    return index(x.dims[1][0])

@@ -1,0 +1,467 @@
+"""Reads programs into the expression graph, and holds value and gradients against eager code.
+
+A program is captured as a pre-dispatch ATen graph, read, and evaluated in float64. What is
+captured in the reading is taken from a run of the graph, with its gradients.
+
+``python -m tests.support.read_programs corpus|users|misleading`` prints what is read and how.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.support.evaluate_program import evaluate
+from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
+from torch_streamkl.fx_passes.capture.region import find_region
+from torch_streamkl.fx_passes.capture.retrace import Trace, trace_region
+from torch_streamkl.fx_passes.capture.settings import CAPTURE
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
+from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.reader import (
+    UNFORESEEN,
+    Reading,
+    read,
+    read_trace,
+    recorded_gradients,
+)
+from torch_streamkl.program.graph import Extent, Source
+from torch_streamkl.program.walks import walk
+
+EXACT = (
+    2.0**-33
+)  # of the largest value: rounding in float64 of sums of thousands, and cancellation
+NOTHING = 1e-14  # next to a sum of what cancels
+ROUNDING = {torch.float32: 2e-4, torch.float16: 6e-2, torch.bfloat16: 3e-1}
+
+
+@dataclass
+class Outcome:
+    """What became of a program: empty strings where all is equal."""
+
+    reading: Reading | None = None
+    value: str = ""
+    gradient: str = ""
+    nan: str = ""  # eager has NaN where the program has a number
+    captured: list[str] = field(default_factory=list)  # made of products, and in the results
+    seconds: float = 0.0
+    nodes: int = 0
+
+    @property
+    def is_right(self) -> bool:
+        return not self.value and not self.gradient
+
+
+def capture(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False, wide: bool = True
+) -> fx.GraphModule:
+    """The pre-dispatch ATen graph of a program; ``wide`` makes float32 in it float64."""
+    for mode in ("symbolic" if dynamic else "fake", "real"):
+        try:
+            return _traced(fn, inputs, mode, wide)
+        except GuardOnDataDependentSymNode:  # values of data decide: as Dynamo breaks graphs there
+            if mode == "real":
+                raise
+    raise AssertionError
+
+
+def _traced(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], mode: str, wide: bool
+) -> fx.GraphModule:
+    def flat(*x: Tensor) -> list[Tensor]:
+        return [y for y in tree_leaves(fn(*x)) if isinstance(y, Tensor)]
+
+    options: Any = {"tracing_mode": mode, "pre_dispatch": True, "_allow_non_fake_inputs": True}
+    with torch.enable_grad():
+        gm = make_fx(flat, **options)(*inputs)
+        if wide and _widen(gm):
+            gm = make_fx(gm, **options)(*widened(inputs))
+    return gm
+
+
+def widened(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Inputs in float64 in place of float32."""
+    return [
+        x.detach().double().requires_grad_(x.requires_grad) if x.dtype == torch.float32 else x
+        for x in inputs
+    ]
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph with autograd; keeps what each node computed, and snapshots of sources."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        sources: Sequence[Source] = (),
+        recorded: dict[fx.Node, bool] | None = None,
+    ) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.recorded = recorded or {}
+        self.values: dict[fx.Node, Any] = {}
+        self.records: dict[fx.Node, bool] = {}
+        self.versions: Counter[int | None] = Counter()
+        self.tensors: dict[Any, Tensor] = {}
+        self.wanted = list(sources)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        flows = isinstance(result, Tensor) and result.requires_grad
+        if flows and not self.recorded.get(n, True):
+            result = result.detach()  # a trace has none of the user's no_grad
+        self.values[n] = result
+        self.records[n] = isinstance(result, Tensor) and result.requires_grad
+        for storage in {storage_of(x) for x in written_by(n)}:
+            self.versions[storage] += 1
+        left = []
+        for source in self.wanted:
+            node = source.name.mask if isinstance(source.name, Positions) else source.name
+            is_now = node in self.values and self.versions[storage_of(node)] == source.version
+            if not is_now:
+                left.append(source)
+                continue
+            value = self.values[node]
+            if not isinstance(value, Tensor):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            if isinstance(source.name, Positions):
+                value = value.nonzero()[:, source.name.dim]
+            with torch.enable_grad():
+                value = value.clone() if source.grad_flows else value.detach().clone()
+            self.tensors[source] = value
+        self.wanted = left
+        return result
+
+
+def _leaves(inputs: Sequence[Any]) -> list[Any]:
+    return [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    ]
+
+
+def examine(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False, wide: bool = True
+) -> Outcome:
+    """Captures, reads, evaluates and compares a program."""
+    torch.manual_seed(0)
+    gm = capture(fn, _leaves(inputs), dynamic, wide)
+    inputs = widened(inputs) if wide else inputs
+    torch.manual_seed(0)
+    first = _Run(gm)
+    leaves, again = _leaves(inputs), _leaves(inputs)
+    with torch.enable_grad():
+        first.run(*leaves)
+    start = time.perf_counter()
+    reading = read(gm, first.records.__getitem__)
+    outcome = Outcome(reading, seconds=time.perf_counter() - start, nodes=len(gm.graph.nodes))
+    (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
+    return hold(gm, outcome, results, first, (leaves, again))
+
+
+def hold(
+    gm: fx.GraphModule,
+    outcome: Outcome,
+    results: Any,
+    first: _Run,
+    inputs: tuple[list[Tensor], list[Tensor]],
+) -> Outcome:
+    """Evaluates what was read of a graph's results, and compares with a run of the graph."""
+    reading = outcome.reading
+    assert reading is not None
+    outcome.value = next((r for r in reading.reasons.values() if r.startswith(UNFORESEEN)), "")
+    outputs = [first.values[n] for n in results]
+    made = [reading.array(n) for n in results]
+    sources = [x.value for x in walk([x.expr for x in made]) if x.op == "capture"]
+    sources = list(dict.fromkeys(sources))
+    for source in sources:
+        if source.name in reading.reads_products:
+            outcome.captured.append(f"{source}: {reading.reasons.get(source.name)}")
+    torch.manual_seed(0)
+    second = _Run(gm, sources, first.recorded)
+    leaves, again = inputs
+    with torch.enable_grad():
+        second.run(*again)
+    missing = [s for s in sources if s not in second.tensors]
+    if missing:
+        outcome.value = f"no tensors for {missing}"
+        return outcome
+    sizes = _sizes(gm, reading, second)
+    found = [_evaluated(x, second.tensors, sizes, y) for x, y in zip(made, outputs, strict=True)]
+    exact = _tolerance(gm)
+    for x, y in zip(outputs, found, strict=True):
+        outcome.value = outcome.value or _difference(x, y, exact)
+        outcome.nan = outcome.nan or _nan(x, y)
+    if not outcome.value:
+        outcome.gradient = _gradients(outputs, leaves, found, again, exact)
+    return outcome
+
+
+def examine_compiled(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False
+) -> list[Outcome]:
+    """Compiles a program, and holds what is read of each graph that the rewrite analyses."""
+    outcomes: list[Outcome] = []
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        region = None if why_unsupported(gm.graph) else find_region(gm.graph)
+        if region is None:
+            return gm.forward
+        trace = trace_region(gm, region)
+        start = time.perf_counter()
+        reading = read_trace(trace)
+        seconds = time.perf_counter() - start
+        is_done = False
+
+        def run(*args: Any) -> Any:
+            nonlocal is_done
+            user = _Run(gm)
+            with torch.enable_grad():
+                result = user.run(*args)
+            if not is_done:
+                is_done = True
+                outcomes.append(_of_trace(trace, reading, user, seconds))
+            return result
+
+        return run
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(CAPTURE):
+        torch.compile(fn, backend=backend, dynamic=dynamic or None)(*_leaves(inputs))
+    return outcomes
+
+
+def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Outcome:
+    placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
+    given = [user.values[trace.outer[n]] for n in placeholders]
+    leaves, again = _leaves(given), _leaves(given)
+    torch.manual_seed(0)
+    first = _Run(trace.module, (), recorded_gradients(trace))
+    with torch.enable_grad():
+        first.run(*leaves)
+    outcome = Outcome(reading, seconds=seconds, nodes=len(trace.graph.nodes))
+    results = [
+        n
+        for n in trace.graph.nodes
+        if isinstance(first.values.get(n), Tensor)
+        and n.op == "call_function"
+        and not written_by(n)
+        and (not first.values[n].dim() or all(u.op == "output" for u in n.users))
+    ]
+    return hold(trace.module, outcome, results, first, (leaves, again))
+
+
+def _widen(gm: fx.GraphModule) -> bool:
+    """Makes float32 in a graph float64, so that all that is computed is exact."""
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    changed = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values)
+
+    def wider(x: Any) -> Any:
+        nonlocal changed
+        changed |= x is torch.float32
+        return torch.float64 if x is torch.float32 else x
+
+    for n in gm.graph.nodes:
+        n.args, n.kwargs = tree_map(wider, n.args), tree_map(wider, dict(n.kwargs))
+        held = getattr(gm, str(n.target), None) if n.op == "get_attr" else None
+        if isinstance(held, Tensor) and held.dtype == torch.float32:
+            setattr(gm, str(n.target), held.double())
+            changed = True
+    gm.recompile()
+    return changed
+
+
+def _tolerance(gm: fx.GraphModule) -> float:
+    """What is computed in a narrow type is not more exact."""
+    found = EXACT
+    for n in gm.graph.nodes:
+        for x in tree_leaves(n.meta.get("val")):
+            if isinstance(x, Tensor) and x.dtype in ROUNDING:
+                found = max(found, ROUNDING[x.dtype])
+    return found
+
+
+def _sizes(gm: fx.GraphModule, reading: Reading, run: _Run) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    for n in gm.graph.nodes:
+        value, actual = n.meta.get("val"), run.values.get(n)
+        pairs = zip(tree_leaves(value), tree_leaves(actual), strict=False)
+        for x, y in pairs if actual is not None else ():
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                for a, b in zip(x.shape, y.shape, strict=False):
+                    found[reading.sizes.of(a)] = b
+            if isinstance(x, torch.SymInt) and isinstance(y, int):
+                found[reading.sizes.of(x)] = y
+    known = {str(k): v for k, v in found.items()}
+    for extent in list(reading.sizes._known.values()):
+        if extent not in found:
+            expr = extent.size.node.expr
+            values = {s: known[str(s)] for s in expr.free_symbols if str(s) in known}
+            found[extent] = int(expr.subs(values))
+    return found
+
+
+def _evaluated(
+    x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like: Tensor
+) -> Tensor:
+    order = [a for d in x.dims for a in d]
+    value = evaluate(
+        x.expr, tensors, {k: v for k, v in sizes.items() if isinstance(k, Extent)}, order
+    )
+    value = value.reshape(like.shape)
+    if like.dtype == torch.bool or not like.is_floating_point():
+        return value.to(like.dtype)
+    return value.double()
+
+
+def _difference(x: Tensor, y: Tensor, exact: float) -> str:
+    if not x.is_floating_point():
+        return "" if torch.equal(x, y) else "other integers"
+    x, y = x.detach().double(), y.detach().double()
+    largest = float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
+    where = ~x.isnan()
+    if torch.allclose(x[where], y[where], rtol=exact, atol=max(exact * largest, NOTHING)):
+        return ""
+    return f"{_size(x)} -> {_size(y)}, off by {_size(x - y)}"
+
+
+def _nan(x: Tensor, y: Tensor) -> str:
+    if not x.is_floating_point():
+        return ""
+    count = int((x.isnan() & ~y.isnan()).sum())
+    return f"{count} NaN of eager are numbers" if count else ""
+
+
+def _size(x: Tensor | None) -> str:
+    return "None" if x is None else f"{float(x.abs().max()) if x.numel() else 0.0:.4g}"
+
+
+def _gradients(
+    eager: list[Tensor],
+    leaves: list[Tensor],
+    read: list[Tensor],
+    again: list[Tensor],
+    exact: float,
+) -> str:
+    needs = [x.requires_grad for x in eager if x.is_floating_point()]
+    found = [x.requires_grad for x in read if x.is_floating_point()]
+    if needs != found:
+        return f"outputs need gradients: {needs} -> {found}"
+    pairs = []
+    for outputs, inputs in ((eager, leaves), (read, again)):
+        results = [x for x in outputs if x.requires_grad]
+        trained = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        if not results or not trained:
+            return ""
+        weights = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape).to(x.dtype) for x in results]
+        pairs.append(torch.autograd.grad(results, trained, weights, allow_unused=True))
+    for i, (x, y) in enumerate(zip(*pairs, strict=True)):
+        a = torch.zeros(()) if x is None else x
+        b = torch.zeros(()) if y is None else y
+        if x is None and y is not None and not bool((y == 0).all()):
+            return f"gradient {i}: None -> {_size(y)}"
+        if x is not None and y is None and not bool((x == 0).all()):
+            return f"gradient {i}: {_size(x)} -> None"
+        if x is not None and y is not None and (wrong := _difference(a, b, exact)):
+            return f"gradient {i}: {wrong}"
+    return ""
+
+
+# ------------------------------------------------------------------------ programs
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    fn: Callable[..., Any]
+    inputs: list[Tensor]
+    dynamic: bool = False
+    wide: bool = True
+
+
+def corpus() -> Iterator[Case]:
+    from tests.corpus.naive_losses import ALL_CASES
+
+    for case in ALL_CASES:
+        args = case["make_inputs"](0, dtype=torch.float64)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+
+        def fn(*xs: Tensor, args: Any = args, fn: Any = case["fn"]) -> Any:
+            rest = iter(xs)
+            return fn(*(next(rest) if isinstance(a, Tensor) else a for a in args))
+
+        yield Case(case["name"], fn, tensors)
+
+
+def users() -> Iterator[Case]:
+    import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+    from tests.support.user_losses import USER_LOSSES
+
+    for name, loss in USER_LOSSES.items():
+        yield Case(name, loss.fn, loss.inputs())
+
+
+def misleading() -> Iterator[Case]:
+    from tests.support import misleading_programs  # noqa: F401  # they register themselves
+    from tests.support.misleading.registry import PROGRAMS
+
+    for p in PROGRAMS.values():
+        yield Case(p.name, p.fn, p.inputs(), p.dynamic, wide=False)
+
+
+SETS = {"corpus": corpus, "users": users, "misleading": misleading}
+
+
+def main(how: str, which: str, *names: str) -> None:
+    totals: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for case in SETS[which]():
+        if names and not any(n in case.name for n in names):
+            continue
+        try:
+            if how == "compiled":
+                every = examine_compiled(case.fn, case.inputs, case.dynamic)
+            else:
+                dynamic = case.dynamic or how == "dynamic"
+                every = [examine(case.fn, case.inputs, dynamic, case.wide)]
+        except Exception as error:
+            if names:
+                raise
+            totals["crash"] += 1
+            print(f"CRASH {case.name:44s} {type(error).__name__}: {str(error)[:150]}", flush=True)
+            continue
+        totals["programs"] += 1
+        for found in every:
+            mark = "ok" if found.is_right else "WRONG"
+            totals[mark] += 1
+            totals["nan"] += bool(found.nan)
+            totals["whole"] += not found.captured
+            reasons.update(set(found.reading.reasons.values()) if found.reading else [])
+            if mark != "ok" or found.nan or found.captured or names:
+                print(
+                    f"{mark:6s}{case.name:44s} {found.seconds * 1e3:.0f} ms {found.nodes} nodes"
+                    f" {found.value} {found.gradient} {found.nan} {found.captured[:2]}"[:300],
+                    flush=True,
+                )
+    print(totals)
+    for reason, count in reasons.most_common(70):
+        print(f"{count:5d} {reason[:120]}")
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
