@@ -444,8 +444,8 @@ def as_markdown(events: Mapping[str, str], examples: Mapping[str, str]) -> str:
 
 def _upper(text: str) -> str:
     """Capitalizes a hint, unless it begins with code."""
-    is_word = re.match("[a-z]+ ", text)
-    return text[0].upper() + text[1:] if is_word else text
+    is_prose = re.match("[a-z]+ ", text)
+    return text[0].upper() + text[1:] if is_prose else text
 
 
 def _escaped(text: str) -> str:
