@@ -27,11 +27,11 @@ FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
 ROW_PROGRAM = "torch_streamkl.row_program"
 _OUTSIDE = "inputs of the compiled function|not made from scores in this graph|not made in this"
 _SEVERAL_PROCESSES = (
-    "; fully_shard breaks graphs at every module that it is applied to: compile "
-    "torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost module "
-    "alone; for logits it is enough that both bodies run before both LM heads, which that "
-    'alone shards; DistributedDataParallel splits them, but for backend="streamkl" or with '
-    "torch._dynamo.config.optimize_ddp = False"
+    ". On several ranks, fully_shard breaks the graph at every module that it is applied to: "
+    "compile torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost "
+    "module alone. For a loss on logits it is enough that both bodies run before both LM heads, "
+    "and that the heads have no fully_shard call of their own. If a note says that the graphs of "
+    "DistributedDataParallel are split first, set torch._dynamo.config.optimize_ddp = False"
 )
 _YOUR_OWN = (
     f"{ROW_PROGRAM} computes sums over keys of your own functions (docs/guide/row-programs.md)"
@@ -368,14 +368,14 @@ ADVICE = (
 _BREAKS = (
     (
         "requires_grad_",
-        "requires_grad_() of an intermediate tensor breaks the graph: where "
-        "enable_input_require_grads() calls it, checkpointing with use_reentrant=False does not "
-        "need it: model.disable_input_require_grads()",
+        "requires_grad_() of an intermediate tensor breaks the graph: if "
+        "enable_input_require_grads() calls it, use checkpointing with use_reentrant=False, and "
+        "call model.disable_input_require_grads()",
     ),
     (
         "torchao",
-        "DoRA's layers of PEFT break the graph, and a magnitude per vocabulary entry of an LM "
-        "head is no part of the operators: LoraConfig(use_dora=False) for the LM head",
+        "PEFT's DoRA layers break the graph, and no operator has their magnitude per vocabulary "
+        "entry: use LoraConfig(use_dora=False) for the LM head",
     ),
     (
         "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
@@ -388,9 +388,9 @@ _BREAKS = (
     ),
 )
 _ANY_BREAK = (
-    "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called function "
+    "TORCH_LOGS=graph_breaks shows every break; for a break inside of a called function, "
     + "torch_streamkl.enable(), or " * HAS_NESTED_GRAPH_BREAKS
-    + "torch._dynamo.config.nested_graph_breaks = True, keeps its caller's part together"
+    + "torch._dynamo.config.nested_graph_breaks = True, keeps the caller's graph whole"
 )
 
 
