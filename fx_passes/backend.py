@@ -73,10 +73,10 @@ class PassesThroughDynamo(ShortenTraceback):
 class UnfusedError(PassesThroughDynamo):
     """Raised with the option ``strict`` if a loss of the graph is not fused.
 
-    It is raised while the graph is compiled, and its message has the report. A loss is what
-    compares two score- or logit-sized distributions, recognized or not, such as sorted
-    probabilities. A loss that is skipped for its size does not raise, nor does one distribution
-    alone: attention, cross-entropy with labels, an entropy.
+    It is raised while the graph is compiled, and its message has the report. A loss is code that
+    compares two score- or logit-sized distributions, even if the rewrite does not recognize it,
+    such as a comparison of sorted probabilities. A loss that is skipped for its size does not
+    raise, nor does code with one distribution: attention, cross-entropy with labels, an entropy.
     """
 
 

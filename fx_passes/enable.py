@@ -136,8 +136,8 @@ def enable(options: Given = None, /, **named: Unpack[OptionValues]) -> Enabled:
 def disable() -> None:
     """Undoes `enable`, however often it was called.
 
-    A setting that you have changed since then stays, and so does compiled code. Without `enable`,
-    nothing happens.
+    Settings that you changed after `enable` keep your values, and compiled code does not change.
+    If `enable` was not called, this does nothing.
     """
     _set(None)
 

@@ -61,7 +61,7 @@ class RewriteOptions:
         torch.compile(step, backend="streamkl", options=options)
         torch_streamkl.enable(options)
 
-    A flag is True or False, and nothing else. A number is an int or a float, and no flag.
+    A flag takes True or False, not 1. A number is an int or a float, not True.
 
     Attributes:
         strict: raise `UnfusedError` if a loss of the graph is not fused. A skipped loss raises
@@ -72,12 +72,13 @@ class RewriteOptions:
         deterministic: False allows faster gradients that differ in the last bits from run to run
             (Hopper, head_dim 64).
         verify: ``"auto"`` runs each fused loss and the code that it replaces on the same random
-            inputs, within the two limits below, and fuses nothing that differs. ``"always"`` has
-            no limits, and fuses nothing that cannot be checked. ``"never"`` checks nothing.
+            inputs. A loss that differs is not fused. A check beyond the two limits below is
+            skipped, and the loss is fused. ``"always"`` has no limits, and does not fuse a loss
+            that cannot be checked. ``"never"`` checks nothing.
         verify_max_mib: the memory of one such check in MiB; None is a quarter of what is free.
         verify_max_seconds: the time of all checks of a graph, in seconds.
         min_mib: the minimum size for fusing, in MiB of scores or logits. Smaller losses are
-            skipped. 0 skips nothing, and None is the threshold of the device.
+            skipped. 0 skips nothing, and None uses the thresholds of docs/reference/options.md.
         row_programs: also fuse losses that are not built-in divergences, as row programs.
 
     Raises:
@@ -94,7 +95,8 @@ class RewriteOptions:
     inner: Literal["inductor", "aot_eager", "eager"] = _option(
         "inductor",
         _OneOf(*INNER_BACKENDS),
-        "compiler of the rewritten graph, with `backend=` only; the others are for debugging",
+        'compiler of the rewritten graph, with `backend="streamkl"` only; '
+        "[what it costs](#what-inner-costs)",
     )
     deterministic: bool = _option(
         True,
@@ -105,9 +107,10 @@ class RewriteOptions:
     verify: Literal["auto", "always", "never"] = _option(
         "auto",
         _OneOf(*MODES),
-        "run each fused loss and the code that it replaces on the same random inputs, and fuse "
-        'nothing that differs. "auto" stays within the two limits below. "always" has no limits, '
-        'and fuses nothing that cannot be checked. "never" checks nothing',
+        "run each fused loss and the code that it replaces on the same random inputs; a loss that "
+        'differs is not fused. "auto" skips a check beyond the two limits below, and fuses the '
+        'loss. "always" has no limits, and does not fuse a loss that cannot be checked. "never" '
+        "checks nothing",
     )
     verify_max_mib: float | None = _option(
         None,
@@ -115,7 +118,9 @@ class RewriteOptions:
         "memory of one such check in MiB; `None` is a quarter of what is free",
     )
     verify_max_seconds: float = _option(
-        1.0, _Number("above 0", 0, is_open=True, none=False), "time of all checks of a graph"
+        1.0,
+        _Number("above 0", 0, is_open=True, none=False),
+        "time of all checks of a graph, in seconds",
     )
     min_mib: float | None = _option(
         None,

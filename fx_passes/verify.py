@@ -110,9 +110,9 @@ def verify(
     If a result differs, up to eight more eager runs follow. The run in float64 needs twice the
     memory of a naive one in float32.
 
-    It does not compare strides, which results share memory with each other or with arguments, and
-    whether a result is an `nn.Parameter`. If the compiled program changes the grad mode or random
-    seeds, they are restored, and nothing is reported.
+    Three things are not compared: strides, whether results share memory with each other or with
+    arguments, and whether a result is an `nn.Parameter`. If the compiled program changes the grad
+    mode or random seeds, they are restored, and nothing is reported.
 
     Args:
         fn: a function, bound method or module, compiled by torch.compile or not.

@@ -2,7 +2,7 @@
 
 - Operators: `attention_kl`, `attention_kl_varlen`, `linear_kl`, `LinearKL`, `linear_topk_kl` and
   `row_program`.
-- Compiling: ``torch.compile(step, backend="streamkl")`` puts them in place of naive losses.
+- Compiling: ``torch.compile(step, backend="streamkl")`` replaces naive losses by operators.
   `inductor_options` and `enable` do the same for compiler options and for trainers.
 - Reports: `explain`, `reports` and `verify` say what is fused, and whether it is right.
 

@@ -27,11 +27,11 @@ FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
 ROW_PROGRAM = "torch_streamkl.row_program"
 _OUTSIDE = "inputs of the compiled function|not made from scores in this graph|not made in this"
 _SEVERAL_PROCESSES = (
-    "; fully_shard breaks graphs at every module that it is applied to: compile "
-    "torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost module "
-    "alone; for logits it is enough that both bodies run before both LM heads, which that "
-    'alone shards; DistributedDataParallel splits them, but for backend="streamkl" or with '
-    "torch._dynamo.config.optimize_ddp = False"
+    ". On several ranks, fully_shard breaks the graph at every module that it is applied to: "
+    "compile torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost "
+    "module alone. For a loss on logits it is enough that both bodies run before both LM heads, "
+    "and that the heads have no fully_shard call of their own. If a note says that the graphs of "
+    "DistributedDataParallel are split first, set torch._dynamo.config.optimize_ddp = False"
 )
 _YOUR_OWN = (
     f"{ROW_PROGRAM} computes sums over keys of your own functions (docs/guide/row-programs.md)"
@@ -51,96 +51,97 @@ ADVICE = (
     Advice(
         "a graph break lies between the logits and the loss",
         "graph break at ",
-        "move what breaks the graph after the loss, or before the products",
+        "move the code that breaks the graph: after the loss, or before the matmuls",
     ),
     Advice(
         "only the logits or only the loss is in a checkpoint",
         "of the checkpoint (that|at)",
-        "put the matmuls and the loss into one checkpointed function, or move both out of it",
+        "put the matmuls and the loss into the same checkpointed function, or both outside of it",
     ),
     Advice(
         "a hook on logits (register_hook)",
-        "comes from register_hook",
-        "put the hook on the hidden states, q or k, or change the loss: a fused loss has no "
-        "gradient of logits or scores",
+        "^register_hook|comes from register_hook",
+        "register the hook on the hidden states, q or k instead, or write its effect into the "
+        "loss: a fused loss has no gradient of logits or scores",
     ),
     Advice(
         "another operation than a matrix product makes the scores",
         "intermediate value of another|^einsum|no matrix product|that the rewrite does not read",
-        "write it with matmul, softmax and sums over the last dimension. Between matmul and "
-        "softmax, a fused loss may have a scale, softcap, mask or bias. Apply any other operation "
-        "before the matmul or to the loss, if the value stays the same",
+        "compute the scores by one matmul, and write softmax and sums over the last dimension. "
+        "Between matmul and softmax, a fused loss may have a scale, softcap, mask or bias. Apply "
+        "any other operation before the matmul or to the loss, if the value stays the same",
     ),
     Advice(
         "the loss is in a custom autograd.Function",
         "custom autograd.Function",
-        "write the loss as plain torch operations: autograd makes the same gradient",
+        "write the loss with torch operations, if autograd gives the gradient that you want",
     ),
     Advice(
         "logits or probabilities are inputs of the compiled function",
         _OUTSIDE,
-        "compute hidden @ weight.T, or q @ k.mT, and the softmaxes of both sides inside of the "
+        "compute hidden @ weight.T (or q @ k.mT) and the softmaxes of both sides inside of the "
         "compiled function",
     ),
     Advice(
         "the divergence leaves the graph before it is summed over the keys",
         "leaves the graph before it is summed",
-        "sum over the keys in the compiled function and return row values or the loss",
+        "sum over the keys (the last dimension) inside of the compiled function, and return "
+        "per-row values or the loss",
     ),
     Advice(
         "entries of rows are gathered by ids (a cached or served top-k)",
         "^(gather|take_along_dim|index_select|index)\\b|single entries|gathered by index"
         "|several entries of a row",
-        f"{ROW_PROGRAM}(..., columns={{'ids': ids}}) streams losses on a few entries of each row, "
-        "if no row has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same "
-        "graph fuse as they are; whole rows may be selected, logits[mask]",
+        f"if no row has an id twice, call {ROW_PROGRAM}(..., columns={{'ids': ids}}) "
+        "(docs/guide/cached-teachers.md). Ids of a topk in the same graph fuse as they are. Whole "
+        "rows may be selected, as in logits[mask]",
     ),
     Advice(
         "argmax: a hard teacher",
         "^(argmax|argmin)\\b",
-        "compute it outside of the compiled function, in chunks and under no_grad; labels can be "
-        "passed to cross_entropy or linear_kl",
+        "compute the labels outside of the compiled function, in chunks and under no_grad. "
+        "Then pass them to cross_entropy, or as labels= to linear_kl",
     ),
     Advice(
         "sort, top-k, cumsum: whole rows in order",
         "^(sort|argsort|topk|kthvalue|argmax|argmin|cumsum|cumprod|logcumsumexp|msort|median"
         "|quantile|multinomial|the largest scores)\\b",
-        "it needs whole rows, which no streamed operator has; to keep it small, select the rows "
-        "that count before the product",
+        "such a loss cannot be fused, because its operation needs whole rows. To save memory, "
+        "select the rows that count before the matmul",
     ),
     Advice(
         "dropout changes probabilities",
         "^dropout|\\bdropout\\b",
-        "where the dropout is not meant (a teacher in training mode), call eval() or set p=0; a "
-        "loss on dropped probabilities is not streamed",
+        "if the dropout is not intended (a teacher in training mode), call eval() or set p=0. A "
+        "loss on probabilities with dropout cannot be fused",
     ),
     Advice(
         "double softmax",
         "double softmax",
-        "probabilities go through a second softmax: if that is not meant, take softmax and "
-        "log_softmax of the scores",
+        "if the second softmax is not intended, take softmax and log_softmax of the scores",
     ),
     Advice(
         "keys are masked after the softmax",
         "applied after the softmax|after the softmax are",
-        "if rows should sum to 1 over the keys that are left, mask the scores before the softmax; "
-        f"whole rows may be masked after the sum; else {ROW_PROGRAM}",
+        "if rows should sum to 1 over the remaining keys, mask the scores before the softmax. To "
+        f"exclude whole rows, mask them after the sum. Otherwise use {ROW_PROGRAM}",
     ),
     Advice(
         "weights that vary along the keys",
         "vary along the keys multiply",
-        f"{ROW_PROGRAM} takes such weights; weights per batch, head or query fuse after the sum",
+        f"{ROW_PROGRAM} takes such weights. Weights per batch, head or query fuse if they "
+        "multiply the sum over the keys",
     ),
     Advice(
         "teacher and student are masked differently",
         "masked differently|masks that overlap|different values",
-        "if both sides should see the same keys, give both the same mask and the same value",
+        "if both sides should see the same keys, use one mask and one fill value for both",
     ),
     Advice(
         "an in-place write to scores",
         "^in-place |^[\\w:.]+ writes .* in place|^\\w+_ of ",
-        "write it out of place: t = t + m, masked_fill instead of masked_fill_, torch.where "
-        "instead of t[mask] = x: the same values",
+        "use the out-of-place form, which gives the same values: t = t + m, masked_fill instead "
+        "of masked_fill_, torch.where instead of t[mask] = x",
     ),
     Advice(
         "a target is filled in place (target[rows, ids] = p)",
@@ -155,8 +156,8 @@ ADVICE = (
     Advice(
         "scores are standardized by std() or var()",
         "^(std|var|std_mean|var_mean)\\b|averaged over their own rows or keys",
-        "write the deviation by hand, for n keys: d = s - s.mean(-1, keepdim=True), then "
-        "((d * d).sum(-1, keepdim=True) / (n - 1)).sqrt(): the same value",
+        "compute the same value from sums over the n keys: d = s - s.mean(-1, keepdim=True), then "
+        "((d * d).sum(-1, keepdim=True) / (n - 1)).sqrt()",
     ),
     Advice(
         "a slice or column of the scores is overwritten",
@@ -181,13 +182,13 @@ ADVICE = (
     Advice(
         "scores are a sum of several products (adapters)",
         "sum of products|multiplies the scores varies along the keys",
-        "one LoRA adapter on an LM head fuses. Several active adapters, and DoRA's magnitude per "
-        "vocabulary entry, do not: put them on other modules",
+        "an LM head fuses with one LoRA adapter. Put further adapters on other modules, and DoRA, "
+        "which has a magnitude per vocabulary entry",
     ),
     Advice(
         "a distribution is detached in one place and not in another",
         "detached in one place",
-        "detach the distribution once and use that tensor wherever no gradient is wanted",
+        "detach the distribution once, and use the detached tensor wherever you want no gradient",
     ),
     Advice(
         "an operation that is read in another spelling (hardtanh, huber_loss, silu)",
@@ -202,17 +203,17 @@ ADVICE = (
     Advice(
         "torch.vmap",
         "torch.vmap",
-        "call the function with a batch dimension instead of mapping it",
+        "call the function on tensors with a batch dimension, without torch.vmap",
     ),
     Advice(
         "a transform of torch.func",
         "transform of torch.func|forward mode",
-        "compile the loss and differentiate it with backward()",
+        "compile the loss alone, and differentiate it with backward()",
     ),
     Advice(
         "the loss is in the body of a higher-order operator",
         "in the body of",
-        "return q and k, or the hidden states, from the body, and compute the loss outside of it",
+        "return q and k, or the hidden states, from the body. Compute the loss outside of it",
     ),
     Advice(
         "gradients are asked for inside of the compiled code",
@@ -222,28 +223,29 @@ ADVICE = (
     Advice(
         "a plain tensor next to DTensors",
         "plain tensor next to DTensors",
-        "DTensor.from_local(x, mesh, [Replicate()]) says that every rank has the same",
+        "if every rank has the same tensor, pass DTensor.from_local(x, mesh, [Replicate()])",
     ),
     Advice(
         "ranks add up parts of the softmax by hand (all_reduce)",
         "ranks add up",
-        "linear_kl(..., group=tp_group) takes the vocabulary shard of each rank, and ranks "
-        "exchange 24 bytes a token; or write the loss on logits that are DTensors",
+        "call linear_kl(..., group=tp_group) with each rank's vocabulary shard: ranks exchange 24 "
+        "bytes a token. Or write the loss on logits that are DTensors",
     ),
     Advice(
         "a DTensor would have to be gathered",
         "would gather it",
-        "shard or place the tensor once, before the loss",
+        "redistribute the tensor once, before the loss, to a placement of "
+        "docs/reference/several-gpus.md",
     ),
     Advice(
         "ranks compile different graphs",
         "compiles another graph",
-        "ranks that share DTensors must compile the same loss and options",
+        "compile the same loss with the same options on all ranks that share DTensors",
     ),
     Advice(
         "a tensor subclass",
         "tensor subclass",
-        "compute the loss of plain tensors, such as the local tensors of a DTensor",
+        "pass plain tensors to the loss, such as the local tensors of a DTensor",
     ),
     Advice(
         "a size that the inputs do not have",
@@ -258,8 +260,8 @@ ADVICE = (
     Advice(
         "a Python number that changes between calls",
         "a Python number that changes",
-        "pass it as a tensor, torch.tensor(x), or keep it constant "
-        "(torch._dynamo.config.specialize_float = True recompiles for each value)",
+        "pass it as a tensor, torch.tensor(x). Or set torch._dynamo.config.specialize_float = "
+        "True, which recompiles for each value",
     ),
     Advice(
         "cross-entropy with class weights, label smoothing or soft labels keeps logits",
@@ -269,50 +271,53 @@ ADVICE = (
     Advice(
         "logits are padded to another vocabulary size",
         "padded to another|are padded with",
-        "padding with float('-inf') fuses: these entries have probability 0. If you do not need "
-        "the added entries, drop the extra rows of the larger LM head instead",
+        "if the added entries should have probability 0, pad with float('-inf'). If you do not "
+        "need them, drop the extra rows of the larger LM head instead",
     ),
     Advice(
         "keys are sliced away after the softmax",
         "only some of the keys|keys are selected",
-        "multiply by a 0/1 weight per key instead of slicing: the same sum, a row program",
+        "multiply by a 0/1 weight per key instead of slicing: the same sum, which fuses as a row "
+        "program",
     ),
     Advice(
         "scores are sliced, reshaped or flattened so that their axes mix",
         "sliced|mixes the axes|flattened|another shape",
-        "slice or reshape the hidden states, q or k before the product: the same scores",
+        "slice or reshape the hidden states, q or k before the matmul: the same scores",
     ),
     Advice(
         "rows are selected of something else than the logits",
         "rows are selected of",
-        "select rows of the logits themselves, in the order that the hidden states have",
+        "select the rows right after the matmul, in the order that the hidden states have",
     ),
     Advice(
         "the probabilities of both sides are averaged over heads",
         "probabilities of both sides are averaged",
-        "the mean over heads of one side fuses, of both it does not",
+        "streamkl.row_programs=True (the default) fuses it as a row program. Without it, only the "
+        "mean over the heads of one side fuses",
     ),
     Advice(
         "NaN or infinity is read by the code after the loss",
         "and eager has|eager code has NaN",
         "return the per-row values, and run this operation on them outside of the compiled "
-        "function",
+        "function: a fused sum may be a number where eager code has NaN",
     ),
     Advice(
         "the scores are also read by other code",
         "are also read by",
-        "drop that reader (a metric, a returned tensor), or compute it outside of the step",
+        "remove that reader (a metric, a returned tensor), or compute it outside of the step",
     ),
     Advice(
         "an entropy alone",
         "is an entropy",
-        "an entropy alone is not fused. Together with a cross-entropy it fuses",
+        "streamkl.row_programs=True (the default) fuses it as a row program. Without it, an "
+        "entropy fuses only together with a cross-entropy",
     ),
     Advice(
         "an operation that no operator has",
         "of scores$|of attention or vocabulary probabilities$|operator has it$|read it here$",
-        "if the same value can be written with the operations of row_program "
-        "(docs/reference/row-programs.md), write it so; otherwise the loss stays unfused",
+        "write the same value with operations of row_program (docs/reference/row-programs.md), if "
+        "there is a way. Otherwise the loss stays unfused",
     ),
     Advice(
         "scores or probabilities change their type",
@@ -324,15 +329,15 @@ ADVICE = (
     Advice(
         "a softmax over heads, over several dimensions, or over other ones than the sum",
         "softmax(es)? over|softmax is over|over different (dimensions|axes)",
-        "softmax and sum must be over one dimension of the matmul, the same for both sides. For a "
-        "softmax over queries, swap the operands: k @ q.mT. No operator streams a softmax over "
-        "heads or over several dimensions",
+        "take softmax and sum over one dimension of the matmul, the same for both sides. For a "
+        "softmax over queries, swap the operands: k @ q.mT. A softmax over heads or over several "
+        "dimensions cannot be fused",
     ),
     Advice(
         "infinite values or NaN are replaced by nan_to_num",
         "(infinite|NaN)( scores)? are replaced",
-        "mask both sides with torch.finfo(dtype).min instead of -inf: nothing is infinite then, "
-        "masked keys add 0, and nan_to_num can go",
+        "mask both sides with torch.finfo(dtype).min instead of -inf, and remove nan_to_num: "
+        "nothing is infinite then, and masked keys add 0",
     ),
     Advice(
         "masks, biases, paddings and factors in another order than operators apply them",
@@ -348,7 +353,8 @@ ADVICE = (
     Advice(
         'streamkl.verify is "always", and the check cannot run',
         "^streamkl.verify is .always.",
-        '{"streamkl.verify": "auto"} fuses losses that cannot be checked, and says so',
+        'set {"streamkl.verify": "auto"}: it fuses losses that cannot be checked, and the report '
+        "says so",
     ),
     Advice(
         "another combination of operations",
@@ -362,14 +368,14 @@ ADVICE = (
 _BREAKS = (
     (
         "requires_grad_",
-        "requires_grad_() of an intermediate tensor breaks the graph: where "
-        "enable_input_require_grads() calls it, checkpointing with use_reentrant=False does not "
-        "need it: model.disable_input_require_grads()",
+        "requires_grad_() of an intermediate tensor breaks the graph: if "
+        "enable_input_require_grads() calls it, use checkpointing with use_reentrant=False, and "
+        "call model.disable_input_require_grads()",
     ),
     (
         "torchao",
-        "DoRA's layers of PEFT break the graph, and a magnitude per vocabulary entry of an LM "
-        "head is no part of the operators: LoraConfig(use_dora=False) for the LM head",
+        "PEFT's DoRA layers break the graph, and no operator has their magnitude per vocabulary "
+        "entry: use LoraConfig(use_dora=False) for the LM head",
     ),
     (
         "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
@@ -382,9 +388,9 @@ _BREAKS = (
     ),
 )
 _ANY_BREAK = (
-    "TORCH_LOGS=graph_breaks shows what splits it, and for a break inside of a called function "
+    "TORCH_LOGS=graph_breaks shows every break; for a break inside of a called function, "
     + "torch_streamkl.enable(), or " * HAS_NESTED_GRAPH_BREAKS
-    + "torch._dynamo.config.nested_graph_breaks = True, keeps its caller's part together"
+    + "torch._dynamo.config.nested_graph_breaks = True, keeps the caller's graph whole"
 )
 
 
@@ -423,11 +429,23 @@ def _about_breaks(reason: str) -> Iterator[str]:
         yield _ANY_BREAK
 
 
-def as_markdown(examples: Mapping[str, str]) -> str:
-    """Renders `docs/reference/reasons.md`; ``examples`` names a tested program per reason."""
-    lines = ["| reason | what to do | tested by |", "| --- | --- | --- |"]
-    lines += [f"| {x.reason} | {_escaped(x.hint)} | {examples[x.reason]} |" for x in ADVICE]
+def as_markdown(events: Mapping[str, str], examples: Mapping[str, str]) -> str:
+    """Renders the table of `docs/reference/reasons.md`.
+
+    For each reason, ``events`` says what happened, and ``examples`` names a tested program.
+    """
+    lines = ["| reason | what happened | what to do | tested by |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {x.reason} | {events[x.reason]} | {_escaped(_upper(x.hint))}. | {examples[x.reason]} |"
+        for x in ADVICE
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _upper(text: str) -> str:
+    """Capitalizes a hint, unless it begins with code."""
+    is_prose = re.match("[a-z]+ ", text)
+    return text[0].upper() + text[1:] if is_prose else text
 
 
 def _escaped(text: str) -> str:

@@ -70,29 +70,31 @@ class GraphBreak:
 
 @dataclass
 class Report:
-    """Holds what is known of every loss of a program, and which large tensors remain.
+    """Lists every loss of a program with its outcome, and the large tensors that remain.
 
     ``print(report)`` is short, ``report.details()`` complete, and a notebook shows a table. The
     page docs/reference/report.md explains every text.
 
     Attributes:
-        sites: one record per matched loss: whether it is fused, as what, where it is in your code,
-            the reason and a hint if it is not, the result of the check, and the bytes saved.
-        remaining: score- and logit-sized tensors that a recognised loss reads and that the
+        sites: one record per loss: whether it is fused and as what, where it is in your code, the
+            result of the check, and the bytes saved; if it is not fused, the reason and a hint.
+        remaining: score- and logit-sized tensors that a recognized loss reads and that the
             compiled program still materializes.
-        elsewhere: tensors of that size that no recognised loss reads.
-        unrecognized: for the tensors in elsewhere, why no loss was recognised.
-        unfused_comparisons: the places where two score- or logit-sized distributions are compared
-            by code that is not fused, recognised as a loss or not.
+        elsewhere: further tensors of that size, which no recognized loss reads.
+        unrecognized: for the tensors in ``elsewhere``, why no loss was recognized.
+        unfused_comparisons: the lines of your code that compare two score- or logit-sized
+            distributions and are not fused, even if they are not recognized as a loss.
         outside: logits or probabilities that a graph returns to code that is not compiled.
         breaks: graph breaks, with their lines.
         notes: further facts, such as a cross-entropy that keeps the student's logits.
         failures: exceptions of the analysis. The graph is then not fused.
         not_analysed: the number of graphs with losses that were not analysed.
-        not_scanned: why remaining and elsewhere may be incomplete.
-        num_large: the number of different shapes of score- and logit-sized tensors in the programs
-            as they are written.
+        not_scanned: why ``remaining`` and ``elsewhere`` may be incomplete.
+        num_large: the number of different shapes of score- and logit-sized tensors in your code,
+            before it is rewritten.
         num_graphs: the number of analysed graphs. Graphs from a cache do not count.
+        num_not_ours: if no graph was analysed, the number of graphs that other backends compiled.
+        num_cached: if no graph was analysed, the number of graphs from AOTAutograd's cache.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -145,15 +147,15 @@ class Report:
 
     @property
     def is_complete(self) -> bool:
-        """True if graphs were analysed, and all of them in whole.
+        """True if graphs were analysed, and each of them as a whole.
 
-        Otherwise more tensors may remain than are listed.
+        If it is False, more tensors may remain than the report lists.
         """
         return not (self.is_empty or self._has_gaps)
 
     @property
     def is_empty(self) -> bool:
-        """True if no graph was analysed, so that nothing is known."""
+        """True if no graph was analysed: the report knows nothing then."""
         known = (self.sites, self.remaining, self.elsewhere, self.outside, self.notes)
         return not (self.num_graphs or self._has_gaps or any(known))
 

@@ -18,15 +18,17 @@ HEAD = """# The corpus: which public losses fuse?
 
 `tests/corpus/naive_losses.py` has {total} losses that follow the operations of public
 distillation code.
-{with_matmuls} of them include the matmuls that compute scores or logits. **{fused} of these
-{with_matmuls} fuse completely.**
+{with_matmuls} of them include the matmuls that compute scores or logits. In **{fused} of these
+{with_matmuls}, every loss is fused.**
 The other {on_logits} take logits as inputs, so they cannot save memory: the logits exist
 before the loss.
 
 - Each line is one loss. `{heads}` marks a loss together with its LM heads. The same loss
   without them is on another line.
-- "not fused": the report's reason is in the next column. "no loss": the graph compares no two
+- "not fused": the next column has the report's reason. "no loss": the graph does not compare two
   distributions.
+- "fused" with a remark: the loss is fused, and other code still materializes the tensors that the
+  remark counts.
 - Errors are relative to float64: of the loss, and of the gradient with the largest error.
 - Losses are compiled with `backend="streamkl"` and `streamkl.min_mib=0`: float32, static
   shapes, training.

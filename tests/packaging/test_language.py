@@ -40,7 +40,7 @@ RETIRED = {
     "one_beside": "next to",
     "vocabulary entrys": "a rename's slip",
     "recognisers?": "ScoreInterpreter",
-    "FormulaInterpreter": "FormulaInterpreter",
+    "RowElements": "FormulaInterpreter",
     "quadratic[_ ]nodes": "score-sized nodes",
     "(?:every|new|own|kept)_maps?": "materialized nodes",
     "unrecordable": "NotCapturable",

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torch_streamkl
+from tests.support.reason_events import EVENTS, FUSED_BY_DEFAULT, events
 from tests.support.reason_examples import (
     EXAMPLES,
     OF_DIVERGENCES,
@@ -37,7 +38,8 @@ _USERS = {loss.fn: loss for loss in USER_LOSSES.values()}
 
 def table() -> str:
     names = {reason: f"`{fn.__name__}`" for reason, fn in EXAMPLES.items()}
-    return as_markdown({**names, **{r: f"`{name}`" for r, (name, _) in ON_RANKS.items()}})
+    names |= {reason: f"`{name}`" for reason, (name, _) in ON_RANKS.items()}
+    return as_markdown(events(), names)
 
 
 @pytest.mark.parametrize("reason", EXAMPLES)
@@ -67,7 +69,17 @@ def test_the_example_gets_its_row(reason: str) -> None:
 
 
 def test_every_row_has_a_program() -> None:
-    assert {row.reason for row in ADVICE} == set(EXAMPLES) | set(ON_RANKS)
+    assert {row.reason for row in ADVICE} == set(EXAMPLES) | set(ON_RANKS) == set(EVENTS)
+
+
+@pytest.mark.parametrize("reason", sorted(FUSED_BY_DEFAULT))
+def test_the_example_fuses_as_a_row_program(reason: str) -> None:
+    fn = EXAMPLES[reason]
+    is_of_heads = next(iter(inspect.signature(fn).parameters)) == "h"
+    inputs = USER_LOSSES["cosine" if is_of_heads else "gram"].inputs()
+    torch._dynamo.reset()
+    report = torch_streamkl.explain(fn, *inputs, options={"streamkl.min_mib": 0})
+    assert (report.num_fused, report.num_unfused) == (1, 0), report
 
 
 @pytest.mark.parametrize("reason", ON_RANKS)
@@ -150,7 +162,7 @@ def test_what_makes_the_scores_is_named(maker: str) -> None:
     assert not site.fused
     assert f"{maker} at {__file__}" in site.reason.replace("tests/", f"{TESTS}/", 1), site
     assert "matmul" not in site.reason and "enable()" not in site.hint
-    assert "same gradient" not in site.hint
+    assert "autograd gives" not in site.hint
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ streamkl: 0 of 1 loss fused, 1 skipped
             self.short("dropout_before_the_loss"),
             """\
 streamkl: 0 of 1 loss fused
-  1. not fused  loss.py:7  dropout changes the probabilities after the softmax (loss.py:7). Hint: where the dropout is not meant (a teacher in training mode), call eval() or set p=0; a loss on dropped probabilities is not streamed
+  1. not fused  loss.py:7  dropout changes the probabilities after the softmax (loss.py:7). Hint: if the dropout is not intended (a teacher in training mode), call eval() or set p=0. A loss on probabilities with dropout cannot be fused
 12 score- or logit-sized tensors remain, 384 KiB (report.details()); largest: [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by softmax""",
         )
 
@@ -94,7 +94,7 @@ streamkl: 0 of 1 loss fused
             text,
             """\
 streamkl: 0 of 1 loss fused
-  1. not fused  loss.py:7  the input of kl_div is not made from scores in this graph: a graph break at loss.py:7 lies between: if s.isnan().any():. Hint: move what breaks the graph after the loss, or before the products
+  1. not fused  loss.py:7  the input of kl_div is not made from scores in this graph: a graph break at loss.py:7 lies between: if s.isnan().any():. Hint: move the code that breaks the graph: after the loss, or before the matmuls
 5 score- or logit-sized tensors remain, 127.5 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by log_softmax
      log_softmax at loss.py:7 is read by the code after the graph break at loss.py:7
      softmax at loss.py:7 is read by the code after the graph break at loss.py:7""",
@@ -108,7 +108,7 @@ streamkl: no distillation loss recognized
 8 score- or logit-sized tensors remain, 240 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by softmax
      softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
      softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
-     Hint: it needs whole rows, which no streamed operator has; to keep it small, select the rows that count before the product""",
+     Hint: such a loss cannot be fused, because its operation needs whole rows. To save memory, select the rows that count before the matmul""",
         )
 
     def test_nothing_large(self) -> None:
@@ -150,7 +150,7 @@ streamkl: 0 of 1 loss fused
      code      return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="batchmean")
      reason    gather reads entries of each row by ids that are no top-k of this graph: an id may be there twice (loss.py:7)
      at        s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
-     hint      torch_streamkl.row_program(..., columns={'ids': ids}) streams losses on a few entries of each row, if no row has an id twice (docs/guide/cached-teachers.md); ids of a topk in the same graph fuse as they are; whole rows may be selected, logits[mask]
+     hint      if no row has an id twice, call torch_streamkl.row_program(..., columns={'ids': ids}) (docs/guide/cached-teachers.md). Ids of a topk in the same graph fuse as they are. Whole rows may be selected, as in logits[mask]
 2 score- or logit-sized tensors remain, 60 KiB:
   read by losses:
      [48 x 160] (30 KiB) loss.py:7: read by log_softmax

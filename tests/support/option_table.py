@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "options.md"
 THRESHOLDS = {
     "divergence of attention or of an LM head": MEASURED_MIB,
     "other loss, as a row program": MEASURED_PROGRAM_MIB,
-    "attention whose probabilities are not compared any more": MEASURED_ATTENTION_MIB,
+    "`softmax(QK^T) @ V` next to a fused loss, as fused attention": MEASURED_ATTENTION_MIB,
 }
 
 

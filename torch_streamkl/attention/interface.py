@@ -173,7 +173,8 @@ def attention_kl(
         - A row without allowed keys has value 0 and gradient 0.
         - A key that the student excludes and the teacher allows makes the row +inf, as the formula
           says, unless the teacher's probability underflows to 0.
-        - Logarithms come from scores: a student probability that underflows has a finite one.
+        - Logarithms are computed from scores. So the logarithm of a student probability that
+          underflows to 0 is finite.
         - If a size is 0, rows are 0, a sum is 0 with gradients 0, and a mean over no row is NaN.
         - Gradients go to queries and keys of both sides, sinks and tensor scales that require one.
           They have the same bits in every run, unless ``deterministic`` is False. A second

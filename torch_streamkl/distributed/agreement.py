@@ -42,10 +42,10 @@ from torch_streamkl.runtime.launch import is_capturing
 
 
 class DisagreementError(ValueError):
-    """Raised on every rank if ranks call a function with arguments that do not fit together.
+    """Raised on every rank if the arguments of one call do not fit together between ranks.
 
-    The message names the argument, and what each rank has. If one rank refuses its own arguments,
-    the others raise that error instead. Nothing was computed or exchanged.
+    The message names the argument, and what each rank has. If the arguments of one rank are wrong
+    by themselves, all ranks raise that rank's error instead. No tensor was computed or exchanged.
     """
 
 

@@ -102,9 +102,9 @@ def attention_kl_context_parallel(
         method: how ranks exchange tensors. ``"gather"`` gathers all keys on every rank, and
             reduce-scatters their gradients. ``"heads"`` gives every rank all rows of some heads by
             an all-to-all (Ulysses); heads and key heads must divide by the number of ranks.
-            ``"ring"`` passes keys from rank to rank, so that a rank never holds the keys of more
-            than two; it takes divergences that are linear in log-probabilities (forward and
-            reverse KL, cross-entropy, jeffreys), no sinks, and no head_reduction.
+            ``"ring"`` passes keys from rank to rank, so a rank holds the keys of two ranks at
+            most. It supports the divergences that are linear in log-probabilities (forward and
+            reverse KL, cross-entropy, jeffreys), without sinks, head_reduction, eps and clamps.
         load_balance: ``"head_tail"`` gives rank r of n the chunks r and 2 n - 1 - r of 2 n, so
             that all ranks have the same work under a causal mask. None gives it the r-th of n
             parts.

@@ -147,11 +147,11 @@ def linear_kl(
             count, and not by their weights (0 if none counts); or ``"batchmean"``, the sum divided
             by the first dimension. If there is no token at all, a sum is 0 with gradients 0, and a
             mean is NaN.
-        strategy: ``"forward"`` computes gradients in the forward, in the inputs' dtype. It needs a
-            reduction. ``"recompute"`` computes the logits again in the backward. If only the
-            student is trained, they take four and six matmuls. ``"auto"`` is ``"forward"`` if
-            there is a reduction, a gradient is needed, and no input is float16, whose gradients
-            may need a loss scale.
+        strategy: when gradients are computed. ``"forward"`` computes them in the forward, in the
+            inputs' dtype, and needs a reduction. If only the student is trained, it takes four
+            matmuls. ``"recompute"`` computes the logits again in the backward, and takes six.
+            ``"auto"`` is ``"forward"`` if there is a reduction, a gradient is needed, and no input
+            is float16 (gradients in float16 may need a loss scale).
         max_workspace_mib: bounds the memory for logits, in MiB beyond inputs and gradients. None
             is 512 on a GPU; on a CPU it is 40, or a third of the weights if that is more. It must
             hold the logits of one token.
@@ -182,7 +182,8 @@ def linear_kl(
         - Logits are rounded to the inputs' dtype, as those of a matmul are. All else is float32.
         - A vocabulary entry that the student excludes and the teacher allows makes the token +inf,
           unless the teacher's probability underflows to 0.
-        - Logarithms come from logits: a student probability that underflows has a finite one.
+        - Logarithms are computed from logits. So the logarithm of a student probability that
+          underflows to 0 is finite.
         - Weight gradients are summed over a bounded number of chunks, in a fixed order: they have
           the same bits in every run (NOTE [Sums over chunks] in runtime/workspace.py). A second
           derivative raises.
@@ -254,18 +255,20 @@ def _places(options: Options) -> Any:
 
 
 class LinearKL(nn.Module):
-    """Computes `linear_kl` as a module: its options are given once, and its tensors with each
-    call.
+    """Computes `linear_kl` as a module.
+
+    The constructor takes the options, and each call takes the tensors.
 
     .. code-block:: python
 
-        loss = LinearKL(divergence="js", temperature=2.0)  # reduction="mean" by default
+        loss = LinearKL(divergence="js", temperature=2.0)
         value = loss(student_hidden, student_weight, teacher_hidden, teacher_weight, labels=labels)
 
     This equals `linear_kl` with the same arguments.
 
     Args:
-        options: every argument of `linear_kl` that is no tensor. They are checked at once.
+        options: arguments of `linear_kl` that are not tensors. The constructor checks them. The
+            default of ``reduction`` is ``"mean"``.
 
     Raises:
         ValueError, TypeError: an option does not exist, is a tensor, or breaks its rule.
@@ -291,6 +294,7 @@ class LinearKL(nn.Module):
         teacher_weight: Tensor | None = None,
         **tensors: Any,
     ) -> Tensor:
+        """Computes the loss of these tensors. Pass others, such as ``labels``, by keyword."""
         # `linear_kl` says what is missing, on all ranks of its group
         operands = {
             "student_hidden": student_hidden,

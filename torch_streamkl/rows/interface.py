@@ -49,9 +49,9 @@ def row_program(
     r"""Computes sums over keys, or the vocabulary, of your own pointwise function of dot products.
 
     You write the function as if the ``[seqlen_q, seqlen_k]`` scores or ``[tokens, vocab]`` logits
-    were there. They are never materialized: the function is called once with symbolic elements,
-    and its operations are recorded, differentiated and run block by block. With x_ij the dot
-    products of each pair of operands, it may compute
+    were there. They are never materialized. The function is called once with symbolic elements.
+    Its operations are recorded, differentiated, and run block by block. With x_ij the dot products
+    of each pair of operands, it may compute
 
     .. math:: F_i = \sum_j f(x_{ij}, R_i), \quad R_i = \sum_j e(x_{ij})
         \ \text{or} \ \log \sum_j \exp e(x_{ij})
@@ -74,18 +74,19 @@ def row_program(
         s = (student_q @ student_k.mT * scale).log_softmax(-1)
         (p.exp() * (p - s)).sum(-1)
 
-    Where it differs from naive code on purpose: see Numerics.
+    Numerics, below, lists the intended differences to naive code.
 
     Args:
-        function: takes one argument e, whose attributes are the elements by name (``e.t``), and
-            returns a per-row value or a dict of them. Per-row values come from ``.sum("key")`` and
-            ``.logsumexp("key")``, and may be combined. ``.sum("key", block=size)`` sums each
-            ``size`` consecutive keys, and must be returned as it is. Elements have arithmetic,
-            comparisons, ``& | ^ ~``, ``torch.where``, ``softmax("key")``, ``log_softmax("key")``,
-            ``sum("head")``, ``mean("head")``, and the usual pointwise functions, as methods or
-            from torch, with torch's type promotion. ``e.key_index`` and ``e.row_index`` are the
-            positions of key and query, from 0 (for LM heads, ``e.row_index`` counts along the last
-            of the leading dimensions).
+        function: takes one argument e, and returns a per-row value or a dict of them. The
+            attributes of e are elements: the dot products and tensors by their names, such as
+            ``e.t``. Also ``e.key_index`` and ``e.row_index``, the positions of key and query, from
+            0 (for LM heads, ``e.row_index`` counts along the last of the leading dimensions).
+            Elements support arithmetic, comparisons, ``& | ^ ~``, ``torch.where``,
+            ``softmax("key")``, ``log_softmax("key")``, ``sum("head")``, ``mean("head")``, and the
+            usual pointwise functions, as methods or from torch, with torch's type promotion.
+            ``.sum("key")`` and ``.logsumexp("key")`` reduce elements to per-row values, which may
+            be combined. ``.sum("key", block=size)`` sums each ``size`` consecutive keys. Return
+            its value unchanged.
         dots: the two operands of each dot product, by name. For attention: ``[batch, heads,
             seqlen_q, head_dim]`` and ``[batch, kv_heads, seqlen_k, head_dim]``, where kv_heads
             divides heads. Two products may have different numbers of heads, if the function
@@ -137,8 +138,8 @@ def row_program(
         - A product is 0 if one factor is 0, even if the other is infinite or NaN. So 0 log 0 is 0,
           with a gradient of 0.
         - ``log(softmax(x))`` is ``log_softmax(x)``, and does not underflow.
-        - Infinities, NaN, ties and the bounds of a clamp give torch's results otherwise. If the
-          gradient of torch is NaN for finite inputs, this one may be a number.
+        - Otherwise, infinities, NaN, ties and the bounds of a clamp give torch's results. One
+          exception: if torch's gradient is NaN for finite inputs, this gradient may be a number.
         - Gradients go to operands and captured float tensors that require one. If there is no row,
           a sum is 0 with gradients 0, and a mean is NaN. A second derivative raises.
 
