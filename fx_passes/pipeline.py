@@ -228,10 +228,10 @@ def _rewrite_graph(
 
     elements = FormulaInterpreter(trace, recognised) if row_programs else None
     waiting = [c for c in candidates if elements is not None and needs_no_mask(c, elements)]
-    sharing: list[fx.Node] = []
+    sharing: dict[fx.Node, Candidate] = {}
     if elements is not None:
         found_sharing = sharing_products(candidates, elements, trace, region, min_mib)
-        sharing = [c.inner for c in found_sharing if c not in waiting]
+        sharing = {c.inner: c for c in found_sharing if c not in waiting}
         waiting = [c for c in candidates if c in waiting or c.inner in sharing]
     for candidate in candidates:
         if candidate not in waiting:
@@ -245,6 +245,11 @@ def _rewrite_graph(
             computed = {a for o in program.outputs for a in ancestors(o.inner)}
             build = builder(first_of(program))
             sites = _fuse_program(program, build, trace, aliases, refused, outside, min_mib)
+            named = [sharing.get(o.inner) for o in program.outputs]
+            sites = [
+                site if c is None else _named(site, c, trace, recognised)
+                for site, c in zip(sites, named, strict=True)
+            ]
             if sites[0].reason and any(c.inner in computed for c, _ in stayed):
                 continue  # why the divergence stays says more
             if not sites[0].fused and any(c.inner in computed for c in waiting):
@@ -376,6 +381,13 @@ def _fuse_program(
     site = replace(site, hint=hint_for(reason) if reason else FORCE_SIZE if left else "")
     places = (location_of(node) for node in nodes)
     return [replace(site, location=location, code=code) for location, code in places]
+
+
+def _named(site: Site, candidate: Candidate, trace: Trace, recognised: ScoreInterpreter) -> Site:
+    """Describes a result of a program as the divergence that it is."""
+    _, form = describe(candidate.plan)
+    roles = roles_of(candidate.plan, trace, recognised.values)
+    return replace(site, form=form, roles=roles, warning=warning_of(candidate.plan))
 
 
 def _left(candidate: Candidate, min_mib: float | None) -> Site | None:
