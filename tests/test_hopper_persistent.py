@@ -13,9 +13,8 @@ import pytest
 
 from tests.test_hopper_ranges import RANGES, arguments, count, on_numbers, sees, sequences
 from torch_streamkl.attention.hopper import (
-    backward,
+    backward_scheduler,
     forward,
-    persistent_backward,
     second_pass,
     tiles,
 )
@@ -32,8 +31,8 @@ LANGUAGE = SimpleNamespace(
 )
 pairs_met = on_numbers(forward.pairs_met, **RANGES)
 tiles_of_rows = on_numbers(hopper_work.tiles_seen, **RANGES, gl=LANGUAGE)
-tiles_met = on_numbers(backward.tiles_met, **RANGES)
-tiles_seen = on_numbers(persistent_backward.tiles_seen, **RANGES, gl=LANGUAGE)
+tiles_met = on_numbers(backward_scheduler.tiles_met, **RANGES)
+tiles_seen = on_numbers(backward_scheduler.tiles_seen, **RANGES, gl=LANGUAGE)
 
 
 def waited_for(_outstanding: int, deps: list[Any]) -> Any:
@@ -209,7 +208,7 @@ def test_backward(of_rows: bool, groups: int) -> None:
         for block in range(0, length, 4 * groups):
             first_tile, num_tiles = tiles_met(window, seq, block, task)
             work = SimpleNamespace(
-                masks=window, seq=seq, first_tile=first_tile, num_tiles=num_tiles, length=length
+                masks=window, seq=seq, first_tile=first_tile, num_tiles=num_tiles
             )
             for first in range(block, block + 4 * groups, 4):
                 begin, start, stop, end = tiles_seen(work, first, task)

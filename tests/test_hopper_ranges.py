@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from torch_streamkl.attention.hopper import backward, forward, warp_groups
+from torch_streamkl.attention.hopper import backward_scheduler, forward, warp_groups
 from torch_streamkl.kernels import scores
 from torch_streamkl.kernels.arguments import MaskArgs, Sequence
 
@@ -38,8 +38,8 @@ without_offset = on_numbers(warp_groups.without_offset)
 pairs_met = on_numbers(forward.pairs_met, **RANGES)
 keys_met = on_numbers(forward.keys_met)
 pairs_without_mask = on_numbers(forward.pairs_without_mask, **RANGES)
-tiles_met = on_numbers(backward.tiles_met, **RANGES)
-tiles_without_mask = on_numbers(backward.tiles_without_mask, **RANGES)
+tiles_met = on_numbers(backward_scheduler.tiles_met, **RANGES)
+tiles_without_mask = on_numbers(backward_scheduler.tiles_without_mask, **RANGES)
 
 
 def sequences() -> Iterator[tuple[int, int, int, int | None, int | None]]:

@@ -334,7 +334,7 @@ def test_hopper_backward(
     if options.get("has_bias"):
         stack = BIASED_STACK
     for launch in launches:
-        if launch.kernel.__name__ == "persistent_backward_kernel":
+        if launch.args["TASK"].PERSISTENT:
             stack = HOPPER_TURNS_STACK["backward"]
         check_hopper(launch, stack)
 

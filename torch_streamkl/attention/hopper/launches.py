@@ -14,9 +14,9 @@ from torch_streamkl.attention.hopper import atomic, head_mean_launches, packed
 from torch_streamkl.attention.hopper import backward as bwd
 from torch_streamkl.attention.hopper import forward as fwd
 from torch_streamkl.attention.hopper import masks as hopper_masks
-from torch_streamkl.attention.hopper import persistent_backward as persistent_bwd
 from torch_streamkl.attention.hopper import persistent_forward as persistent_fwd
 from torch_streamkl.attention.hopper import wide_forward as wide_fwd
+from torch_streamkl.attention.hopper.backward_config import Task
 from torch_streamkl.attention.hopper.biases import Bias
 from torch_streamkl.attention.hopper.descriptors import descriptor, padded
 from torch_streamkl.attention.hopper.masks import PreparedMask
@@ -358,42 +358,26 @@ def _gradient(
         out, *out.stride()[:3], own.scale / problem.temperature,
     )  # fmt: skip
     scales = (_log2_scale(problem, own), _log2_scale(problem, other))
-    options = {"num_warps": 4, "launch_pdl": not is_first}
-    if _gradients_by_tiles(problem):
-        plan.run(
-            ("gradient", student, rows, adds, is_first),
-            persistent_bwd.persistent_backward_kernel,
-            (_num_programs(problem, works, is_persistent(problem, backward=True)), 1, 1),
-            (
-                *tensors, works, num_blocks, problem.num_heads, problem.batch,
-                _group(own), _group(other), *_masks(problem)[:5],
-                *_mask_blocks(prepared, rows), *scales,
-            ),
-            (None if _needs_no_helper(task, plan) else _helper(problem, plan), task),
-            options,
-            (grad, *_mask_tensors(problem)),
-        )  # fmt: skip
-        return splits
+    helper_of_task = _helper(problem, plan) if task.PERSISTENT else plan.helper
     plan.run(
         ("gradient", student, rows, adds, is_first),
         bwd.backward_kernel,
-        (works, 1, 1),
+        (_num_programs(problem, works, is_persistent(problem, backward=True)), 1, 1)
+        if task.PERSISTENT else (works, 1, 1),
         (
             *tensors, grad if sums is None else sums,  # nobody reads it without sums
-            num_blocks, problem.num_heads, _group(own), _group(other), *_masks(problem), table,
-            *scales,
+            works, num_blocks, problem.num_heads, problem.batch, _group(own), _group(other),
+            *_masks(problem), table, *_mask_blocks(prepared, rows), *scales,
             _bias(own), _bias(other), LOG2E / problem.temperature,
         ),
-        (None if _needs_no_helper(task, plan) else plan.helper, task),
-        options,
+        (None if _needs_no_helper(task, plan) else helper_of_task, task),
+        {"num_warps": 4, "launch_pdl": not is_first},
         (grad, *_mask_tensors(problem)),
     )  # fmt: skip
     return splits
 
 
-def _task_of(
-    problem: AttentionProblem, plan: Plan, student: bool, rows: bool, adds: bool
-) -> bwd.Task:
+def _task_of(problem: AttentionProblem, plan: Plan, student: bool, rows: bool, adds: bool) -> Task:
     sides = (problem.student, problem.teacher)
     own, other = sides if student else sides[::-1]
     return plan.kept(
@@ -402,11 +386,11 @@ def _task_of(
     )
 
 
-def _needs_no_helper(task: bwd.Task, plan: Plan) -> bool:
+def _needs_no_helper(task: Task, plan: Plan) -> bool:
     return task.PLAIN or task.SQUARES != 0.0 or plan.helper is None
 
 
-def _rows_of_block(task: bwd.Task) -> int:
+def _rows_of_block(task: Task) -> int:
     return task.GROUPS * task.BLOCK
 
 
@@ -441,7 +425,7 @@ def _task(
     student: bool,
     rows: bool,
     adds: bool,
-) -> bwd.Task:
+) -> Task:
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
     squares = -2.0 * (problem.functional.squares or 0.0)
@@ -464,9 +448,10 @@ def _task(
         group = _group(own)
         programs = blocks * own.num_kv_heads
         num_splits = key_splits(problem, group, programs, resident=1, together=_group(other))
-    return bwd.Task(
+    return Task(
         ROWS=rows,
         STUDENT=student,
+        PERSISTENT=_gradients_by_tiles(problem),
         HAS_LEFT=problem.window_left is not None and problem.mask is None,
         HAS_RIGHT=problem.window_right is not None and problem.mask is None,
         HAS_MASK=problem.mask is not None,
