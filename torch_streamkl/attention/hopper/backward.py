@@ -37,7 +37,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from torch_streamkl.attention.hopper.atomic import add_queries, hand_over, new_handover
 from torch_streamkl.attention.hopper.backward_config import (
     NUM_STATISTICS,
-    Grid,
     Launch,
     Output,
     Place,
@@ -66,7 +65,11 @@ from torch_streamkl.attention.hopper.score_gradients import (
     first_half,
     score_gradients,
 )
-from torch_streamkl.attention.hopper.tile_scheduler import num_steps_of_program, tile_of_step
+from torch_streamkl.attention.hopper.tile_scheduler import (
+    Grid,
+    num_steps_of_program,
+    tile_of_step,
+)
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
     NUM_WARPS,

@@ -81,25 +81,6 @@ class Sides(NamedTuple):
     bias_scale: Any
 
 
-class Grid(NamedTuple):
-    """Holds the counts of all blocks of a launch, and of the programs that compute them."""
-
-    program: Any
-    num_programs: Any
-    num_works: Any
-    num_blocks: Any  # of a head; entries of the table of packed sequences
-    num_heads: Any  # of the queries
-    batch: Any
-
-
-class Bounds(NamedTuple):
-    """Holds the part of arguments.MaskArgs that the main loop reads."""
-
-    window_left: Any  # these with the sequence's offset in them
-    window_right: Any
-    seqlen_q: Any
-
-
 class Statistics(NamedTuple):
     """Holds pointers to the row statistics, and where those of the first head begin."""
 

@@ -27,8 +27,9 @@ from torch_streamkl.attention.hopper.backward_config import (
     OWN_LSE,
 )
 from torch_streamkl.attention.hopper.backward_scheduler import inner_tile, work_at
+from torch_streamkl.attention.hopper.pipeline import async_load
 from torch_streamkl.attention.hopper.tile_scheduler import num_steps_of_program, tile_of_step
-from torch_streamkl.attention.hopper.warp_groups import async_load, phase_of, stage_of
+from torch_streamkl.attention.hopper.warp_groups import phase_of, stage_of
 from torch_streamkl.attention.triton.forward import finite_lse
 
 # log-sum-exp of rows without an incoming gradient: log-probabilities stay finite, since formulas

@@ -8,10 +8,10 @@ to the last, and through the heads that share its keys one by one.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_streamkl.attention.hopper.backward_config import Bounds, Statistics, Work
+from torch_streamkl.attention.hopper.backward_config import Statistics, Work
 from torch_streamkl.attention.hopper.masks import list_at
 from torch_streamkl.attention.hopper.packed import packed_block
-from torch_streamkl.attention.hopper.tile_scheduler import place_among
+from torch_streamkl.attention.hopper.tile_scheduler import bounds_of, place_among
 from torch_streamkl.attention.hopper.warp_groups import without_offset
 from torch_streamkl.attention.triton.forward import row_offset
 from torch_streamkl.kernels.row_state import SWIZZLE_HEADS, tile_coordinates
@@ -142,9 +142,7 @@ def bound(b, first_head, grid, masks, stats, TASK: gl.constexpr):
     The window's bounds have the sequence's offset in them: a register less in the loops.
     """
     seq = bind_sequence(masks, b, first_head, TASK)
-    bounds = Bounds(
-        masks.window_left - seq.offset, masks.window_right + seq.offset, masks.seqlen_q
-    )
+    bounds = bounds_of(masks, seq)
     seq = without_offset(seq)
     head_row = row_offset(b * grid.num_heads + first_head, first_head, seq, masks)
     stats = Statistics(stats.own, stats.other, stats.delta, stats.grad, head_row)
