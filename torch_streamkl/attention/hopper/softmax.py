@@ -10,6 +10,7 @@ from torch_streamkl.attention.hopper.forward_config import Sums
 from torch_streamkl.attention.hopper.warp_groups import (
     before_wait,
     before_wait_pair,
+    before_wait_three,
     exp2,
     lane_lowest,
     lane_sum,
@@ -74,11 +75,13 @@ def sums_of_state(state, zero, TASK: gl.constexpr):
 @gluon.jit
 def add_other(o, sums, MASKED: gl.constexpr, TASK: gl.constexpr):
     """Returns the sum of `other` with a tile's scores, and the lowest; MASKED ones are FAR."""
-    sum_o = before_wait(sums.other + lane_sum(exp2(o)))
-    low_o = sums.low_o
-    if TASK.OTHER.CLAMPED:
-        low_o = before_wait(lane_lowest(low_o, gl.where(o == FAR, 0.0, o) if MASKED else o))
-    return sum_o, low_o
+    sum_o = sums.other + lane_sum(exp2(o))
+    if TASK.OTHER.CLAMPED and MASKED:
+        return before_wait(sum_o), before_wait(lane_lowest(sums.low_o, gl.where(o == FAR, 0.0, o)))
+    elif TASK.OTHER.CLAMPED:
+        return before_wait_pair(sum_o, lane_lowest(sums.low_o, o))
+    else:
+        return before_wait(sum_o), sums.low_o
 
 
 @gluon.jit
@@ -86,7 +89,9 @@ def add_weight(o, w, sum_o, low_o, sums, MASKED: gl.constexpr, TASK: gl.constexp
     """Adds a tile's scores of `weight` and its moment, and returns the sums."""
     low_w = sums.low_w
     if TASK.WEIGHT.CLAMPED:
-        low_w = before_wait(lane_lowest(low_w, gl.where(w == FAR, 0.0, w) if MASKED else w))
+        low_w = lane_lowest(low_w, gl.where(w == FAR, 0.0, w) if MASKED else w)
+    if TASK.WEIGHT.CLAMPED and MASKED:
+        low_w = before_wait(low_w)
     ew = exp2(w)
     sum_w = sums.weight + lane_sum(ew)
     if TASK.SQUARES:  # the student is `weight`
@@ -96,7 +101,10 @@ def add_weight(o, w, sum_o, low_o, sums, MASKED: gl.constexpr, TASK: gl.constexp
     else:
         terms = moment(w, o, TASK.WEIGHT.COEFFICIENT, TASK.OTHER.COEFFICIENT)
         mom = sums.moment + lane_sum(ew * terms)
-    mom, sum_w = before_wait_pair(mom, sum_w)
+    if TASK.WEIGHT.CLAMPED and not MASKED:
+        mom, sum_w, low_w = before_wait_three(mom, sum_w, low_w)
+    else:
+        mom, sum_w = before_wait_pair(mom, sum_w)
     return Sums(sum_o, sum_w, mom, low_o, low_w, sums.base_o, sums.base_w, sums.ratio)
 
 
