@@ -280,14 +280,13 @@ def forward_kernel(
         first_met, num_pairs = steps_met(window, seq, m0, ROWS, STEP, CONFIG)
         first_pair = 0
         stop_pair = num_pairs
-        if not TASK.WIDE:
+        if TASK.PARTS > 1:
             first_pair, stop_pair = tiles_of_split(num_pairs, beyond, TASK.PARTS)
+            first_field = bh.to(gl.int64) * seqlen_q - first_row
+            state_ptr += first_field + beyond % TASK.PARTS * split_stride
         block = Block(
             b, h, bh, m0, stop_pair - first_pair, first_met + stop_pair, window, seq, 0, beyond
         )
-        if TASK.PARTS > 1:
-            first_field = bh.to(gl.int64) * seqlen_q - first_row
-            state_ptr += first_field + beyond % TASK.PARTS * split_stride
     outputs = Outputs(
         value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, state_ptr, field_stride
     )  # fmt: skip

@@ -135,7 +135,7 @@ def place_of_program(beyond, num_whole, grid, table, TASK: gl.constexpr):
     # heads may share a bias: those that run at once read the same rows of it
     INTERLEAVED: gl.constexpr = CONFIG.HAS_RIGHT or CONFIG.S_BIAS or CONFIG.T_BIAS
     number = grid.program
-    if not TASK.WIDE:
+    if TASK.PARTS > 1:
         number = block_of(beyond, num_whole, TASK.PARTS)
     position, bh = tile_coordinates(number, grid.num_blocks, INTERLEAVED)
     if CONFIG.HAS_RIGHT:
