@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
 
 @gluon.jit
 def slot_and_phase(i, SLOTS: gl.constexpr):
-    """Returns stage and phase of load i: NOTE [Pipeline stages] in warp_groups.py."""
+    """Returns stage and phase of load i: NOTE [Pipeline stages] in pipeline.py."""
     return i % SLOTS, i // SLOTS & 1
 
 
