@@ -322,6 +322,7 @@ def name_of(launch: Launch) -> str:
 def tiles_of(launch: Launch) -> tuple[int, int, int, int]:
     """Rows and keys of a tile, warps and stages; 0 where a kernel has none."""
     config, options = launch.args.get("CONFIG"), launch.options
+    config = config or getattr(launch.args.get("TASK"), "CONFIG", None)  # of Hopper's forward
     blocks = (getattr(config, name, launch.args.get(name, 0)) for name in ("BLOCK_M", "BLOCK_N"))
     return (*blocks, options["num_warps"], options.get("num_stages", 0))
 

@@ -651,7 +651,7 @@ def test_incoming_gradients(kind: str, clamp: float, head_dim: int) -> None:
 @pytest.mark.parametrize("clamp", [0.0, 1e-3])  # the second has another kernel
 def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """dK of eight grouped heads (GQA): in four shares, and in one."""
-    from torch_streamkl.attention.hopper import launches as hopper_attention
+    from torch_streamkl.attention.hopper import tasks
 
     case = spec(
         128, heads=8, student_kv_heads=1, teacher_kv_heads=1, seqlen_q=150, seqlen_k=333,
@@ -659,7 +659,7 @@ def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     call = build(case)
     for num_splits in (4, 1):
-        monkeypatch.setattr(hopper_attention, "key_splits", lambda *_, n=num_splits, **__: n)
+        monkeypatch.setattr(tasks, "key_splits", lambda *_, n=num_splits, **__: n)
         plans.clear_plans()
         check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
     plans.clear_plans()

@@ -13,15 +13,15 @@ import pytest
 
 from tests.kernels.test_hopper_ranges import RANGES, arguments, count, on_numbers, sees, sequences
 from torch_streamkl.attention.hopper import (
-    backward,
-    forward,
-    persistent_backward,
+    backward_scheduler,
+    pipeline,
     second_pass,
     tiles,
 )
 from torch_streamkl.attention.hopper import (
     tile_scheduler as hopper_work,
 )
+from torch_streamkl.attention.hopper.forward_config import Sums
 
 LANGUAGE = SimpleNamespace(
     minimum=min,
@@ -30,10 +30,12 @@ LANGUAGE = SimpleNamespace(
     where=lambda chosen, a, b: a if chosen else b,
     expand_dims=lambda x, _: x,
 )
-pairs_met = on_numbers(forward.pairs_met, **RANGES)
+pairs_met = on_numbers(
+    hopper_work.pairs_met, steps_met=on_numbers(hopper_work.steps_met, **RANGES)
+)
 tiles_of_rows = on_numbers(hopper_work.tiles_seen, **RANGES, gl=LANGUAGE)
-tiles_met = on_numbers(backward.tiles_met, **RANGES)
-tiles_seen = on_numbers(persistent_backward.tiles_seen, **RANGES, gl=LANGUAGE)
+tiles_met = on_numbers(backward_scheduler.tiles_met, **RANGES)
+tiles_seen = on_numbers(backward_scheduler.tiles_seen, **RANGES, gl=LANGUAGE)
 
 
 def waited_for(_outstanding: int, deps: list[Any]) -> Any:
@@ -45,9 +47,9 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "warpgroup_mma_wait": waited_for, "add": lambda x, y: x + y, "column_of": lambda x, _: x,
     "zero_of_pair": lambda _: 0.0, "keys_of_tile": lambda *_: 0,
     "with_row_sums": lambda sums, *_: sums,
-    "start_sums": lambda *_: tiles.Sums(*[0.0] * 7), "with_terms": lambda sums, *_: sums,
+    "start_sums": lambda *_: Sums(*[0.0] * 8), "with_terms": lambda sums, *_: sums,
     **{name: lambda x, *_: x for name in ("exp2", "lane_sum", "before_wait", "masked")},
-    **{name: lambda *_: None for name in ("with_sums", "without_doubtful", "sees_keys")},
+    **{name: lambda *_: None for name in ("state_of", "sees_keys")},
 }  # fmt: skip
 
 
@@ -83,7 +85,7 @@ class WarpGroup:
         self._reduce_tiles = on_numbers(tiles.reduce_tiles, gl=LANGUAGE, **known)
         self._reduce_row_sums = on_numbers(tiles.reduce_row_sums, gl=LANGUAGE, **known)
         self._sum_keys = on_numbers(second_pass.sum_keys, gl=LANGUAGE, **known)
-        self.skip_stages = on_numbers(tiles.skip_stages, **known)
+        self.skip_stages = on_numbers(pipeline.skip_stages, **known)
 
     def wait_for(self, _tiles: Any, pair: int, more: bool, _slots: int) -> None:
         if more and pair not in self.waited:
@@ -114,15 +116,15 @@ class WarpGroup:
         return o, sums
 
     def step(
-        self, o: Any, sums: Any, i: int, more: bool, _tiles: Any, place: Any, _zero: Any,
-        half: int, *_: Any,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """As tiles.step: the pair is waited for before, the next one under its end."""
+        self, o: Any, bias: Any, sums: Any, i: int, more: bool, _tiles: Any, place: Any,
+        _zero: Any, half: int, *_: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        """As frozen_max.step: the pair is waited for before, the next one under its end."""
         self.visit(2 * (i - place.used) + 1 - half, False)
         if half == 0:
             self.wait_for(None, i + 1, more, 2)
             self.release(None, i, 2)
-        return o, sums
+        return o, bias, sums
 
     def start_pair(self, _q: Any, keys: str, pair: int, *_: Any) -> float:
         if keys == "weight":  # `other`'s may be those past the end, which nobody reads
@@ -133,21 +135,22 @@ class WarpGroup:
     def reduce(self, form: str, place: Any, bounds: tuple[int, int, int], config: Any) -> None:
         begin, whole, edge = bounds
         self._used = place.used
+        task = SimpleNamespace(CONFIG=config, SLOTS=2)
         if form == "one pass":
-            self._reduce_tiles(TILES, place, begin, whole, edge, 0, True, 2, COEFFICIENTS, config)
+            self._reduce_tiles(TILES, place, begin, whole, edge, 0, task)
         elif form == "masses":
-            self._reduce_row_sums(TILES, place, begin, whole, edge, 0, True, 2, config)
+            self._reduce_row_sums(TILES, place, begin, whole, edge, 0, task)
             if begin == whole:  # read for the bases alone
                 self.tiles.remove((begin, True))
         else:
             known = second_pass.Specialized(0.5, 0.5, 0.0, 0.0, 0.0, False)
-            self._sum_keys(
-                0.0, 0.0, TILES, place, begin, whole, edge, 0.0, True, None, known, 2, config
-            )
+            task.SPECIALIZED = known
+            self._sum_keys(0.0, 0.0, TILES, place, begin, whole, edge, 0.0, None, task)
 
 
-COEFFICIENTS = SimpleNamespace(TT=1.0, TS=-1.0, ST=0.0, SS=0.0)
 TILES = SimpleNamespace(other_k="other", weight_k="weight")
+SIDE = SimpleNamespace(scale=1.0)
+SIDES = SimpleNamespace(other=SIDE, weight=SIDE)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -157,7 +160,6 @@ def test_forward(form: str, groups: int) -> None:
         window, seq, expected = arguments(*case)
         config = SimpleNamespace(
             BLOCK_M=4, BLOCK_N=2, HAS_LEFT=case[3] is not None, HAS_RIGHT=case[4] is not None,
-            GUARDED=False,
         )  # fmt: skip
         found = np.zeros_like(expected)
         used = 7
@@ -171,8 +173,7 @@ def test_forward(form: str, groups: int) -> None:
                 assert 0 <= begin <= whole <= edge <= end <= 2 * num_pairs
                 assert whole % 2 == edge % 2 == 0 or whole == edge == end
                 place = SimpleNamespace(
-                    used=used, end=end, oq=None, wq=None, rows=None, block=block,
-                    other_scale=1.0, weight_scale=1.0,
+                    used=used, end=end, oq=None, wq=None, rows=None, block=block, sides=SIDES,
                 )  # fmt: skip
                 group = WarpGroup()
                 group.skip_stages(TILES, used, used + begin // 2, 2)
@@ -209,7 +210,7 @@ def test_backward(of_rows: bool, groups: int) -> None:
         for block in range(0, length, 4 * groups):
             first_tile, num_tiles = tiles_met(window, seq, block, task)
             work = SimpleNamespace(
-                masks=window, seq=seq, first_tile=first_tile, num_tiles=num_tiles, length=length
+                masks=window, seq=seq, first_tile=first_tile, num_tiles=num_tiles
             )
             for first in range(block, block + 4 * groups, 4):
                 begin, start, stop, end = tiles_seen(work, first, task)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from torch_streamkl.attention.hopper import backward, forward, warp_groups
+from torch_streamkl.attention.hopper import backward_scheduler, tile_scheduler, warp_groups
 from torch_streamkl.kernels import scores
 from torch_streamkl.kernels.arguments import MaskArgs, Sequence
 
@@ -35,11 +35,12 @@ RANGES = {
 }
 in_window = on_numbers(scores.in_window)
 without_offset = on_numbers(warp_groups.without_offset)
-pairs_met = on_numbers(forward.pairs_met, **RANGES)
-keys_met = on_numbers(forward.keys_met)
-pairs_without_mask = on_numbers(forward.pairs_without_mask, **RANGES)
-tiles_met = on_numbers(backward.tiles_met, **RANGES)
-tiles_without_mask = on_numbers(backward.tiles_without_mask, **RANGES)
+steps_met = on_numbers(tile_scheduler.steps_met, **RANGES)
+pairs_met = on_numbers(tile_scheduler.pairs_met, steps_met=steps_met)
+keys_met = on_numbers(tile_scheduler.keys_met)
+steps_without_mask = on_numbers(tile_scheduler.steps_without_mask, **RANGES)
+tiles_met = on_numbers(backward_scheduler.tiles_met, **RANGES)
+tiles_without_mask = on_numbers(backward_scheduler.tiles_without_mask, **RANGES)
 
 
 def sequences() -> Iterator[tuple[int, int, int, int | None, int | None]]:
@@ -92,10 +93,10 @@ def test_forward(groups: int) -> None:
         for m0 in range(0, seq.num_rows, 4 * groups):
             first, num_pairs = pairs_met(masks, seq, m0, 4 * groups, config)
             block = SimpleNamespace(
-                masks=masks, seq=seq, num_pairs=num_pairs, stop_pair=first + num_pairs
+                window=masks, seq=seq, num_pairs=num_pairs, stop_pair=first + num_pairs
             )
             for first_row in range(m0, m0 + 4 * groups, 4):
-                start, stop = pairs_without_mask(block, first_row, config)
+                start, stop = steps_without_mask(block, first_row, 2 * config.BLOCK_N, config)
                 assert 0 <= start <= stop <= num_pairs
                 assert start > 0 or num_pairs == 0  # the first pair gives the bases
                 first_key, stop_key = keys_met(masks, seq, first_row, config)

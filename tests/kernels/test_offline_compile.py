@@ -214,12 +214,9 @@ def check_hopper(launch: Launch, stack: int) -> None:
     assert built.shared_bytes <= TARGETS["sm_90"].shared_bytes
     assert built.spill_bytes <= stack
     assert built.asm["ptx"].count("wgmma.mma_async") > 0
-    if launch.kernel.__name__ == "wide_forward_kernel" or (
-        launch.kernel.__name__ == "forward_kernel" and not launch.args["CONFIG"].S_BIAS
-    ):
-        assert not stack_in_main_loops(built.asm["cubin"])
-    if launch.kernel.__name__ == "persistent_forward_kernel":
-        has_plain_loop = launch.args["POINTWISE_FN"] is None and not launch.args["CONFIG"].HAS_MASK
+    if launch.kernel.__name__ == "forward_kernel":
+        task = launch.args["TASK"]
+        has_plain_loop = not (task.SECOND or task.CONFIG.HAS_MASK or task.OTHER.BIASED)
         assert not (has_plain_loop and stack_in_main_loops(built.asm["cubin"]))
     assert "mbarrier.arrive.shared" in built.asm["ptx"]
     assert not arrivals_alone(built.asm["ptx"])
@@ -273,8 +270,7 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
             assert compile_launch(launch, "sm_90").spill_bytes <= 8
         launches = launches[2:]
     forward, *others = without_tables(launches)
-    by_tiles = forward.kernel.__name__ == "persistent_forward_kernel"
-    is_wide = forward.kernel.__name__ == "wide_forward_kernel"
+    by_tiles, is_wide = forward.args["TASK"].PERSISTENT, forward.args["TASK"].WIDE
     assert is_wide == (head_dim > 128)
     asks = "window_left" in options or "has_mask" in options or divergence in (JS, "tv")
     assert by_tiles == (asks and not is_wide)
@@ -334,7 +330,7 @@ def test_hopper_backward(
     if options.get("has_bias"):
         stack = BIASED_STACK
     for launch in launches:
-        if launch.kernel.__name__ == "persistent_backward_kernel":
+        if launch.args["TASK"].PERSISTENT:
             stack = HOPPER_TURNS_STACK["backward"]
         check_hopper(launch, stack)
 

@@ -624,14 +624,14 @@ FAULTS = (
     # ---------------------------------------------------------------------------------- Hopper
     Fault(
         TURNS,
-        "return (work.num_works + work.num_programs - 1) // work.num_programs",
-        "return work.num_works // work.num_programs",
+        "return (grid.num_works + grid.num_programs - 1) // grid.num_programs",
+        "return grid.num_works // grid.num_programs",
         "kernels/test_hopper_persistent.py",
     ),
     Fault(
         TURNS,
-        "work.num_programs - 1 - work.program)",
-        "work.num_programs - work.program)",
+        "grid.num_programs - 1 - grid.program)",
+        "grid.num_programs - grid.program)",
         "kernels/test_hopper_persistent.py",
     ),
     Fault(
@@ -647,9 +647,9 @@ FAULTS = (
         "kernels/test_hopper_persistent.py",
     ),
     Fault(
-        "torch_streamkl/attention/hopper/forward.py",
-        "return first_key // PAIR, (stop_key - first_key + PAIR - 1) // PAIR",
-        "return first_key // PAIR, (stop_key - first_key) // PAIR",
+        TURNS,
+        "return first_key // STEP, (stop_key - first_key + STEP - 1) // STEP",
+        "return first_key // STEP, (stop_key - first_key) // STEP",
         "kernels/test_hopper_ranges.py",
     ),
     Fault(

@@ -163,7 +163,7 @@ def has_one_bias(problem: AttentionProblem) -> bool:
 
 
 def by_tiles(problem: AttentionProblem, backward: bool = False) -> bool:
-    """Returns whether the Hopper kernels go by tiles of warp groups (persistent_forward.py).
+    """Returns whether the Hopper kernels go by tiles of warp groups (hopper/tiles.py).
 
     Those that go by blocks know neither mask tensors nor a second pass, and are faster elsewhere,
     but where blocks are short: under a window, and with few rows.

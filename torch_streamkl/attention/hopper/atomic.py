@@ -80,9 +80,9 @@ def hand_over(d, handover, i, GROUP: gl.constexpr, TASK: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(tiles, work, sums, TASK: gl.constexpr):
+def add_queries(launch, work, sums, TASK: gl.constexpr):
     """Runs the warp group of dQ: adds dscore^T @ own keys to the sums of a query tile."""
-    handover = tiles.handover
+    tiles, handover = launch.tiles, launch.handover
     GROUPS: gl.constexpr = TASK.GROUPS
     SIZE: gl.constexpr = TASK.INNER * TASK.HEAD_DIM
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -90,7 +90,7 @@ def add_queries(tiles, work, sums, TASK: gl.constexpr):
     )
     zero = gl.full([TASK.INNER, TASK.HEAD_DIM], 0.0, gl.float32, layout=mma)
     tiles_of_head = (work.masks.seqlen_q + TASK.INNER - 1) // TASK.INNER
-    mbarrier.wait(tiles.outer_bar, 0)
+    mbarrier.wait(tiles.outer_full, 0)
     # the tile that comes twice is handed over, too, but nobody needs it
     for i in range(work.num_tiles):
         hand = stage_of(i, HANDS)

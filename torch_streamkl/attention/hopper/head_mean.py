@@ -26,15 +26,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_streamkl.attention.hopper.forward import LOADER_REGISTERS
+from torch_streamkl.attention.hopper.pipeline import async_load
+from torch_streamkl.attention.hopper.tile_scheduler import (
+    Block,
+    bounds_of,
+    steps_met,
+    steps_without_mask,
+)
 from torch_streamkl.attention.hopper.warp_groups import (
     GROUP_REGISTERS,
     NUM_WARPS,
-    async_load,
     exp2,
     flat,
     without_offset,
 )
-from torch_streamkl.attention.hopper.wide_forward import tiles_without_mask
 from torch_streamkl.attention.triton.forward import finite_lse
 from torch_streamkl.kernels.arguments import MaskArgs
 from torch_streamkl.kernels.row_state import LOW, tile_coordinates
@@ -53,22 +58,9 @@ class Tiles(NamedTuple):
     empty: Any
 
 
-class Block(NamedTuple):
-    """Holds a block of rows of a head, and the key tiles that it meets, from the last on."""
-
-    b: Any
-    h: Any
-    kv: Any
-    m0: Any
-    num_tiles: Any
-    stop_tile: Any  # after the last of them
-    masks: Any  # arguments.MaskArgs
-    seq: Any  # arguments.Sequence
-
-
 @gluon.jit
 def slot_and_phase(i, SLOTS: gl.constexpr):
-    """Returns stage and phase of load i: NOTE [Pipeline stages] in warp_groups.py."""
+    """Returns stage and phase of load i: NOTE [Pipeline stages] in pipeline.py."""
     return i % SLOTS, i // SLOTS & 1
 
 
@@ -82,7 +74,7 @@ def multiply(a, keys, x, IS_FIRST: gl.constexpr):
 # ------------------------------------------------------------------------------ log-sum-exps first
 @gluon.jit
 def load_keys(
-    q, k, tiles, block,
+    q, k, tiles, block, kv,
     GROUPS: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Runs the loading warp: queries once, then every tile of keys into an empty stage."""
@@ -91,14 +83,14 @@ def load_keys(
         for chunk in gl.static_range(CHUNKS):
             place = [block.b, block.h, block.m0 + group * CONFIG.BLOCK_M, chunk * CHUNK]
             async_load(q, place, tiles.q_bar, tiles.q.index(group * CHUNKS + chunk))
-    for i in range(block.num_tiles):
+    for i in range(block.num_pairs):
         slot, phase = slot_and_phase(i, SLOTS)
         full = tiles.full.index(slot)
-        row = (block.stop_tile - 1 - i) * CONFIG.BLOCK_N
+        row = (block.stop_pair - 1 - i) * CONFIG.BLOCK_N
         mbarrier.wait(tiles.empty.index(slot), phase ^ 1)
         mbarrier.expect(full, CHUNKS * k.block_type.nbytes)
         for chunk in gl.static_range(CHUNKS):
-            place = [block.b, block.kv, row, chunk * CHUNK]
+            place = [block.b, kv, row, chunk * CHUNK]
             async_load(k, place, full, tiles.k.index(slot * CHUNKS + chunk))
 
 
@@ -122,10 +114,10 @@ def add_tiles(
         mbarrier.arrive(tiles.empty.index(slot), count=1)
         x = x * scale
         if MASKED:
-            first = (block.stop_tile - 1 - i) * CONFIG.BLOCK_N
+            first = (block.stop_pair - 1 - i) * CONFIG.BLOCK_N
             cols = gl.expand_dims(first + gl.arange(0, CONFIG.BLOCK_N, layout=col_layout), 0)
             allowed = in_window(
-                cols < seq.num_valid, block.masks, seq, gl.expand_dims(rows, 1), cols,
+                cols < seq.num_valid, block.window, seq, gl.expand_dims(rows, 1), cols,
                 CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT,
             )  # fmt: skip
             x = gl.where(allowed, x, -float("inf"))
@@ -149,7 +141,7 @@ def log_sum_exps(
     zero = gl.full([BLOCK_M, CONFIG.BLOCK_N], 0.0, gl.float32, layout=mma)
     first = block.m0 + GROUP * BLOCK_M
     rows = first + gl.arange(0, BLOCK_M, layout=row_layout)
-    start, stop = tiles_without_mask(block, first, CONFIG)
+    start, stop = steps_without_mask(block, first, CONFIG.BLOCK_N, CONFIG)
     top = gl.full([BLOCK_M], LOW, gl.float32, layout=row_layout)
     row_sum = gl.full([BLOCK_M], 0.0, gl.float32, layout=row_layout)
     mbarrier.wait(tiles.q_bar, 0)
@@ -162,7 +154,7 @@ def log_sum_exps(
     )  # fmt: skip
     if CONFIG.HAS_LEFT:
         top, row_sum = add_tiles(
-            top, row_sum, tiles, block, rows, stop, block.num_tiles, scale, zero,
+            top, row_sum, tiles, block, rows, stop, block.num_pairs, scale, zero,
             GROUP, CHUNKS, SLOTS, True, CONFIG,
         )  # fmt: skip
     empty = row_sum == 0.0
@@ -186,18 +178,14 @@ def heads_lse_kernel(
     b = bh // num_heads
     h = bh % num_heads
     m0 = position * (GROUPS * BLOCK_M)
-    masks = MaskArgs(None, 0, 0, 0, 0, key_lengths, 0, 0, None, None, seqlen_q, seqlen_k)
-    seq = bind_sequence(masks, b, h, CONFIG)
-    # the bounds of the window with the offset in them: a register less in the loops
-    left, right = window_left - seq.offset, window_right + seq.offset
-    seq = without_offset(seq)
-    masks = MaskArgs(None, 0, 0, 0, 0, key_lengths, left, right, None, None, seqlen_q, seqlen_k)
-    first_key, _, _, stop_key = keys_of_rows(
-        masks, seq, m0, GROUPS * BLOCK_M, BLOCK_N, CONFIG.HAS_LEFT, CONFIG.HAS_RIGHT, False
+    masks = MaskArgs(
+        None, 0, 0, 0, 0, key_lengths, window_left, window_right, None, None, seqlen_q, seqlen_k
     )
-    num_tiles = (stop_key - first_key + BLOCK_N - 1) // BLOCK_N
-    stop_tile = first_key // BLOCK_N + num_tiles
-    block = Block(b, h, h // group, m0, num_tiles, stop_tile, masks, seq)
+    seq = bind_sequence(masks, b, h, CONFIG)
+    window = bounds_of(masks, seq)
+    seq = without_offset(seq)
+    first_met, num_tiles = steps_met(window, seq, m0, GROUPS * BLOCK_M, BLOCK_N, CONFIG)
+    block = Block(b, h, bh, m0, num_tiles, first_met + num_tiles, window, seq, 0, 0)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = Tiles(
         gl.allocate_shared_memory(q.dtype, [GROUPS * CHUNKS, 1, 1, BLOCK_M, CHUNK], q.layout),
@@ -218,7 +206,7 @@ def heads_lse_kernel(
             (log_sum_exps, (
                 tiles, block, lse_ptr, scale, gl.constexpr(0), CHUNKS, SLOTS, CONFIG,
             )),
-            (load_keys, (q, k, tiles, block, GROUPS, CHUNKS, SLOTS, CONFIG)),
+            (load_keys, (q, k, tiles, block, h // group, GROUPS, CHUNKS, SLOTS, CONFIG)),
             (log_sum_exps, (
                 tiles, block, lse_ptr, scale, gl.constexpr(1), CHUNKS, SLOTS, CONFIG,
             )),

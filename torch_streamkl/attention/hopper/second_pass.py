@@ -24,14 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from torch_streamkl.attention.hopper.tiles import (
-    masked,
-    products_of,
-    release,
-    release_after,
-    seen,
-    wait_for,
-)
+from torch_streamkl.attention.hopper.pipeline import release, wait_for
+from torch_streamkl.attention.hopper.tiles import masked, products_of, release_after, seen
 from torch_streamkl.attention.hopper.warp_groups import (
     add,
     column_of,
@@ -73,14 +67,15 @@ class KeySums(NamedTuple):
 @gluon.jit
 def with_terms(
     sums, log_o, log_w, eo, ew, t, place, MASKED: gl.constexpr,
-    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
-    CONFIG: gl.constexpr,
+    POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """Adds the terms of a tile or pair to the sums, from log-probabilities and probabilities."""
-    log_t = log_w if WEIGHT_IS_TEACHER else log_o
-    log_s = log_o if WEIGHT_IS_TEACHER else log_w
-    p = ew if WEIGHT_IS_TEACHER else eo
-    s = eo if WEIGHT_IS_TEACHER else ew
+    CONFIG: gl.constexpr = TASK.CONFIG
+    SPECIALIZED: gl.constexpr = TASK.SPECIALIZED
+    log_t = log_w if TASK.WEIGHT_IS_TEACHER else log_o
+    log_s = log_o if TASK.WEIGHT_IS_TEACHER else log_w
+    p = ew if TASK.WEIGHT_IS_TEACHER else eo
+    s = eo if TASK.WEIGHT_IS_TEACHER else ew
     value, h, g = sums.value, sums.h, sums.g
     if SPECIALIZED.B != 0.0:
         log_m = log2(SPECIALIZED.B * p + (SPECIALIZED.C * s + SMALLEST))
@@ -116,42 +111,42 @@ def with_terms(
 @gluon.jit
 def pair_of_keys(
     sums, lse_o, lse_w, i, tiles, place, zeros,
-    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
-    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+    POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """Adds pair i to the sums."""
-    wait_for(tiles, i, True, SLOTS)
-    o = start_pair(place.oq, tiles.other_k, i, zeros, SLOTS)
-    w = start_pair(place.wq, tiles.weight_k, i, zeros, SLOTS)
+    wait_for(tiles, i, True, TASK.SLOTS)
+    o = start_pair(place.oq, tiles.other_k, i, zeros, TASK.SLOTS)
+    w = start_pair(place.wq, tiles.weight_k, i, zeros, TASK.SLOTS)
     o = warpgroup_mma_wait(1, deps=[o])
-    log_o = o * place.other_scale - column_of(lse_o, zeros)
+    log_o = o * place.sides.other.scale - column_of(lse_o, zeros)
     w = warpgroup_mma_wait(0, deps=[w])
-    release(tiles, i, SLOTS)
-    log_w = w * place.weight_scale - column_of(lse_w, zeros)
+    release(tiles, i, TASK.SLOTS)
+    log_w = w * place.sides.weight.scale - column_of(lse_w, zeros)
     return with_terms(
         sums, log_o, log_w, exp2(log_o), exp2(log_w), 0, place, False,
-        WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, CONFIG,
+        POINTWISE_FN, TASK,
     )  # fmt: skip
 
 
 @gluon.jit
 def masked_keys(
     sums, lse_o, lse_w, t, tiles, place, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
-    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+    POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """Adds tile t, masked, to the sums."""
+    CONFIG: gl.constexpr = TASK.CONFIG
+    SPECIALIZED: gl.constexpr = TASK.SPECIALIZED
     IS_KNOWN: gl.constexpr = SPECIALIZED.B + SPECIALIZED.VARIATION + SPECIALIZED.OWN_EPS != 0.0
-    o, w = products_of(t, tiles, place, zero, SLOTS)
-    release_after(t, tiles, place, SLOTS)
-    log_o = o * place.other_scale - gl.expand_dims(lse_o, 1)
-    log_w = w * place.weight_scale - gl.expand_dims(lse_w, 1)
+    o, w = products_of(t, tiles, place, zero, TASK.SLOTS)
+    release_after(t, tiles, place, TASK.SLOTS)
+    log_o = o * place.sides.other.scale - gl.expand_dims(lse_o, 1)
+    log_w = w * place.sides.weight.scale - gl.expand_dims(lse_w, 1)
     if IS_KNOWN:
         log_o = masked(log_o, t, place, 0, True, CONFIG)
         log_w = masked(log_w, t, place, 0, True, CONFIG)
     return with_terms(
         sums, log_o, log_w, exp2(log_o), exp2(log_w), t, place, True,
-        WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, CONFIG,
+        POINTWISE_FN, TASK,
     )  # fmt: skip
 
 
@@ -185,8 +180,7 @@ def of_rows(sums, row_sum, SPECIALIZED: gl.constexpr):
 @gluon.jit
 def sum_keys(
     lse_o, lse_w, tiles, place, begin, whole, edge, zero,
-    WEIGHT_IS_TEACHER: gl.constexpr, POINTWISE_FN: gl.constexpr, SPECIALIZED: gl.constexpr,
-    SLOTS: gl.constexpr, CONFIG: gl.constexpr,
+    POINTWISE_FN: gl.constexpr, TASK: gl.constexpr,
 ):  # fmt: skip
     """Runs the second pass over every tile that some row of the warp group sees."""
     end = place.end
@@ -198,16 +192,16 @@ def sum_keys(
         for t in range(start, stop):
             sums = masked_keys(
                 sums, lse_o, lse_w, t, tiles, place, zero,
-                WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, SLOTS, CONFIG,
+                POINTWISE_FN, TASK,
             )  # fmt: skip
         first = place.used + stop // 2
         last = place.used + gl.where(stop == whole, edge, stop) // 2
         for i in range(first, last):
             sums = pair_of_keys(
                 sums, lse_o, lse_w, i, tiles, place, zeros,
-                WEIGHT_IS_TEACHER, POINTWISE_FN, SPECIALIZED, SLOTS, CONFIG,
+                POINTWISE_FN, TASK,
             )  # fmt: skip
         start, stop = edge, end
     if end % 2 == 1:
-        release(tiles, place.used + end // 2, SLOTS)
+        release(tiles, place.used + end // 2, TASK.SLOTS)
     return sums

@@ -36,7 +36,7 @@ def finish_rows(
     state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Writes values and statistics; NaN for rows to be recomputed (hopper/forward.py)."""
+    """Writes values and statistics; NaN for rows to be recomputed (NOTE [Frozen row max])."""
     lse_t, lse_s, value, student_delta, teacher_delta = finish(
         state, 0.0, 0.0, COEFFICIENTS, CONFIG
     )

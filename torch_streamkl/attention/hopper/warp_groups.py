@@ -15,23 +15,13 @@ for it: while one warp group waits for its products, the others reduce theirs. T
 causal forwards of one pass and head_dim 128, whose warp groups see different keys and do not wait
 at the same time (launch.multiplies_pairs). For other forwards, one pass is faster with halves of
 pairs.
-
-NOTE [Pipeline stages]
-Tile i (in the forward: pair of tiles i) is in stage i % SLOTS of shared memory (`stage_of`), and
-is the (i // SLOTS)-th user of its stage, whose barriers complete one phase a user (`phase_of`). A
-stage is loaded again when every warp group has released it. The descriptors of a stage should
-depend on the iteration of a loop: those that do not are computed before the loop, and may be
-spilled.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torch_streamkl.kernels.arguments import Sequence
-
-# Triton 3.6 has it under the second name
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # before Triton 3.9 it has a line before its name
 REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -277,7 +267,7 @@ def lane_signed_sum(before, d, x):
 
 @gluon.jit
 def stage_of(i, SLOTS: gl.constexpr):
-    """Returns the pipeline stage of tile (or pair) i (NOTE [Pipeline stages])."""
+    """Returns the pipeline stage of tile (or pair) i: NOTE [Pipeline stages] in pipeline.py."""
     if SLOTS & (SLOTS - 1) == 0:
         return i & (SLOTS - 1)
     else:
@@ -333,18 +323,6 @@ def start_half(q, keys, i, half, zero, SLOTS: gl.constexpr):
                 use_acc=True, is_async=True,
             )  # fmt: skip
         return x
-
-
-@gluon.jit
-def load_pair(x, at, keys, i, full, SLOTS: gl.constexpr):
-    """Loads pair i of key tiles, whose first key is `at`: [batch, heads, seqlen]."""
-    b, h, row = at
-    if keys.shape[3] == 64:
-        first = 2 * stage_of(i, SLOTS)
-        async_load(x, [b, h, row, 0], full, keys.index(first))
-        async_load(x, [b, h, row + 64, 0], full, keys.index(first + 1))
-    else:
-        async_load(x, [b, h, row, 0], full, keys.index(stage_of(i, SLOTS)))
 
 
 @gluon.jit

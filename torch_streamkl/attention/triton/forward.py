@@ -337,7 +337,9 @@ def forward_block(
             value = sums.value
             student_delta = sums.h
             teacher_delta = sums.g
-            if CONFIG.GUARDED:  # NOTE [Rows without a clamped key] in attention/hopper/backward.py
+            if (
+                CONFIG.GUARDED
+            ):  # NOTE [Rows without a clamped key] in attention/hopper/score_gradients.py
                 student_delta = tl.where(
                     student_delta == COEFFICIENTS.TS,
                     COEFFICIENTS.TS * (1.0 - 2.0**-23),
