@@ -18,7 +18,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -29,11 +29,9 @@ from tqdm import tqdm
 
 import torch_streamkl
 from bench import plots
-from bench.accuracy import total_error
-from bench.measure import usual_dtype
-from bench.memory import peak_bytes
-from bench.models import TrainingStep, build
-from bench.steps import Contender
+from bench.case import total_error
+from bench.measure import peak_mib, usual_dtype
+from bench.steps import StepCase, build
 from torch_streamkl.fx_passes.backend import collected
 
 COLORS = {"eager": "#888888", "streamkl": "#d1495b"}
@@ -75,11 +73,10 @@ INNER = {"cuda": "inductor", "cpu": "aot_eager"}
 
 
 @dataclass(frozen=True)
-class Pair(TrainingStep):
+class Pair(StepCase):
     """An encoder pair whose batch is padded, or a causal decoder pair with grouped heads."""
 
-    name: str
-    pads: bool  # sequences of different length
+    pads: bool = False  # sequences of different length
 
     def models(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
         dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -92,7 +89,10 @@ class Pair(TrainingStep):
         )
         return student, teacher.eval().requires_grad_(False)
 
-    def loss(self, student: nn.Module, teacher: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return batches(1, self.batch_size, self.seqlen, device.type, pads=self.pads)[0]
+
+    def loss_of(self, student: nn.Module, teacher: nn.Module) -> Callable[..., Tensor]:
         naive = bert_loss if self.pads else llama_loss
         return lambda ids, mask: naive(teacher, student, ids, mask)
 
@@ -100,7 +100,7 @@ class Pair(TrainingStep):
         return torch.optim.AdamW(student.parameters(), lr=3e-4)
 
 
-PAIRS = (Pair("BERT, padded batch", True), Pair("Llama, causal, grouped heads", False))
+PAIRS = (Pair("BERT, padded batch", pads=True), Pair("Llama, causal, grouped heads"))
 
 
 @functools.cache
@@ -133,7 +133,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     first_gradients: list[Tensor] = field(default_factory=list)
-    peak: dict[int, int] = field(default_factory=dict)  # seqlen -> bytes
+    peak: dict[int, float] = field(default_factory=dict)  # seqlen -> MiB
 
 
 @dataclass
@@ -152,23 +152,23 @@ def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
 
     The two are interleaved, so that what else the machine does slows both.
     """
+    pair = replace(pair, batch_size=args.batch, seqlen=args.seqlen)
     device = torch.device(args.device)
     first, *data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
     runs = {name: Run() for name in COLORS}
     outcome = Outcome(pair.name, runs, torch_streamkl.Report(), args.batch)
-    contenders = {name: Contender("eager", pair, device) for name in runs}
-    ours = contenders["streamkl"]
+    problems = {name: pair.problem(device) for name in runs}
     options = {"streamkl.inner": args.inner, "streamkl.verify_max_seconds": 20.0}
-    ours.loss_of = torch.compile(ours.loss_of, backend="streamkl", options=options)
+    ours = problems["streamkl"]
+    ours.loss = torch.compile(ours.loss, backend="streamkl", options=options)
 
     def step(name: str, batch: tuple[Tensor, Tensor]) -> float:
-        contender, start = contenders[name], time.perf_counter()
-        runs[name].losses.append(contender.backward(batch).item())
+        problems[name].sets = [batch]
+        start = time.perf_counter()
+        loss, gradients = problems[name].step()
+        runs[name].losses.append(loss.item())
         seconds = time.perf_counter() - start
-        if not runs[name].first_gradients:
-            used = [p.grad for p in contender.student.parameters() if p.grad is not None]
-            runs[name].first_gradients = [g.detach().cpu() for g in used]
-        contender.optimizer.step()
+        runs[name].first_gradients = runs[name].first_gradients or [g.cpu() for g in gradients]
         return seconds
 
     step("eager", first)
@@ -179,13 +179,12 @@ def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
     for batch in tqdm(data, desc=f"{pair.name}: steps", ncols=90):
         for name, run in runs.items():
             run.step_ms.append(step(name, batch) * 1e3)
-    for name, contender in contenders.items():
+    for name, problem in problems.items():
         for seqlen in tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90):
-            (batch,) = batches(1, args.batch, seqlen, args.device, pads=pair.pads)
-            contender.clear(set_to_none=True)
-            runs[name].peak[seqlen] = peak_bytes(
-                functools.partial(contender.backward, batch), device
-            )
+            problem.sets = [replace(pair, seqlen=seqlen).batch(device)]
+            problem.model.zero_grad(set_to_none=True)
+            without = replace(problem, finish=lambda: None)
+            runs[name].peak[seqlen] = peak_mib(without.step, device)
     return outcome
 
 
@@ -201,32 +200,21 @@ def show(outcome: Outcome) -> None:
     print(f"{'':10}{'ms per step':>14}{'peak memory, N=' + str(largest):>24}")
     for name, run in outcome.runs.items():
         median = sorted(run.step_ms)[len(run.step_ms) // 2]
-        print(f"{name:10}{median:>14.1f}{run.peak[largest] / 2**20:>20.1f} MiB")
+        print(f"{name:10}{median:>14.1f}{run.peak[largest]:>20.1f} MiB")
 
 
 def draw(outcomes: list[Outcome], path: Path) -> None:
     """Loss curves over each other, and peak memory against sequence length."""
-    from matplotlib.ticker import MaxNLocator
-
-    with plots.figure(path, len(outcomes), 2, (10, 3.6 * len(outcomes))) as (_, panels):
-        for losses, memory, outcome in zip(panels[::2], panels[1::2], outcomes, strict=True):
+    with plots.figure(path, len(outcomes), 2, (10, 3.6 * len(outcomes))) as drawn:
+        for losses, memory, outcome in zip(drawn[::2], drawn[1::2], outcomes, strict=True):
             for name, run in outcome.runs.items():
                 wide = {"lw": 5, "alpha": 0.5} if name == "eager" else {"lw": 1.5}
                 losses.plot(run.losses, color=COLORS[name], label=name, **wide)
-                mib = {n: size / 2**20 for n, size in sorted(run.peak.items())}
-                memory.plot(mib.keys(), mib.values(), "o-", color=COLORS[name], label=name)
             losses.set(title=f"{outcome.pair}: loss", xlabel="training step", ylabel="loss")
-            losses.xaxis.set_major_locator(MaxNLocator(integer=True))
-            memory.set(
-                title=f"peak memory of a step, {outcome.batch} sequences",
-                xlabel="sequence length", ylabel="MiB", xscale="log", yscale="log",
-            )  # fmt: skip
-            memory.set_xticks(list(mib), [str(n) for n in mib])
-            memory.minorticks_off()
-            plots.plain_numbers(memory.yaxis)
-            for axes in (losses, memory):
-                axes.grid(alpha=0.3)
-                axes.legend(frameon=False)
+            losses.legend(frameon=False)
+            peaks = {name: sorted(run.peak.items()) for name, run in outcome.runs.items()}
+            plots.draw(memory, peaks, "sequence length", "MiB")
+            memory.set_title(f"peak memory of a step, {outcome.batch} sequences")
     print(f"\npicture: {path}")
 
 

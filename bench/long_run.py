@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 from bench import plots
 from bench.demo import COLORS, text
-from bench.models import LlamaStep, Pair
 from bench.providers import with_streamkl
 from bench.records import Program, save
+from bench.steps import LlamaStep, Pair
 
 HELD_OUT = 0.1  # of the text, its end
 SMOOTHED = 25  # steps of a mean that is compared
@@ -111,7 +111,8 @@ class Training:
         self.settings, self.seed, self.done = settings, seed, 0
         self.student = settings.model(settings.student_layers, seed=100 + seed)
         # naive code, on attention maps and logits
-        self.loss_of = LlamaStep(settings.pair, "attention+logits").loss(self.student, teacher)
+        case = LlamaStep("long run", pair=settings.pair, objective="attention+logits")
+        self.loss_of = case.loss_of(self.student, teacher)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=settings.learning_rate)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.steps)
         self.parts = (self.student, self.optimizer, self.schedule)
@@ -204,23 +205,26 @@ def draw(found: list[Curve], path: Path) -> None:
     """Loss curves over each other, and their distances from eager's."""
     eager, other, plugin, resumed = (smoothed(c.losses) for c in found)
     steps = range(len(eager))
-    with plots.figure(path, 1, 2, (11, 3.8)) as (_, panels):
-        whole, apart = panels
-        whole.plot(steps, eager, color=COLORS["eager"], lw=6, alpha=0.5, label="eager")
-        whole.plot(steps, other, color="#888888", lw=1, ls=":", label="eager, another seed")
-        whole.plot(steps, plugin, color=COLORS["streamkl"], lw=1.5, label="streamkl")
-        late = range(len(eager) - len(resumed), len(eager))
-        whole.plot(late, resumed, color="#2e4057", lw=1.5, ls="--", label="streamkl, resumed")
-        whole.set(title="distillation loss", ylabel=f"loss, mean of {SMOOTHED} steps")
-        apart.plot(steps, (other - eager).abs(), color=COLORS["eager"], label="of two eager seeds")
-        ours = (plugin - eager).abs()
-        apart.plot(steps, ours, color=COLORS["streamkl"], label="of streamkl from eager")
-        apart.set(title="distance of the loss curves", ylabel="difference of the losses")
-        for axes in panels:
-            axes.set(xlabel="training step", yscale="log")
+    late = range(len(eager) - len(resumed), len(eager))
+    whole = {  # steps, losses, style
+        "eager": (steps, eager, {"color": "#888888", "lw": 6, "alpha": 0.5}),
+        "eager, another seed": (steps, other, {"color": "#888888", "lw": 1, "ls": ":"}),
+        "streamkl": (steps, plugin, {"color": COLORS["streamkl"], "lw": 1.5}),
+        "streamkl, resumed": (late, resumed, {"color": "#2e4057", "lw": 1.5, "ls": "--"}),
+    }
+    apart = {
+        "of two eager seeds": (steps, (other - eager).abs(), {"color": COLORS["eager"]}),
+        "of streamkl from eager": (steps, (plugin - eager).abs(), {"color": COLORS["streamkl"]}),
+    }
+    titles = (f"distillation loss, mean of {SMOOTHED} steps", "distance of the loss curves")
+    with plots.figure(path, 1, 2, (11, 3.8)) as drawn:
+        for axes, title, lines in zip(drawn, titles, (whole, apart), strict=True):
+            for label, (x, y, style) in lines.items():
+                axes.plot(x, y, label=label, **style)
+            axes.set(title=title, xlabel="training step", yscale="log")
             axes.grid(alpha=0.3)
             axes.legend(frameon=False)
-        plots.plain_numbers(whole.yaxis)
+        plots.plain_numbers(drawn[0].yaxis)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -230,12 +234,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graph")
     parser.add_argument("--out", type=Path, default=Path("build/long_run.png"), help="the picture")
-    given, head = parser.begin(arguments)
+    given, record = parser.begin(arguments)
     settings = Settings(**{f.name: getattr(given, f.name, f.default) for f in fields(Settings)})
     found = curves(settings)
     draw(found, given.out)
     result = verdict(found)
     if given.json is not None:
+        head = {"command": record.command, "machine": record.machine, "note": record.note}
         more = {"settings": asdict(settings), "verdict": result}
         save(head | more | {"curves": [asdict(c) for c in found]}, given.json)
     print(json.dumps(result, indent=1))

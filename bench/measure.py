@@ -1,69 +1,41 @@
-"""Time and memory of a training step: the loss, then the gradients of the student's two inputs."""
+"""Measures a step: its time in interleaved rounds, its peak memory, and what it ran on."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import os
+import platform
 import random
+import re
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
-from typing import TypeVar
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from bench.cases import Inputs
-from bench.memory import peak_bytes
+from bench.case import Problem
 
 T = TypeVar("T")
-
+ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 SHORT_MS = 50.0  # steps shorter than this are repeated within a sample
-MODES = ("forward", "backward", "step")
-ALONE = "alone"  # one more where asked for: a forward without gradients, after no backward
-QUEUED_MS = 10.0  # of waiting that the device does while the host issues short calls
-BURST_S = 0.1  # of steps that follow each other without a wait, as in a training loop
-LONG_MS = 100.0  # timed once more after the first time
 WARM_UP_MS = 10.0  # of steps before them that do not count: a GPU's clocks fall while it waits
+MODES = ("forward", "backward", "step")
+ALONE = "alone"  # one more where asked for: a forward without gradients
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One measurement."""
-
-    forward_ms: float
-    backward_ms: float
-
-    @property
-    def step_ms(self) -> float:
-        return self.forward_ms + self.backward_ms
-
-    def ms(self, mode: str) -> float:
-        """Of one of `MODES`, or `ALONE`: the forward of a sample without a backward."""
-        time: float = getattr(self, f"{'forward' if mode == ALONE else mode}_ms")
-        return time
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Median of the samples and the half of them around it."""
-
-    median_ms: float
-    low_ms: float  # first quartile
-    high_ms: float  # third quartile
-
-    @classmethod
-    def of(cls, values: list[float]) -> Timing:
-        if len(values) < 2:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
-
-
+# ------------------------------------------------------------------------------------- failures
 class OutOfMemory(Exception):
     """The step did not fit; the original message."""
 
@@ -72,14 +44,8 @@ class Unavailable(Exception):
     """A provider cannot compute a case: a package is missing, or it has no such form."""
 
 
-def step(loss_fn: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Loss and gradients."""
-    loss = loss_fn(*inputs)
-    return loss.detach(), torch.autograd.grad(loss, inputs[:2])
-
-
 def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, dict[str, str]]:
-    """What a call gives; or None and why it is a result all the same: a status and a detail."""
+    """Returns a call's result; or None and why it is a result all the same, as fields of a row."""
     try:
         return guarded(call, device), {}
     except (OutOfMemory, Unavailable) as error:
@@ -92,7 +58,7 @@ def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, dict
 
 
 def guarded(call: Callable[[], T], device: torch.device) -> T:
-    """``call()``; without enough memory `OutOfMemory` is raised and nothing is left after."""
+    """Returns ``call()``; without enough memory raises `OutOfMemory`, and nothing is left."""
     try:
         return call()
     except Exception as error:
@@ -105,18 +71,13 @@ def guarded(call: Callable[[], T], device: torch.device) -> T:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocator gave up, or caused an error that says something else."""
+    """Says whether an allocator gave up, or caused an error that says something else."""
     while error is not None:
-        if isinstance(
-            error, torch.OutOfMemoryError | MemoryError
-        ) or "can't allocate memory" in str(error):
+        is_full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if is_full or "can't allocate memory" in str(error):
             return True
         error = error.__cause__
     return False
-
-
-def usual_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def release(device: torch.device) -> None:
@@ -130,107 +91,59 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-# -------------------------------------------------------------------------------------- time
-def sample(
-    loss_fn: Callable[..., Tensor],
-    inputs: Inputs,
-    repeats: int = 1,
-    warm_up: int = 0,
-    has_backward: bool = True,
-) -> Sample:
-    """Forward and backward of ``repeats`` steps, by CUDA events or by the host's clock.
+def usual_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    Without ``has_backward`` no gradients are recorded, either.
-    The first ``warm_up`` steps of the burst do not count. Nothing waits between them and the
-    others: a GPU that is busy when a step is issued is not charged for the host's work.
-    """
-    device = inputs[0].device
-    marks: list[tuple[object, object, object]] = []
+
+# ----------------------------------------------------------------------------------------- time
+@dataclass(frozen=True)
+class Timing:
+    """Median of the samples and the half of them around it, in milliseconds."""
+
+    median: float
+    low: float  # first quartile
+    high: float  # third quartile
+
+    @classmethod
+    def of(cls, values: list[float]) -> Timing:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The mean of steps that follow each other without a wait, in milliseconds."""
+
+    forward: float
+    backward: float
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def alone(self) -> float:
+        return self.forward
+
+
+def burst(
+    problem: Problem, number: int, repeats: int = 1, warm_up: int = 0, has_backward: bool = True
+) -> Sample:
+    """Times steps on one input set, forward and backward apart."""
+    device = problem.device
+    marks: list[list[object]] = []
     with torch.set_grad_enabled(has_backward):
         for _ in range(warm_up + repeats):
-            start = _now(device)
-            loss = loss_fn(*inputs)
-            middle = _now(device)
-            if has_backward:
-                torch.autograd.grad(loss, inputs[:2])
-            marks.append((start, middle, _now(device)))
+            mine = [_now(device)]
+            problem.step(number, lambda mine=mine: mine.append(_now(device)), has_backward)
+            marks.append([*mine, _now(device)])
     synchronize(device)
     timed = marks[warm_up:]
     forward = sum(_elapsed_ms(start, middle) for start, middle, _ in timed) / repeats
     backward = sum(_elapsed_ms(middle, end) for _, middle, end in timed) / repeats
     return Sample(forward, backward)
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A loss, the input sets that it is called with in turn, and what surrounds its calls."""
-
-    loss_fn: Callable[..., Tensor]
-    inputs: Sequence[Inputs]
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
-    has_backward: bool = True  # or the forward alone, without gradients
-
-    def burst(self, number: int, repeats: int = 1, warm_up: int = 0) -> Sample:
-        """A sample on the input set whose turn it is; raises `OutOfMemory`."""
-        inputs = self.inputs[number % len(self.inputs)]
-        with self.context():  # entered before the clock starts
-            return guarded(
-                lambda: sample(self.loss_fn, inputs, repeats, warm_up, self.has_backward),
-                inputs[0].device,
-            )
-
-
-def interleaved(
-    entries: Mapping[str, Timed], seconds: float, max_rounds: int = 50
-) -> dict[str, list[Sample] | OutOfMemory]:
-    """Samples of every entry, in rounds: each once on the next of its input sets.
-
-    Whatever changes during a run (clocks, heat, other programs) meets all alike, and every round
-    has an order of its own: after a provider that waits for memory a chip is cooler than after
-    one that multiplies. Every entry gets about ``seconds``, at least three rounds.
-    """
-    results: dict[str, list[Sample] | OutOfMemory] = {}
-    rounds: dict[str, int] = {}
-    takes: dict[str, Callable[[int], None]] = {}
-
-    def take(name: str, number: int, repeats: int, warm_up: int) -> None:
-        samples = results[name]
-        if isinstance(samples, list):
-            try:
-                samples.append(entries[name].burst(number, repeats, warm_up))
-            except OutOfMemory as error:
-                results[name] = error
-
-    for name, entry in entries.items():
-        try:
-            entry.burst(0)  # may compile: a step that says nothing about the next
-            first = entry.burst(0)
-        except OutOfMemory as error:
-            results[name] = error
-            continue
-        step_ms = max(first.step_ms, 1e-3)
-        repeats, warm_up = min(50, math.ceil(SHORT_MS / step_ms)), 0
-        if repeats > 1:
-            warm_up = min(10, math.ceil(WARM_UP_MS / step_ms))
-        cost_ms = step_ms * (repeats + warm_up)
-        rounds[name] = max(3, min(max_rounds, round(seconds * 1e3 / cost_ms)))
-        results[name] = []
-        takes[name] = partial(take, name, repeats=repeats, warm_up=warm_up)
-    interleaved_calls(takes, rounds)
-    return results
-
-
-def interleaved_calls(
-    takes: Mapping[str, Callable[[int], T]], rounds: int | Mapping[str, int]
-) -> dict[str, list[T]]:
-    """What each gives when its turn comes, in rounds that have an order of their own each."""
-    found: dict[str, list[T]] = {name: [] for name in takes}
-    last = rounds if isinstance(rounds, int) else max(rounds.values(), default=0)
-    for number in range(last):
-        for name in random.Random(number).sample(list(takes), len(takes)):
-            if isinstance(rounds, int) or number < rounds[name]:
-                found[name].append(takes[name](number))
-    return found
 
 
 def _now(device: torch.device) -> object:
@@ -241,52 +154,159 @@ def _now(device: torch.device) -> object:
     return event
 
 
-def _elapsed_ms(start: object, end: object) -> float:
-    if isinstance(start, torch.cuda.Event):
-        return float(start.elapsed_time(end))
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return (end - start) * 1e3
+def _elapsed_ms(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start) * 1e3
+    return float(start.elapsed_time(end))
 
 
-def median_ms(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Time of a call, issued while the device waits: what the host takes is not in it.
+def interleaved(
+    problems: Mapping[str, Problem],
+    seconds: float,
+    max_rounds: int = 50,
+    has_backward: bool = True,
+    agree: Callable[[int], int] = lambda mine: mine,
+) -> dict[str, list[Sample] | OutOfMemory]:
+    """Takes samples of every problem in rounds, each once in a round and on the next input set.
 
-    A call that is short is timed together with others, a long one once.
+    Whatever changes during a run (clocks, heat, other programs) meets all alike, and every round
+    has an order of its own: after a provider that waits for memory a chip is cooler than after
+    one that multiplies. Every problem gets about ``seconds``, and at least three rounds. Ranks
+    that share a problem ``agree`` on how often a step is repeated, or would wait for each other.
     """
-    estimate = _burst_ms(call, device, 1)
-    repeats = 1
-    if estimate < SHORT_MS:
-        repeats = 20 if device.type == "cuda" else 2
-    times = []
-    for _ in range(rounds if estimate < LONG_MS else 1):
-        if device.type == "cuda":
-            torch.cuda._sleep(int(QUEUED_MS * 1.7e6))  # cycles
-        times.append(_burst_ms(call, device, repeats))
-    return statistics.median(times)
+    results: dict[str, list[Sample] | OutOfMemory] = {}
+    takes: dict[str, Callable[[int], None]] = {}
+    rounds: dict[str, int] = {}
+
+    def take(name: str, number: int, repeats: int, warm_up: int) -> None:
+        samples, problem = results[name], problems[name]
+        call = partial(burst, problem, number, repeats, warm_up, has_backward)
+        if isinstance(samples, list):
+            try:
+                agree(0)  # ranks begin together
+                samples.append(guarded(call, problem.device))
+            except OutOfMemory as error:
+                results[name] = error
+
+    for name in problems:
+        results[name] = []
+        take(name, 0, 1, 0)  # may compile: a step that says nothing about the next
+        take(name, 0, 1, 0)
+        first = results[name]
+        if isinstance(first, OutOfMemory):
+            continue
+        step_ms = max(first[-1].step, 1e-3)
+        repeats, warm_up = min(50, agree(math.ceil(SHORT_MS / step_ms))), 0
+        if repeats > 1:
+            warm_up = min(10, agree(math.ceil(WARM_UP_MS / step_ms)))
+        number = round(seconds * 1e3 / (step_ms * (repeats + warm_up)))
+        rounds[name] = agree(max(3, min(max_rounds, number)))
+        results[name] = []
+        takes[name] = partial(take, name, repeats=repeats, warm_up=warm_up)
+    interleaved_calls(takes, rounds)
+    return results
 
 
-def _burst_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    start = _now(device)
-    for _ in range(repeats):
-        call()
-    end = _now(device)
-    synchronize(device)
-    return _elapsed_ms(start, end) / repeats
+def interleaved_calls(
+    takes: Mapping[str, Callable[[int], T]], rounds: int | Mapping[str, int]
+) -> dict[str, list[T]]:
+    """Calls each in rounds that have an order of their own; returns what each call gave."""
+    found: dict[str, list[T]] = {name: [] for name in takes}
+    last = rounds if isinstance(rounds, int) else max(rounds.values(), default=0)
+    for number in range(last):
+        for name in random.Random(number).sample(list(takes), len(takes)):
+            if isinstance(rounds, int) or number < rounds[name]:
+                found[name].append(takes[name](number))
+    return found
 
 
-def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
-    """Time of a call by the host's clock, of calls that follow each other without a wait."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
-
-
-# ------------------------------------------------------------------------------------ memory
+# --------------------------------------------------------------------------------------- memory
 def peak_mib(call: Callable[[], object], device: torch.device) -> float:
-    """Most memory alive during a call beyond what was alive before, in MiB; see `peak_bytes`."""
+    """Returns the most memory alive during a call beyond what was alive before, in MiB.
+
+    On a GPU the caching allocator counts. On the CPU the profiler records every allocation and
+    release of a tensor, which is exact and unlike the resident set size has no noise, but makes
+    the call slower: never time and measure memory in one call.
+    """
     release(device)
-    return peak_bytes(call, device) / MIB
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    with warnings.catch_warnings():
+        # of events that other cycles would have; to keep those takes several times the call itself
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            call()
+    current = highest = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            highest = max(highest, current)
+    return highest / MIB
+
+
+def limit_memory(device: torch.device, gib: float | None) -> None:
+    """Makes allocations beyond the limit fail: running out of memory must not end the machine."""
+    if device.type == "cuda":
+        if gib is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+        return
+    try:
+        import resource
+
+        kib = {
+            name: int(number)
+            for file in ("/proc/meminfo", "/proc/self/status")
+            for name, number in re.findall(r"(?m)^(\w+):\s+(\d+) kB", Path(file).read_text())
+        }
+    except (ImportError, OSError):
+        return
+    budget = int(gib * 2**30) if gib is not None else int(kib["MemAvailable"] * 1024 * 0.9)
+    resource.setrlimit(resource.RLIMIT_AS, (kib["VmSize"] * 1024 + budget, resource.RLIM_INFINITY))
+
+
+# -------------------------------------------------------------------------------------- machine
+def describe(device: torch.device, commit: str = "") -> dict[str, str]:
+    """Returns device, driver, versions and commit, as text: the head of every record."""
+    about = {"device": device_name(device)}
+    if device.type == "cuda":
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        about |= {"driver": driver.split("\n")[0], "cuda": str(torch.version.cuda)}
+    else:
+        about["threads"] = str(torch.get_num_threads())
+    about |= {"torch": torch.__version__, "python": platform.python_version()}
+    for package in ("triton", "transformers", "liger_kernel", "trl"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            about[package] = metadata.version(package.replace("_", "-"))
+    return about | {"commit": commit or current_commit(), "date": date.today().isoformat()}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    known = Path("/proc/cpuinfo")
+    text = known.read_text() if known.exists() else ""
+    model = next(iter(re.findall(r"(?m)^model name\s*:\s*(.*?)\s*$", text)), "")
+    return f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def current_commit() -> str:
+    """Returns the short hash, with a plus when files differ; "unknown" outside of a clone."""
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
+    tracked = ("torch_streamkl", "fx_passes", "bench/*.py")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *tracked)
+    return commit + ("+" if changed else "") if commit else "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,4 +1,4 @@
-"""One result, the file that holds a run, and what every program is told on its command line."""
+"""Defines the row of one provider on one case, the record that holds rows, and command lines."""
 
 from __future__ import annotations
 
@@ -12,47 +12,89 @@ from typing import Any
 
 import torch
 
-from bench import machine
-from bench.accuracy import Verdict
+from bench import measure
 from bench.measure import Timing
 
-SCHEMA = 1
+SCHEMA = 2
+
+
+@dataclass
+class Row:
+    """One provider on one case."""
+
+    case: str  # label
+    provider: str
+    family: str = ""
+    sweep: tuple[str, int] = ("", 0)  # the curve that the case is a point of, and its place
+    shape: str = ""
+    source: str = ""
+    status: str = "ok"  # or "red" (wrong), "oom", "unavailable", "error", "untimed"
+    detail: str = ""  # why it is not ok
+    timing: dict[str, Timing] = field(default_factory=dict)  # milliseconds by mode
+    peak_mib: float | None = None  # above inputs or weights, gradients included
+    loss: float | None = None
+    loss_error: float | None = None  # None where only a part was checked
+    loss_budget: float | None = None
+    gradient_error: float | None = None
+    gradient_budget: float | None = None
+    compile_s: float | None = None  # the first step: compilation, kernel builds
+    samples: int = 0  # of steps
+    gflop: dict[str, float] = field(default_factory=dict)  # least arithmetic
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def ms(self, mode: str = "step") -> float | None:
+        return self.timing[mode].median if mode in self.timing else None
+
+    def tflops(self, mode: str = "step") -> float | None:
+        """Rate on the least arithmetic, where it is counted."""
+        gflop = self.gflop.get("forward", 0.0) if mode == measure.ALONE else self.gflop.get(mode)
+        if mode == "step":
+            gflop = sum(self.gflop.values())
+        ms = self.ms(mode)
+        return gflop / ms if gflop and ms else None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Row:
+        timing = {mode: Timing(**t) for mode, t in fields.get("timing", {}).items()}
+        return cls(**{**fields, "timing": timing, "sweep": tuple(fields.get("sweep", ("", 0)))})
 
 
 @dataclass
 class Record:
-    """One provider on one case."""
+    """The rows of one run, and what it was made by and on."""
 
-    family: str
-    case: str  # label
-    sweep: tuple[str, int]
-    shape: str
-    source: str
-    provider: str
-    status: str = "ok"  # or "red" (accuracy), "oom", "unavailable", "error"
-    detail: str = ""  # why it is not ok
-    timing: dict[str, Timing] = field(default_factory=dict)  # by mode
-    tflops: dict[str, float] = field(default_factory=dict)  # by mode, on the least work
-    attention_tflops: dict[str, float] = field(
-        default_factory=dict
-    )  # of the library's attention at this shape
-    least_gflop: dict[str, float] = field(default_factory=dict)
-    least_mib: dict[str, float] = field(
-        default_factory=dict
-    )  # inputs read once, outputs written once
-    peak_mib: float | None = None  # above inputs, gradients included
-    compile_s: float | None = None  # the first step: compilation, kernel builds
-    samples: int = 0  # of steps
-    verdict: Verdict | None = None
-    version: str = ""  # "head" or "base" when two commits are compared
+    command: str
+    machine: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    title: str = ""
+    note: str = ""  # by whoever made the run: what its circumstances were
+    is_complete: bool = False
 
-    def share_of_attention(self, mode: str) -> float | None:
-        rate = self.attention_tflops.get(mode)
-        return self.tflops[mode] / rate if rate and mode in self.tflops else None
+    def save(self, path: Path | None) -> None:
+        if path is not None:
+            content = {"schema": SCHEMA, **asdict(self)}
+            content["rows"] = [
+                {k: v for k, v in asdict(row).items() if v not in (None, "", {}, ("", 0))}
+                for row in self.rows
+            ]
+            save(content, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        fields = json.loads(path.read_text())
+        schema = fields.pop("schema", None)
+        if schema != SCHEMA:
+            raise ValueError(f"{path.name} must have schema {SCHEMA}, got {schema}")
+        return cls(**{**fields, "rows": [Row.of(row) for row in fields["rows"]]})
+
+    def find(self, case: str, provider: str) -> Row | None:
+        """Returns a provider's row of a case."""
+        rows = (x for x in self.rows if (x.case, x.provider) == (case, provider))
+        return next(rows, None)
 
 
 def command_line(module: str, arguments: list[str]) -> str:
-    """What to type for the same run, without where its records went."""
+    """Returns what to type for the same run, without where its records went."""
     shown = list(arguments)
     for option in ("--json", "--out"):
         if option in shown:
@@ -62,7 +104,7 @@ def command_line(module: str, arguments: list[str]) -> str:
 
 
 def save(content: dict[str, Any], path: Path) -> None:
-    """Written next to the old file and moved over it, so that an interruption loses nothing."""
+    """Writes next to the old file and moves over it, so that an interruption loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -70,98 +112,27 @@ def save(content: dict[str, Any], path: Path) -> None:
 
 
 class Program(argparse.ArgumentParser):
-    """Of a module that measures: with where, into which file, and of which commit."""
+    """The command line of a module that measures: where, into which file, and of which commit."""
 
     def __init__(self, module: str, documentation: str | None, devices: bool = True) -> None:
         super().__init__(
-            prog=f"python -m {module}",
-            description=documentation,
+            prog=f"python -m {module}", description=documentation,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        )  # fmt: skip
         self.module = module
+        add = self.add_argument
         if devices:
             here = "cuda" if torch.cuda.is_available() else "cpu"
-            self.add_argument(
-                "--device",
-                choices=("cpu", "cuda"),
-                default=here,
-                help="default: cuda if there is one",
-            )
-        self.add_argument(
-            "--json", type=Path, metavar="FILE", help="the record, saved as its parts come"
-        )
-        self.add_argument("--commit", default="", help="of a tree without its history")
-        self.add_argument("--note", default="", help="for the reader of the record")
+            choices = ("cpu", "cuda")
+            add("--device", choices=choices, default=here, help="default: cuda if there is one")
+        add("--json", type=Path, metavar="FILE", help="the record, saved as its parts come")
+        add("--commit", default="", help="of a tree without its history")
+        add("--note", default="", help="for the reader of the record")
 
-    def begin(self, argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-        """The options, and the head of the record: by what and on what it was made."""
+    def begin(self, argv: list[str] | None) -> tuple[argparse.Namespace, Record]:
+        """Returns the options, and an empty record."""
         options = self.parse_args(argv)
         device = torch.device(getattr(options, "device", "cpu"))
-        return options, {
-            "command": command_line(self.module, sys.argv[1:] if argv is None else argv),
-            "machine": machine.describe(device, options.commit),
-            "note": options.note,
-        }
-
-
-def cells(columns: dict[str, str], row: dict[str, Any]) -> tuple[str, ...]:
-    """Of columns, each a heading and a format of the row's fields; empty where one is missing."""
-
-    def cell(template: str) -> str:
-        try:
-            return template.format_map(row)
-        except KeyError:
-            return ""
-
-    return tuple(cell(template) for template in columns.values())
-
-
-@dataclass
-class Rows:
-    """A record whose rows are of a kind of their own; saved after each."""
-
-    title: str  # of its table
-    columns: dict[str, str]
-    head: dict[str, Any]
-    path: Path | None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        print(" | ".join(cells(self.columns, row)), flush=True)
-        if self.path is not None:
-            about = {"title": self.title, **self.head, "columns": self.columns}
-            save(about | {"rows": self.rows}, self.path)
-
-
-@dataclass
-class Run:
-    """All records of one invocation."""
-
-    command: str
-    machine: dict[str, str]
-    dtype: str
-    ceilings: dict[str, float]  # matmul_tflops, copy_gbytes
-    records: list[Record] = field(default_factory=list)
-    end_to_end: list[dict[str, Any]] = field(default_factory=list)
-    is_complete: bool = False
-    note: str = ""  # by whoever made the run: what its circumstances were
-
-    def save(self, path: Path) -> None:
-        save({"schema": SCHEMA, **asdict(self)}, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Run:
-        fields = json.loads(path.read_text())
-        schema = fields.pop("schema", None)
-        if schema != SCHEMA:
-            raise ValueError(f"{path.name} must have schema {SCHEMA}, got {schema}")
-        fields["records"] = [_record(r) for r in fields["records"]]
-        return cls(**fields)
-
-
-def _record(fields: dict[str, Any]) -> Record:
-    fields["sweep"] = tuple(fields["sweep"])
-    fields["timing"] = {mode: Timing(**t) for mode, t in fields["timing"].items()}
-    fields["verdict"] = Verdict(**fields["verdict"]) if fields["verdict"] else None
-    return Record(**fields)
+        command = command_line(self.module, sys.argv[1:] if argv is None else argv)
+        machine = measure.describe(device, options.commit)
+        return options, Record(command, machine, note=options.note)

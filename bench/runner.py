@@ -1,26 +1,32 @@
-"""Runs a case: every provider is built, checked and weighed, then all are timed in turn.
+"""Runs a case: every provider is built, judged and weighed, then all are timed in rounds.
 
-The library's attention takes its steps with them: its rate is that of the same chip in the same
-state.
+One runner for a CPU, one GPU, and ranks that share a problem.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import accuracy, ceilings, cuda_graphs, measure
-from bench.cases import AttentionCase, Case, Inputs
+from bench import cuda_graphs, measure
+from bench.case import Case, Problem, Truth, total_error
+from bench.measure import Timing
 from bench.providers import Provider
-from bench.records import Record
+from bench.records import Row
 
-BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get two sets instead of three
-ATTENTION = "the library's attention"  # among the timed, and no provider
+BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get one set instead of three
+WAIT_CYCLES = 60_000_000  # of the device, about 35 ms: longer than the host needs for a step
+
+
+def _same(mine: Any) -> Any:
+    return mine
 
 
 @dataclass(frozen=True)
@@ -28,9 +34,12 @@ class Settings:
     """How long and on what."""
 
     device: torch.device
-    dtype: torch.dtype
-    seconds: float = 2.0  # of timing per provider and case
-    alone: bool = False  # forwards alone, too
+    seconds: float = 2.0  # of timing per provider and case; 0 compiles and judges
+    max_rounds: int = 50
+    alone: bool = False  # forwards without gradients, too
+    host: bool = False  # also how long a step keeps the host, on a GPU
+    agree: Callable[[int], int] = _same  # ranks: the largest of all
+    worst: Callable[[Row], Row] = _same  # ranks: the slowest, the largest, the farthest off
 
 
 def run_case(
@@ -38,130 +47,158 @@ def run_case(
     providers: list[Provider],
     settings: Settings,
     show: Callable[[str], None] = lambda _: None,
-) -> list[Record]:
-    """A record for every provider, whatever happens to it."""
-    device, dtype = settings.device, settings.dtype
-    torch._dynamo.reset()
-    measure.release(device)
-    inputs = [case.make_inputs(device, dtype, seed) for seed in range(3)]
-    if _bytes(inputs[0]) > BUDGET_OF_INPUTS:
-        inputs = inputs[:2]
-    show(f"{case.label}: float64")
-    truth = accuracy.truth_of(case, inputs[0])
-    records = {p.name: _blank(case, p) for p in providers}
-    losses: dict[str, Callable[..., Tensor]] = {}
+    keep: Callable[[list[Row]], None] = lambda _: None,
+) -> list[Row]:
+    """Returns a row for every provider, whatever happens to it; ``keep`` gets those there are."""
+    device = settings.device
+    _forget(device)
+    rows = {p.name: _blank(case, p) for p in providers}
+    shared, truth = None, None
+    if case.is_shared:
+        shared = case.problem(device)
+        size = sum(x.nbytes for x in shared.sets[0])
+        if size <= BUDGET_OF_INPUTS and device.type == "cuda":
+            shared = case.problem(device, 3)
+    if case.is_exact:
+        show(f"{case.label}: float64")
+        truth = case.truth(shared or case.problem(device))
+        measure.release(device)
+    judge = _Judge(case, truth)
+    ready: dict[str, Problem] = {}
+    graphs = [p for p in providers if p.graphs]
+    for provider in graphs if len(graphs) > 1 else ():
+        # all graphs of a process share one memory pool: each is weighed while it is alone
+        row = rows[provider.name]
+        measure.attempt(partial(_prepare, provider, judge, shared, row, device), device)
+        _forget(device)
     for provider in providers:
         show(f"{case.label}: {provider.name}")
-        record = records[provider.name]
-        prepare = partial(_prepare, case, provider, inputs[0], truth, record)
-        loss_fn, why = measure.attempt(prepare, device)
-        if loss_fn is None:
-            vars(record).update(why)
-        else:
-            losses[provider.name] = loss_fn
+        row = rows[provider.name]
+        weigh = not provider.graphs or len(graphs) == 1
+        prepare = partial(_prepare, provider, judge, shared, row, device, weigh)
+        problem, why = measure.attempt(prepare, device)
+        vars(row).update(why)
         measure.release(device)
-    del truth
+        if problem is not None:
+            ready[provider.name] = problem
+            if not case.fits_together:
+                _time(ready, rows, settings)
+                ready.clear()
+                del problem
+                _forget(device)
+        keep(list(rows.values()))
+    truth = judge.truth = None  # its memory is the providers' now
     measure.release(device)
     show(f"{case.label}: timing")
-    entries = {name: measure.Timed(loss_fn, inputs) for name, loss_fn in losses.items()}
-    if entries and isinstance(case, AttentionCase):
-        attention = ceilings.attention(case, device, dtype)
-        if attention is not None:
-            entries[ATTENTION] = attention
-    for name in losses:
-        _weigh(records[name], case, inputs[0])
-    _time(case, entries, measure.MODES, settings, records)
-    if settings.alone:
-        alone = {name: replace(entry, has_backward=False) for name, entry in entries.items()}
-        _time(case, alone, (measure.ALONE,), settings, records)
-    return list(records.values())
+    _time(ready, rows, settings)
+    return [settings.worst(row) for row in rows.values()]
 
 
-def _time(
-    case: Case, entries: dict[str, measure.Timed], modes: tuple[str, ...], settings: Settings,
-    records: dict[str, Record],
-) -> None:  # fmt: skip
-    """Times of the providers, and rates of theirs and of the library's attention's, by mode."""
-    samples = measure.interleaved(entries, settings.seconds)
-    attention = samples.pop(ATTENTION, None)
-    for name, taken in samples.items():
-        record = records[name]
-        if isinstance(taken, measure.OutOfMemory):
-            record.status, record.detail = "oom", str(taken)
-            continue
-        record.samples = record.samples or len(taken)  # steps are timed first
-        for mode in modes:
-            timing = measure.Timing.of([sample.ms(mode) for sample in taken])
-            record.timing[mode] = timing
-            record.tflops[mode] = record.least_gflop[mode] / timing.median_ms
-            if isinstance(attention, list) and isinstance(case, AttentionCase):
-                record.attention_tflops[mode] = _attention_tflops(record, case, mode, attention)
+def _forget(device: torch.device) -> None:
+    torch._dynamo.reset()  # drops graphs
+    measure.release(device)
 
 
-def out_of_memory_before(case: Case, provider: Provider) -> Record:
-    """The record of a provider that was out of memory at a smaller size of the same sweep."""
-    record = _blank(case, provider)
-    record.status, record.detail = "oom", "out of memory at a smaller size already"
-    return record
+def _blank(case: Case, provider: Provider) -> Row:
+    forward, backward = (x * 1e-9 for x in case.flops())
+    return Row(
+        case.label, provider.name, case.section, case.sweep, case.shape(), case.source,
+        gflop={"forward": forward, "backward": backward},
+    )  # fmt: skip
 
 
-def _blank(case: Case, provider: Provider) -> Record:
-    return Record(case.family, case.label, case.sweep, case.shape(), case.source, provider.name)
+class _Judge:
+    """Compares with exact results; with the first provider's where nobody has them."""
+
+    def __init__(self, case: Case, truth: Truth | None) -> None:
+        self.case, self.truth = case, truth
+
+    def __call__(self, loss: float, gradients: list[Tensor]) -> dict[str, Any]:
+        if self.case.is_exact and self.truth is not None:
+            checked = loss if self.case.gate_scale == 1.0 else None
+            return self.truth.judge(checked, self.case.gated(gradients))
+        on_cpu = [g.detach().cpu() for g in gradients]
+        if self.truth is None:
+            self.truth = Truth(loss, on_cpu, math.inf, math.inf, total_error)
+        found = self.truth.judge(loss, on_cpu)
+        return {k: v for k, v in found.items() if not k.endswith("budget")}  # there is none
 
 
 def _prepare(
-    case: Case, provider: Provider, inputs: Inputs, truth: accuracy.Truth, record: Record
-) -> Callable[..., Tensor]:
-    """First step, gate and memory; returns the loss for the timing."""
-    device = inputs[0].device
-    if case.family not in provider.families:
-        raise measure.Unavailable(f"has no {case.family} form")
-    if device.type not in provider.devices:
-        raise measure.Unavailable(f"does not run on {device.type}")
-    loss_fn = provider.build(case)
-
-    def one_step() -> tuple[Tensor, tuple[Tensor, ...]]:
-        return measure.guarded(lambda: measure.step(loss_fn, inputs), device)
-
+    provider: Provider, judge: _Judge, shared: Problem | None, row: Row, device: torch.device,
+    weigh: bool = True,
+) -> Problem:  # fmt: skip
+    """Builds, runs the first step, judges it and weighs another."""
     start = time.perf_counter()
+    problem = provider.of(judge.case, shared or judge.case.problem(device))
+
+    def one_step() -> Any:
+        return measure.guarded(problem.step, device)
+
     loss, gradients = one_step()
-    loss.item()  # waits
-    record.compile_s = time.perf_counter() - start
-    if provider.graphs:
-        cuda_graphs.record(one_step)
+    row.loss = float(loss)  # waits
+    row.compile_s = time.perf_counter() - start
+    has_model = problem.model is not None  # which a step changes, so that its first is judged
+    if provider.graphs and not has_model:
+        row.more["graph_replays"] = cuda_graphs.record(one_step)
         loss, gradients = one_step()
-    checked = loss.item() if case.gates_everything else None
-    record.verdict = truth.judge(checked, case.gated(gradients))
-    vars(record).update(record.verdict.status)
+    if problem.is_judged:
+        vars(row).update(judge(float(loss), problem.part(gradients)))
+    elif problem.flops:
+        forward, backward = (x * 1e-9 for x in problem.flops)
+        row.gflop = {"forward": forward, "backward": backward}
     del loss, gradients
-    if not provider.graphs:  # all graphs of a process share pools: bench.steps weighs them
-        record.peak_mib = measure.guarded(lambda: measure.peak_mib(one_step, device), device)
-    return loss_fn
+    if provider.graphs and has_model:
+        row.more["graph_replays"] = cuda_graphs.record(one_step)
+    if has_model:
+        problem.model.zero_grad(set_to_none=True)
+    if weigh:
+        row.peak_mib = measure.guarded(lambda: measure.peak_mib(one_step, device), device)
+        if provider.graphs:
+            row.more["graph_pool_mib"] = pool = cuda_graphs.pools_bytes() / measure.MIB
+            row.peak_mib += pool
+    row.more |= problem.more
+    return problem
 
 
-def _attention_tflops(
-    record: Record, case: AttentionCase, mode: str, attention: list[measure.Sample]
-) -> float:
-    """The rate of the library's attention; of a step that of one with the case's arithmetic."""
-    if mode != "step":
-        return ceilings.attention_tflops(case, mode, attention)
-    gflop, rates = record.least_gflop, record.attention_tflops
-    return gflop["step"] / sum(gflop[part] / rates[part] for part in ("forward", "backward"))
+def _time(ready: dict[str, Problem], rows: dict[str, Row], settings: Settings) -> None:
+    """Writes medians and quartiles into the rows, by mode."""
+    if not settings.seconds:
+        for name in ready:
+            if rows[name].status == "ok":
+                rows[name].status, rows[name].detail = "untimed", "compiled and judged"
+        return
+    runs = [(measure.MODES, True)] + [((measure.ALONE,), False)] * settings.alone
+    for modes, has_backward in runs:
+        given = (ready, settings.seconds, settings.max_rounds, has_backward, settings.agree)
+        for name, taken in measure.interleaved(*given).items():
+            row = rows[name]
+            if isinstance(taken, measure.OutOfMemory):
+                row.status, row.detail = "oom", str(taken)
+                continue
+            row.samples = row.samples or len(taken)  # steps are timed first
+            for mode in modes:
+                row.timing[mode] = Timing.of([getattr(sample, mode) for sample in taken])
+    if settings.host and settings.device.type == "cuda":
+        takes = {name: partial(_host_ms, problem) for name, problem in ready.items()}
+        rounds = {name: min(rows[name].samples, 15) for name in takes}
+        for name, times in measure.interleaved_calls(takes, rounds).items():
+            if times:
+                rows[name].more["host_ms"] = Timing.of(times).median
 
 
-def _weigh(record: Record, case: Case, inputs: Inputs) -> None:
-    """The least arithmetic and traffic of a case."""
-    forward, backward = (f * 1e-9 for f in case.flops())  # GFLOP
-    record.least_gflop = {"forward": forward, "backward": backward, "step": forward + backward}
-    record.least_gflop[measure.ALONE] = forward
-    # gradients are as large as the student's inputs
-    input_bytes, gradient = _bytes(inputs), _bytes(inputs[:2])
-    record.least_mib = {
-        "forward": input_bytes / measure.MIB,
-        "backward": (input_bytes + gradient) / measure.MIB,
-        "step": (2 * input_bytes + gradient) / measure.MIB,
-    }
+def _host_ms(problem: Problem, number: int) -> float:
+    """Milliseconds until a step is issued to a device that does not start it yet."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(WAIT_CYCLES)
+    start = time.perf_counter()
+    problem.step(number)
+    elapsed = (time.perf_counter() - start) * 1e3
+    torch.cuda.synchronize()
+    return elapsed
 
 
-def _bytes(inputs: Sequence[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in inputs)
+def out_of_memory_before(case: Case, provider: Provider) -> Row:
+    """Returns the row of a provider that was out of memory at a smaller size of the same sweep."""
+    row = _blank(case, provider)
+    return replace(row, status="oom", detail="out of memory at a smaller size already")

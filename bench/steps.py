@@ -1,286 +1,340 @@
-"""Training steps by every provider, in rounds: what `bench.short_steps` is made of.
+"""Defines training steps: students and teachers of transformers with random weights.
 
-A step is both models' forward, the loss and the student's backward, and the optimiser where a step
-has one. Every provider has models of its own with the same weights. All are interleaved, or where
-their models do not fit side by side one follows the other. "host ms" is how long a step keeps the
-host alone: issued while the device waits.
-
-A provider passes the gate when the gradients of its first step, against float64, are at most twice
-as far off as those of eager code, plus one rounding; one that does not pass is red. Where models
-do not fit side by side float64 does not either: there the losses stand next to each other.
+Losses are naive code, as people write it. No dropout is drawn, so that a step can be repeated.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from bench import cuda_graphs, measure, table
-from bench.accuracy import Truth, total_error
-from bench.models import TrainingStep
-from bench.providers import with_graphs, with_streamkl
-from bench.records import Run
+from bench.case import Case, Loss, Problem, Truth, total_error
+from bench.measure import usual_dtype
 
-Loss = Callable[..., Tensor]
-Row = dict[str, Any]
-UNTIMED = {"status": "untimed", "detail": "compiled and judged"}
-PROFILED = 3  # steps
-WAIT_CYCLES = 60_000_000  # of the device, about 35 ms: longer than the host needs for a step
+VOCABULARY = 30522  # of BERT
+NUM_LABELS = 2
+OBJECTIVES = ("attention", "attention+logits")
 
 
-PROVIDERS: dict[str, Callable[[Loss], Loss]] = {
-    "eager": lambda loss_of: loss_of,
-    "inductor": lambda loss_of: torch.compile(loss_of, dynamic=False),
-    "streamkl": with_streamkl,
-    "streamkl-any-order": lambda f: with_streamkl(f, **{"streamkl.deterministic": False}),
-    "inductor-graphs": cuda_graphs.inductor,
-    "streamkl-graphs": with_graphs,
-}
-GRAPH_PROVIDERS = ("inductor-graphs", "streamkl-graphs")
-ON_REQUEST = ("eager", "streamkl-any-order")
+def build(
+    kind: str,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "eager",
+    **sizes: Any,
+) -> Any:
+    """A model of transformers by the name of its class."""
+    import transformers
 
-
-def default_providers(device: torch.device) -> list[str]:
-    """All that can run on the device, but for those that are named when they are wanted."""
-    left_out = ON_REQUEST + (GRAPH_PROVIDERS if device.type == "cpu" else ())
-    return [p for p in PROVIDERS if p not in left_out]
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    made_of = getattr(transformers, kind)
+    config = made_of.config_class(**sizes)
+    with torch.device(device):
+        model = made_of._from_config(config, attn_implementation=attention, dtype=dtype)
+        # Transformers installs the hooks that collect attention maps and hidden states at the
+        # first such call, and that must happen outside of a compiled graph.
+        outputs = {"output_attentions": attention == "eager", "output_hidden_states": True}
+        with torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.long), **outputs)
+    return model
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How steps are timed."""
+class StepCase(Case):
+    """A student that learns from a teacher, each provider's own with the same weights.
 
-    device: torch.device
-    rounds: int  # 0 compiles and judges, which fills Inductor's caches
-    repeats: int = 0  # steps of a sample; 0: as many as take `BURST_S`
-    profiles: bool = False
+    A subclass has ``models(device)``, student and teacher; ``batch(device)``; the naive
+    ``loss_of(student, teacher)`` of a batch; and may have an optimiser.
+    """
+
+    batch_size: int = 1
+    seqlen: int = 512
+
+    family = "steps"
+    axis = "context in tokens"
+    is_shared = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} B={self.batch_size} N={self.seqlen}"
+
+    @property
+    def sweep(self) -> tuple[str, int]:
+        return f"{self.name} B={self.batch_size}", self.seqlen
+
+    def resized(self, size: int) -> Case:
+        return replace(self, seqlen=size)
+
+    def models(self, device: torch.device) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def batch(self, device: torch.device) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def loss_of(self, student: Any, teacher: Any) -> Loss:
+        raise NotImplementedError
+
+    def optimizer(self, student: nn.Module) -> torch.optim.Optimizer | None:
+        return None
+
+    def problem(self, device: torch.device, sets: int = 1) -> Problem:
+        student, teacher = self.models(device)
+        optimizer = self.optimizer(student.train())
+        problem = Problem(device, self.loss_of(student, teacher), [self.batch(device)], student)
+        problem.teacher = teacher
+        if optimizer is not None:
+            problem.finish = optimizer.step
+        if device.type == "cuda" and next(student.parameters()).dtype == torch.float32:
+            problem.around = partial(torch.autocast, "cuda", torch.bfloat16)
+        return problem
+
+    def truth(self, problem: Problem) -> Truth:
+        """Of the first step, in float64; all gradients together: some may be zero."""
+        teacher, batch = problem.teacher, problem.sets[0]
+        wide = [copy.deepcopy(x).double() for x in (problem.model, teacher)]
+        exact = Problem(problem.device, self.loss_of(*wide), [batch], wide[0])
+        loss, expected = exact.step()
+        naive, gradients = replace(problem, finish=lambda: None).step()
+        off, dtype = abs(float(naive) - float(loss)), usual_dtype(problem.device)
+        return Truth.of((float(loss), expected), (off, gradients), dtype, total_error)
 
 
-class Contender:
-    """One provider's models, optimiser and compiled loss."""
+# ------------------------------------------------------------------------- a pair of decoders
+@dataclass(frozen=True)
+class Pair:
+    """Two Llama models that differ in depth; student layer i learns from teacher layer 2 i + 1."""
 
-    def __init__(self, name: str, step: TrainingStep, device: torch.device) -> None:
-        self.name, self.device, self.context = name, device, step.context
-        self.student, self.teacher = step.models(device)
-        self.student.train()
-        self.optimizer = step.optimizer(self.student)
-        self.clear = (self.optimizer or self.student).zero_grad
-        self.loss_of = PROVIDERS[name](step.loss(self.student, self.teacher))
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocabulary: int
+    contexts: tuple[int, ...]
+    teacher_layers: int = 4
+    student_layers: int = 2
 
-    def gradients(self, batch: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-        """Loss and gradients of the weights as they are."""
-        loss = self.backward(batch)
-        used = [p.grad for p in self.student.parameters() if p.grad is not None]
-        return loss.item(), [g.clone() for g in used]
+    def model(self, device: torch.device, layers: int, seed: int) -> Any:
+        return build(
+            "LlamaForCausalLM", seed, device, usual_dtype(device),
+            vocab_size=self.vocabulary, hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size, num_hidden_layers=layers,
+            num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
+            max_position_embeddings=max(self.contexts),
+        )  # fmt: skip
 
-    def step(self, batch: Sequence[Tensor]) -> Tensor:
-        loss = self.backward(batch)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        return loss.detach()
+    def models(self, device: torch.device) -> tuple[Any, Any]:
+        """Student and teacher."""
+        student = self.model(device, self.student_layers, 1)
+        return student, self.model(device, self.teacher_layers, 0).eval().requires_grad_(False)
 
-    def timed(self, batch: Sequence[Tensor], steps: int) -> float:
-        """Milliseconds of a step, of several that follow each other without a wait."""
-        self.step(batch)
-        return measure.host_seconds(lambda: self.step(batch), self.device, steps) * 1e3
 
-    def host_ms(self, batch: Sequence[Tensor]) -> float:
-        """Milliseconds until a step is issued to a device that does not start it yet."""
-        measure.synchronize(self.device)
-        torch.cuda._sleep(WAIT_CYCLES)
-        start = time.perf_counter()
-        self.step(batch)
-        elapsed = (time.perf_counter() - start) * 1e3
-        measure.synchronize(self.device)
-        return elapsed
+PAIRS = {
+    "cuda": Pair(
+        "llama-pair", 2048, 5632, 32, 8, 32000, (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+    ),
+    "cpu": Pair("small-llama-pair", 256, 704, 8, 4, 8192, (512, 1024, 2048, 4096)),
+}
 
-    def backward(self, batch: Sequence[Tensor]) -> Tensor:
-        self.clear(set_to_none=True)
-        with self.context(self.device):
-            loss = self.loss_of(*batch)
-        loss.backward()
+
+@dataclass(frozen=True)
+class LlamaStep(StepCase):
+    """A step of a pair without an optimiser; float64 does not fit, losses stand side by side."""
+
+    pair: Pair | None = None
+    objective: str = "attention"
+
+    is_exact = False
+    fits_together = False
+
+    def shape(self) -> str:
+        return f"KL of {self.objective}"
+
+    def models(self, device: torch.device) -> tuple[Any, Any]:
+        assert self.pair is not None
+        return self.pair.models(device)
+
+    def loss_of(self, student: Any, teacher: Any) -> Loss:
+        with_logits = self.objective == "attention+logits"
+        # without logits the LM heads are left out: the bodies are called
+        teacher = teacher if with_logits else teacher.model
+        student = student if with_logits else student.model
+
+        def loss(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                t = teacher(input_ids=ids, output_attentions=True, use_cache=False)
+            s = student(input_ids=ids, output_attentions=True, use_cache=False)
+            if with_logits:
+                log_s = F.log_softmax(s.logits.float(), dim=-1)
+                target = F.softmax(t.logits.float(), dim=-1)
+                rest = F.kl_div(log_s, target, reduction="none").sum(-1).mean()
+            else:  # something for the rest of the network to learn
+                rest = s.last_hidden_state.float().square().mean() * 1e-3
+            return rest + kl_of_maps(t.attentions[1::2], s.attentions)
+
+        return loss
+
+    def batch(self, device: torch.device) -> tuple[Tensor, ...]:
+        assert self.pair is not None
+        return (random_ids(self.pair.vocabulary, self.batch_size, self.seqlen, device),)
+
+
+def random_ids(
+    vocabulary: int, batch: int, seqlen: int, device: torch.device, seed: int | None = None
+) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seqlen if seed is None else seed)
+    return torch.randint(vocabulary, (batch, seqlen), device=device, generator=generator)
+
+
+def kl_of_maps(
+    teacher: Iterable[Tensor], student: Iterable[Tensor], mask: Tensor | None = None
+) -> Tensor:
+    """Of the maps of layers, the mean over rows that the mask has, summed."""
+    total: Any = 0.0
+    for of_teacher, of_student in zip(teacher, student, strict=True):
+        p, q = of_teacher.float(), of_student.float()
+        kl = (p * (p.clamp_min(1e-12).log() - q.clamp_min(1e-12).log())).sum(-1)
+        total = total + (kl.mean() if mask is None else mean_of_rows(kl, mask))
+    return total
+
+
+def mean_of_rows(x: Tensor, mask: Tensor) -> Tensor:
+    """Of ``[batch, heads, rows]``, rows that are padding left out."""
+    rows = mask[:, None, :].to(torch.float32)
+    return (x * rows).sum() / (rows.sum() * x.shape[1])
+
+
+# ---------------------------------------------------------------------------- pairs of encoders
+class Batch(NamedTuple):
+    """Token ids with padding on the right, and a label for each sequence."""
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor
+
+    @staticmethod
+    def of(batch: int, seqlen: int, device: torch.device, seed: int) -> Batch:
+        """Random ids; lengths are between half of seqlen and seqlen."""
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(seqlen // 2, seqlen + 1, (batch, 1), generator=generator)
+        lengths[0] = seqlen
+        ids = torch.randint(VOCABULARY, (batch, seqlen), generator=generator)
+        mask = (torch.arange(seqlen) < lengths).long()
+        labels = torch.randint(NUM_LABELS, (batch,), generator=generator)
+        return Batch(ids.to(device), mask.to(device), labels.to(device))
+
+
+@dataclass(frozen=True)
+class ShortStep(StepCase):
+    """A BERT student with an optimiser, its teacher and what it learns from it."""
+
+    # "maps": attention maps of every layer; "relations": of the last one's q, k, v
+    objective: str = "maps"
+    hidden_size: int = 768
+    num_layers: int = 4
+    num_heads: int = 12
+    teacher_layers: int = 12
+    teacher_width: int = 768
+
+    def shape(self) -> str:
+        return f"KL of {self.objective}"
+
+    def models(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
+        """Student and teacher, float32."""
+        attention = "eager" if self.objective == "maps" else "sdpa"
+
+        def model(width: int, layers: int, heads: int, seed: int) -> Any:
+            return build(
+                "BertForSequenceClassification", seed, device, attention=attention,
+                vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers,
+                num_attention_heads=heads, intermediate_size=4 * width, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0, num_labels=NUM_LABELS,
+            )  # fmt: skip
+
+        student = model(self.hidden_size, self.num_layers, self.num_heads, 1)
+        teacher = model(self.teacher_width, self.teacher_layers, 12, 0)
+        return student, teacher.eval().requires_grad_(False)
+
+    def optimizer(self, student: nn.Module) -> torch.optim.Optimizer:
+        on_gpu = next(student.parameters()).is_cuda
+        return torch.optim.AdamW(student.parameters(), lr=1e-5, fused=on_gpu)
+
+    def batch(self, device: torch.device) -> Batch:
+        return Batch.of(self.batch_size, self.seqlen, device, self.seqlen)
+
+    def loss_of(self, student: nn.Module, teacher: nn.Module) -> Loss:
+        """The naive loss of a batch, that of the labels added."""
+        of_maps = self.objective == "maps"
+        divergence = maps_kl if of_maps else relations_kl
+        options = {"output_attentions" if of_maps else "output_hidden_states": True}
+
+        def loss(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+            with torch.no_grad():
+                t = teacher(ids, mask, **options)
+            s = student(ids, mask, **options)
+            task = F.cross_entropy(s.logits.float(), labels)
+            return task + divergence(student, s, teacher, t, mask)
+
         return loss
 
 
-def gate_of(step: TrainingStep, batch: Sequence[Tensor], device: torch.device) -> Truth:
-    """Exact gradients of a batch, and what a provider's may be off by."""
-    eager = Contender("eager", step, device)
-    student, teacher = (copy.deepcopy(x).double() for x in (eager.student, eager.teacher))
-    exact = step.loss(student, teacher)(*batch)
-    exact.backward()
-    expected = [p.grad for p in student.parameters() if p.grad is not None]
-    loss, gradients = eager.gradients(batch)
-    off, dtype = abs(loss - exact.item()), measure.usual_dtype(device)
-    return Truth.of((exact.item(), expected), (off, gradients), dtype, total_error)
+def maps_kl(student: Any, s: Any, teacher: Any, t: Any, mask: Tensor) -> Tensor:
+    """KL of each student layer's maps to those of the teacher's layer at the same depth."""
+    every = len(t.attentions) // len(s.attentions)
+    return kl_of_maps(t.attentions[every - 1 :: every], s.attentions, mask)
 
 
-def run_step(
-    step: TrainingStep,
-    seqlen: int,
-    batch_size: int,
-    providers: list[str],
-    schedule: Schedule,
-    keep: Callable[[list[Row]], None] = lambda rows: None,
-) -> list[Row]:
-    """A row for every provider, whatever happens to it; ``keep`` gets those that there are."""
-    device = schedule.device
-    torch._dynamo.reset()
-    measure.release(device)
-    batch = step.batch(batch_size, seqlen, device)
-    gate = gate_of(step, batch, device) if step.is_side_by_side else None
-    measure.release(device)
-    rows: dict[str, Row] = {}
-
-    def run(names: list[str]) -> None:
-        contenders: dict[str, Contender] = {}
-        for name in names:
-            head = step.names(batch_size) | {"provider": name, "context": seqlen}
-            row = rows[name] = head | UNTIMED
-            made, why = measure.attempt(partial(_prepared, name, step, batch, gate, row), device)
-            row |= why
-            if made is not None:
-                contenders[name] = made
-                print(f"{name}: compiled after {row['compile_s']:.0f} s", flush=True)
-            keep(list(rows.values()))
-        _, why = measure.attempt(lambda: _interleaved(contenders, rows, batch, schedule), device)
-        for name in contenders:
-            rows[name] |= why
-        keep(list(rows.values()))
-
-    def forget() -> None:
-        torch._dynamo.reset()  # drops the graphs
-        measure.release(device)
-
-    for names in [providers] if step.is_side_by_side else [[p] for p in providers]:
-        run(names)
-        forget()
-    for name, row in rows.items():
-        if "graph_replays" in row and "peak_mib" not in row:
-            # All graphs of a device share one memory pool: while another provider's are there,
-            # nobody can say whose its memory is. So each is made once more and alone.
-            row |= _memory(_prepared(name, step, batch, None, {}), batch)
-            forget()
-    return list(rows.values())
+def relations_kl(student: Any, s: Any, teacher: Any, t: Any, mask: Tensor) -> Tensor:
+    """KL of the last layer's query, key and value relations, each with as many heads."""
+    keys = mask[:, None, None, :].bool()
+    total = torch.zeros((), device=mask.device)
+    for x, y in zip(_projections(student, s), _projections(teacher, t), strict=True):
+        log_q, p = _scores(x, keys).log_softmax(-1), _scores(y, keys).softmax(-1)
+        total = total + mean_of_rows(F.kl_div(log_q, p, reduction="none").sum(-1), mask)
+    return total
 
 
-def _interleaved(
-    contenders: dict[str, Contender],
-    rows: dict[str, Row],
-    batch: Sequence[Tensor],
-    schedule: Schedule,
-) -> None:
-    """Times the contenders in rounds, and writes what they took into their rows."""
-    samples: dict[str, Callable[[int], float]] = {}
-    for name, contender in contenders.items() if schedule.rounds else ():
-        repeats = schedule.repeats or math.ceil(measure.BURST_S * 1e3 / contender.timed(batch, 1))
-        samples[name] = lambda _, c=contender, repeats=repeats: c.timed(batch, repeats)
-    for name, times in measure.interleaved_calls(samples, schedule.rounds).items():
-        timing = measure.Timing.of(times)
-        if rows[name]["status"] == "untimed":
-            rows[name] |= {"status": "ok", "detail": ""}
-        rows[name] |= vars(timing) | {
-            "step_ms": timing.median_ms,
-            "tokens_per_s": batch[0].numel() / timing.median_ms * 1e3,
-            "samples": len(times),
-        }
-    if schedule.device.type == "cuda":
-        alone = {n: lambda _, c=contenders[n]: c.host_ms(batch) for n in samples}
-        for name, times in measure.interleaved_calls(alone, schedule.rounds).items():
-            rows[name]["host_ms"] = statistics.median(times)
-    if schedule.profiles:
-        for name, contender in contenders.items():
-            print(f"{name}: {PROFILED} steps\n{_profile(contender, batch)}", flush=True)
+def _projections(model: Any, outputs: Any) -> list[Tensor]:
+    layer = model.bert.encoder.layer[-1].attention.self
+    hidden = outputs.hidden_states[-2]
+    shape = (*hidden.shape[:2], model.config.num_attention_heads, -1)
+    return [
+        project(hidden).view(shape).transpose(1, 2)
+        for project in (layer.query, layer.key, layer.value)
+    ]
 
 
-def _prepared(
-    name: str, step: TrainingStep, batch: Sequence[Tensor], gate: Truth | None, row: Row
-) -> Contender:
-    """A provider that has compiled, been judged, and weighed where no other graphs are there."""
-    device = batch[0].device
-    if name in GRAPH_PROVIDERS:
-        cuda_graphs.check(device)
-    start = time.perf_counter()
-    contender = Contender(name, step, device)
-    loss, gradients = contender.gradients(batch)
-    row |= {"loss": loss, "compile_s": time.perf_counter() - start}
-    if gate is not None:
-        row |= gate.judge(loss, gradients).row()
-    del gradients
-    if name in GRAPH_PROVIDERS:
-        row["graph_replays"] = cuda_graphs.record(lambda: contender.step(batch))
-    if name not in GRAPH_PROVIDERS or not step.is_side_by_side:
-        row |= _memory(contender, batch)
-    return contender
+def _scores(x: Tensor, keys: Tensor) -> Tensor:
+    scores = (x @ x.transpose(-1, -2)).float() * x.shape[-1] ** -0.5
+    return scores.masked_fill(~keys, torch.finfo(scores.dtype).min)
 
 
-def _memory(contender: Contender, batch: Sequence[Tensor]) -> Row:
-    """The peak of a step, and what its graphs reserve besides."""
-    contender.step(batch)  # makes the optimiser's state
-    contender.clear(set_to_none=True)
-    peak = measure.peak_mib(lambda: contender.step(batch), contender.device)
-    if contender.name not in GRAPH_PROVIDERS:
-        return {"peak_mib": peak}
-    pool = cuda_graphs.pools_bytes() / measure.MIB
-    return {"graph_pool_mib": pool, "peak_mib": peak + pool}
-
-
-def _profile(contender: Contender, batch: Sequence[Tensor]) -> str:
-    """What takes most of the host's time, ours going through the dispatcher then, and a GPU's."""
-    activities = {torch.profiler.ProfilerActivity.CPU}
-    orders = ["self_cpu_time_total"]
-    if contender.device.type == "cuda":
-        activities.add(torch.profiler.ProfilerActivity.CUDA)
-        orders.append("self_device_time_total")
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(PROFILED):
-            contender.step(batch)
-        measure.synchronize(contender.device)
-    return "\n".join(profile.key_averages().table(order, 25, 60) for order in orders)
-
-
-def line(row: dict[str, Any], reference: dict[str, Any] | None) -> str:
-    """One row for the terminal."""
-    more = f", host ms {row['host_ms']:.2f}" if "host_ms" in row else ""
-    if "gradient_error" in row:
-        more += f", gradient error {row['gradient_error']:.1e} of {row['gradient_budget']:.1e}"
-    if row["status"] == "ok" and reference is not None and reference["status"] == "ok":
-        more += f", {row['step_ms'] / reference['step_ms']:.2f} of inductor's time"
-        more += f", {row['peak_mib'] / reference['peak_mib']:.2f} of its memory"
-    return table.end_to_end_line(row) + more
-
-
-def run_all(
-    steps: Sequence[TrainingStep],
-    contexts: Sequence[int],
-    batch_size: int,
-    providers: list[str],
-    schedule: Schedule,
-    run: Run,
-    path: Path,
-) -> None:
-    """Steps at every context; where providers follow each other each goes as far as it fits."""
-    for step in steps:
-        fitting = list(providers)
-        for context in contexts:
-            before = list(run.end_to_end)
-
-            def keep(rows: list[Row], before: list[Row] = before) -> None:
-                run.end_to_end = before + rows
-                run.save(path)
-
-            rows = run_step(step, context, batch_size, fitting, schedule, keep)
-            keep(rows)
-            reference = next((r for r in rows if r["provider"] == "inductor"), None)
-            print("\n".join(line(row, reference) for row in rows), flush=True)
-            if not step.is_side_by_side:
-                fitting = [r["provider"] for r in rows if r["status"] in ("ok", "red", "untimed")]
+def steps(device: str, quick: bool) -> list[Case]:
+    """BERT students at two lengths, then a pair of decoders without an optimiser."""
+    bert = "google-bert/bert-base-uncased"
+    students = (
+        ShortStep("bert-4-layers", f"{bert}, every third layer"),
+        ShortStep("tinybert", f"huawei-noah/TinyBERT_General_4L_312D from {bert}",
+                  hidden_size=312),
+        ShortStep("minilm", f"nreimers/MiniLM-L6-H384-uncased from {bert}",
+                  objective="relations", hidden_size=384, num_layers=6),
+    )  # fmt: skip
+    if quick:
+        return [replace(students[1], batch_size=1, seqlen=16, num_layers=2, teacher_layers=4)]
+    pair = PAIRS[device]
+    decoders = [
+        LlamaStep(f"llama-{objective}", pair.name, 1, n, pair, objective)
+        for objective in OBJECTIVES
+        for n in pair.contexts
+    ]
+    short = [replace(x, batch_size=32, seqlen=n) for n in (128, 512) for x in students]
+    return [*short, *decoders]

@@ -1,76 +1,55 @@
-"""Records as text tables, for the terminal and for RESULTS.md."""
+"""Writes rows as text tables, for the terminal and for RESULTS.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from bench.measure import ALONE
-from bench.records import Record, Run
+from bench.records import Row
 
 COLUMNS = (
-    "provider", "forward ms", "backward ms", "step ms", "spread", "TFLOP/s", "of matmul",
-    "of attention", "peak MiB", "loss error", "gradient error", "vs eager", "vs inductor",
-)  # fmt: skip
-# of forwards without gradients, where they were timed
-ALONE_COLUMNS = (
-    "provider", "forward alone ms", "spread", "TFLOP/s", "of matmul", "of attention",
-    "vs eager", "vs inductor",
+    "provider", "forward ms", "backward ms", "step ms", "spread", "TFLOP/s", "peak MiB",
+    "loss error", "gradient error", "may be", "vs eager", "vs inductor",
 )  # fmt: skip
 
 
-def rows(records: list[Record], matmul_tflops: float) -> list[tuple[str, ...]]:
-    """Cells of one case's records, in `COLUMNS`' order."""
-    shown = [r for r in records if r.status != "unavailable"]
-    return _rows(records, shown, matmul_tflops, "step", COLUMNS)
+def text(rows: Sequence[Row]) -> str:
+    """Formats one case for the terminal."""
+    if not rows:
+        return ""
+    right = {r.provider: ms for r in rows if r.status == "ok" and (ms := r.ms()) is not None}
+    lines = [f"{rows[0].case}  ({rows[0].shape})"]
+    lines += markdown_lines(COLUMNS, (_cells(r, right) for r in rows))
+    for r in rows:
+        shown = {k: v if isinstance(v, str) else number(v) for k, v in r.more.items()}
+        more = ", ".join(f"{k} {v}" for k, v in shown.items())
+        if alone := r.ms(ALONE):
+            more += f" forward alone {number(alone)} ms, {number(r.tflops(ALONE) or 0)} TFLOP/s"
+        if r.status != "ok" or more:
+            lines.append(f"{r.provider}: {r.status} {r.detail} {more}".rstrip())
+    return "\n".join([*lines, ""])
 
 
-def alone_rows(records: list[Record], matmul_tflops: float) -> list[tuple[str, ...]]:
-    """Cells in `ALONE_COLUMNS`' order of those records that have them."""
-    shown = [r for r in records if r.status == "ok" and ALONE in r.timing]
-    return _rows(records, shown, matmul_tflops, ALONE, ALONE_COLUMNS)
-
-
-def _rows(
-    records: list[Record], shown: list[Record], matmul_tflops: float, mode: str,
-    columns: tuple[str, ...],
-) -> list[tuple[str, ...]]:  # fmt: skip
-    right = {
-        r.provider: r.timing[mode].median_ms
-        for r in records
-        if r.status == "ok" and r.version in ("", "head") and mode in r.timing
-    }
-    every = (_cells(r, mode, matmul_tflops, right) for r in shown)
-    return [tuple(cells.get(name, "") for name in columns) for cells in every]
-
-
-def _cells(r: Record, mode: str, matmul_tflops: float, right: dict[str, float]) -> dict[str, str]:
-    """By column; ``right`` are the milliseconds of providers that a time may be compared with."""
-    cells = {"provider": f"{r.provider} ({r.version})" if r.version else r.provider}
-    if r.status in ("oom", "error"):
-        error = "error: " + r.detail.replace("|", "/")[:80]
-        return cells | {"forward ms": "out of memory" if r.status == "oom" else error}
-    for name, timing in r.timing.items():
-        cells["forward alone ms" if name == ALONE else f"{name} ms"] = number(timing.median_ms)
-    timing, share = r.timing[mode], r.share_of_attention(mode)
-    cells["spread"] = f"{(timing.high_ms - timing.low_ms) / timing.median_ms:.0%}"
-    cells["TFLOP/s"] = number(r.tflops[mode])
-    cells["of matmul"] = f"{r.tflops[mode] / matmul_tflops:.0%}"
-    cells["of attention"] = "" if share is None else f"{share:.0%}"
-    cells["peak MiB"] = _mib(r.peak_mib)
-    if r.verdict is not None:
-        loss = r.verdict.loss_error
-        cells["loss error"] = "not checked" if loss is None else f"{loss:.1e}"
-        cells["gradient error"] = f"{r.verdict.gradient_error:.1e}"
-    for name in ("eager", "inductor"):
-        # a result that is wrong is compared with nothing
-        ratio = f"{right[name] / timing.median_ms:.2f}x" if name in right else ""
-        cells[f"vs {name}"] = "red" if r.status == "red" else ratio
-    return cells
-
-
-def _mib(peak: float | None) -> str:
-    return "" if peak is None else number(peak)
+def _cells(r: Row, right: dict[str, float]) -> tuple[str, ...]:
+    """One row; ``right`` are the milliseconds of providers that a time may be compared with."""
+    cells = {"provider": r.provider, "forward ms": "" if r.timing else r.status}
+    for mode in ("forward", "backward", "step"):
+        if (ms := r.ms(mode)) is not None:
+            cells[f"{mode} ms"] = number(ms)
+    if timing := r.timing.get("step"):
+        cells["spread"] = f"{(timing.high - timing.low) / timing.median:.0%}"
+        for name in ("eager", "inductor"):
+            # a result that is wrong is compared with nothing
+            ratio = f"{right[name] / timing.median:.2f}x" if name in right else ""
+            cells[f"vs {name}"] = "red" if r.status == "red" else ratio
+    if (rate := r.tflops()) is not None:
+        cells["TFLOP/s"] = number(rate)
+    if r.peak_mib is not None:
+        cells["peak MiB"] = number(r.peak_mib)
+    errors = {"loss error": r.loss_error, "gradient error": r.gradient_error}
+    for name, error in (errors | {"may be": r.gradient_budget}).items():
+        cells[name] = "" if error is None else f"{error:.1e}"
+    return tuple(cells.get(name, "") for name in COLUMNS)
 
 
 def number(x: float) -> str:
@@ -78,48 +57,6 @@ def number(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def by_case(run: Run) -> dict[str, list[Record]]:
-    """Records in the order of the run, grouped."""
-    groups: dict[str, list[Record]] = {}
-    for record in run.records:
-        groups.setdefault(record.case, []).append(record)
-    return groups
-
-
-def text(records: list[Record], matmul_tflops: float) -> str:
-    """One case for the terminal."""
-    lines = [f"{records[0].case}  ({records[0].shape})", markdown(records, matmul_tflops)]
-    failed = (r for r in records if r.status in ("unavailable", "red", "error"))
-    return "\n".join([*lines, *(f"{r.provider}: {r.detail}" for r in failed), ""])
-
-
-def markdown(records: list[Record], matmul_tflops: float) -> str:
-    """One case, with its forwards alone where they were timed."""
-    lines = markdown_lines(COLUMNS, rows(records, matmul_tflops))
-    if alone := alone_rows(records, matmul_tflops):
-        lines += ["", *markdown_lines(ALONE_COLUMNS, alone)]
-    return "\n".join(lines)
-
-
-def markdown_lines(head: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> list[str]:
+def markdown_lines(head: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
     """A table of Markdown."""
-    return ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *cells)]
-
-
-END_TO_END_COLUMNS = ("provider", "context", "step ms", "tokens/s", "peak MiB", "loss")
-
-
-def end_to_end_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """One row of the end-to-end table."""
-    what = (row["provider"], str(row["context"]))
-    if row["status"] != "ok":
-        why = f"{row['status']}: {row['detail']}".split("\n")[0].replace("|", "/")[:100]
-        return (*what, "out of memory" if row["status"] == "oom" else why, "", "", "")
-    figures = (number(row["step_ms"]), f"{row['tokens_per_s']:.0f}", _mib(row.get("peak_mib")))
-    return (*what, *figures, f"{row['loss']:.5f}")
-
-
-def end_to_end_line(row: dict[str, Any]) -> str:
-    """One row for the terminal."""
-    cells = zip(END_TO_END_COLUMNS, end_to_end_cells(row), strict=True)
-    return f"{row['objective']}: " + ", ".join(f"{name} {cell}" for name, cell in cells if cell)
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *cells)]

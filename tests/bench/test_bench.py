@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,161 +13,219 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from tqdm import tqdm
 
-from bench import (
-    accuracy,
-    attention_cells,
-    attention_matrix,
-    cases,
-    compare,
-    measure,
-    models,
-    other_records,
-    plots,
-    results,
-    several_gpus,
-    short_steps,
-    steps,
-    table,
-)
+from bench import attention, case, heads, indexer, measure, plots, ranks, results, suites, table
 from bench.__main__ import main, parser
-from bench.cases import AttentionCase, Case, Heads, LinearCase
-from bench.measure import Unavailable
-from bench.providers import PROVIDERS, Provider, choose
-from bench.records import Record, Run
+from bench.attention import AttentionCase, Heads
+from bench.case import Case, Loss, Problem
+from bench.heads import HeadCase
+from bench.measure import Sample, Timing, Unavailable
+from bench.providers import PROVIDERS, Provider, named, of_case
+from bench.records import Record, Row
 from bench.runner import Settings, run_case
+from tests.support.covering import every
 
 CPU = torch.device("cpu")
-SETTINGS = Settings(CPU, torch.float32, seconds=0.01)
-ATTENTION = AttentionCase("tiny", "none", 1, 48, Heads(4, 2, 16), Heads(4, 4, 8))
-HEAD = LinearCase("tiny-head", "none", 24, 300, 16, 8)
-EAGER = next(p for p in PROVIDERS if p.name == "eager")
-DIRECT = next(p for p in PROVIDERS if p.name == "direct")
+SETTINGS = Settings(CPU, seconds=0.01)
+ATTENTION = AttentionCase("tiny", "none", Heads(4, 2, 16), Heads(4, 4, 8), 1, 48)
+HEAD = HeadCase("tiny-head", "none", 24, 300, 16, 8)
+EAGER, DIRECT = named("eager"), named("direct")
 
 
-def provider(name: str, build: Callable[[Case], Callable[..., Tensor]]) -> Provider:
-    return Provider(name, build, "#000000")
+def provider(name: str, build: Callable[[Case], Loss], **more: Any) -> Provider:
+    def of(case: Case, problem: Problem) -> Problem:
+        return replace(problem, loss=build(case))
+
+    return Provider(name, of, "#000000", **more)
 
 
-def half(case: Case) -> Callable[..., Tensor]:
-    naive = case.naive()
-    return lambda *inputs: naive(*inputs) * 0.5
+def naive(case: Case) -> Loss:
+    return case.problem(CPU).loss
 
 
-def gradient_to_one_side(case: Case) -> Callable[..., Tensor]:
-    naive = case.naive()
+def half(case: Case) -> Loss:
+    return lambda *inputs: naive(case)(*inputs) * 0.5
 
+
+def gradient_to_one_side(case: Case) -> Loss:
     def loss(first: Tensor, second: Tensor, *teacher: Tensor) -> Tensor:
-        value = naive(first, second.detach(), *teacher)
-        return value + 0.0 * second.sum()
+        return naive(case)(first, second.detach(), *teacher) + 0.0 * second.sum()
 
     return loss
 
 
-def not_a_number(case: Case) -> Callable[..., Tensor]:
-    naive = case.naive()
-    return lambda *inputs: naive(*inputs) * float("nan")
+def not_a_number(case: Case) -> Loss:
+    return lambda *inputs: naive(case)(*inputs) * float("nan")
 
 
-def greedy(case: Case) -> Callable[..., Tensor]:
+def greedy(case: Case) -> Loss:
     return lambda *inputs: inputs[0].sum() + torch.empty(2**60, dtype=torch.uint8).sum()
 
 
-def greedy_backward(case: Case) -> Callable[..., Tensor]:
-    naive = case.naive()
-
+def greedy_backward(case: Case) -> Loss:
     def loss(*inputs: Tensor) -> Tensor:
-        value = naive(*inputs)
+        value = naive(case)(*inputs)
         value.register_hook(lambda g: g + torch.empty(2**60, dtype=torch.uint8).sum())
         return value
 
     return loss
 
 
-def missing(case: Case) -> Callable[..., Tensor]:
+def missing(case: Case) -> Loss:
     raise Unavailable("not today")
 
 
-def broken(case: Case) -> Callable[..., Tensor]:
+def broken(case: Case) -> Loss:
     raise RuntimeError("broken on purpose")
 
 
-def records_of(case: Case, *providers: Provider) -> dict[str, Record]:
-    return {r.provider: r for r in run_case(case, list(providers), SETTINGS)}
+def rows_of(case: Case, *providers: Provider, **more: Any) -> dict[str, Row]:
+    return {r.provider: r for r in run_case(case, list(providers), replace(SETTINGS, **more))}
 
 
+# ------------------------------------------------------------------------------------------- gate
 @pytest.mark.parametrize(
-    "case",
-    [ATTENTION, HEAD, replace(ATTENTION, is_causal=False, softcap=5.0)],
-    ids=lambda c: c.label,
+    "case", [ATTENTION, replace(ATTENTION, mask="none", softcap=5.0)], ids=lambda c: c.label
 )
 def test_correct_providers_pass_the_gate(case: Case) -> None:
-    checkpoint = next(p for p in PROVIDERS if p.name == "checkpoint")
-    records = records_of(case, EAGER, checkpoint, DIRECT)
-    for name, record in records.items():
-        assert record.status in ("ok", "unavailable"), (name, record.detail)
-    assert records["eager"].status == records["checkpoint"].status == "ok"
-    assert records["eager"].timing["step"].median_ms > 0
+    rows = rows_of(case, EAGER, named("checkpoint"), DIRECT)
+    assert {r.status for r in rows.values()} == {"ok"}, rows
+    assert rows["eager"].ms() > 0
+    assert rows["eager"].tflops() > 0
 
 
-def test_forwards_alone_have_their_own_table() -> None:
-    settings = replace(SETTINGS, alone=True)
-    records = run_case(ATTENTION, [EAGER, provider("half", half)], settings)
-    assert set(records[0].timing) == {*measure.MODES, measure.ALONE}
-    assert all(t.median_ms > 0 for t in records[0].timing.values())
-    row, *others = table.alone_rows(records, matmul_tflops=1.0)
-    assert not others, "a result that is wrong is compared with nothing"
-    assert row[0] == "eager" and row[-2:] == ("1.00x", "")
-    both = [replace(records[0], version=version) for version in compare.VERSIONS]
-    assert [r[0] for r in table.alone_rows(both, 1.0)] == ["eager (base)", "eager (head)"]
-    options = parser().parse_args(["--alone", "--base", "HEAD"])
-    assert "--alone" in compare.child_arguments(options, ["eager"])
-    assert "forward alone ms" in table.text(records, 1.0)
-    assert "forward alone ms" not in table.text(run_case(ATTENTION, [EAGER], SETTINGS), 1.0)
+@pytest.mark.parametrize("loss", every(2, list(heads.LOSSES)))
+def test_every_provider_of_a_head_computes_its_loss(loss: str) -> None:
+    """Other libraries' too: their reductions and directions are those of the naive code."""
+    head = replace(HEAD, loss=loss, shows_rows=True)
+    names = ["eager", "direct", "trl", "nitrobrew", "liger_chunked", *head.own()]
+    rows = rows_of(head, *of_case(head, names), seconds=0.0)
+    assert {r.status for r in rows.values()} <= {"untimed", "unavailable"}, rows
+    assert rows["eager"].status == "untimed"
+
+
+SMALL_MATRIX = suites.matrix("cpu", quick=True)
+
+
+@pytest.mark.parametrize("case", every(4, SMALL_MATRIX), ids=lambda c: c.label)
+def test_every_mask_and_divergence_of_the_matrix_passes_the_gate(
+    case: AttentionCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "WINDOW", 20)
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    case = replace(case, seqlen=64)
+    row = rows_of(case, named("direct[impl=torch]"), seconds=0.0)["direct[impl=torch]"]
+    assert row.status == "untimed", row
+    assert row.more["implementation"] == "torch"
+
+
+def test_programs_pass_the_gate() -> None:
+    maps = AttentionCase("maps", "", Heads(2, 2, 8), Heads(2, 2, 8), 1, 32, "none", "weighted")
+    masked = replace(maps, mask="causal", divergence="js")
+    assert rows_of(masked, EAGER, seconds=0.0)["eager"].status == "untimed"
+    for of in (replace(maps, has_programs=True), indexer.programs("cpu", True)[0]):
+        row = rows_of(of, *of_case(of, ["program"]), seconds=0.0)["program"]
+        assert row.status == "untimed", row
 
 
 def test_gate_rejects_wrong_providers_and_prints_no_ratio() -> None:
     wrong = [provider(f.__name__, f) for f in (half, gradient_to_one_side, not_a_number)]
-    records = list(run_case(ATTENTION, [EAGER, *wrong], SETTINGS))
-    assert [r.status for r in records] == ["ok", "red", "red", "red"]
-    rows = table.rows(records, matmul_tflops=1.0)
-    assert rows[0][-2:] == ("1.00x", "")
-    assert all(row[-2:] == ("red", "red") for row in rows[1:])
+    rows = list(rows_of(ATTENTION, EAGER, *wrong).values())
+    assert [r.status for r in rows] == ["ok", "red", "red", "red"]
+    lines = [x.strip("| ").split(" | ") for x in table.text(rows).splitlines() if x[:1] == "|"]
+    assert lines[2][-1] == "1.00x"
+    assert all(cells[-2:] == ["red", "red"] for cells in lines[3:])
 
 
 def test_the_largest_error_is_not_a_number_where_one_is() -> None:
     one, nan = torch.ones(2), torch.full((2,), float("nan"))
+    truth = case.Truth(1.0, [one, one], 1.0, 1.0)
     for given in ([one, nan], [nan, one]):
-        error = accuracy.worst_error(given, [one, one])
-        assert not accuracy.Verdict(0.0, error, 1.0, 1.0).is_green
+        assert truth.judge(1.0, given)["status"] == "red"
 
 
 def test_gate_of_large_cases_checks_gradients_of_one_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cases, "GATE_ELEMENTS", 100)
-    monkeypatch.setattr(cases, "PIECE_ELEMENTS", 48 * 20)  # and several pieces
-    records = records_of(ATTENTION, EAGER, provider("half", half))
-    assert records["eager"].status == "ok"
-    assert records["eager"].verdict is not None
-    assert records["eager"].verdict.loss_error is None
-    assert records["half"].status == "red"
+    monkeypatch.setattr(attention, "GATE_ELEMENTS", 100)
+    monkeypatch.setattr(attention, "PIECE_ELEMENTS", 48 * 20)  # and several pieces
+    rows = rows_of(ATTENTION, EAGER, provider("half", half))
+    assert rows["eager"].status == "ok"
+    assert rows["eager"].loss_error is None
+    assert rows["half"].status == "red"
 
 
+@pytest.mark.parametrize("of", [ATTENTION, HEAD], ids=lambda c: c.label)
+def test_pieces_cover_every_row_once(of: Any) -> None:
+    problem = of.problem(CPU)
+    inputs = problem.sets[0]
+    total = sum(loss(*piece) * share for loss, piece, share in of.pieces(inputs, 7))
+    torch.testing.assert_close(total, problem.loss(*inputs))
+
+
+# ----------------------------------------------------------------------------------------- results
 @pytest.mark.parametrize("build", [greedy, greedy_backward])
-def test_out_of_memory_is_a_result(build: Callable[[Case], Callable[..., Tensor]]) -> None:
-    records = records_of(ATTENTION, provider("greedy", build), EAGER)
-    assert records["greedy"].status == "oom"
-    assert "memory" in records["greedy"].detail
-    assert records["eager"].status == "ok"
+def test_out_of_memory_is_a_result(build: Callable[[Case], Loss]) -> None:
+    rows = rows_of(ATTENTION, provider("greedy", build), EAGER)
+    assert rows["greedy"].status == "oom"
+    assert "memory" in rows["greedy"].detail
+    assert rows["eager"].status == "ok"
 
 
 def test_unavailable_and_broken_providers_do_not_stop_the_others() -> None:
-    records = records_of(HEAD, provider("missing", missing), provider("broken", broken), EAGER)
-    assert [r.status for r in records.values()] == ["unavailable", "error", "ok"]
-    assert records["broken"].detail == "RuntimeError: broken on purpose"
-    assert table.text(list(records.values()), 1.0).count("broken on purpose") == 2
+    rows = rows_of(HEAD, provider("missing", missing), provider("broken", broken), EAGER)
+    assert [r.status for r in rows.values()] == ["unavailable", "error", "ok"]
+    assert rows["broken"].detail == "RuntimeError: broken on purpose"
+    assert "broken on purpose" in table.text(list(rows.values()))
+
+
+def test_rows_are_kept_as_they_come() -> None:
+    kept: list[list[str]] = []
+    settings = replace(SETTINGS, seconds=0.0)
+    run_case(
+        HEAD, [EAGER, provider("broken", broken)], settings,
+        keep=lambda rows: kept.append([row.status for row in rows]),
+    )  # fmt: skip
+    assert kept == [["ok", "ok"], ["ok", "error"]]
+    assert rows_of(HEAD, EAGER, seconds=0.0)["eager"].status == "untimed"
+
+
+def test_forwards_alone_are_timed_where_asked() -> None:
+    row = rows_of(ATTENTION, EAGER, alone=True)["eager"]
+    assert set(row.timing) == {*measure.MODES, measure.ALONE}
+    assert all(t.median > 0 for t in row.timing.values())
+    assert "forward alone" in table.text([row])
+    assert "forward alone" not in table.text([rows_of(ATTENTION, EAGER)["eager"]])
+
+
+def test_attention_is_timed_with_its_backend_and_its_own_arithmetic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[Any] = []
+    scaled = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Tensor, **more: Any) -> Tensor:
+        chosen.append(torch.nn.attention._cur_sdpa_kernel_backends())
+        return scaled(*args, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    row = rows_of(ATTENTION, named("attention"), EAGER)["attention"]
+    assert row.status == "ok"
+    assert row.gradient_error is None
+    assert chosen and all(x == [SDPBackend.FLASH_ATTENTION] for x in chosen)
+    matmul = 2.0 * 4 * 48**2 * 16 / 2 * 1e-9
+    assert row.gflop == {"forward": 2 * matmul, "backward": 5 * matmul}
+
+    def fails(*_: Tensor, **__: bool) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
+    assert rows_of(ATTENTION, named("attention"))["attention"].status == "unavailable"
+
+
+# -------------------------------------------------------------------------------------------- time
+def problem_of(loss: Loss) -> Problem:
+    return replace(ATTENTION.problem(CPU), loss=loss)
 
 
 def test_warm_up_is_in_the_burst_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,90 +239,35 @@ def test_warm_up_is_in_the_burst_and_does_not_count(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(measure, "_now", lambda device: clock[0])
     monkeypatch.setattr(measure, "synchronize", lambda device: events.append("wait"))
-    inputs = ATTENTION.make_inputs(CPU, torch.float32, 0)
-    taken = measure.sample(loss, inputs, repeats=3, warm_up=1)
+    taken = measure.burst(problem_of(loss), 0, repeats=3, warm_up=1)
     assert events == ["step"] * 4 + ["wait"]
-    assert taken.forward_ms == pytest.approx(1.0)
+    assert taken.forward == pytest.approx(1.0)
 
 
 def test_rounds_repeat_short_steps_behind_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    bursts: list[tuple[int, int]] = []
+    """What a first call compiles is in no sample; rounds have an order of their own."""
+    bursts: list[tuple[str, int, int]] = []
 
-    def sample(loss_fn: object, _: object, repeats: int, warm_up: int, __: bool) -> object:
-        bursts.append((repeats, warm_up))
-        return measure.Sample(2.0 if loss_fn is torch.add else 50.0, 3.0)
+    def burst(problem: Problem, _: int, repeats: int, warm_up: int, __: bool) -> Sample:
+        name = problem.more["name"]
+        bursts.append((name, repeats, warm_up))
+        is_first = sum(x[0] == name for x in bursts) == 1
+        return Sample(1e4 if is_first else 2.0 if name == "short" else 50.0, 3.0)
 
-    monkeypatch.setattr(measure, "sample", sample)
-    inputs = [ATTENTION.make_inputs(CPU, torch.float32, 0)]
-    entries = {"short": torch.add, "long": torch.mul}
-    measure.interleaved({n: measure.Timed(fn, inputs) for n, fn in entries.items()}, 0.0)
-    rounds = [sorted(bursts[i : i + 2]) for i in (4, 6, 8)]
-    assert bursts[:4] == [(1, 0)] * 4 and rounds == [[(1, 0), (10, 2)]] * 3
-
-
-def test_what_a_first_call_compiles_is_in_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it make samples of one step, as if all steps were that long."""
-    repeats: list[int] = []
-
-    def sample(*arguments: Any) -> measure.Sample:
-        repeats.append(arguments[2])
-        return measure.Sample(1.0 if len(repeats) > 1 else 100 * measure.SHORT_MS, 1.0)
-
-    monkeypatch.setattr(measure, "sample", sample)
-    timed = measure.Timed(torch.add, [ATTENTION.make_inputs(CPU, torch.float32, 0)])
-    samples = measure.interleaved({"compiles": timed}, 0.0)["compiles"]
-    assert repeats[:2] == [1, 1] and min(repeats[2:]) > 1
-    assert isinstance(samples, list) and max(s.step_ms for s in samples) < measure.SHORT_MS
+    monkeypatch.setattr(measure, "burst", burst)
+    problems = {n: problem_of(torch.add) for n in ("short", "long")}
+    for name, problem in problems.items():
+        problem.more = {"name": name}
+    samples = measure.interleaved(problems, 0.0)
+    assert bursts[:4] == [("short", 1, 0)] * 2 + [("long", 1, 0)] * 2
+    rounds = [bursts[i : i + 2] for i in (4, 6, 8)]
+    assert all(sorted(r) == [("long", 1, 0), ("short", 10, 2)] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert all(isinstance(x, list) and len(x) == 3 for x in samples.values())
+    assert max(x.step for taken in samples.values() for x in taken) < 1e3  # type: ignore[union-attr]
 
 
-def test_attention_takes_its_turn_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rates are those of samples between the providers', with its backend chosen."""
-    turns: list[str] = []
-
-    def sample(loss_fn: Callable[..., Tensor], inputs: cases.Inputs, *_: object) -> measure.Sample:
-        is_attention = inputs[2].requires_grad  # nobody else's third input has a gradient
-        backends = torch.nn.attention._cur_sdpa_kernel_backends()
-        assert (backends == [SDPBackend.FLASH_ATTENTION]) == is_attention
-        turns.append("attention" if is_attention else loss_fn.__name__)
-        loss_fn(*inputs)
-        return measure.Sample(20.0, 40.0)
-
-    def build(case: Case, name: str) -> Callable[..., Tensor]:
-        naive = case.naive()
-
-        def loss(*inputs: Tensor) -> Tensor:
-            return naive(*inputs)
-
-        loss.__name__ = name
-        return loss
-
-    monkeypatch.setattr(measure, "sample", sample)
-    providers = [provider(n, partial(build, name=n)) for n in ("first", "second")]
-    records = records_of(ATTENTION, *providers)
-    rounds = [turns[-9:][i : i + 3] for i in (0, 3, 6)]
-    assert all(sorted(r) == ["attention", "first", "second"] for r in rounds)
-    assert len({tuple(r) for r in rounds}) > 1  # nobody always follows the same provider
-    assert list(records) == ["first", "second"]
-    gflop = 2.0 * 4 * 48**2 * 8 / 2 * 1e-9
-    for record in records.values():
-        assert record.attention_tflops["forward"] == pytest.approx(2 * gflop / 20.0)
-        assert record.attention_tflops["backward"] == pytest.approx(5 * gflop / 40.0)
-        assert record.attention_tflops["step"] > 0
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), torch.OutOfMemoryError("full")])
-def test_a_case_may_have_no_attention(
-    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def attention(*_: Tensor, **__: bool) -> Tensor:
-        raise error
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    record = records_of(ATTENTION, EAGER)["eager"]
-    assert record.status == "ok" and record.samples > 0
-    assert record.attention_tflops == {}
-
-
+# ------------------------------------------------------------------------------------------ memory
 def test_peak_sees_a_known_allocation() -> None:
     def call() -> Tensor:
         first = torch.ones(3 * 2**18)  # 3 MiB
@@ -277,311 +279,49 @@ def test_peak_sees_a_known_allocation() -> None:
 
 
 def test_naive_peak_holds_the_scores_and_ours_does_not() -> None:
-    case = replace(ATTENTION, seqlen=512)
-    records = records_of(case, EAGER, DIRECT)
+    rows = rows_of(replace(ATTENTION, seqlen=512), EAGER, DIRECT)
     scores_mib = 4 * 512 * 512 * 4 / 2**20
-    assert records["eager"].peak_mib > 2 * scores_mib
-    assert records["direct"].peak_mib < records["eager"].peak_mib
+    assert rows["eager"].peak_mib > 2 * scores_mib
+    assert rows["direct"].peak_mib < rows["eager"].peak_mib
 
 
-def test_json_round_trip_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.__main__.suite", lambda device, quick: [ATTENTION, HEAD])
-    monkeypatch.setattr("bench.__main__.limit_memory", lambda device, gib: None)
-    monkeypatch.setattr("bench.ceilings.matmul_tflops", lambda device, dtype: 1.0)
-    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda device: 1.0)
-    path = tmp_path / "run.json"
-    arguments = [
-        "--device",
-        "cpu",
-        "--cases",
-        "tiny B",
-        "--providers",
-        "eager",
-        "--provider",
-        "tests.bench.test_bench:half",
-    ]
-    assert main([*arguments, "--seconds", "0.01", "--json", str(path)]) == 0
-    run = Run.load(path)
-    assert [(r.provider, r.status) for r in run.records] == [
-        ("eager", "ok"),
-        ("tests.bench.test_bench:half", "red"),
-    ]
-    assert run.is_complete
-    assert run.machine["torch"] == torch.__version__
-    run.save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_text() == path.read_text()
+class Graph:
+    """Stands for a CUDA graph."""
 
-
-def test_interrupted_run_keeps_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(case: Case) -> Callable[..., Tensor]:
-        if case.family == "linear":
-            raise KeyboardInterrupt
-        return case.naive()
-
-    monkeypatch.setattr("bench.__main__.suite", lambda device, quick: [ATTENTION, HEAD])
-    monkeypatch.setattr("bench.__main__.limit_memory", lambda device, gib: None)
-    monkeypatch.setattr("bench.__main__.choose", lambda *_: [provider("stop", stop)])
-    monkeypatch.setattr("bench.ceilings.matmul_tflops", lambda device, dtype: 1.0)
-    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda device: 1.0)
-    path = tmp_path / "run.json"
-    assert main(["--device", "cpu", "--seconds", "0.01", "--json", str(path)]) == 130
-    run = Run.load(path)
-    assert [r.case for r in run.records] == [ATTENTION.label]
-    assert not run.is_complete
-
-
-def test_wrong_names_are_errors_that_list_the_right_ones() -> None:
-    with pytest.raises(ValueError, match=r"providers are eager, .*, got egaer"):
-        choose(["egaer"], [])
-    with pytest.raises(ValueError, match="module:function, got 'nonsense'"):
-        choose([], ["nonsense"])
-    with pytest.raises(ValueError, match="no case matches nothing"):
-        cases.select([ATTENTION], ["nothing"])
-
-
-@pytest.mark.parametrize("case", [ATTENTION, HEAD], ids=lambda c: c.label)
-def test_pieces_cover_every_row_once(case: Case) -> None:
-    inputs = case.make_inputs(CPU, torch.float64, 0)
-    naive = case.naive()
-    total = sum(naive(*piece) * share for piece, share in case.pieces(inputs, 7))
-    torch.testing.assert_close(total, naive(*inputs))
-
-
-def test_every_suite_names_its_sources() -> None:
-    for device in ("cpu", "cuda"):
-        labels = [c.label for c in cases.suite(device)]
-        assert len(set(labels)) == len(labels)
-        assert all(c.source for c in cases.suite(device))
-
-
-def made_up_run() -> Run:
-    """Two providers on three sizes of both families; one runs out of memory."""
-    run = Run(
-        "python -m bench",
-        {"device": "none"},
-        "float32",
-        {"matmul_tflops": 2.0, "copy_gbytes": 9.0},
-    )
-    for family, name in (("attention", "tiny"), ("linear", "tiny-head")):
-        for size in (256, 512, 1024):
-            for speed, provider_name in ((1.0, "eager"), (3.0, "direct")):
-                record = Record(
-                    family, f"{name} {size}", (name, size), "shape", "source", provider_name
-                )
-                if provider_name == "eager" and size == 1024:
-                    record.status = "oom"
-                else:
-                    timing = measure.Timing(size / speed, size / speed, size / speed)
-                    record.timing = dict.fromkeys(("forward", "backward", "step"), timing)
-                    record.tflops = dict.fromkeys(record.timing, speed)
-                    record.least_gflop = dict.fromkeys(record.timing, size * 1.0)
-                    record.least_mib = dict.fromkeys(record.timing, 10.0)
-                    record.peak_mib = size / speed
-                run.records.append(record)
-    common = {"pair": "tiny", "objective": "attention", "provider": "eager"}
-    row = {"step_ms": 1.0, "tokens_per_s": 64e3, "peak_mib": 3.0, "loss": 0.5}
-    run.end_to_end = [
-        {**common, "context": 64, "status": "ok", **row},
-        {**common, "context": 128, "status": "ok", **row},
-        {**common, "context": 256, "status": "oom", "detail": "too much"},
-    ]
-    graphs = {**common, "provider": "streamkl-graphs"}
-    recorded = {**row, "graph_replays": 2, "graph_pool_mib": 2.0}
-    run.end_to_end += [
-        {**graphs, "context": 64, "status": "ok", **recorded},
-        {**graphs, "context": 128, "status": "ok", **recorded},
-        {**graphs, "context": 256, "status": "unavailable", "detail": "no graphs here"},
-    ]
-    return run
-
-
-def test_every_picture_is_drawn(tmp_path: Path) -> None:
-    paths = plots.draw_all(made_up_run(), tmp_path, "some")
-    assert [p.name for p in paths] == [
-        "some-attention.png",
-        "some-linear.png",
-        "some-roofline.png",
-        "some-end-to-end-attention.png",
-    ]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
-
-
-def test_a_provider_that_is_not_weighed_is_not_drawn_as_out_of_memory() -> None:
-    run = made_up_run()
-    for record in run.records:
-        record.peak_mib = None
-    curves = plots._curves([r for r in run.records if r.family == "attention"])
-    assert [len(memory) for _, memory in curves.values()] == [1, 0]  # one did not fit
-    assert [len(time) for time, _ in curves.values()] == [3, 3]
-
-
-def test_document_has_every_record_and_no_ratio_without_both_sides() -> None:
-    text = results.render({"some": made_up_run()}, {"some": ["some-attention.png"]})
-    assert text.count("| direct |") == 1 + 6  # in the list of providers, then in each case
-    assert text.count("out of memory") == 2 + 1
-    assert text.count("3.00x") == 4
-    assert "(results/some-attention.png)" in text
-    assert "| streamkl-graphs | 256 | unavailable: no graphs here |" in text
-    assert results.GRAPH_PEAKS in text
-
-
-def test_committed_document_is_what_the_committed_records_give() -> None:
-    runs = results.load(results.FOLDER)
-    names = results.picture_names(results.FOLDER, list(runs))
-    matrix = results.load_matrix(results.FOLDER)
-    others = other_records.load(results.FOLDER)
-    assert results.TARGET.read_text() == results.render(runs, names, matrix, others)
-
-
-TINY_CELL = attention_matrix.Cell(16, 16, "none", "fp32", 2, 4, 4, 64, 64)
-TINY_CELLS = [
-    *(replace(TINY_CELL, mask=mask, batch=1) for mask in attention_matrix.MASKS),
-    *(replace(TINY_CELL, mask=name, batch=1) for name in attention_cells.DIVERGENCES),
-    *(replace(TINY_CELL, dtype=dtype, mask="causal") for dtype in ("bf16", "fp16")),
-    replace(TINY_CELL, teacher_dim=24, kv_heads=2, mask="causal"),
-    replace(TINY_CELL, seqlen_q=1, seqlen_k=128),
-]
-
-
-def test_attention_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mask and dtype passes its gate; the document shows what the file holds."""
-    monkeypatch.setattr("bench.attention_cells.WINDOW", 20)
-    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda _: 10.0)
-    path = tmp_path / "new" / results.MATRIX
-    arguments = ["--json", str(path), "--impl", "torch", "--rounds", "1"]
-    assert attention_matrix.main(arguments, TINY_CELLS) == 0
-    matrix = results.load_matrix(path.parent)
-    assert matrix is not None
-    assert matrix.is_complete
-    assert [row.cell for row in matrix.rows] == TINY_CELLS
-    assert all(row.status == "ok" for row in matrix.rows), matrix.rows
-    text = results.render({}, {}, matrix)
-    assert text.count("| torch |") == len(TINY_CELLS) - 1
-    assert "| 1 | 128 | 4 (4) x 16 |" in text
-
-
-def test_attention_matrix_beside_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("bench.ceilings.copy_gbytes", lambda _: 10.0)
-    path = tmp_path / results.MATRIX
-    cells = [TINY_CELL, replace(TINY_CELL, mask="causal", teacher_kv_heads=2)]
-    arguments = ["--json", str(path), "--impl", "torch", "--rounds", "1", "--only", "causal"]
-    arguments += ["--versus", "reference", "attention"]
-    assert attention_matrix.main(arguments, cells) == 0
-    (row,) = attention_matrix.Matrix.load(path).rows
-    assert row.status == "ok", row.detail
-    assert set(row.versus) == {"reference", "attention"}
-    assert "2 x 4 (4 from 2) x 64 | torch" in capsys.readouterr().out
-
-
-def test_attention_matrix_names_what_does_not_compile() -> None:
-    wrong = replace(TINY_CELL, kv_heads=3)
-    with tqdm(total=2) as progress:
-        failed = attention_matrix.compile_first([TINY_CELL, wrong], 1, "torch", CPU, progress)
-    assert list(failed) == [wrong]
-    assert "must be a multiple" in failed[wrong]
-
-
-def test_attention_matrix_says_why_a_row_is_slow() -> None:
-    fast = attention_matrix.Row(TINY_CELL, forward_ms=1.0, backward_ms=2.0)
-    slow = replace(fast, cell=replace(TINY_CELL, mask="alibi", reason="slopes"), forward_ms=1.7)
-    unknown = replace(slow, cell=replace(TINY_CELL, dtype="bf16"))
-    broken = replace(fast, status="red", detail="dQ is off")
-    rows = [fast, slow, unknown, broken]
-    matrix = attention_matrix.Matrix("", {"device": "none"}, 10.0, rows)
-    last = [attention_matrix.row_cells(row, matrix) for row in rows]
-    assert [cells[-1] for cells in last] == ["", "slopes", "**no reason known**", ""]
-    assert last[3][5] == "red: dQ is off"
-    assert last[1][7] == "59%"
-
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_attention_matrix_rejects_wrong_results(
-    part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call_of = attention_matrix.call_of
-
-    def wrong(*args: object) -> Callable[..., Tensor]:
-        call = call_of(*args)
-
-        def value(*inputs: Tensor) -> Tensor:
-            q, k, *teacher = inputs
-            if part == 1:  # the values stay right
-                k = k + 0.5 * (k.detach() - k)
-            return call(q, k, *teacher) * (1.0 + 0.01 * (part == 0))
-
-        return value
-
-    monkeypatch.setattr(attention_matrix, "call_of", wrong)
-    row = attention_matrix.run_cell(TINY_CELL, CPU, "torch", rounds=0, rows=3)
-    assert row.status == "red"
-    assert ("value of row" if part == 0 else "sum(k dK)") in row.detail
-
-
-def test_attention_matrix_covers_what_it_promises() -> None:
-    cells = attention_matrix.matrix()
-    plain = {(c.student_dim, c.mask, c.seqlen_q) for c in cells if c.teacher_dim == c.student_dim}
-    for dim in (32, 64, 96, 128, 192, 256):
-        assert {(dim, m, n) for m in ("none", "causal") for n in (512, 2048, 8192, 32768)} <= plain
-    masked = {(c.student_dim, c.mask, c.dtype) for c in cells if c.seqlen_q == 8192}
-    for dim in (64, 128):
-        dtypes = attention_matrix.DTYPES
-        assert {(dim, m, t) for m in attention_matrix.MASKS for t in dtypes} <= masked
-    assert {c.seqlen_q for c in cells if c.has_few_rows} == {1, 16, 64}
-    assert any(c.seqlen_q == 131072 for c in cells)
-    assert any(c.kv_heads < c.heads for c in cells if not c.has_few_rows)
-
-
-def test_comparison_takes_the_faster_visit_of_each_version() -> None:
-    first, second = made_up_run(), made_up_run()
-    for record in second.records:
-        record.timing = {
-            m: measure.Timing(t.median_ms / 2, 0.0, 0.0) for m, t in record.timing.items()
-        }
-    base, head = compare.best("base", [first]), compare.best("head", [first, second])
-    wanted = [r for r in base + head if r.case == "tiny 256"]
-    assert "direct: step 85.3 -> 42.7 ms (2.00x)" in compare.text(wanted)
-
-
-def test_base_must_be_a_commit() -> None:
-    with (
-        pytest.raises(ValueError, match="--base must name a commit, got 'nonsense'"),
-        compare.library_at("nonsense"),
-    ):
+    def replay(self) -> None:
         pass
 
 
-@pytest.mark.slow  # test_short_steps.py has one
-def test_end_to_end_loss_is_the_same_in_both_ways(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    quickly = partial(steps.with_streamkl, **{"streamkl.inner": "aot_eager"})
-    monkeypatch.setitem(steps.PROVIDERS, "streamkl", quickly)
-    pair = models.Pair("tiny", 32, 48, 4, 2, 64, (32,), teacher_layers=2, student_layers=1)
-    monkeypatch.setitem(models.PAIRS, "cpu", pair)
-    path = tmp_path / "run.json"
-    arguments = ["--device", "cpu", "--steps", "llama-attention+logits", "--seconds", "0"]
-    arguments += ["--batch", "1", "--repeats", "0", "--rounds", "2"]
-    names = ["eager", "streamkl", "streamkl-graphs"]
-    arguments += ["--providers", *names, "--json", str(path)]
-    assert short_steps.main([*arguments, "--seqlens", "32", "48"]) == 0
-    run = Run.load(path)
-    assert run.is_complete
-    eager, fused, graphs, *longer = run.end_to_end
-    assert (eager["status"], fused["status"]) == ("ok", "ok"), fused
-    assert graphs["status"] == "unavailable"
-    assert "unavailable: CUDA graphs do not run on cpu" in table.end_to_end_line(graphs)
-    assert fused["loss"] == pytest.approx(eager["loss"], rel=1e-5)
-    assert eager["peak_mib"] > 0
-    assert [r["provider"] for r in longer] == names[:2], "it goes as far as it fits"
-    assert "of inductor's time" not in capsys.readouterr().out
+def test_an_operator_with_graphs_is_judged_by_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    graph = Graph()
+
+    def build(case: Case, right_from: int) -> Loss:
+        def loss(*inputs: Tensor) -> Tensor:
+            calls.append("call")
+            for _ in range(2):
+                graph.replay()
+            return naive(case)(*inputs) * (1.0 if len(calls) >= right_from else 1.5)
+
+        return loss
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    segments = [{"segment_pool_id": (0, 0), "total_size": 2**30}]
+    segments += [{"segment_pool_id": (0, 1), "total_size": 3 * 2**20}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    for right_from, status in ((4, "ok"), (5, "red")):
+        calls.clear()
+        graphs = provider("x", partial(build, right_from=right_from), graphs=True)
+        row = rows_of(ATTENTION, graphs)["x"]
+        assert row.status == status, row
+        assert (row.more["graph_replays"], row.more["graph_pool_mib"]) == (2, 3.0)
+        assert row.peak_mib > 3.0
+    row = rows_of(ATTENTION, replace(EAGER, name="y", graphs=True))["y"]
+    assert row.status == "error"
+    assert "must replay at least 2 CUDA graphs" in row.detail
 
 
-@pytest.mark.parametrize("name", steps.GRAPH_PROVIDERS)
+@pytest.mark.parametrize("name", ["inductor-graphs", "streamkl-graphs"])
 def test_graph_providers_are_compiled_with_what_torch_accepts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -597,163 +337,167 @@ def test_graph_providers_are_compiled_with_what_torch_accepts(
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
     monkeypatch.setattr(compile_fx, "compile_fx", compiled)
     torch._dynamo.reset()
-    call = steps.PROVIDERS[name](lambda x: x.square().sum())
-    assert [call(torch.ones(3)).item() for _ in range(2)] == [3.0, 3.0]
+    problem = named(name).build(ATTENTION, problem_of(lambda x: x.square().sum()))
+    assert [problem.loss(torch.ones(3)).item() for _ in range(2)] == [3.0, 3.0]
     assert [p["triton.cudagraphs"] for p in patches] == [True]
     assert len(marks) == 2
+    assert rows_of(ATTENTION, named(name))[name].detail == "does not run on cpu"
 
 
-def test_graph_providers_are_left_out_on_the_cpu_only() -> None:
-    assert steps.default_providers(CPU) == ["inductor", "streamkl"]
-    on_gpu = steps.default_providers(torch.device("cuda"))
-    assert on_gpu == [p for p in steps.PROVIDERS if p not in steps.ON_REQUEST]
+# ------------------------------------------------------------------------------------ command line
+@pytest.fixture
+def two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = suites.Suite("two", lambda *_: [ATTENTION, HEAD])
+    monkeypatch.setitem(suites.SUITES, "usual", suite)
+    monkeypatch.setattr("bench.__main__.limit_memory", lambda device, gib: None)
 
 
-class GraphStep(models.TrainingStep):
-    """A step without a model of transformers, whose call of `on_call` may replay graphs."""
-
-    is_side_by_side = False
-
-    def __init__(self, on_call: Callable[[], None]) -> None:
-        self.on_call = on_call
-
-    def names(self, batch_size: int) -> dict[str, str]:
-        return {"pair": "tiny", "objective": "none"}
-
-    def models(self, device: torch.device) -> tuple[torch.nn.Module, torch.nn.Module]:
-        return torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-
-    def loss(self, student: torch.nn.Module, teacher: torch.nn.Module) -> Callable[..., Tensor]:
-        def loss_of(x: Tensor) -> Tensor:
-            self.on_call()
-            return student(x).sum()
-
-        return loss_of
-
-    def batch(self, size: int, seqlen: int, device: torch.device) -> tuple[Tensor]:
-        return (torch.ones(size, 2),)
+def test_json_round_trip_and_command_line(tmp_path: Path, two_cases: None) -> None:
+    path = tmp_path / "run.json"
+    outside = f"{__name__}:half"
+    arguments = ["--device", "cpu", "--cases", "tiny B", "--providers", "eager", outside]
+    assert main([*arguments, "--seconds", "0.01", "--json", str(path)]) == 0
+    record = Record.load(path)
+    assert [(r.provider, r.status) for r in record.rows] == [("eager", "ok"), (outside, "red")]
+    assert record.is_complete
+    assert record.machine["torch"] == torch.__version__
+    assert record.command.endswith(f"eager {outside} --seconds 0.01")
+    record.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
 
 
-def rows_of_graphs(
-    on_call: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, dict[str, Any]]:
-    monkeypatch.setattr("bench.cuda_graphs.check", lambda device: None)
-    monkeypatch.setitem(steps.PROVIDERS, "streamkl-graphs", lambda loss_of: loss_of)
-    schedule = steps.Schedule(CPU, 2, 1)
-    names = ["eager", "streamkl-graphs"]
-    rows = steps.run_step(GraphStep(on_call), 1, 1, names, schedule)
-    return {row["provider"]: row for row in rows}
-
-
-def test_a_program_that_replays_no_graph_is_not_measured_as_one(
-    monkeypatch: pytest.MonkeyPatch,
+def test_interrupted_run_keeps_what_it_has(
+    tmp_path: Path, two_cases: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = rows_of_graphs(lambda: None, monkeypatch)["streamkl-graphs"]
-    assert row["status"] == "error" and "step_ms" not in row
-    assert "at least 2 CUDA graphs" in row["detail"] and "got 0" in row["detail"]
+    def stop(case: Case) -> Loss:
+        if case.family == "heads":
+            raise KeyboardInterrupt
+        return naive(case)
+
+    monkeypatch.setattr("bench.__main__.of_case", lambda *_: [provider("stop", stop)])
+    path = tmp_path / "run.json"
+    assert main(["--device", "cpu", "--seconds", "0.01", "--json", str(path)]) == 130
+    record = Record.load(path)
+    assert [r.case for r in record.rows] == [ATTENTION.label]
+    assert not record.is_complete
 
 
-def test_a_row_of_graphs_has_their_replays_and_their_memory(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_did_not_fit_is_not_tried_with_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_cases: None
 ) -> None:
-    class Graph:
-        def replay(self) -> None:
-            pass
-
-    calls: list[str] = []
-    graph = Graph()
-
-    def on_call() -> None:
-        calls.append("step")
-        for _ in range(3):
-            graph.replay()
-
-    def snapshot() -> list[dict[str, Any]]:
-        calls.append("memory")
-        segments = (((0, 0), 2**30), ((0, 1), 2**20), ((3, 0), 2**21))
-        return [{"segment_pool_id": pool, "total_size": size} for pool, size in segments]
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-    rows = rows_of_graphs(on_call, monkeypatch)
-    row = rows["streamkl-graphs"]
-    assert row["status"] == "ok", row
-    assert (row["graph_replays"], row["graph_pool_mib"]) == (3, 3.0)
-    assert calls.count("memory") == 1
-    assert calls.index("memory") >= 4  # after the steps that record
-    assert 3.0 < row["peak_mib"] < 3.1
-    assert rows["eager"]["peak_mib"] < 0.1
+    larger = [replace(ATTENTION, seqlen=n) for n in (48, 64)]
+    monkeypatch.setitem(suites.SUITES, "usual", suites.Suite("", lambda *_: larger))
+    path, outside = tmp_path / "run.json", f"{__name__}:greedy"
+    main(["--device", "cpu", "--providers", outside, "--seconds", "0.01", "--json", str(path)])
+    first, second = Record.load(path).rows
+    assert first.status == second.status == "oom"
+    assert "smaller size" in second.detail
 
 
-def test_an_operator_with_graphs_is_judged_by_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Graph:
-        def replay(self) -> None:
-            calls.append("replay")
-
-    graph = Graph()
-
-    def build(case: Case, right_from: int) -> Callable[..., Tensor]:
-        naive = case.naive()
-
-        def loss(*inputs: Tensor) -> Tensor:
-            calls.append("call")
-            for _ in range(2):
-                graph.replay()
-            return naive(*inputs) * (1.0 if calls.count("call") >= right_from else 1.5)
-
-        return loss
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    for right_from, status in ((4, "ok"), (5, "red")):
-        calls.clear()
-        graphs = Provider("x-graphs", partial(build, right_from=right_from), "#000", graphs=True)
-        record = records_of(ATTENTION, graphs)["x-graphs"]
-        assert record.status == status, record.detail
-        assert record.peak_mib is None
-    without = replace(EAGER, name="y-graphs", graphs=True)
-    record = records_of(ATTENTION, without)["y-graphs"]
-    assert record.status == "error"
-    assert "must replay at least 2 CUDA graphs" in record.detail
+def test_wrong_names_are_errors_that_list_the_right_ones() -> None:
+    with pytest.raises(ValueError, match=r"providers are eager, .*, got egaer"):
+        of_case(HEAD, ["egaer"])
+    with pytest.raises(ValueError, match="module:function, got 'nonsense:'"):
+        of_case(HEAD, ["nonsense:"])
+    with pytest.raises(ValueError, match="no case matches nothing"):
+        suites.select([ATTENTION], ["nothing"])
+    assert suites.select([HEAD, replace(HEAD, loss="js")], [HEAD.label]) == [HEAD]
 
 
+@pytest.mark.parametrize("name", suites.SUITES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_suites_have_no_case_twice(name: str, device: str) -> None:
+    for quick in (False, True):
+        labels = [c.label for c in suites.SUITES[name].build(device, quick)]
+        assert len(set(labels)) == len(labels)
+
+
+def test_the_matrix_covers_what_it_promises() -> None:
+    cells: Any = suites.matrix("cuda", quick=False)
+    plain = {
+        (c.student.head_dim, c.mask, c.seqlen)
+        for c in cells
+        if c.student == c.teacher and not c.queries
+    }
+    for dim in (32, 64, 96, 128, 192, 256):
+        assert {(dim, m, n) for m in ("none", "causal") for n in (512, 2048, 8192, 32768)} <= plain
+    masked = {(c.student.head_dim, c.mask, c.dtype) for c in cells if c.seqlen == 8192}
+    masks = [m for m in attention.MASKS if m != "blocks"]
+    for dim in (64, 128):
+        assert {(dim, m, t) for m in masks for t in attention.DTYPES} <= masked
+    assert {c.queries for c in cells if c.queries} == {1, 16, 64}
+    assert {c.divergence for c in cells} == set(attention.DIVERGENCES)
+    assert any(c.seqlen == 131072 for c in cells)
+
+
+def test_the_help_describes_every_option_suite_and_provider() -> None:
+    shown = parser()
+    assert not [action.option_strings for action in shown._actions if not action.help]
+    lines = shown.format_help().splitlines()
+    notes = {p.name: p.note for p in PROVIDERS} | {k: s.note for k, s in suites.SUITES.items()}
+    for name, note in notes.items():
+        assert [x for x in lines if re.match(f"  {name} {{2,}}{re.escape(note)}", x)], name
+
+
+# --------------------------------------------------------------------------------------- documents
+def made_up() -> Record:
+    """Two providers on three sizes; one runs out of memory."""
+    record = Record("python -m bench", {"device": "none"})
+    for size in (256, 512, 1024):
+        for speed, name in ((1.0, "eager"), (3.0, "direct")):
+            row = Row(f"tiny {size}", name, "heads", ("tiny", size))
+            if name == "eager" and size == 1024:
+                row.status = "oom"
+            else:
+                row.timing = {"step": Timing(size / speed, 1.0, 1.0)}
+                row.peak_mib = size * 1.0
+            record.rows.append(row)
+    return record
+
+
+def test_a_picture_is_drawn_of_what_is_right(tmp_path: Path) -> None:
+    record = made_up()
+    assert plots.curves(record, "tiny", "step")["eager"] == [(256, 256), (512, 512), (1024, None)]
+    record.rows[0].status = "red"
+    assert plots.curves(record, "tiny", "peak")["eager"] == [(512, 512), (1024, None)]
+    record.machine["commit"] = "none"
+    plots.draw_curves(record, "tiny", "vocabulary", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_document_has_every_record() -> None:
+    text = results.render({"some": made_up(), "hopper_some": made_up()})
+    assert text.count("| some |") == 1 + 3
+    assert text.count("| hopper_some |") == 1  # of bench/notes
+    assert text.count("out of memory") == 1
+    assert "| some | tiny 256 | 256 256 |  |  | 85.3 256 |" in text
+
+
+def test_the_committed_document_is_what_the_committed_records_give() -> None:
+    text = results.TARGET.read_text()
+    assert text == results.render(results.load())
+    assert len(text.splitlines()) <= 300
+
+
+# ------------------------------------------------------------------------------------ several GPUs
 def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
-    def row(*values: float) -> dict[str, Any]:
-        names = ("step_ms", "peak_gib", "loss_difference", "gradient_difference")
-        common = {"objective": "attention", "context": 64, "provider": "eager"}
-        return {**common, **dict(zip(names, values, strict=True))}
+    def row(ms: float, mib: float, loss: float, gradient: float) -> Row:
+        timing = {"step": Timing(ms, ms, ms)}
+        return Row("x", "y", timing=timing, peak_mib=mib, loss_error=loss, gradient_error=gradient)
 
-    worst = several_gpus.worst_of([row(2.0, 1.0, 0.0, 0.1), row(1.0, 2.0, 0.2, 0.0)])
-    figures = ("step ms", "peak GiB", "loss off", "gradients off")
-    columns = {"KL of": "{objective}", "tokens a rank": "{context}", "provider": "{provider}"}
-    columns |= {k: v for k, v in several_gpus.COLUMNS.items() if k.startswith(figures)}
-    record = {"command": "x", "machine": {"device": "none"}, "columns": columns, "rows": [worst]}
-    text = other_records.render({"h200-several-gpus": record})
-    assert "| attention | 64 | eager | 2.0 | 2.00 | 2.0e-01 | 1.0e-01 |" in text
+    worst = ranks.worst_of([row(2.0, 1.0, 0.0, 0.1), row(1.0, 2.0, 0.2, 0.0)])
+    assert (worst.ms(), worst.peak_mib, worst.loss_error, worst.gradient_error) == (2, 2, 0.2, 0.1)
     given, expected = [torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 1.0])]
-    assert accuracy.total_error(given, expected) == pytest.approx(0.5**0.5)
+    assert case.total_error(given, expected) == pytest.approx(0.5**0.5)
 
 
 def test_rows_of_cases_that_ranks_share(tmp_path: Path) -> None:
     path = tmp_path / "sharded.json"
-    arguments = ["--device", "cpu", "--cases", "vocabulary", "--json", str(path)]
-    assert several_gpus.main([*arguments, "--limit-s", "120"]) == 0
-    record = json.loads(path.read_text())
-    assert [row["provider"] for row in record["rows"]] == [
-        "one GPU", "streamkl", "five all-reduces", "DTensor",
-    ]  # fmt: skip
-    for row in record["rows"]:
-        assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5
-    text = other_records.render({"h200-sharded": record})
-    assert "| vocabulary | 64 tokens, 32 student width" in text
-
-
-def test_the_help_describes_every_option_and_provider() -> None:
-    shown = parser()
-    assert not [action.option_strings for action in shown._actions if not action.help]
-    lines = shown.format_help().splitlines()
-    for provider in PROVIDERS:
-        assert [
-            x for x in lines if re.match(f"  {provider.name} {{2,}}{re.escape(provider.note)}", x)
-        ]
+    arguments = ["shared", "--device", "cpu", "--cases", "vocabulary", "--json", str(path)]
+    assert main([*arguments, "--limit-s", "120", "--seconds", "0.01"]) == 0
+    rows = Record.load(path).rows
+    names = ["one GPU", "streamkl", "five all-reduces", "DTensor"]
+    assert [row.provider for row in rows] == names
+    for row in rows:
+        assert row.status == "ok"
+        assert max(row.loss_error, row.gradient_error) < 1e-5

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench.offline import check_frontend
-from bench.offline_cells import Cell, launches_of
+from bench.offline.cells import Cell, launches_of
 from tests.support.covering import only
 
 outside = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded without one")

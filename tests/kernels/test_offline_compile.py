@@ -186,7 +186,7 @@ def test_head_mean(target: str) -> None:
 def arrivals_alone(ptx: str) -> list[str]:
     """Arrivals of one thread at an mbarrier that its warps, which used the memory, do not meet.
 
-    NOTE [What racecheck does not follow] in bench/sanitize.py.
+    NOTE [What racecheck does not follow] in bench/offline/sanitize.py.
     """
     found, used = [], False
     for line in ptx.splitlines():

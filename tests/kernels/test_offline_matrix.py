@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import triton
 
-from bench import offline_cells, offline_matrix, offline_rates
 from bench.offline import TARGETS
-from bench.offline_cells import Cell, can_run, kernels_of, tiles_of, twin
-from bench.offline_matrix import Row, compiled, load
+from bench.offline import cells as offline_cells
+from bench.offline import matrix as offline_matrix
+from bench.offline import rates as offline_rates
+from bench.offline.cells import Cell, can_run, kernels_of, tiles_of, twin
+from bench.offline.matrix import Row, compiled, load
 
 ROWS = load()
 # bytes of a thread; docs/evidence/gpus.md says why

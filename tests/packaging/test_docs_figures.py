@@ -1,89 +1,225 @@
-"""The figures of the README's table, and of pages that repeat them, are those of records."""
+"""The figures of README and docs are those of records in bench/results/."""
 
 from __future__ import annotations
 
-import json
+import functools
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench import results
+from bench.records import Record, Row
+
 ROOT = Path(__file__).resolve().parents[2]
-PROVIDERS = ("eager", "inductor", "liger_chunked", "streamkl")  # the columns of the README
-MHA = "attention KL, 32 heads of 128, causal, 8192 tokens"
-LONG = "attention KL, Llama-3-8B heads, causal, 65,536 tokens"
-STEP = "step of a Llama pair, attention KL of two layers, 8192 tokens"
-HEAD = "LM-head forward KL, Qwen 7B from 32B, 8192 tokens"
-ROWS = {  # by the first cell: the record, and which of its cases
-    MHA: ("h200-mha", "mha-128-causal B=1 N=8192"),
-    LONG: ("h200-attention-cases", "llama-3-8b B=1 N=65536"),
-    STEP: ("h200-end-to-end-8192", 8192),
-    HEAD: ("h200-liger", "qwen-7b-from-32b-head T=8192 V=152064"),
-}
-# further sentences: page, text with the figures, record, case, provider
-SENTENCES = (
-    ("docs/guide/attention.md", "tokens: (3.9 ms) and (133 MiB)", MHA, "streamkl"),
-    ("docs/guide/attention.md", "takes (23.4 ms) and (16.1 GiB)", MHA, "inductor"),
-    ("docs/guide/lm-heads.md", "tokens: (66.2 ms) and (1.6 GiB)", HEAD, "streamkl"),
-    ("docs/guide/lm-heads.md", "takes (67.1 ms) and (4.6 GiB)", HEAD, "inductor"),
-)
+Claim = tuple[str, str, str, tuple[str, ...]]  # beginning of a line, record, case, providers
+OF_GRAPHS = ("eager", "inductor", "streamkl")
+README: list[Claim] = [
+    ("attention KL, 32 heads of 128, causal, 8192 tokens", "h200-mha",
+     "mha-128-causal B=1 N=8192", OF_GRAPHS),
+    ("attention KL, Llama-3-8B heads, causal, 65,536 tokens", "h200-attention-cases",
+     "llama-3-8b B=1 N=65536", OF_GRAPHS),
+    ("step of a Llama pair, attention KL of two layers, 8192 tokens", "h200-end-to-end-8192",
+     "llama-attention B=1 N=8192", OF_GRAPHS),
+]  # fmt: skip
+QWEN = "qwen-7b-from-32b-head T=8192 V=152064"
+GEMMA = "gemma-2b-from-9b-head T=4096 V=256000"
+GRAPHS = ("streamkl-graphs", "inductor-graphs")
+MEASURED: list[Claim] = [
+    ("attention KL, 32 heads of 128", "h200-mha", "mha-128-causal B=1 N=8192", OF_GRAPHS),
+    ("the same, heads of 64", "h200-mha", "mha-64-causal B=1 N=8192", OF_GRAPHS),
+    ("attention KL, Qwen-2.5-7B heads", "h200-suite", "qwen-2.5-7b B=1 N=8192", OF_GRAPHS),
+    ("attention KL, one student head", "h200-indexer", "deepseek-indexer B=1 N=4096",
+     ("", *OF_GRAPHS[1:])),
+    ("attention KL, Llama-3-8B heads", "h200-attention-cases", "llama-3-8b B=1 N=65536",
+     OF_GRAPHS),
+    ("training step of a Llama pair", "h200-end-to-end-8192", "llama-attention B=1 N=8192",
+     OF_GRAPHS),
+    ("LM-head KL, Qwen 7B from 32B", "h200-suite", QWEN, OF_GRAPHS),
+    ("LM-head KL, Gemma 2B from 9B", "h200-suite", GEMMA, OF_GRAPHS),
+    ("BERT, 32 × 128", "h200-short-heads", "bert-base B=32 N=128",
+     ("streamkl", "direct", "inductor", *GRAPHS)),
+    ("Llama-3-8B, 2048", "h200-short-heads", "llama-3-8b B=1 N=2048",
+     ("streamkl", "direct", "inductor", *GRAPHS)),
+]  # fmt: skip
+PROGRAMS: list[Claim] = [
+    (name, "row_programs_cpu", f"compiled: {case}, N={n}", ("inductor", "streamkl"))
+    for name, case, sizes in (
+        ("key weights, renormalized", "key weights, renormalised", (256, 1024, 2048)),
+        ("MSE of attention probabilities", "MSE of maps", (256, 1024, 2048)),
+        ("entropy and z-loss", "entropy and z-loss", (256, 1024, 2048)),
+    )
+    for n in sizes
+]
+# sentences and cells: page, text with the figures in brackets, record, case, provider
+TEXTS = (
+    ("docs/guide/attention.md", "tokens: (3.9 ms) and (133 MiB)", *README[0][1:3], "streamkl"),
+    ("docs/guide/attention.md", "takes (23.4 ms) and (16.1 GiB)", *README[0][1:3], "inductor"),
+    ("docs/guide/lm-heads.md", "tokens: (65.0 ms) and (1.5 GiB)", "h100-peers", QWEN, "direct"),
+    ("docs/guide/lm-heads.md", "takes (68.0 ms) and (4.6 GiB)", "h100-peers", QWEN, "inductor"),
+    ("docs/guide/lm-heads.md", "eager code (108 ms) and (23.2 GiB)", "h100-peers", QWEN, "eager"),
+    ("docs/guide/comparison.md", "takes (65.0 ms) (forward KL)", "h100-peers-compiled", QWEN,
+     "streamkl"),
+    ("docs/guide/comparison.md", "(64.3 ms) (reverse KL)", "h100-peers-compiled",
+     f"{QWEN}, reverse_kl", "streamkl"),
+    ("docs/guide/comparison.md", "(72.2 ms) (JS)", "h100-peers-js", f"{QWEN}, js", "streamkl"),
+    ("docs/evidence/measured.md", "takes (3.2 s) and (18.4 GiB)", "h200-end-to-end-131072",
+     "llama-attention B=1 N=131072", "streamkl"),
+    ("docs/evidence/measured.md", "takes (25.1 ms) and (1.7 GiB)", "h200-end-to-end-8192",
+     "llama-attention B=1 N=8192", "streamkl-graphs"),
+    ("docs/evidence/measured.md", "takes (64.9 ms) and (1.57 GiB)", "linear_h200",
+     "T=8192, V=152064", "linear_kl"),
+    ("docs/evidence/measured.md", "takes (71.8 ms) and (1.30 GiB)", "linear_h200",
+     "T=8192, V=152064", "linear_kl, 200 MiB"),
+    ("docs/evidence/row-programs.md", "N=8192 | (20.8 ms) |", "h100-maps", "maps, N=8192",
+     "weighted, renormalised"),
+    ("docs/evidence/row-programs.md", "| (11.6 ms): `attention_kl`, Jensen", "h100-maps",
+     "maps, N=8192", "attention_kl, JS"),
+    ("docs/evidence/row-programs.md", "softmaxes | (7.8 ms) |", "h100-maps", "maps, N=8192",
+     "MSE of maps"),
+    ("docs/evidence/row-programs.md", "forward, (6.0 ms) with gradients, (179 MiB)",
+     "h100-row-claims", "indexer, N=4096", "program"),
+    ("docs/evidence/row-programs.md", "(68 ms), (1.3 GiB);", "h100-row-claims",
+     "cached top 64, N=8192", "program"),
+    ("docs/evidence/row-programs.md", "(54 ms), (1.5 GiB) with", "h100-row-claims",
+     "cached top 64, N=8192", "program, mean"),
+    ("docs/evidence/row-programs.md", "(44 ms), (7.0 GiB): compiled", "h100-row-claims",
+     "cached top 64, N=8192", "inductor"),
+    ("docs/evidence/several-gpus.md", "comparison | (65.0 ms) | 1 | (0.44 GiB)",
+     "h100-two-vocabulary", "vocabulary", "one GPU"),
+    ("docs/evidence/several-gpus.md", "rank | **(33.4 ms)** | 0.51 | (0.44 GiB)",
+     "h100-two-vocabulary", "vocabulary", "streamkl"),
+    ("docs/evidence/several-gpus.md", "all-reduces | (60.8 ms) | 0.94 | (13.4 GiB)",
+     "h100-two-vocabulary", "vocabulary", "five all-reduces"),
+    ("docs/evidence/several-gpus.md", "DTensors | (109.7 ms) | 1.69 | (22.1 GiB)",
+     "h100-two-vocabulary", "vocabulary", "DTensor"),
+    ("docs/evidence/several-gpus.md", 'method="gather"` | (127.1 ms) | 0.55 | (0.51 GiB)',
+     "h100-two-sequence", "sequence", "gather"),
+    ("docs/evidence/several-gpus.md", 'method="heads"` | **(122.4 ms)** | 0.53 | (0.64 GiB)',
+     "h100-two-sequence", "sequence", "heads"),
+    ("docs/evidence/several-gpus.md", 'method="ring"` | (124.7 ms) | 0.54 | (1.06 GiB)',
+     "h100-two-sequence", "sequence", "ring"),
+    ("docs/evidence/several-gpus.md", "**(28.7 ms)** | (0.55 GiB)", "h100-two-layers", "layers",
+     "traced, streamkl"),
+    ("docs/evidence/several-gpus.md", "scores | (85.9 ms) | (26.8 GiB)", "h100-two-layers",
+     "layers", "FSDP2, compiled layers"),
+    ("docs/evidence/several-gpus.md", "one GPU takes (937 ms)", "h200-sharded-131072", "sequence",
+     "one GPU"),
+)  # fmt: skip
+SHORT_STEPS = [  # of the table of short steps, in its order: record, case, with CUDA graphs
+    ("h200-short-steps", "bert-4-layers B=32 N=128", False),
+    ("h200-short-steps", "bert-4-layers B=32 N=512", False),
+    ("h100-short-steps", "bert-4-layers B=32 N=128", False),
+    ("h100-short-steps", "bert-4-layers B=32 N=128", True),
+    ("h100-short-steps", "bert-4-layers B=32 N=512", False),
+    ("h100-short-steps", "bert-4-layers B=32 N=512", True),
+    ("h200-short-steps-tinybert", "tinybert B=32 N=512", False),
+    ("h200-short-steps-tinybert", "tinybert B=32 N=512", True),
+    ("h100-short-steps-two-students", "tinybert B=32 N=128", False),
+    ("h100-short-steps-two-students", "tinybert B=32 N=128", True),
+    ("h100-short-steps-two-students", "tinybert B=32 N=512", False),
+    ("h100-short-steps-two-students", "tinybert B=32 N=512", True),
+    ("h100-short-steps", "minilm B=32 N=128", False),
+    ("h100-short-steps", "minilm B=32 N=128", True),
+    ("h100-short-steps-two-students", "minilm B=32 N=128", False),
+    ("h100-short-steps-two-students", "minilm B=32 N=512", False),
+]
+FIGURE = re.compile(r"([\d.]+) (ms|s|MiB|GiB)")
 
 
-def measured(row: str, provider: str) -> tuple[float, float] | str | None:
-    """Milliseconds and MiB of a record, "out of memory", or None if it has no such provider."""
-    name, case = ROWS[row]
-    record = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
-    if isinstance(case, int):
-        found = [x for x in record["end_to_end"] if x["context"] == case]
-    else:
-        found = [x for x in record["records"] if x["case"] == case]
-    found = [x for x in found if x["provider"] == provider]
-    if not found:
-        return None
-    (one,) = found
-    if one["status"] == "oom":
-        return "out of memory"
-    step: Any = one["step_ms"] if isinstance(case, int) else one["timing"]["step"]["median_ms"]
-    return float(step), float(one["peak_mib"])
+@functools.cache
+def records() -> dict[str, Record]:
+    return results.load()
 
 
-def assert_rounded(text: str, exact: float, unit: str) -> None:
-    """A text such as "3.9 ms" is the exact number, rounded to its last digit."""
-    number, found_unit = text.split()
-    assert found_unit in (unit, "GiB")
-    exact /= 1024 if found_unit == "GiB" else 1
-    digits = len(number.partition(".")[2])
-    assert abs(float(number) - exact) <= 0.5001 * 10**-digits, (text, exact)
+def measured(record: str, case: str, provider: str) -> Row:
+    row = records()[record].find(case, provider)
+    assert row is not None, (record, case, provider)
+    return row
 
 
-def assert_is(cell: str, expected: tuple[float, float] | str | None) -> None:
-    cell = cell.strip("* ")
-    if expected is None:
-        assert cell in ("none", "")
-    elif isinstance(expected, str):
-        assert cell == expected
-    else:
-        for text, exact, unit in zip(cell.split(", "), expected, ("ms", "MiB"), strict=True):
-            assert_rounded(text, exact, unit)
+def assert_figures(text: str, row: Row) -> None:
+    """Texts such as "3.9 ms" and "133 MiB" are the exact numbers, rounded to their last digit."""
+    if row.status == "oom":
+        assert text.strip("* ") == "out of memory"
+        return
+    figures = FIGURE.findall(text)
+    if not figures:  # a column of milliseconds
+        figures = [(text.split()[0], "ms")]
+    for number, unit in figures:
+        exact = {"ms": row.ms(), "s": (row.ms() or 0) / 1e3, "MiB": row.peak_mib}.get(unit)
+        exact = (row.peak_mib or 0) / 1024 if unit == "GiB" else exact
+        assert exact is not None, (text, row)
+        digits = len(number.partition(".")[2])
+        assert abs(float(number) - exact) <= 0.5001 * 10**-digits, (text, exact)
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_the_readme_has_the_figures_of_records(row: str) -> None:
-    (line,) = [
-        x for x in (ROOT / "README.md").read_text().splitlines() if x.startswith(f"| {row}")
-    ]
-    cells = line.strip("| ").split(" | ")[1:]
-    for cell, provider in zip(cells, PROVIDERS, strict=True):
-        assert_is(cell, measured(row, provider))
+PAGES = {"README.md": README, "docs/evidence/measured.md": MEASURED}
 
 
-@pytest.mark.parametrize(("page", "text", "row", "provider"), SENTENCES)
-def test_pages_have_the_figures_of_records(page: str, text: str, row: str, provider: str) -> None:
-    shown = re.sub(r"[()]", "", text)
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_have_the_figures_of_records(page: str) -> None:
+    lines = (ROOT / page).read_text().splitlines()
+    for begin, record, case, providers in PAGES[page]:
+        line = next((x for x in lines if x.startswith(f"| {begin}")), None)
+        assert line is not None, begin
+        cells = line.strip("| ").split(" | ")[1:]
+        for cell, provider in zip(cells, providers, strict=False):
+            if provider:
+                assert_figures(cell, measured(record, case, provider))
+
+
+def test_short_steps_have_the_figures_of_records() -> None:
+    text = (ROOT / "docs/evidence/measured.md").read_text()
+    table = text.split("| student | tokens |")[1].split("\n\n")[0].splitlines()[2:]
+    for line, (record, case, has_graphs) in zip(table, SHORT_STEPS, strict=True):
+        *_, tokens, _where, graphs, ours, other = line.strip("|").split("|")
+        assert case.endswith(f"N={tokens.strip()}")
+        assert (graphs.strip() == "yes") == has_graphs
+        for cell, provider in ((ours, "streamkl"), (other, "inductor")):
+            name = provider + "-graphs" * has_graphs
+            assert_figures(cell.strip(), measured(record, case, name))
+
+
+def test_row_programs_have_the_figures_of_the_record() -> None:
+    lines = (ROOT / "docs/evidence/row-programs.md").read_text().splitlines()
+    for name, record, case, providers in PROGRAMS:
+        n = case.rpartition("=")[2]
+        (line,) = [x for x in lines if x.startswith(f"| {name} | {n} |")]
+        cells = line.strip("| ").split(" | ")
+        for i, provider in zip((3, 5), providers, strict=True):
+            row = measured(record, case, provider)
+            assert_figures(f"{cells[i]} ms, {cells[i + 1]} MiB", row)
+
+
+@pytest.mark.parametrize(("page", "text", "record", "case", "provider"), TEXTS)
+def test_sentences_have_the_figures_of_records(
+    page: str, text: str, record: str, case: str, provider: str
+) -> None:
+    figures = [x for x in re.findall(r"\(([^()]*)\)", text) if FIGURE.fullmatch(x)]
+    shown = text
+    for figure in figures:
+        shown = shown.replace(f"({figure})", figure)
     assert shown in (ROOT / page).read_text()
-    assert_is(", ".join(re.findall(r"\(([^)]*)\)", text)), measured(row, provider))
+    row = measured(record, case, provider)
+    for figure in figures:
+        assert_figures(figure, row)
+
+
+@pytest.mark.parametrize("page", results.PAGES)
+def test_other_libraries_have_the_figures_of_records(page: str) -> None:
+    text = (ROOT / page).read_text()
+    lines = results.peers_table(records(), results.PAGES[page])
+    assert text == results.between(text, "peers", lines), "python -m bench.results writes it"
+
+
+def test_every_record_that_a_page_names_is_there() -> None:
+    known = {p.stem for p in results.FOLDER.glob("*")}
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/notes/*.md")]
+    for page in pages:
+        for name in re.findall(r"results/([\w-]+)\.(?:json|png|csv)", page.read_text()):
+            assert name in known, (page.name, name)
 
 
 def git(*arguments: str) -> str:

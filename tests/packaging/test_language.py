@@ -57,11 +57,8 @@ ALLOWED = {
         "bench/notes/hopper_kernels.md",
         "(?:in|takes?|took|by|hopper)[ _]turns",
     ): "the file of a record",
-    ("bench/offline_rates.py", "words?"): "the words of a line of assembly",
-    ("bench/sanitize.py", "words?"): "the names of recorded cases, and of what selects them",
-    ("bench/plots.py", "panels?"): "the panels of a figure, as matplotlib calls them",
-    ("bench/demo.py", "panels?"): "the panels of a figure",
-    ("bench/long_run.py", "panels?"): "the panels of a figure",
+    ("bench/offline/rates.py", "words?"): "the words of a line of assembly",
+    ("bench/offline/sanitize.py", "words?"): "the names of recorded cases",
 }
 # terms that prose may use, and names may not
 IN_CODE = ("hard[ _]labels?",)

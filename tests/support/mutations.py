@@ -611,7 +611,7 @@ FAULTS = (
     ),
     Fault(
         ROW_SUMS,
-        "return all(u in allowed for n in (self.call, *before) for u in n.users)",
+        "return all(u in allowed for n in learned for u in n.users)",
         "return True",
         "rewrite/test_row_sums_in_graphs.py",
     ),

@@ -1,0 +1,334 @@
+"""Defines LM-head cases: losses of a student's and a teacher's logits, and of cached teachers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torch_streamkl
+from bench.case import Build, Case, Inputs, Loss, Problem, as_wide, random_tensors
+from bench.measure import Unavailable, usual_dtype
+from torch_streamkl import linear_kl, row_program
+
+TOP = 64  # entries of a cached teacher
+CHUNK = 512  # tokens of a chunk of verl's formulation
+PIECE_ELEMENTS = 2**27  # logits of one side in a piece of the gate: 1 GiB in float64
+BETAS = {"forward_kl": 0.0, "js": 0.5, "reverse_kl": 1.0}  # of the generalised JS
+
+
+# ------------------------------------------------------------------- losses, as people write them
+# of the student's hidden states and head, the teacher's, its top ids and log-probabilities, labels
+def _logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
+    logits = as_wide(F.linear(hidden, weight))
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def forward_kl(
+    x: Tensor, w: Tensor, t: Tensor, u: Tensor, *_: Tensor, softcap: float | None = None
+) -> Tensor:
+    """KL(teacher || student), the mean over tokens in nats."""
+    student = _logits(x, w, softcap).log_softmax(-1)
+    teacher = _logits(t, u, softcap).softmax(-1)
+    return F.kl_div(student, teacher, reduction="none").sum(-1).mean()
+
+
+def reverse_kl(x: Tensor, w: Tensor, t: Tensor, u: Tensor, *_: Tensor) -> Tensor:
+    student, teacher = _logits(x, w).log_softmax(-1), _logits(t, u).log_softmax(-1)
+    return F.kl_div(teacher, student, reduction="none", log_target=True).sum(-1).mean()
+
+
+def js(x: Tensor, w: Tensor, t: Tensor, u: Tensor, *_: Tensor) -> Tensor:
+    """The mixture without a stack of both sides, which torch.compile would write to memory."""
+    student, teacher = _logits(x, w).log_softmax(-1), _logits(t, u).log_softmax(-1)
+    mixture = torch.logaddexp(student, teacher) - math.log(2)
+    divergences = [
+        F.kl_div(mixture, side, reduction="none", log_target=True) for side in (teacher, student)
+    ]
+    return (0.5 * divergences[0] + 0.5 * divergences[1]).sum(-1).mean()
+
+
+def _at_ids(logits: Tensor, ids: Tensor, log_p: Tensor) -> Tensor:
+    log_s = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    return (log_p.exp() * (log_p - log_s)).sum(-1)
+
+
+def top(x: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    """KL at the teacher's top entries, which are cached."""
+    return _at_ids(_logits(x, w), *rest[2:4]).mean()
+
+
+def ghost(x: Tensor, w: Tensor, t: Tensor, u: Tensor, ids: Tensor, *_: Tensor) -> Tensor:
+    """KL at the teacher's top entries and of all others together."""
+    p, s = (_logits(*side).log_softmax(-1).gather(-1, ids) for side in ((t, u), (x, w)))
+    rest_p, rest_s = (1 - y.exp().sum(-1) for y in (p, s))
+    return ((p.exp() * (p - s)).sum(-1) + rest_p * (rest_p.log() - rest_s.log())).mean()
+
+
+def policy(x: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    """Log-probabilities of labels, and an entropy bonus."""
+    logs = _logits(x, w).log_softmax(-1)
+    chosen = logs.gather(-1, rest[4][:, None]).squeeze(-1)
+    return (-chosen + 0.1 * (logs.exp() * logs).sum(-1)).mean()
+
+
+def entropy(x: Tensor, w: Tensor, *_: Tensor) -> Tensor:
+    """An entropy bonus and the squared log-sum-exp."""
+    s = F.linear(x, w)
+    logs = s.log_softmax(-1)
+    return (logs.exp() * logs).sum(-1).mean() + 1e-4 * s.logsumexp(-1).square().mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "forward_kl": forward_kl, "reverse_kl": reverse_kl, "js": js, "top 64": top,
+    "top 64 and ghost": ghost, "policy": policy, "entropy and z-loss": entropy,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ row programs
+def _kl_program(e: Any) -> Any:
+    p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
+    return (p.exp() * (p - s)).sum("key")
+
+
+def _top_program(e: Any) -> Any:
+    s = e.s.log_softmax("key")
+    return torch.where(e.top, e.log_p.exp() * (e.log_p - s), 0.0).sum("key")
+
+
+def _ghost_program(e: Any) -> Any:
+    p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
+    kl = torch.where(e.top, p.exp() * (p - s), 0.0).sum("key")
+    rest_p, rest_s = (torch.where(e.top, 0.0, x.exp()).sum("key") for x in (p, s))
+    return kl + rest_p * (rest_p.log() - rest_s.log())
+
+
+def _policy_program(e: Any) -> Any:
+    s = e.s.log_softmax("key")
+    chosen = torch.where(e.key_index == e.label, s, 0.0).sum("key")
+    return -chosen + 0.1 * (s.exp() * s).sum("key")
+
+
+def _program(of: Any, *inputs: Tensor, names: str, reduction: str = "none") -> Tensor:
+    """A row program of the sides and tensors that it names."""
+    x, w, t, u, ids, log_p, labels = inputs
+    given = {"s": (x, w), "t": (t, u), "top": ids, "log_p": (ids, log_p), "label": labels}
+    kinds = {"dots": ("s", "t"), "columns": ("top", "log_p"), "rows": ("label",)}
+    parts = {
+        kind: {name: given[name] for name in known if name in names.split()}
+        for kind, known in kinds.items()
+    }
+    rows: Tensor = row_program(of, reduction=reduction, **{k: v for k, v in parts.items() if v})
+    return rows.mean()
+
+
+PROGRAMS: dict[str, tuple[Any, str]] = {
+    "forward_kl": (_kl_program, "s t"), "top 64": (_top_program, "s top log_p"),
+    "top 64 and ghost": (_ghost_program, "s t top"), "policy": (_policy_program, "s label"),
+}  # fmt: skip
+
+
+def _in_chunks(x: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+    """`top` by chunks of tokens, whose logits the backward computes again."""
+    parts = [
+        checkpoint(
+            lambda x, w, *cached: _at_ids(_logits(x, w), *cached),
+            *(x[i : i + CHUNK], w, rest[2][i : i + CHUNK], rest[3][i : i + CHUNK]),
+            use_reentrant=False,
+        )
+        for i in range(0, x.shape[0], CHUNK)
+    ]
+    return torch.cat(parts).mean()
+
+
+@dataclass(frozen=True)
+class HeadCase(Case):
+    """Hidden states and output embeddings of a student and a teacher."""
+
+    tokens: int = 0
+    vocabulary: int = 0
+    student_width: int = 0
+    teacher_width: int = 0
+    loss: str = "forward_kl"
+    softcap: float | None = None
+    shows_rows: bool = False  # also providers that return a value for each token
+
+    family = "heads"
+    axis = "vocabulary"
+
+    @property
+    def label(self) -> str:
+        of = "" if self.loss == "forward_kl" else f", {self.loss}"
+        return f"{self.name} T={self.tokens} V={self.vocabulary}{of}"
+
+    @property
+    def sweep(self) -> tuple[str, int]:
+        return f"{self.name} T={self.tokens}, {self.loss}", self.vocabulary
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the loss multiplies the teacher's logits."""
+        return self.loss in BETAS or self.loss == "top 64 and ghost"
+
+    def resized(self, size: int) -> Case:
+        return replace(self, tokens=size)
+
+    def shape(self) -> str:
+        return f"student {self.student_width}, teacher {self.teacher_width}"
+
+    def naive(self) -> Loss:
+        softcap = {} if self.softcap is None else {"softcap": self.softcap}
+        return partial(LOSSES[self.loss], **softcap)
+
+    def flops(self) -> tuple[float, float]:
+        """Forward: logits. Backward: the student's gradients."""
+        student, teacher = (
+            2.0 * self.tokens * self.vocabulary * n
+            for n in (self.student_width, self.teacher_width)
+        )
+        return student + teacher * self.has_teacher, 2 * student
+
+    def problem(self, device: torch.device, sets: int = 1) -> Problem:
+        """Logits have standard deviation 2, as far apart as those of two trained models."""
+        return Problem(device, self.naive(), [self._inputs(device, i) for i in range(sets)])
+
+    def _inputs(self, device: torch.device, seed: int) -> Inputs:
+        widths = (self.student_width, self.teacher_width)
+        shapes = [(n, width) for width in widths for n in (self.tokens, self.vocabulary)]
+        scales = [y for width in widths for y in (1.0, 2.0 * width**-0.5)]
+        x, w, t, u = random_tensors(shapes, device, usual_dtype(device), seed, scales)
+        generator = torch.Generator(device).manual_seed(seed)
+        labels = torch.randint(self.vocabulary, (self.tokens,), generator=generator, device=device)
+        k = min(TOP, self.vocabulary)
+        ids = torch.zeros(self.tokens, k, dtype=torch.long, device=device)
+        log_p = torch.zeros(self.tokens, k, device=device)
+        if self.loss.startswith("top"):
+            for i in range(0, self.tokens, CHUNK):
+                logs = _logits(t[i : i + CHUNK], u).log_softmax(-1)
+                log_p[i : i + CHUNK], ids[i : i + CHUNK] = logs.topk(k)
+        return x, w, t, u, ids, log_p, labels
+
+    def pieces(
+        self, inputs: Inputs, block: int | None = None
+    ) -> Iterator[tuple[Loss, Inputs, float]]:
+        """Chunks of tokens."""
+        rows = inputs[0].shape[0]
+        block = min(rows, block or max(1, PIECE_ELEMENTS // self.vocabulary))
+        for first in range(0, rows, block):
+            last = min(first + block, rows)
+            piece = tuple(x if i in (1, 3) else x[first:last] for i, x in enumerate(inputs))
+            yield self.naive(), piece, (last - first) / rows
+
+    def own(self) -> dict[str, Build]:
+        """Row programs, and the operator by rows."""
+        found: dict[str, Loss] = {}
+        if self.loss == "top 64":
+            found["chunks of tokens"] = _in_chunks
+        if self.loss in PROGRAMS and (self.shows_rows or self.loss not in BETAS):
+            of, names = PROGRAMS[self.loss]
+            found["program"] = partial(_program, of, names=names, reduction="mean")
+            if self.shows_rows:
+                found["program, rows"] = partial(_program, of, names=names)
+        if self.loss in BETAS and self.shows_rows:
+            found["linear_kl, rows"] = lambda *x: linear_kl(*x[:4], divergence=self.loss).mean()
+        return {
+            name: lambda case, problem, loss=loss: replace(problem, loss=loss)
+            for name, loss in found.items()
+        }
+
+    def direct(self, options: dict[str, Any]) -> Loss:
+        """The operator called by hand."""
+        if self.loss == "top 64" and hasattr(torch_streamkl, "linear_topk_kl"):
+            topk: Any = torch_streamkl.linear_topk_kl
+            return lambda *x: topk(x[0], x[1], x[4], x[5], reduction="mean", **options)
+        if self.loss not in BETAS:
+            raise Unavailable("no operator has this loss")
+        given: dict[str, Any] = {"reduction": "mean", "divergence": self.loss, **options}
+        if self.softcap is not None:
+            given |= {"student_softcap": self.softcap, "teacher_softcap": self.softcap}
+        return lambda *inputs: linear_kl(*inputs[:4], **given)
+
+
+# ------------------------------------------------------------------------------------------ shapes
+def _head(name: str, source: str, *sizes: int, **more: Any) -> HeadCase:
+    """A head by its tokens, vocabulary, and the widths of student and teacher."""
+    return HeadCase(name, source, *sizes, **more)
+
+
+GPT2 = _head(
+    "distilgpt2-head", "distilbert/distilgpt2 from openai-community/gpt2", 512, 50257, 768, 768
+)
+SMOLLM = _head(
+    "smollm2-head", "HuggingFaceTB/SmolLM2-135M from HuggingFaceTB/SmolLM2-360M",
+    512, 49152, 576, 960,
+)  # fmt: skip
+LLAMA = _head(
+    "llama-1b-from-8b-head", "meta-llama/Llama-3.2-1B from meta-llama/Llama-3.1-8B",
+    4096, 128256, 2048, 4096,
+)  # fmt: skip
+QWEN = _head(
+    "qwen-7b-from-32b-head", "Qwen/Qwen2.5-7B from Qwen/Qwen2.5-32B", 8192, 152064, 3584, 5120
+)
+QWEN_SMALL = _head(
+    "qwen-1.7b-from-8b-head", "Qwen/Qwen3-1.7B from Qwen/Qwen3-8B", 8192, 151936, 2048, 4096
+)
+GEMMA = _head(
+    "gemma-2b-from-9b-head", "google/gemma-2-2b from google/gemma-2-9b, softcap 30",
+    4096, 256000, 2304, 3584, softcap=30.0,
+)  # fmt: skip
+
+
+def sizes_of(device: str, quick: bool) -> list[Case]:
+    """Heads that a device can run in reasonable time."""
+    if device == "cuda" and quick:
+        return [replace(QWEN, tokens=1024)]
+    if quick:
+        return [replace(SMOLLM, tokens=128, vocabulary=16384)]
+    if device == "cuda":
+        heads = [QWEN, replace(QWEN, tokens=256), replace(QWEN, tokens=65536), LLAMA, GEMMA]
+        return [*heads, *_vocabularies(LLAMA, 4096, (32000, 65536, 131072, 262144))]
+    return [GPT2, SMOLLM, *_vocabularies(SMOLLM, 256, (8192, 16384, 32768, 65536))]
+
+
+def _vocabularies(head: HeadCase, tokens: int, sizes: tuple[int, ...]) -> list[Case]:
+    source = f"growing vocabulary at the widths of {head.name}"
+    return [
+        replace(head, name="vocabulary-sweep", source=source, tokens=tokens, vocabulary=n)
+        for n in sizes
+    ]
+
+
+def peers(device: str, quick: bool) -> list[Case]:
+    """Two heads, four losses: other libraries next to ours."""
+    pairs = (QWEN, QWEN_SMALL) if device == "cuda" and not quick else (SMOLLM,)
+    tokens = (8192, 32768) if device == "cuda" and not quick else (64,)
+    vocabulary = {} if device == "cuda" else {"vocabulary": 2048}
+    return [
+        replace(head, tokens=n, loss=loss, **vocabulary)
+        for n in tokens
+        for head in pairs
+        for loss in (*BETAS, "top 64")
+    ]
+
+
+def programs(device: str, quick: bool) -> list[Case]:
+    """Row programs next to what they replace or are compared with."""
+    head = QWEN if device == "cuda" and not quick else replace(SMOLLM, tokens=64, vocabulary=2048)
+    losses = ("forward_kl", "top 64", "top 64 and ghost", "policy")
+    return [replace(head, loss=loss, shows_rows=True) for loss in losses]
+
+
+def compiled(device: str, quick: bool) -> list[Case]:
+    """Small heads in graphs: from which size on a program is worth its operator."""
+    return [
+        _head("compiled", "a head of 16 N entries", n, 16 * n, 512, 16, loss=loss)
+        for n in ((256,) if quick else (256, 1024, 2048))
+        for loss in ("entropy and z-loss", "policy")
+    ]

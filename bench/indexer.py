@@ -1,0 +1,103 @@
+"""Defines indexers: ReLU scores of many heads, which learn the teacher's summed probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.case import Build, Case, Inputs, Loss, Problem, random_tensors
+from bench.measure import usual_dtype
+from torch_streamkl import row_program
+
+HEADS, TEACHER_HEADS, DIM = 64, 128, 128
+
+
+def naive(sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor, first: int = 0) -> Tensor:
+    """Causal; the guards are those of public code."""
+    n, m = sq.shape[2], sk.shape[2]
+    hidden = torch.ones(n, m, dtype=torch.bool, device=sq.device).triu(1 + first)
+    teacher = (tq @ tk.mT * tq.shape[-1] ** -0.5).masked_fill(hidden, -math.inf).softmax(-1).sum(1)
+    teacher = teacher / teacher.sum(-1, keepdim=True)
+    student = ((sq @ sk.mT).relu() * w[..., None]).sum(1).masked_fill(hidden, -math.inf)
+    student = student.softmax(-1)
+    return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum(-1).mean()
+
+
+def program(sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+    scale = tq.shape[-1] ** -0.5
+
+    def kl(e: Any) -> Any:
+        teacher = (e.t * scale).softmax("key").sum("head")
+        teacher = teacher / teacher.sum("key")
+        student = (e.w * e.s.relu()).sum("head").softmax("key")
+        return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum("key")
+
+    dots = {"t": (tq, tk), "s": (sq, sk)}
+    rows: Tensor = row_program(kl, dots=dots, rows={"w": w}, is_causal=True)
+    return rows.mean()
+
+
+@dataclass(frozen=True)
+class IndexerCase(Case):
+    """Queries of the student's heads, its one key head, weights of heads; the teacher's heads."""
+
+    seqlen: int = 0
+    heads: int = HEADS
+
+    family = "attention"
+    axis = "sequence length"
+    usual = ("inductor",)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} N={self.seqlen}"
+
+    @property
+    def sweep(self) -> tuple[str, int]:
+        return self.name, self.seqlen
+
+    def resized(self, size: int) -> Case:
+        return replace(self, seqlen=size)
+
+    def shape(self) -> str:
+        return f"{self.heads} ReLU heads of {DIM}, teacher {2 * self.heads} heads of {DIM}, causal"
+
+    def problem(self, device: torch.device, sets: int = 1) -> Problem:
+        return Problem(device, naive, [self._inputs(device, i) for i in range(sets)])
+
+    def _inputs(self, device: torch.device, seed: int) -> Inputs:
+        shapes = [(1, h, self.seqlen, DIM) for h in (self.heads, 1)]
+        dtype = usual_dtype(device)
+        student = random_tensors(shapes, device, dtype, seed)
+        weights = [(1, self.heads, self.seqlen)]
+        (w,) = random_tensors(weights, device, torch.float32, seed, [1 / self.heads])
+        teacher = [(1, 2 * self.heads, self.seqlen, DIM)] * 2
+        return *student, w, *random_tensors(teacher, device, dtype, seed + 1, learning=0)
+
+    def pieces(self, inputs: Inputs, block: int = 64) -> Iterator[tuple[Loss, Inputs, float]]:
+        """Blocks of rows, of all heads."""
+        sq, sk, w, tq, tk = inputs
+        for first in range(0, self.seqlen, block):
+            rows = slice(first, min(first + block, self.seqlen))
+            share = (rows.stop - first) / self.seqlen
+            keys = slice(rows.stop)
+            piece = (sq[:, :, rows], sk[:, :, keys], w[:, :, rows], tq[:, :, rows], tk[:, :, keys])
+
+            def of_rows(*given: Tensor, first: int = first) -> Tensor:
+                return naive(*given, first=first)
+
+            yield of_rows, piece, share
+
+    def own(self) -> dict[str, Build]:
+        return {"program": lambda case, problem: replace(problem, loss=program)}
+
+
+def programs(device: str, quick: bool) -> list[Case]:
+    if device == "cuda" and not quick:
+        return [IndexerCase("indexer", "DeepSeek-V3.2-Exp", n) for n in (4096, 16384)]
+    return [IndexerCase("indexer", "DeepSeek-V3.2-Exp", 64, heads=4)]

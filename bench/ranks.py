@@ -1,0 +1,100 @@
+"""Runs cases that ranks share, in processes of one machine: `python -m bench shared`.
+
+Nothing waits for a lost rank: collectives give up after a minute, and processes end when the time
+limit is over. A row is the slowest rank's time and the largest peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.records import Record, Row
+
+COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
+LIMIT_S = 340.0  # after which all is over, where nobody says
+
+
+def main(options: argparse.Namespace, record: Record, path: Path) -> int:
+    """Starts the ranks; the first one writes the record."""
+    # multicast is not available in every container, and these messages gain nothing by it
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        # without a GPU they are forked from one that has imported this, and done nothing else
+        method = "spawn" if options.device == "cuda" else "forkserver"
+        if method == "forkserver":
+            torch.multiprocessing.get_context(method).set_forkserver_preload(["bench.sharded"])
+        torch.multiprocessing.start_processes(
+            _rank, (options, record, path, f"{folder}/store"), nprocs=options.processes or 2,
+            start_method=method,
+        )  # fmt: skip
+    return 0
+
+
+def _rank(rank: int, options: argparse.Namespace, record: Record, path: Path, store: str) -> None:
+    from bench import sharded, table
+    from bench.__main__ import settings_of
+    from bench.providers import of_case
+    from bench.runner import run_case
+
+    limit = options.limit_s if options.limit_s < float("inf") else LIMIT_S
+    faulthandler.dump_traceback_later(limit, exit=True)
+    on_gpu = options.device == "cuda"
+    device = torch.device(options.device, rank if on_gpu else None)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend, size = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", options.processes or 2
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.FileStore(store, size), rank=rank, world_size=size,
+        timeout=COLLECTIVE_LIMIT,
+    )  # fmt: skip
+    mesh = init_device_mesh(device.type, (size,))
+    settings = replace(settings_of(options, device), agree=_largest, worst=_worst)
+    for name in options.cases or sharded.CASES:
+        make = sharded.CASES[name]
+        sizes = [(n,) for n in options.sizes] if options.sizes and name != "vocabulary" else [()]
+        for given in sizes:
+            case = make(mesh, device, *given)
+            own = case.own()
+            names = [n for n in options.providers if n in own]
+            rows = run_case(case, of_case(case, names), settings)
+            if rank == 0:
+                record.rows += rows
+                record.save(path)
+                print(table.text(rows), flush=True)
+    if rank == 0:
+        record.is_complete = True
+        record.save(path)
+    torch.distributed.destroy_process_group()
+
+
+def _of_all_ranks(mine: Any) -> list[Any]:
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, mine)
+    return every
+
+
+def _largest(mine: int) -> int:
+    return int(max(_of_all_ranks(mine)))
+
+
+def _worst(row: Row) -> Row:
+    return worst_of(_of_all_ranks(row))
+
+
+def worst_of(rows: list[Row]) -> Row:
+    """Returns a row of all ranks: the slowest, the largest, the farthest off."""
+    slowest = max(rows, key=lambda row: row.ms() or 0.0)
+    names = ("peak_mib", "loss_error", "gradient_error")
+    most = {name: max((getattr(row, name) or 0.0) for row in rows) for name in names}
+    failed = next((row for row in rows if row.status != "ok"), rows[0])
+    return replace(slowest, **most, status=failed.status, detail=failed.detail)
