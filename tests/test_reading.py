@@ -291,6 +291,24 @@ def test_operations(fn: Callable[..., Tensor]) -> None:
     assert bool(reasons) == (fn.__name__ in CAPTURES), reasons
 
 
+def scores_written_under_no_grad(x: Tensor, y: Tensor) -> Tensor:
+    s = x @ y.mT
+    with torch.no_grad():
+        s.mul_(2.0)
+    return s.softmax(-1).square()
+
+
+def test_a_write_that_autograd_does_not_see_is_captured() -> None:
+    inputs = [draw(4, 6).requires_grad_(), draw(6, 6, seed=1).requires_grad_()]
+    for found in (
+        examine(scores_written_under_no_grad, inputs),
+        *examine_compiled(scores_written_under_no_grad, inputs),
+    ):
+        assert_right(found)
+        assert found.reading is not None
+        assert any("modified in place under no_grad" in r for r in found.reading.reasons.values())
+
+
 @pytest.mark.parametrize("fn", [columns_filled, assembled_in_place, without_gradient])
 def test_operations_as_the_rewrite_traces_them(fn: Callable[..., Tensor]) -> None:
     """With what Dynamo recorded of gradients: a setitem has no value, and no_grad no node."""
