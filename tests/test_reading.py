@@ -71,6 +71,7 @@ NOT_TRACED = {
     "mapped_over_batches", "hard_mapped", "hard_mapped_over_heads",
     "hard_inner_function_compiled", "hard_gradient_taken_inside",
     "torchtune_forward_branch", "torchtune_forward_branch/lm_head",  # `if tensor`
+    "branch_on_values", "item_between", "metric_after_the_loss", "numpy_teacher",
 }  # fmt: skip
 
 
@@ -112,8 +113,14 @@ def test_of_the_rewrites_own_traces(dynamic: bool) -> None:
     assert not found.captured
 
 
-# programs, of which the results are read whole, and those in which eager code has NaN
-COUNTS = {("corpus", False): (97, 97, 0), ("corpus", True): (97, 97, 0)}
+# programs; those of which nothing is captured that is made of products;
+# those in which eager code has NaN where the program has a number
+COUNTS = {
+    ("corpus", False): (97, 92, 0),
+    ("corpus", True): (97, 91, 0),
+    ("users", False): (77, 65, 1),
+    ("misleading", False): (809, 773, 3),
+}
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ EXACT = (
 )  # of the largest value: rounding in float64 of sums of thousands, and cancellation
 NOTHING = 1e-14  # next to a sum of what cancels
 ROUNDING = {torch.float32: 2e-4, torch.float16: 6e-2, torch.bfloat16: 3e-1}
+ROUNDING |= {torch.float8_e4m3fn: 3e-1, torch.float8_e5m2: 3e-1}
 
 
 @dataclass
