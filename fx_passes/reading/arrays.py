@@ -248,8 +248,10 @@ def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Arr
     return replace(x, expr=expr, dims=tuple(kept))
 
 
-def padded(x: Array, d: int, before: Node, size: Size, fill: Node) -> Array:
+def padded(x: Array, d: int, before: int | Node, size: Size, fill: float | Node) -> Array:
     """Returns a tensor padded to a size with a number: read inside, the number outside."""
+    before = const(before, INT) if isinstance(before, int) else before
+    fill = fill if isinstance(fill, Node) else const(fill, x.expr.dtype)
     inside, axis = size_of(x.size(d)), own_axis(x, d, size)
     at = linear(0.0, [(-1.0, before), (1.0, index(axis))])
     shifted = indexed(x, d, at, [(axis,)])
@@ -257,23 +259,23 @@ def padded(x: Array, d: int, before: Node, size: Size, fill: Node) -> Array:
     return shifted.map(lambda e: choose(is_inside, e, fill))
 
 
-def concatenated(parts: Sequence[Array], d: int) -> Array:
-    """Returns tensors after each other: a `where` of the position."""
+def concatenated(parts: Sequence[Array], d: int, total: Size | None = None) -> Array:
+    """Returns tensors after each other: a `where` of the position. ``total`` may be symbolic."""
     sizes = parts[0].sizes
     counts = [x.size(d) for x in parts]
-    if not all(isinstance(n, int) for n in counts):
-        raise NoView("tensors of symbolic sizes are concatenated")
-    shifted, offset, total = list[Array](), 0, sum(counts)  # type: ignore[arg-type]  # numbers
+    if total is None:
+        if not all(isinstance(n, int) for n in counts):
+            raise NoView("tensors of symbolic sizes are concatenated")
+        total = sum(counts)  # type: ignore[arg-type]  # numbers
+    shifted, starts = list[Array](), [const(0, INT)]
     for x, n in zip(parts, counts, strict=True):
         axis = own_axis(x, d, total)
-        at = linear(-float(offset), [(1.0, index(axis))])
+        at = linear(0.0, [(1.0, index(axis)), (-1.0, starts[-1])])
         shifted.append(indexed(x, d, at, [(axis,)]))
-        offset += n  # type: ignore[operator]
+        starts.append(linear(0.0, [(1.0, starts[-1]), (1.0, size_of(n))]))
     exprs, dims = met(*shifted)
-    result, start = exprs[-1], offset - counts[-1]  # type: ignore[operator]
-    for expr, n in zip(exprs[-2::-1], counts[-2::-1], strict=True):
-        result = choose(
-            nonnegative(linear(start - 1.0, [(-1.0, index(dims[d][0]))])), expr, result
-        )
-        start -= n  # type: ignore[operator]
+    result = exprs[-1]
+    for expr, start in zip(exprs[-2::-1], starts[-2:0:-1], strict=True):
+        is_before = nonnegative(linear(-1.0, [(1.0, start), (-1.0, index(dims[d][0]))]))
+        result = choose(is_before, expr, result)
     return Array(result, dims, sizes)

@@ -81,20 +81,26 @@ def read(
     graph: fx.Graph | fx.GraphModule,
     records: Record = lambda node: False,
     written: Collection[int | None] = (),
+    unrecorded: Collection[fx.Node] = (),
 ) -> Reading:
     """Reads a pre-dispatch ATen graph, whose nodes have fake values as ``meta["val"]``.
 
     ``records`` says whether autograd recorded a gradient of a node. ``written`` is memory that
-    code outside of the graph writes to.
+    code outside of the graph writes to, ``unrecorded`` are nodes that autograd does not record,
+    beside those of which the graph itself says so.
     """
-    return Reader(graph, records, written).run()
+    return Reader(graph, records, written, unrecorded).run()
 
 
 def read_trace(trace: Trace) -> Reading:
     """Reads what `capture.retrace` traced, with what Dynamo recorded of the user's nodes."""
     source = next(iter(trace.origin.values()), None)
-    written = written_storages(source.graph) if source is not None else ()
-    return read(trace.graph, recorded_gradients(trace).__getitem__, written)
+    if source is None:
+        return read(trace.graph)
+    off = under_no_grad(source.graph)
+    unrecorded = {n for n in trace.graph.nodes if node_of(trace, n) in off}
+    records = recorded_gradients(trace).__getitem__
+    return read(trace.graph, records, written_storages(source.graph), unrecorded)
 
 
 def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
@@ -117,7 +123,8 @@ def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
             is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
             may = not isinstance(value, Tensor) or value.requires_grad
             flows = may and not is_cut and any(found[a] for a in node.all_input_nodes)
-        found[node] = is_on and flows
+        # a write that autograd does not see leaves a tensor its gradient
+        found[node] = (is_on and flows) or any(found[x] for x in written_by(node))
     return found
 
 
@@ -129,12 +136,13 @@ class Reader:
         graph: fx.Graph | fx.GraphModule,
         records: Record,
         written: Collection[int | None],
+        unrecorded: Collection[fx.Node],
     ) -> None:
         self.graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
         self.module = self.graph.owning_module
         self.reading = Reading()
         self.sizes, self.observers = self.reading.sizes, self.reading.observers
-        self.modes = autograd_modes(self.graph.nodes)
+        self.unrecorded = {*unrecorded, *under_no_grad(self.graph)}
         self.records = records
         self.written_storages = {*written, *written_storages(self.graph)}
         self.numbering = Numbering(self.written_storages, self.records)

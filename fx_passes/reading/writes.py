@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import RECORDS, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
@@ -44,7 +44,6 @@ class Writes:
         self._made: dict[fx.Node, int] = {}  # the version for which an array holds
         self._current: dict[fx.Node, Array] = {}  # of nodes that were written since they ran
         self._parent: dict[fx.Node, fx.Node] = {}
-        self._by_storage: dict[int | None, list[fx.Node]] = {}
         self.flowing = set[int | None]()  # memory to which something with a gradient was written
 
     def version(self, node: fx.Node) -> int:
@@ -90,7 +89,7 @@ class Writes:
             if view not in self._parent:
                 raise NoRule(STALE)
             if written_by(view):  # the tensor that it wrote to
-                return self._current[self._parent[view]]
+                return self.current(self._parent[view])
             if view.target is operator.getitem:
                 source, place = view.args
                 results = self.reader.applied(source)  # type: ignore[arg-type]  # a node
@@ -101,7 +100,7 @@ class Writes:
             if x is None:
                 raise NoRule(STALE)
             return self.reader.fitted(view, x, value)
-        except (NoRule, NoView):
+        except Exception:  # what is captured is right, whatever a rule has not foreseen
             return self.reader.captured(view, value)
 
     def _keep(self, node: fx.Node, x: Array) -> None:
@@ -112,7 +111,7 @@ class Writes:
 
     def hides(self, node: fx.Node) -> bool:
         """Returns whether a tensor that has a gradient is written without autograd's knowledge."""
-        return self.reader.modes[node] != RECORDS and any(
+        return node in self.reader.unrecorded and any(
             self.reader.records(x) for x in written_by(node)
         )
 

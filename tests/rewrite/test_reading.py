@@ -71,6 +71,7 @@ NOT_TRACED = {
     "mapped_over_batches", "hard_mapped", "hard_mapped_over_heads",
     "hard_inner_function_compiled", "hard_gradient_taken_inside",
     "torchtune_forward_branch", "torchtune_forward_branch/lm_head",  # `if tensor`
+    "branch_on_values", "item_between", "metric_after_the_loss", "numpy_teacher",
 }  # fmt: skip
 
 
@@ -112,8 +113,14 @@ def test_of_the_rewrites_own_traces(dynamic: bool) -> None:
     assert not found.captured
 
 
-# programs, of which the results are read whole, and those in which eager code has NaN
-COUNTS = {("corpus", False): (97, 97, 0), ("corpus", True): (97, 97, 0)}
+# programs; those of which nothing is captured that is made of products;
+# those in which eager code has NaN where the program has a number
+COUNTS = {
+    ("corpus", False): (97, 92, 0),
+    ("corpus", True): (97, 90, 0),
+    ("users", False): (77, 65, 1),
+    ("misleading", False): (809, 773, 3),
+}
 
 
 @pytest.mark.slow
@@ -274,9 +281,14 @@ def topk_of_scores(x: Tensor, y: Tensor) -> Tensor:
 PROGRAMS = [
     columns_filled, base_read_after_its_view_was_written, views_of_written_parts,
     masked_in_place, assembled_in_place, input_written_under_no_grad, entries_by_index,
+<<<<<<< HEAD:tests/rewrite/test_reading.py
     rows_of_masks, padded_and_joined, repeated,
     norms, functions, of_labels, other_losses, with_tensor_scales, values_of_maps, einsums,
     without_gradient, topk_of_scores,
+=======
+    rows_of_masks, padded_and_joined, repeated, norms, functions, of_labels, other_losses,
+    with_tensor_scales, values_of_maps, einsums, without_gradient, topk_of_scores,
+>>>>>>> reader:tests/rewrite/test_reading.py
 ]  # fmt: skip
 CAPTURES = {"input_written_under_no_grad", "assembled_in_place"}  # what is no input, in the result
 
@@ -290,6 +302,24 @@ def test_operations(fn: Callable[..., Tensor]) -> None:
     assert found.reading is not None
     reasons = dict(found.reading.reasons)
     assert bool(reasons) == (fn.__name__ in CAPTURES), reasons
+
+
+def scores_written_under_no_grad(x: Tensor, y: Tensor) -> Tensor:
+    s = x @ y.mT
+    with torch.no_grad():
+        s.mul_(2.0)
+    return s.softmax(-1).square()
+
+
+def test_a_write_that_autograd_does_not_see_is_captured() -> None:
+    inputs = [draw(4, 6).requires_grad_(), draw(6, 6, seed=1).requires_grad_()]
+    for found in (
+        examine(scores_written_under_no_grad, inputs),
+        *examine_compiled(scores_written_under_no_grad, inputs),
+    ):
+        assert_right(found)
+        assert found.reading is not None
+        assert any("modified in place under no_grad" in r for r in found.reading.reasons.values())
 
 
 @pytest.mark.parametrize("fn", [columns_filled, assembled_in_place, without_gradient])

@@ -8,6 +8,7 @@ captured in the reading is taken from a run of the graph, with its gradients.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -45,6 +46,7 @@ EXACT = (
 )  # of the largest value: rounding in float64 of sums of thousands, and cancellation
 NOTHING = 1e-14  # next to a sum of what cancels
 ROUNDING = {torch.float32: 2e-4, torch.float16: 6e-2, torch.bfloat16: 3e-1}
+ROUNDING |= {torch.float8_e4m3fn: 3e-1, torch.float8_e5m2: 3e-1}
 
 
 @dataclass
@@ -87,8 +89,20 @@ def _traced(
     with torch.enable_grad():
         gm = make_fx(flat, **options)(*inputs)
         if wide and _widen(gm):
-            gm = make_fx(gm, **options)(*widened(inputs))
+            with in_float64():
+                gm = make_fx(gm, **options)(*widened(inputs))
     return gm
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Tensors of no type are made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def widened(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -111,6 +125,7 @@ class _Run(fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.recorded = recorded or {}
         self.values: dict[fx.Node, Any] = {}
+        self.copies: dict[fx.Node, Tensor] = {}
         self.records: dict[fx.Node, bool] = {}
         self.versions: Counter[int | None] = Counter()
         self.tensors: dict[Any, Tensor] = {}
@@ -122,6 +137,9 @@ class _Run(fx.Interpreter):
         if flows and not self.recorded.get(n, True):
             result = result.detach()  # a trace has none of the user's no_grad
         self.values[n] = result
+        if isinstance(result, Tensor):
+            with torch.enable_grad():
+                self.copies[n] = result.clone()  # later it may be written
         self.records[n] = isinstance(result, Tensor) and result.requires_grad
         for storage in {storage_of(x) for x in written_by(n)}:
             self.versions[storage] += 1
@@ -157,7 +175,13 @@ def examine(
     """Captures, reads, evaluates and compares a program."""
     torch.manual_seed(0)
     gm = capture(fn, _leaves(inputs), dynamic, wide)
-    inputs = widened(inputs) if wide else inputs
+    if not wide:
+        return _of_graph(gm, inputs)
+    with in_float64():
+        return _of_graph(gm, widened(inputs))
+
+
+def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Outcome:
     torch.manual_seed(0)
     first = _Run(gm)
     leaves, again = _leaves(inputs), _leaves(inputs)
@@ -181,7 +205,7 @@ def hold(
     reading = outcome.reading
     assert reading is not None
     outcome.value = next((r for r in reading.reasons.values() if r.startswith(UNFORESEEN)), "")
-    outputs = [first.values[n] for n in results]
+    outputs = [first.copies[n] for n in results]
     made = [reading.array(n) for n in results]
     sources = [x.value for x in walk([x.expr for x in made]) if x.op == "capture"]
     sources = list(dict.fromkeys(sources))
@@ -251,14 +275,13 @@ def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Out
     with torch.enable_grad():
         first.run(*leaves)
     outcome = Outcome(reading, seconds=seconds, nodes=len(trace.graph.nodes))
-    results = [
+    made = [
         n
         for n in trace.graph.nodes
-        if isinstance(first.values.get(n), Tensor)
-        and n.op == "call_function"
-        and not written_by(n)
-        and (not first.values[n].dim() or all(u.op == "output" for u in n.users))
+        if n.op == "call_function" and n in first.copies and not written_by(n)
     ]
+    losses = [n for n in made if not first.copies[n].dim()]
+    results = losses or [n for n in made if all(u.op == "output" for u in n.users)]
     return hold(trace.module, outcome, results, first, (leaves, again))
 
 

@@ -209,7 +209,7 @@ def _joined(call: Call, every: Sequence[Array], d: int) -> Array:
     kind = max((x.expr.dtype for x in every), key=["bool", "int", "float"].index)
     if kind != "bool":
         every = [x.map(lambda e: number_of(e, kind)) for x in every]
-    return arrays.concatenated(every, d)
+    return arrays.concatenated(every, d, call.shape[d])
 
 
 @rule(aten.cat.default, aten.concat.default)
