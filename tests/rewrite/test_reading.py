@@ -281,14 +281,8 @@ def topk_of_scores(x: Tensor, y: Tensor) -> Tensor:
 PROGRAMS = [
     columns_filled, base_read_after_its_view_was_written, views_of_written_parts,
     masked_in_place, assembled_in_place, input_written_under_no_grad, entries_by_index,
-<<<<<<< HEAD:tests/rewrite/test_reading.py
-    rows_of_masks, padded_and_joined, repeated,
-    norms, functions, of_labels, other_losses, with_tensor_scales, values_of_maps, einsums,
-    without_gradient, topk_of_scores,
-=======
     rows_of_masks, padded_and_joined, repeated, norms, functions, of_labels, other_losses,
     with_tensor_scales, values_of_maps, einsums, without_gradient, topk_of_scores,
->>>>>>> reader:tests/rewrite/test_reading.py
 ]  # fmt: skip
 CAPTURES = {"input_written_under_no_grad", "assembled_in_place"}  # what is no input, in the result
 
