@@ -1,7 +1,7 @@
 """Reads what is summed over keys as divergences of pairs of distributions.
 
 An expression of log-probabilities is written as a polynomial in its probabilities, logarithms and
-whatever else it is made of. Values of rows are factors of its terms. What belongs to one factor is
+whatever else it is made of. Per-row values are factors of its terms. What belongs to one factor is
 a divergence, or a sum of divergences with one operator call each.
 """
 
@@ -40,7 +40,7 @@ class Pair:
 
 
 def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
-    """Returns an expression as polynomials by the values of rows that they are multiplied with."""
+    """Returns an expression as polynomials by the per-row values that they are multiplied with."""
     found: dict[Node, dict[Node, Polynomial]] = {}
     has_variables: dict[Node, bool] = {}
     for y in walk([x]):

@@ -186,7 +186,7 @@ class Call:
     student: Side
     axes: Axes
     masks: Masks
-    weight: Node  # a number, or values of rows
+    weight: Node  # a number, or per-row values
     stricter: Stricter | None = None
 
     @property
