@@ -146,7 +146,9 @@ def of_match(call: closed.Call) -> Described:
         return of(sides[0]), of(sides[1])
 
     names = [
-        _base(x.source.name) for side in sides for x in (side.product.rows, side.product.keys)
+        _base(getattr(x.source, "name", None))
+        for side in sides
+        for x in (side.product.rows, side.product.keys)
     ]
     return Described(
         call.operator,
