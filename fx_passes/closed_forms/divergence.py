@@ -308,29 +308,31 @@ def within(pair: Pair, stricter: int) -> Pair:
 
 
 def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> Node:
-    """A sum by probabilities: P * (terms) + S * (terms) + the rest."""
+    """A sum by probabilities: P * (terms) + S * (terms) + the rest, by what all of it has."""
     names = {teacher: (P, LOG_P), student: (S, LOG_S)}
+    common = set.intersection(*(set(m) for m in polynomial))
     groups: dict[Node | None, list[tuple[float, Node]]] = {}
     for m, c in polynomial.items():
         atoms = sorted(m, key=lambda x: _order(x, teacher))
         weight = next((x for x in atoms if _is_weight(x)), None)
-        rest = [_written(x, names) for x in atoms]
+        if weight is None:
+            weight = next((x for x in atoms if x in common and not _is_log(x)), None)
         if weight is not None:
-            rest.remove(names[_number(weight)][0])
+            atoms.remove(weight)
         term = const(1.0)
-        for x in rest:
-            term = term * x
+        for x in atoms:
+            term = term * _written(x, names)
         groups.setdefault(weight, []).append((c, term))
     total = const(0.0)
-    order = sorted(groups, key=lambda w: 2 if w is None else _number(w) != teacher)
+    order = sorted(groups, key=lambda w: (2, False) if w is None else _order(w, teacher))
     for weight in order:
         terms = groups[weight]
         size = {abs(c) for c, _ in terms}
-        common = size.pop() if len(size) == 1 else 1.0
-        inner = _total([(c / common, x) for c, x in terms], names)
+        common_factor = size.pop() if len(size) == 1 else 1.0
+        inner = _total([(c / common_factor, x) for c, x in terms], names)
         if weight is not None:
-            inner = names[_number(weight)][0] * inner
-        total = total + const(common) * inner
+            inner = _written(weight, names) * inner
+        total = total + const(common_factor) * inner
     return total
 
 

@@ -82,6 +82,8 @@ class Described:
         return replace(self, **pairs, divergence=other, operands=(*b, *a), stricter=stricter)
 
     def differences(self, other: Described) -> list[str]:
+        if "None" in other.operands:  # computed in the graph
+            other = replace(other, operands=self.operands)
         return [
             f"{f.name}: {getattr(self, f.name)} -> {getattr(other, f.name)}"
             for f in fields(self)
