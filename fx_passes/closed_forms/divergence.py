@@ -18,6 +18,7 @@ from torch_streamkl.program.canonical import choose, product, quotient, terms_of
 from torch_streamkl.program.divergences import DIVERGENCES, FLOOR_OF_EXP, Functional, render
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
+from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
@@ -389,6 +390,10 @@ def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, 
             return args[0]  # its `where` swaps the branches
         case "where" if x.args[0].op == "not":
             return apply("where", args[0], args[2], args[1])
+    if x.op == "round":
+        raise NoForm(f"probabilities are rounded to {x.value}", x)
+    if x.op not in OPERATIONS:
+        raise NoForm(f"the formula has {x.op}, an operation that divergences have not", x)
     return apply(x.op, *args)
 
 
