@@ -5,7 +5,7 @@ A program is an expression of `torch_streamkl.program` in canonical form. It doe
 user called, so there is nothing to search for but the form itself.
 
 1. `rows.py` finds the matched losses: the outermost sums over keys. What stands around them are
-   values of rows, and stay in the user's graph.
+   per-row values, and stay in the user's graph.
 2. `score_form.py` reads each score: a product, what it is multiplied with, tanh, biases, masks.
 3. `divergence.py` replaces log-softmaxes by variables, and judges the rest in two worlds: at keys
    that the masks allow, and at those that they remove. `heads.py` reads averages over heads.

@@ -1,7 +1,7 @@
 """Reads what is summed over keys as divergences of pairs of distributions.
 
 An expression of log-probabilities is written as a polynomial in its probabilities, logarithms and
-whatever else it is made of. Values of rows are factors of its terms. What belongs to one factor is
+whatever else it is made of. Per-row values are factors of its terms. What belongs to one factor is
 a divergence, or a sum of divergences with one operator call each.
 """
 
@@ -18,6 +18,7 @@ from torch_streamkl.program.canonical import choose, product, quotient, terms_of
 from torch_streamkl.program.divergences import DIVERGENCES, FLOOR_OF_EXP, Functional, render
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
+from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
@@ -40,7 +41,7 @@ class Pair:
 
 
 def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
-    """Returns an expression as polynomials by the values of rows that they are multiplied with."""
+    """Returns an expression as polynomials by the per-row values that they are multiplied with."""
     found: dict[Node, dict[Node, Polynomial]] = {}
     has_variables: dict[Node, bool] = {}
     for y in walk([x]):
@@ -308,29 +309,31 @@ def within(pair: Pair, stricter: int) -> Pair:
 
 
 def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> Node:
-    """A sum by probabilities: P * (terms) + S * (terms) + the rest."""
+    """A sum by probabilities: P * (terms) + S * (terms) + the rest, by what all of it has."""
     names = {teacher: (P, LOG_P), student: (S, LOG_S)}
+    common = set.intersection(*(set(m) for m in polynomial))
     groups: dict[Node | None, list[tuple[float, Node]]] = {}
     for m, c in polynomial.items():
         atoms = sorted(m, key=lambda x: _order(x, teacher))
         weight = next((x for x in atoms if _is_weight(x)), None)
-        rest = [_written(x, names) for x in atoms]
+        if weight is None:
+            weight = next((x for x in atoms if x in common and not _is_log(x)), None)
         if weight is not None:
-            rest.remove(names[_number(weight)][0])
+            atoms.remove(weight)
         term = const(1.0)
-        for x in rest:
-            term = term * x
+        for x in atoms:
+            term = term * _written(x, names)
         groups.setdefault(weight, []).append((c, term))
     total = const(0.0)
-    order = sorted(groups, key=lambda w: 2 if w is None else _number(w) != teacher)
+    order = sorted(groups, key=lambda w: (2, False) if w is None else _order(w, teacher))
     for weight in order:
         terms = groups[weight]
         size = {abs(c) for c, _ in terms}
-        common = size.pop() if len(size) == 1 else 1.0
-        inner = _total([(c / common, x) for c, x in terms], names)
+        common_factor = size.pop() if len(size) == 1 else 1.0
+        inner = _total([(c / common_factor, x) for c, x in terms], names)
         if weight is not None:
-            inner = names[_number(weight)][0] * inner
-        total = total + const(common) * inner
+            inner = _written(weight, names) * inner
+        total = total + const(common_factor) * inner
     return total
 
 
@@ -387,6 +390,10 @@ def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, 
             return args[0]  # its `where` swaps the branches
         case "where" if x.args[0].op == "not":
             return apply("where", args[0], args[2], args[1])
+    if x.op == "round":
+        raise NoForm(f"probabilities are rounded to {x.value}", x)
+    if x.op not in OPERATIONS:
+        raise NoForm(f"the formula has {x.op}, an operation that divergences have not", x)
     return apply(x.op, *args)
 
 

@@ -45,14 +45,15 @@ def requires_grad(*exprs: Node) -> bool:
 class Operand:
     """Represents an operand by an element of it: which tensor, and where it is read.
 
-    The positions are expressions of the call's axes, from which a view of the tensor follows.
+    The positions are expressions of the call's axes, from which a view of the tensor follows. If
+    the element is no capture, the tensor is computed in the graph: probabilities are an operand.
     """
 
-    element: Node  # a capture
+    element: Node
 
     @property
     def source(self) -> Any:
-        return self.element.value
+        return self.element.value if self.element.op == "capture" else None
 
     @property
     def at(self) -> tuple[Node, ...]:
@@ -186,7 +187,7 @@ class Call:
     student: Side
     axes: Axes
     masks: Masks
-    weight: Node  # a number, or values of rows
+    weight: Node  # a number, or per-row values
     stricter: Stricter | None = None
 
     @property

@@ -44,7 +44,7 @@ class Variables:
     def of(self, body: Node) -> Node:
         """Returns the expression over log-probabilities; raises NoForm at what is no divergence.
 
-        Values of rows and conditions stay in it as they are.
+        Per-row values and conditions stay in it as they are.
         """
 
         def enter(x: Node) -> bool:

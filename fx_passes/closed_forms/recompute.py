@@ -79,7 +79,13 @@ def _score(side: Side, key: Axis) -> Node:
 
 
 def _product(x: Product, weight: float) -> Node:
-    element = contraction(x.rows.element, x.keys.element, x.contracted)
+    operands = x.rows.element, x.keys.element
+    if all(a.op == "capture" for a in operands):
+        element = contraction(*operands, x.contracted)
+    else:
+        element = product(*operands)
+        for axis in x.contracted:
+            element = reduced(SUM, axis, element)
     return scaled(weight, _multiplied(element, x.factors))
 
 

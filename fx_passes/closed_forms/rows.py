@@ -14,7 +14,7 @@ def is_outside(x: Node) -> bool:
     return x.op not in ("capture", CONTRACT, "log_softmax")
 
 
-def key_sums(roots: Iterable[Node]) -> set[Node]:
+def sums_over_keys(roots: Iterable[Node]) -> set[Node]:
     """Returns the sums over the keys of a softmax.
 
     What a logarithm of probabilities is normalised along, as over heads, are no keys.
@@ -35,7 +35,7 @@ def key_sums(roots: Iterable[Node]) -> set[Node]:
 
 def keys_first(root: Node) -> Node:
     """Returns a program whose sums over keys are inside of those over rows and heads."""
-    wanted = key_sums([root])
+    wanted = sums_over_keys([root])
     if not any(x.args[0].op == "reduce" and x.args[0].value.kind == SUM for x in wanted):
         return root
 
@@ -64,7 +64,7 @@ def _swapped(x: Node) -> Node:
 
 def sites(root: Node) -> list[Node]:
     """Returns the outermost sums over keys."""
-    wanted = key_sums([root])
+    wanted = sums_over_keys([root])
     order = walk([root], lambda x: is_outside(x) and x not in wanted)
     return [x for x in order if x in wanted]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm
-from torch_streamkl.program.canonical import literals, negation, terms_of
-from torch_streamkl.program.graph import CONTRACT, Axis, Node
+from torch_streamkl.program.canonical import literals, negation, product, terms_of
+from torch_streamkl.program.graph import CONTRACT, FLOAT, SUM, Axis, Node, intern
 from torch_streamkl.program.walks import walk
 
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,
@@ -129,8 +129,8 @@ def _inside(x: Node, key: Axis, steps: list[Step]) -> Node:
         case "tanh":
             steps.append(_with_tanh)
             return x.args[0]
-        case "reduce" if x.value.kind == "sum" and has_product(x, key):
-            raise NoForm("scores are summed after a function of each product", x)
+        case "reduce" if x.value.kind == SUM and has_product(x, key):
+            return _product_of_computed(x, key)
         case "exp":
             raise NoForm("a softmax of probabilities", x)
         case "round":
@@ -140,6 +140,18 @@ def _inside(x: Node, key: Axis, steps: list[Step]) -> Node:
     if not has_product(x, key):
         raise NoForm("the scores of a softmax are no product", x)
     raise NoForm(f"{x.op} of scores", x)
+
+
+def _product_of_computed(x: Node, key: Axis) -> Node:
+    """A product of tensors that are computed in the graph, such as probabilities, as a product."""
+    factors = x.args[0].args if x.args[0].op == "product" else ()
+    keys = [f for f in factors if key in f.axes]
+    rows = [f for f in factors if key not in f.axes]
+    axes = [frozenset[Axis]().union(*(f.axes for f in part)) for part in (rows, keys)]
+    if not rows or not keys or not axes[0] - axes[1]:
+        raise NoForm("scores are summed after a function of each product", x)
+    free = (axes[0] | axes[1]) - {x.value.axis}
+    return intern(CONTRACT, (product(*rows), product(*keys)), (x.value.axis,), FLOAT, free)
 
 
 def _inside_sum(x: Node, key: Axis, steps: list[Step]) -> Node:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.rows import is_outside, key_sums
+from torch_streamkl.fx_passes.closed_forms.rows import is_outside, sums_over_keys
 from torch_streamkl.program.canonical import linear, product, quotient, terms_of
 from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, SUM, Axis, Node, Size
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced
@@ -42,7 +42,7 @@ class _Term:
 def joined(root: Node, failed: Iterable[Node]) -> list[Joined]:
     """Returns groups of added sums over keys, of which some are no divergence alone."""
     wanted, found = set(failed), list[Joined]()
-    every = key_sums([root])
+    every = sums_over_keys([root])
     for x in walk([root], lambda x: is_outside(x) and x not in every):
         if x.op != "linear":
             continue

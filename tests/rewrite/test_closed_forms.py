@@ -249,3 +249,19 @@ def test_a_log_sum_exp_and_an_expectation() -> None:
         return n.mean(n.minus(n.over(n.LOGSUMEXP, s, [-1]), expected))
 
     assert call_of(build).functional == named("cross_entropy")
+
+
+def test_relations_of_probabilities() -> None:
+    """The operands of scores may be computed: probabilities, as sums over their keys."""
+
+    def relation(t: n.Tensors, side: str) -> Array:
+        p = n.softmax(n.scores(t, side))
+        a = Array(p.expr, (*p.dims[:2], p.dims[2], (), p.dims[3]))
+        rows = n.arrays.fresh_axis(n.ROWS)
+        b = n.arrays.renamed(p, {p.dims[2][0]: rows})
+        b = Array(b.expr, (*b.dims[:2], (), (rows,), b.dims[3]))
+        return n.total(n.times(a, b), -1)
+
+    call = call_of(lambda t: n.mean(n.kl(relation(t, "s"), relation(t, "t"))))
+    assert call.student.product.rows.source is None and call.student.requires_grad
+    assert call.functional == named("forward_kl")

@@ -70,6 +70,7 @@ CLOSED = {  # by how many calls of attention_kl and linear_kl
     "dskd_forward/lm_head": (0, 1),
     "mdistiller_kd/lm_head": (0, 1),
     "mdistiller_dkd/lm_head": (1, 0),
+    "vocab_column_excluded": (0, 1),
     "cross_entropy_prob_target/lm_head": (0, 1),
     "r3f_symmetric/lm_head": (0, 2),
     "swapped_args_reverse/lm_head": (0, 1),

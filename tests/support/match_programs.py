@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from tests.support.closed_forms import difference, difference_around
-from tests.support.read_programs import SETS, Case, _leaves, _Run, _run, _sizes, capture
+from tests.support.read_programs import SETS, Case, _leaves, _Run, _sizes, capture, widened
 from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.reader import read
@@ -46,25 +47,28 @@ def matches_of(case: Case) -> Matches:
     """Captures, reads and matches a program, and recomputes each match."""
     torch.manual_seed(0)
     gm = capture(case.fn, _leaves(case.inputs), case.dynamic, case.wide)
-    torch.manual_seed(0)
-    first = _Run(gm)
-    _run(first, _leaves(case.inputs))
-    reading = read(gm, first.records.__getitem__)
+    inputs = widened(case.inputs) if case.wide else case.inputs
+    reading = read(gm, _ran(_Run(gm), inputs).records.__getitem__)
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
     every, start = [], time.perf_counter()
-    for x in (reading.arrays[n] for n in results):
+    for x in map(reading.array, results):
         every.append(match_program(x.expr, [a for d in x.dims for a in d]))
     matches = Matches([x for m in every for x in m.found.values()])
     matches.seconds = time.perf_counter() - start
     sources = dict.fromkeys(x.value for x in walk([m.root for m in every]) if x.op == "capture")
-    torch.manual_seed(0)
-    second = _Run(gm, list(sources))
-    _run(second, _leaves(case.inputs))
+    second = _ran(_Run(gm, list(sources)), inputs)
     sizes = {k: v for k, v in _sizes(gm, reading, second).items() if isinstance(k, Extent)}
     values = {source: tensor.detach() for source, tensor in second.tensors.items()}
     matches.errors = [difference(form, values, sizes) for form in matches.closed]
     matches.errors += [difference_around(m, values, sizes) for m in every if m.closed]
     return matches
+
+
+def _ran(run: _Run, inputs: Sequence[Tensor]) -> _Run:
+    torch.manual_seed(0)
+    with torch.enable_grad():
+        run.run(*_leaves(inputs))
+    return run
 
 
 def text_of(form: ClosedForm | NotClosed) -> str:

@@ -82,6 +82,8 @@ class Described:
         return replace(self, **pairs, divergence=other, operands=(*b, *a), stricter=stricter)
 
     def differences(self, other: Described) -> list[str]:
+        if "None" in other.operands:  # computed in the graph
+            other = replace(other, operands=self.operands)
         return [
             f"{f.name}: {getattr(self, f.name)} -> {getattr(other, f.name)}"
             for f in fields(self)
@@ -146,7 +148,9 @@ def of_match(call: closed.Call) -> Described:
         return of(sides[0]), of(sides[1])
 
     names = [
-        _base(x.source.name) for side in sides for x in (side.product.rows, side.product.keys)
+        _base(getattr(x.source, "name", None))
+        for side in sides
+        for x in (side.product.rows, side.product.keys)
     ]
     return Described(
         call.operator,
