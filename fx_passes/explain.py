@@ -84,6 +84,7 @@ def _with_names_of(program: Callable[..., Any], site: Site) -> Site:
 
     for pattern, name in (
         (rf"{_FRAME}_args\[(\d+)\]", argument),
+        (rf"\b{_FRAME}_args_(\d+)_?\b", argument),  # of a checkpointed function
         (rf"{_FRAME}_kwargs\['(\w+)'\]", r"\1"),
         (rf"{_FRAME}_fn(?:\.func)*\.args\[(\d+)\]", r"argument \1"),
         (

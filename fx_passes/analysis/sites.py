@@ -27,7 +27,7 @@ from torch_streamkl.fx_passes.domain.values import (
 )
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
-from torch_streamkl.fx_passes.fx_utils.sizes import expression
+from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one
 
 SOFTMAXES = {"softmax", "_softmax"}
 LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
@@ -84,6 +84,8 @@ def _marks_of(
         return frozenset(Mark(m.scores, True) for m in inherited) or frozenset(
             {Mark(recognised.canonical[source], True)}
         )
+    if name == "gather" and is_one(node.meta["val"].shape[-1]):
+        return frozenset()  # one entry of each row, such as a label's: no distribution any more
     return inherited
 
 

@@ -47,6 +47,13 @@ def name_of(node: fx.Node) -> str:
     return name if module is None or module.partition(".")[0] in _OF_TORCH else f"{module}.{name}"
 
 
+def said_name(node: fx.Node) -> str:
+    """Returns the name for a report: without its module, and of a tensor's attribute its own."""
+    if node.target is getattr:
+        return str(node.args[1])
+    return name_of(node).split(".")[-1]
+
+
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Returns arguments of an ATen operation by schema name; defaults are left out."""
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    descendants,
+    example,
+    is_view,
+    location_of,
+    name_of,
+)
 from torch_streamkl.fx_passes.reporting.large_tensors import OF_ROWS, PRODUCTS, numel, size_hint
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.fx_passes.reporting.text import shown
@@ -23,35 +29,66 @@ def unfused_comparisons(
 
     Losses that are skipped for their size, among ``sites``, are left out.
     """
-    marks: dict[fx.Node, frozenset[fx.Node]] = {}  # the inputs of the softmaxes before a node
+    marks: dict[fx.Node, frozenset[fx.Node]] = {}  # the scores of the softmaxes before a node
+    softmaxes: dict[fx.Node, fx.Node] = {}  # by their scores
     met: dict[fx.Node, fx.Node] = {}  # what is computed of several, and where they met
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if not node.op.startswith("call") or name_of(node) in PRODUCTS:
             continue
-        value, name = example(node), name_of(node)
+        value = example(node)
         before = [a for a in node.all_input_nodes if a in marks]
         place = next((met[a] for a in before if a in met), None)
         if isinstance(value, Tensor):
             if place is not None and _sums_keys(value, place):
                 found[place] = None
                 continue
-            if name in OF_ROWS and is_large(value):
-                marks[node] = frozenset(node.all_input_nodes[:1])
+            scores = _scores_of(node, bool(before)) if is_large(value) else None
+            if scores is not None:
+                marks[node] = frozenset([scores])
+                softmaxes[scores] = node
                 continue
-        marks[node] = frozenset().union(*(marks[a] for a in before))
-        if not marks[node]:
-            del marks[node]
+        made_of = frozenset().union(*(marks[a] for a in before))
+        if not made_of:
             continue
-        if len(marks[node]) > 1 and isinstance(value, Tensor):
-            if place is None and _sums_keys(value, before[0]):  # such as kl_div with a mean
-                found[node] = None
-                del marks[node]
+        if isinstance(value, Tensor):
+            if len(made_of) == 1 and _sums_keys(value, softmaxes[next(iter(made_of))]):
+                continue  # a value for each row, such as an entropy: no distribution any more
+            if len(made_of) > 1 and place is None and _sums_keys(value, before[0]):
+                found[node] = None  # such as kl_div with a mean
                 continue
-            met[node] = place or node
+            if len(made_of) > 1:
+                met[node] = place or node
+        marks[node] = made_of
     skipped = [site for site in sites if site.skipped]
     nodes = [n for n in found if not any(_is_part_of(n, site) for site in skipped)]
     return list(dict.fromkeys(shown(location_of(n)[0]) for n in nodes))
+
+
+def _scores_of(node: fx.Node, is_of_distribution: bool) -> fx.Node | None:
+    """What a softmax is taken of, by one operation or by hand. None for other operations.
+
+    Exponentials that are summed are a distribution, too, as in Sinkhorn's teacher.
+    """
+    if name_of(node) in OF_ROWS:
+        return next(iter(node.all_input_nodes), None)
+    if is_of_distribution or name_of(node) != "exp":
+        return None
+    users = [u for n in (node, *filter(is_view, node.users)) for u in n.users]
+    if not any(name_of(u) == "sum" for u in users):
+        return None
+    scores = node.all_input_nodes[0]
+    while name_of(scores) == "sub":  # the maximum of each row
+        first, *rest = scores.all_input_nodes
+        if not rest or not _is_smaller(rest[0], first):
+            break
+        scores = first
+    return scores
+
+
+def _is_smaller(node: fx.Node, other: fx.Node) -> bool:
+    x, y = example(node), example(other)
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and 2 * numel(x) <= numel(y)
 
 
 def _sums_keys(made: Tensor, node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from torch import fx
@@ -148,7 +149,13 @@ def _operand(node: fx.Node) -> str:
         node = node.all_input_nodes[0]
     if node.op != "placeholder":
         return name_of(node).split(".")[-1]
+    if _VIEW_OF_OUTER.fullmatch(node.name):
+        return "a view"
     return user_name(node)
+
+
+# such as w.T, which a checkpointed function takes from the code around it
+_VIEW_OF_OUTER = re.compile(r"(?:getattr|transpose|permute|view|reshape|t)(?:_\d+)?")
 
 
 def warning_of(planned: Plan) -> str:

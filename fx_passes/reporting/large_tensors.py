@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
     num_bytes,
     storage_of,
+    subgraphs_of,
 )
 from torch_streamkl.fx_passes.reporting.graph_outputs import VOCABULARY_PER_WIDTH
 from torch_streamkl.fx_passes.reporting.report import Remaining
@@ -45,6 +46,7 @@ OF_ROWS = {"softmax", "log_softmax", "logsumexp"}
 LOSSES = {"cross_entropy", "kl_div"}  # which make a tensor of their input's size inside
 READS_ROWS = OF_ROWS | LOSSES | {"sort", "topk", "argsort"}
 _VIEWS = OPERAND_VIEWS - {"repeat_interleave"}
+_LOOPS = {"scan": "scan", "map_impl": "map", "while_loop": "while_loop"}
 _STEPS = 12  # from a product to its softmax
 
 
@@ -101,6 +103,7 @@ def large_tensors(
     ``at_break`` is where a graph break ends the graph, if one does.
     """
     rest = Counter((x.name, x.location, x.shape) for x in listed)
+    loops = _loops_of(gm)
     found = []
     for graph in graphs_of(gm):
         unread = unread_nodes(graph)
@@ -117,9 +120,22 @@ def large_tensors(
                 continue
             is_body = graph is not gm.graph
             reason = readers_text(node, unread, "the code around it" if is_body else at_break)
+            if graph in loops:
+                reason += f"; one in every iteration of {loops[graph]}"
             made = Remaining(node.name, shape, location, reason, "", num_bytes(node))
             found.append((made, node))
     return found
+
+
+def _loops_of(gm: fx.GraphModule) -> dict[fx.Graph, str]:
+    """Returns the graphs that loops run, with the names of the loops."""
+    return {
+        body.graph: _LOOPS[name_of(node)]
+        for graph in graphs_of(gm)
+        for node in graph.nodes
+        if name_of(node) in _LOOPS
+        for body in subgraphs_of(node)
+    }
 
 
 def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator[fx.Node]:
@@ -137,7 +153,7 @@ def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator
             continue
         size = numel(value)
         follows = before and name_of(node) not in PRODUCTS | BARRIERS and 2 * size >= before
-        if not (follows or is_origin(node) or known.holds(value)) or is_vector(value):
+        if not follows and (is_vector(value) or not (is_origin(node) or known.holds(value))):
             continue
         sizes[node] = size
         storage = _memory_of(node)

@@ -8,11 +8,11 @@ from torch import fx
 
 from torch_streamkl.fx_passes.reporting.comparisons import unfused_comparisons
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
-from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, large_tensors
+from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, graphs_of, large_tensors
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import OF_AN_INPUT
-from torch_streamkl.fx_passes.reporting.unrecognized import VAGUE, reasons_of
+from torch_streamkl.fx_passes.reporting.unrecognized import IN_A_BODY, VAGUE, reasons_of
 
 log = logging.getLogger("torch_streamkl.report")
 
@@ -45,18 +45,20 @@ class Scan:
                 for x in report.remaining
                 if not (x.cause == OF_AN_INPUT and self.shapes.is_far_smaller(x.shape))
             ]
-            report.unfused_comparisons += unfused_comparisons(
-                gm.graph, self.shapes.holds, report.sites
-            )
+            for graph in graphs_of(gm):
+                report.unfused_comparisons += unfused_comparisons(
+                    graph, self.shapes.holds, report.sites
+                )
             found = large_tensors(gm, self.shapes, report.remaining, at)
             report.elsewhere += [made for made, _ in found]
             in_graph = [node for _, node in found if node.graph is gm.graph]
+            in_bodies = [node for _, node in found if node.graph is not gm.graph]
             # by the analysis, with the operation; or it is a loss, whose reason says more
             known = bool(report.unrecognized or report.sites)
             named = [text.split()[0] for text in report.unrecognized if " is applied to " in text]
             report.unrecognized += [
                 text
-                for text in reasons_of(in_graph, at)
+                for text in (*reasons_of(in_graph, at), *reasons_of(in_bodies, IN_A_BODY))
                 if not (known and text.endswith(VAGUE)) and text.split()[0] not in named
             ]
         except Exception as error:

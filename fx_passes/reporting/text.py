@@ -182,7 +182,10 @@ def _remaining_in_short(report: Report) -> Iterator[str]:
             for text, _ in alike(report.unrecognized)
             if not any(hint.startswith(text) for hint in hints)
         ]
-        yield from (f"     {text}" for text in reasons[:_MAX_REASONS])
+        said = [text for text in reasons if not text.startswith("Hint: ")]
+        todo = [text for text in reasons if text.startswith("Hint: ")]
+        todo = todo[: max(1, _MAX_REASONS - len(said))]  # however many sentences there are
+        yield from (f"     {text}" for text in (*said[:_MAX_REASONS], *todo))
 
 
 def _remaining_in_full(report: Report) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     location_of,
     name_of,
     num_bytes,
+    said_name,
 )
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, expression, is_one, provably_equal
 from torch_streamkl.fx_passes.reporting.report import Remaining
@@ -51,7 +52,7 @@ def readers_text(
     ``read_by`` says who reads the outputs, where that is not the caller of a compiled function.
     """
     readers = [u for u in node.users if u not in unread]
-    names = sorted({name_of(u).split(".")[-1] for u in readers if u.op != "output"})
+    names = sorted({said_name(u) for u in readers if u.op != "output"})
     said = [f"read by {', '.join(names)}"] if names else []
     is_output = any(u.op == "output" for u in readers)
     if is_output and read_by is not None:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.analysis.sites import AS_PRODUCT
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    descendants,
+    example,
+    location_of,
+    name_of,
+    said_name,
+)
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
@@ -23,6 +29,7 @@ from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
 AT_A_BREAK = next(x.hint for x in ADVICE if x.pattern == "graph break at ")
+IN_A_BODY = "the code around it"  # reads the outputs of the body of a higher-order operator
 OURS = "streamkl"  # in the names of our operators
 VAGUE = ": one distribution alone, or compared by code that is no known divergence"
 COMPARES = {
@@ -35,7 +42,7 @@ SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "n
 def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
     """Returns one sentence for every group of tensors that meet the same reader.
 
-    ``at_break`` is where a graph break ends the graph, if one does.
+    ``at_break`` is where a graph break ends the graph, if one does, or `IN_A_BODY`.
     """
     found: dict[str, None] = {}
     hints: dict[str, None] = {}
@@ -48,7 +55,8 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
         if reader is not None:
             said |= descendants([reader])
         sentence, _, hint = _sentence(node, reader, path, at_break).partition(". Hint: ")
-        found[sentence] = None
+        if sentence:
+            found[sentence] = None
         if hint:
             hints[f"Hint: {hint}"] = None
     return [*found, *hints]
@@ -105,6 +113,8 @@ def _sentence(
     if reader is None:
         return f"{where} is as large as scores, and no loss reads it"
     if reader.op == "output":
+        if at_break == IN_A_BODY:
+            return ""  # said of what is around the body
         if at_break:
             return f"{where} is read by {at_break}. Hint: {AT_A_BREAK}"
         return f"{where} is returned by the compiled function"
@@ -117,6 +127,8 @@ def _sentence(
         return f"{where} goes into {name} at {at}"
     if OURS in kind:
         return f"{where} is dense, and read by the fused operator"
+    if kind in WRITES and reader.args[0] in path:
+        return _hinted(f"{where} is overwritten in place at {at}", f"in-place {kind} of scores")
     if kind in WRITES:
         return f"{where} is written into another tensor at {at}"
     if kind in PRODUCTS and _is_sum_over_keys(node, reader, path):
@@ -183,5 +195,5 @@ _HIGHER_ORDER = {
 
 def called(node: fx.Node) -> str:
     """Returns the name that a user knows an operation by."""
-    name = name_of(node).split(".")[-1]
+    name = said_name(node)
     return _HIGHER_ORDER.get(name, name)
