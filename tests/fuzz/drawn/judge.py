@@ -170,7 +170,7 @@ def _naive(call: Drawn, formula: Formula, grad: Tensor) -> Results:
 def _of_rows(call: Drawn, formula: Formula, grad: Tensor, scores: float) -> tuple[float, float]:
     """Of a gradient to row weights: what rounding the rows makes of it, and its largest sum.
 
-    The gradient to a weight is a sum of values of rows, which may cancel, and which the result,
+    The gradient to a weight is a sum of per-row values, which may cancel, and which the result,
     where the weight is 0, says nothing of.
     """
     given = leaves(call, torch.float64)
