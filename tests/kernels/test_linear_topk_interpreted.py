@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.offline.compile import check_frontend, record_launches
 from tests.operators.test_linear_topk_kl import entries, formula, head, leaves
-from tests.support.interpreter import inside, quiet
+from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl import linear_topk_kl
+from torch_streamkl.linear.problem import Head
+from torch_streamkl.program.divergences import named
+from torch_streamkl.topk.problem import Tail, TopkProblem
+from torch_streamkl.topk.triton import rows as kernels
 
 pytestmark = quiet
 
@@ -70,3 +75,19 @@ def test_rows_that_do_not_count_and_ids_that_are_everywhere() -> None:
     assert value.isfinite()
     assert all(x.grad.isfinite().all() for x in tensors.values())
     assert not tensors["hidden"].grad[2].any()
+
+
+@outside
+@pytest.mark.parametrize("tail", ["none", "bucket"])
+def test_the_kernels_compile(tail: Tail) -> None:
+    """The interpreter runs code that a compiler refuses, such as Triton 3.6's own tl.zeros here."""
+    given = Head(torch.empty(4, 8), torch.empty(1000, 8), softcap=5.0)
+    ids = torch.zeros(4, 2, dtype=torch.long)
+    problem = TopkProblem(given, ids, torch.zeros(4, 2), named("forward_kl"), tail)
+    with record_launches("sm_90") as launches:
+        logits = torch.empty(4, 1000, dtype=torch.bfloat16)
+        kernels.log_sums(problem, logits)
+        kernels.gradient_(problem, logits, torch.empty(3, 4))
+    assert len(launches) == 2
+    for launch in launches:
+        check_frontend(launch, "sm_90")

@@ -126,7 +126,7 @@ def log_sum_kernel(rows, CONFIG: tl.constexpr):
     TILE: tl.constexpr = CONFIG.LANES * CONFIG.WIDTH
     whole = rows.vocab_size // TILE * TILE
     high = tl.full([CONFIG.LANES], LOW, tl.float32)
-    total = tl.zeros([CONFIG.LANES], tl.float32)
+    total = tl.full([CONFIG.LANES], 0.0, tl.float32)
     for start in tl.range(0, whole, TILE, num_stages=CONFIG.NUM_STAGES):
         score, _, _, _ = scores_of(rows, row, start, False, CONFIG)
         high, total = updated(high, total, score)
