@@ -100,7 +100,12 @@ def _matrix(records: dict[str, Record]) -> list[tuple[str, str]]:
 
 
 # ------------------------------------------------------------------------------------------- peers
-PEERS = ("h100-peers", "h100-peers-js", "h100-peers-compiled")  # the first that has a row
+PEERS = (
+    "h100-peers-topk",
+    "h100-peers",
+    "h100-peers-js",
+    "h100-peers-compiled",
+)  # the first that has a row
 LIGER = ("liger_fused", "liger_chunked", "liger_kl")
 PAGES = {"README.md": False, "docs/guide/comparison.md": True}  # and whether they show every row
 LOSSES = {
@@ -114,9 +119,10 @@ def peer(records: dict[str, Record], case: str, provider: str) -> Row | None:
     if provider == "liger":
         rows = [row for name in LIGER if (row := peer(records, case, name))]
         return min(rows, key=lambda row: (row.status != "ok", row.ms() or 0), default=None)
-    if provider == "direct" and case.endswith("top 64"):
-        provider = "program"
-    return next((row for name in PEERS if (row := records[name].find(case, provider))), None)
+    found = next((row for name in PEERS if (row := records[name].find(case, provider))), None)
+    if found is None and provider == "direct" and case.endswith("top 64"):
+        return peer(records, case, "program")
+    return found
 
 
 def peers_table(records: dict[str, Record], is_full: bool) -> list[str]:

@@ -12,6 +12,18 @@ OF_ITS_TYPE = {"to", "type_as"}
 LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones}
 
 
+def values_of(node: fx.Node) -> set[fx.Node]:
+    """Returns the node and all whose values it is computed from: not those read for a shape."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        each = stack.pop()
+        if each not in found:
+            found.add(each)
+            stack += [x for x in each.all_input_nodes if x is not read_for_metadata(each)]
+    return found
+
+
 def read_for_metadata(node: fx.Node) -> fx.Node | None:
     """Returns the argument of which a node reads only shape or type, if there is one."""
     name = name_of(node)

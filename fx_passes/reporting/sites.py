@@ -22,6 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     location_of,
     name_of,
 )
+from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
 from torch_streamkl.fx_passes.planning.candidates import Plans
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.graph_breaks import (
@@ -188,7 +189,7 @@ def _with_place(reason: str, site: fx.Node, blocker: fx.Node, recognised: ScoreI
         if source is None:
             return reason.replace(ELSEWHERE, NOT_MADE)
         name, at = called(source), shown(location_of(source)[0])
-        before = ancestors(source) - {source}
+        before = values_of(source) - {source}
         is_known = name in (CHECKPOINT, "register_hook")
         if not is_known and any(name_of(a) in MATMULS for a in before if _is_call(a)):
             return (

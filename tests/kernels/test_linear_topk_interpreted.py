@@ -80,7 +80,7 @@ def test_rows_that_do_not_count_and_ids_that_are_everywhere() -> None:
 @outside
 @pytest.mark.parametrize("tail", ["none", "bucket"])
 def test_the_kernels_compile(tail: Tail) -> None:
-    """The interpreter runs code that a compiler refuses, such as Triton 3.6's own tl.zeros here."""
+    """The interpreter runs code that compilers refuse, such as Triton 3.6's tl.zeros here."""
     given = Head(torch.empty(4, 8), torch.empty(1000, 8), softcap=5.0)
     ids = torch.zeros(4, 2, dtype=torch.long)
     problem = TopkProblem(given, ids, torch.zeros(4, 2), named("forward_kl"), tail)

@@ -323,7 +323,7 @@ def _refused(function: Callable[[Any], Any], error: Any, match: str, **options: 
         (lambda e: (e.t**e.s).sum("key"), NotImplementedError, "exponent that varies"),
         (lambda e: e.t, ValueError, "value must be a value of rows"),
         (lambda e: {"a": 3}, ValueError, "a must be a value of rows"),
-        (lambda e: {}, ValueError, "at least one value"),
+        (lambda e: {}, ValueError, "at least one per-row value"),
         (lambda e: e.x.sum("key"), AttributeError, "has no 'x'; it has t, s"),
         (lambda e: e.t.sum(-1), ValueError, 'must be over "key" or "head", got -1'),
         (lambda e: e.t.mean("key"), ValueError, 'must be over "head"'),

@@ -97,7 +97,7 @@ def test_what_is_overwritten_is_not_written_into_another_tensor() -> None:
         return ((a - b) ** 2).mean()
 
     text = str(explained(loss, "gram"))
-    assert "is overwritten in place at" in text and "write it out of place" in text
+    assert "is overwritten in place at" in text and "masked_fill instead of masked_fill_" in text
     assert "another tensor" not in text
 
 

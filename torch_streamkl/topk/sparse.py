@@ -21,6 +21,7 @@ from torch_streamkl.topk.problem import Places, TopkProblem
 _aten: Any = torch.ops.aten
 SUM_MODE = 0
 NO_PADDING = -1
+COPIED_BYTES = 64 * 2**20  # of weight rows, at a time
 
 
 def logits_of(problem: TopkProblem, places: Places) -> Tensor:
@@ -28,10 +29,24 @@ def logits_of(problem: TopkProblem, places: Places) -> Tensor:
     head, (num_tokens, k) = problem.head, problem.ids.shape
     if not (num_tokens and k and head.vocab_size):
         return head.hidden.new_zeros(num_tokens, k)
+    if head.hidden.dtype == torch.bfloat16 and head.hidden.is_cuda:
+        return _logits_by_tokens(problem, places)
     found: Tensor = _aten._embedding_bag_per_sample_weights_backward(
         head.hidden.contiguous(), head.weight.contiguous(), *_bags(places), SUM_MODE, NO_PADDING
     )
     return found.view(num_tokens, k)
+
+
+def _logits_by_tokens(problem: TopkProblem, places: Places) -> Tensor:
+    """Copies the weight rows of some tokens at a time: torch's kernel has no bfloat16 on a GPU."""
+    head, (num_tokens, k) = problem.head, problem.ids.shape
+    found = head.hidden.new_empty(num_tokens, k)
+    step = max(1, COPIED_BYTES // (k * head.weight.shape[1] * head.weight.element_size()))
+    for start in range(0, num_tokens, step):
+        part = slice(start, start + step)
+        rows = head.weight[places.index[part]]  # [tokens, k, hidden_size]
+        torch.bmm(rows, head.hidden[part, :, None], out=found[part, :, None])
+    return found
 
 
 def gradients(
