@@ -112,7 +112,7 @@ def test_a_hook_on_probabilities_is_a_hook() -> None:
 
     (site,) = explained(loss).sites
     assert "comes from register_hook at" in site.reason
-    assert "put the hook on the hidden states" in site.hint
+    assert "register the hook on the hidden states" in site.hint
 
 
 def test_inputs_of_a_checkpointed_function_have_names() -> None:
