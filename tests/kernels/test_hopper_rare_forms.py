@@ -154,8 +154,7 @@ def shares_of(rows: int, keys: int, heads: int = 8, **options: Any) -> tuple[int
         k = torch.empty(1, heads, keys, 128, device="cuda", dtype=torch.bfloat16)
         problem = problem_of(q, k, q, k, **options)[0]
         plan = hopper.plan_of(problem)
-        sides = problem.student, problem.teacher
-        tasks = [hopper._task(problem, plan, *sides, True, rows, False) for rows in (True, False)]
+        tasks = [hopper.backward_task(problem, plan, True, rows, False) for rows in (True, False)]
     return tasks[0].SPLITS, tasks[1].SPLITS
 
 
