@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_streamkl import linear_topk_kl
-from torch_streamkl.topk import chunks
+from torch_streamkl.linear.problem import Head
+from torch_streamkl.program.divergences import named
+from torch_streamkl.topk import chunks, sparse
+from torch_streamkl.topk.problem import Places, TopkProblem
 
 TAILS = ("none", "bucket", "renormalize")
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "tv", "js")
@@ -438,3 +441,13 @@ def test_weights_of_tokens_learn() -> None:
     total = linear_topk_kl(**tensors, ids=IDS, log_probs=LOGS, row_weight=factor, reduction="sum")
     total.backward()
     torch.testing.assert_close(factor.grad, rows)
+
+
+def test_logits_of_entries_without_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, bfloat16 copies the weight rows of some tokens at a time."""
+    head = Head(torch.randn(11, 6), torch.randn(29, 6))
+    ids = torch.randint(0, 29, (11, 4))
+    problem = TopkProblem(head, ids, torch.zeros(11, 4), named("forward_kl"), "renormalize")
+    monkeypatch.setattr(sparse, "COPIED_BYTES", 200)  # two tokens
+    expected = (head.weight[ids] * head.hidden[:, None]).sum(-1)
+    torch.testing.assert_close(sparse._logits_by_tokens(problem, Places.of(problem)), expected)
