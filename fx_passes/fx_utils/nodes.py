@@ -71,17 +71,18 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
     """Returns the node and all that it is computed from."""
-    return _reached([node], lambda n: n.all_input_nodes)
+    return reached([node], lambda n: n.all_input_nodes)
 
 
 def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Returns the nodes and all that is computed from them."""
-    return _reached(nodes, lambda n: n.users)
+    return reached(nodes, lambda n: n.users)
 
 
-def _reached(
+def reached(
     nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> set[fx.Node]:
+    """Returns the nodes and all that ``following`` leads to from them, in linear time."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, reached
 
 WITH_SIZES = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
 OF_ITS_TYPE = {"to", "type_as"}
@@ -14,14 +14,12 @@ LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones}
 
 def values_of(node: fx.Node) -> set[fx.Node]:
     """Returns the node and all whose values it is computed from: not those read for a shape."""
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        each = stack.pop()
-        if each not in found:
-            found.add(each)
-            stack += [x for x in each.all_input_nodes if x is not read_for_metadata(each)]
-    return found
+
+    def inputs(each: fx.Node) -> list[fx.Node]:
+        shape = read_for_metadata(each)
+        return [x for x in each.all_input_nodes if x is not shape]
+
+    return reached([node], inputs)
 
 
 def read_for_metadata(node: fx.Node) -> fx.Node | None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_streamkl.linear.chunks import Gradients
+from torch_streamkl.runtime.workspace import ranges
 from torch_streamkl.topk.problem import Places, TopkProblem
 
 _aten: Any = torch.ops.aten
@@ -42,8 +43,7 @@ def _logits_by_tokens(problem: TopkProblem, places: Places) -> Tensor:
     head, (num_tokens, k) = problem.head, problem.ids.shape
     found = head.hidden.new_empty(num_tokens, k)
     step = max(1, COPIED_BYTES // (k * head.weight.shape[1] * head.weight.element_size()))
-    for start in range(0, num_tokens, step):
-        part = slice(start, start + step)
+    for part in ranges(num_tokens, step):
         rows = head.weight[places.index[part]]  # [tokens, k, hidden_size]
         torch.bmm(rows, head.hidden[part, :, None], out=found[part, :, None])
     return found
