@@ -6,7 +6,8 @@ over `Opening.whole`, or over some of the axes in `Opening.keys` where code sums
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
@@ -19,7 +20,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     places_of,
     products_in,
 )
-from torch_streamkl.program.canonical import choose, compare, terms_of
+from torch_streamkl.program.canonical import choose, compare, log_softmax, terms_of
 from torch_streamkl.program.graph import (
     ANY,
     CONTRACT,
@@ -34,7 +35,7 @@ from torch_streamkl.program.graph import (
     intern,
 )
 from torch_streamkl.program.operations import OPERATIONS
-from torch_streamkl.program.reductions import fresh_axis, reduced, remade, substitute
+from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
 
 SOME_KEYS = "only some of the keys are used after the softmax"
@@ -132,7 +133,9 @@ class Opening:
         done: dict[Node, Node] = {}
         for y in walk([x], lambda y: is_entered(y) and y.op != "reduce"):
             if y.op == "reduce":
-                done[y] = self._reduction(y)
+                is_open = y.value.axis in (self.whole, *self.keys)
+                inside = self.of(y.args[0]) if is_open else y
+                done[y] = with_args(y, (inside,)) if is_open else self._reduction(y)
             elif y.op == CONTRACT:
                 done[y] = self._product(y)
             elif is_entered(y):
@@ -151,6 +154,8 @@ class Opening:
             return x
         side, d = place
         at = x.args[side].args[d]
+        if at.op == "index" and at.value in x.value and at.value not in x.args[1 - side].axes:
+            return self._sum_of_products(x, at.value)
         if not any(y.op == "capture" for y in walk([at])):
             raise NoForm(SOME_KEYS, x)
         position = self.position
@@ -162,6 +167,15 @@ class Opening:
         self.products[whole] = None
         hit = compare("eq", at, position)
         return self._summed(SUM, choose(hit, whole, const(0.0)))
+
+    def _sum_of_products(self, x: Node, axis: Axis) -> Node:
+        """A sum over keys that is a part of a product: of the sum of all keys."""
+        if axis.size != self.whole.size:
+            raise NoForm(SOME_KEYS, x)
+        names = {a: self.position if a == axis else index(fresh_axis(a.size)) for a in x.value}
+        operands = [substitute(y, names) for y in x.args]
+        rest = [names[a].value for a in x.value if a != axis]
+        return self.of(self._summed(SUM, contraction(operands[0], operands[1], rest)))
 
     @property
     def position(self) -> Node:
@@ -258,11 +272,11 @@ class Opening:
         free = fresh_axis(axis.size)
         at = substitute(ids, {axis: index(free)})
         body = substitute(x.args[0], {axis: index(free)})
-        body = _replaced(body, {at: self.position})
+        hit = reduced(ANY, free, compare("eq", at, self.position))
+        body = _at_all_keys(body, at, self.position, hit, free)
         if free in body.axes:
             raise NoForm("chosen entries of rows meet a tensor of as many", x)
-        hit = reduced(ANY, free, compare("eq", at, self.position))
-        nothing = const(0.0 if x.value.kind == SUM else -float("inf"))
+        nothing = const(0.0 if x.value.kind == SUM else -math.inf)
         kept = intern("where", (hit, body, nothing), None, body.dtype, hit.axes | body.axes, False)
         return self._summed(x.value.kind, self.of(kept))
 
@@ -277,12 +291,17 @@ def product_of(axes: tuple[Axis, ...]) -> int | None:
     return total
 
 
-def _replaced(root: Node, changes: Mapping[Node, Node]) -> Node:
-    """Returns an expression with other positions in place of some, also inside of products."""
+def _at_all_keys(root: Node, ids: Node, position: Node, hit: Node, entries: Axis) -> Node:
+    """Returns an expression of chosen entries as one of all keys, also inside of products.
+
+    A softmax of the entries is one of the keys that are hit.
+    """
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
-        if x in changes:
-            return changes[x]
+        if x is ids:
+            return position
+        if x.op == "log_softmax" and x.value == entries and position.op == "index":
+            return log_softmax(choose(hit, args[0], const(-math.inf)), position.value)
         if args == x.args:
             return x
         if x.op == CONTRACT:

@@ -150,7 +150,7 @@ class _Planner:
         self.opening = Opening(places, _keys_of(roots, places), facts.is_unique)
         self.sites: list[_Site] = []
         nodes = dict.fromkeys(x for root in roots for x in sites_of(root, places))
-        for node in sorted(nodes, key=lambda x: x.op == CONTRACT):
+        for node in _connected(list(nodes)):
             names = self.opening.names_of(node)
             names |= self._blocks(node, places)
             renamed = substitute(node, {a: index(b) for a, b in names.items()})
@@ -287,6 +287,26 @@ class _Planner:
                 Source(RowValue(number), 0, site.opened.flows), at=at
             )
         return tuple(values), tuple(replaced(root, changes) for root in self.roots)
+
+
+def _connected(sites: list[Node]) -> list[Node]:
+    """Sums in an order in which each shares a product with those before it, if it does at all.
+
+    Products at one key of each row come last: they are known by others.
+    """
+    left = sorted(sites, key=lambda x: (x.op == CONTRACT, -len(_products_of(x))))
+    found: list[Node] = []
+    known: set[Any] = set()
+    while left:
+        following = next((x for x in left if _products_of(x) & known), left[0])
+        left.remove(following)
+        known |= _products_of(following)
+        found.append(following)
+    return found
+
+
+def _products_of(site: Node) -> set[Any]:
+    return {tuple(map(name_of, x.args)) for x in products_in([site])}
 
 
 def _keys_of(roots: Sequence[Node], places: frozenset[Place]) -> tuple[Axis, ...]:

@@ -42,14 +42,16 @@ def name_of(x: Node) -> tuple[Any, ...]:
 
 
 def places_of(product: Node, axis: Axis) -> set[Place]:
-    """Returns where an axis stands in a product."""
+    """Returns where an axis stands in a product: at ids, the one that nothing else has."""
     names = tuple(map(name_of, product.args))
-    return {
-        (names, side, d)
+    every = [
+        (side, d, at)
         for side, operand in enumerate(product.args)
         for d, at in enumerate(operand.args)
         if axis in at.axes
-    }
+    ]
+    found = [x for x in every if len(every) == 1 or x[2].op != "capture"]
+    return {(names, side, d) for side, d, _ in found}
 
 
 @dataclass(frozen=True)
