@@ -78,6 +78,7 @@ class Facts:
     logarithms: tuple[Node, ...] = ()
     made_of_products: Collection[Any] = ()
     dtypes: Callable[[Any], Any] | None = None  # of captured tensors
+    extent: Callable[[Any, int], Any] | None = None  # of their dimensions
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class _Planner:
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
         self.roots, self.order, self.facts = roots, order, facts
-        self.opening = Opening(places, _keys_of(roots, places), facts.is_unique)
+        self.opening = Opening(places, _keys_of(roots, places, facts), facts.is_unique)
         self.sites: list[_Site] = []
         nodes = dict.fromkeys(x for root in roots for x in sites_of(root, places))
         for node in _connected(list(nodes)):
@@ -309,9 +310,12 @@ def _products_of(site: Node) -> set[Any]:
     return {tuple(map(name_of, x.args)) for x in products_in([site])}
 
 
-def _keys_of(roots: Sequence[Node], places: frozenset[Place]) -> tuple[Axis, ...]:
+def _keys_of(
+    roots: Sequence[Node], places: frozenset[Place], facts: Facts
+) -> tuple[Axis, ...]:
     """New axes for the keys: one, or those of blocks and of the keys inside of one."""
     sizes: list[Any] = []
+    chosen: list[Any] = []
     for b in bindings_of(roots):
         if not b.places & places:
             continue
@@ -329,11 +333,10 @@ def _keys_of(roots: Sequence[Node], places: frozenset[Place]) -> tuple[Axis, ...
                     return tuple(fresh_axis(n) for n in sizes_of)
             if at.op != "capture":
                 sizes.append(b.axis.size)
-    if sizes:
-        return (fresh_axis(sizes[0]),)
-    for b in bindings_of(roots):  # chosen entries alone: all keys are those of the operand
-        if b.places & places:
-            return (fresh_axis(b.axis.size),)
+            elif facts.extent is not None:  # all keys are those of the operand
+                chosen.append(facts.extent(product.args[place[0]].value, place[1]))
+    for size in (*sizes, *chosen):
+        return (fresh_axis(size),)
     raise NoForm("a sum of what is not made from scores")
 
 

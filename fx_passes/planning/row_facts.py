@@ -11,7 +11,7 @@ from torch_streamkl.fx_passes.closed_forms.row_program import Facts
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Node, Source
+from torch_streamkl.program.graph import Node, Size, Source
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
@@ -28,7 +28,13 @@ def facts_of(reading: Reading) -> Facts:
     for node in reading.arrays:
         if node.target in LOGARITHMS:
             logarithms += _of_probabilities(node, reading)
-    return Facts(is_unique, tuple(dict.fromkeys(logarithms)), reading.reads_products, dtype_of)
+    def extent(source: object, d: int) -> Size:
+        assert isinstance(source, Source)
+        value: Tensor = source.name.meta["val"]
+        return reading.sizes.of(value.shape[d])
+
+    found = tuple(dict.fromkeys(logarithms))
+    return Facts(is_unique, found, reading.reads_products, dtype_of, extent)
 
 
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
