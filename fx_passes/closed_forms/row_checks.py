@@ -263,4 +263,3 @@ def _is_scale(program: Program, node: Step) -> bool:
     """Whether a formula is a quotient by a number other than 0."""
     divisor = program.nodes[node.args[1]] if node.op == "div" else None
     return divisor is not None and divisor.op == "const" and divisor.value != 0.0
-

@@ -340,4 +340,3 @@ def _sorted(x: Node, args: tuple[Node, ...]) -> Node:
     ):
         args = tuple(sorted(args, key=lambda a: (x.op == "eq" and a.op == "const", a.digest)))
     return intern(x.op, args, value, x.dtype, x.axes, x.is_finite, x.range)
-

@@ -167,7 +167,7 @@ class _Planner:
             return {}
         inside = products_in([node])
         free = (a for a in node.axes if self.opening.part_of(inside, a) == 0)
-        return {a: keys[0] for a in free}
+        return dict.fromkeys(free, keys[0])
 
     def form(self) -> RowForm:
         """Returns the program."""
@@ -241,9 +241,7 @@ class _Planner:
         """The log-softmaxes that eager code computes as the logarithm of a probability."""
         shapes = _Shapes()
         wanted = {
-            shapes.of(x)
-            for x in walk(self.facts.logarithms, is_entered)
-            if x.op == "log_softmax"
+            shapes.of(x) for x in walk(self.facts.logarithms, is_entered) if x.op == "log_softmax"
         }
         return {x for x in detached if x.op == "log_softmax" and shapes.of(x) in wanted}
 
@@ -274,7 +272,12 @@ class _Planner:
         values = []
         for opened, slot, made in zip(self.opened, slots, outputs, strict=True):
             blocks = tuple(a for a in groups.keys if a in opened.axes)
-            dims = (groups.batch, by_number[made.head], groups.rows, *((blocks,) if blocks else ()))
+            dims = (
+                groups.batch,
+                by_number[made.head],
+                groups.rows,
+                *((blocks,) if blocks else ()),
+            )
             values.append(RowOutput(slot, dims, opened.flows))
         changes = {}
         for site in self.sites:
@@ -284,9 +287,7 @@ class _Planner:
             at = [index(original[a]) for a in flat if a in original]
             if len(at) < len(flat):
                 raise NoForm("sums over different rows")
-            changes[site.node] = capture(
-                Source(RowValue(number), 0, site.opened.flows), at=at
-            )
+            changes[site.node] = capture(Source(RowValue(number), 0, site.opened.flows), at=at)
         return tuple(values), tuple(replaced(root, changes) for root in self.roots)
 
 
@@ -310,9 +311,7 @@ def _products_of(site: Node) -> set[Any]:
     return {tuple(map(name_of, x.args)) for x in products_in([site])}
 
 
-def _keys_of(
-    roots: Sequence[Node], places: frozenset[Place], facts: Facts
-) -> tuple[Axis, ...]:
+def _keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
     """New axes for the keys: one, or those of blocks and of the keys inside of one."""
     sizes: list[Any] = []
     chosen: list[Any] = []

@@ -135,9 +135,7 @@ class Leaves:
             known = {*groups.batch, *heads, *groups.rows, *groups.keys}
             if x.flows and known <= x.axes:
                 # the map of the other side, from another graph: its gradient is as large
-                raise NoForm(
-                    "a tensor as large as the scores meets them and needs a gradient", x
-                )
+                raise NoForm("a tensor as large as the scores meets them and needs a gradient", x)
         dims = {
             ROW: (groups.batch, heads, groups.rows),
             KEY: (groups.batch, heads, groups.keys),
@@ -215,7 +213,9 @@ class Steps:
     def is_made(self, x: Node) -> bool:
         """Returns whether an expression is made of products."""
         if x not in self._made_of:
-            for y in walk([x], lambda y: y not in self._made_of and y.op not in ("capture", CONTRACT)):
+            for y in walk(
+                [x], lambda y: y not in self._made_of and y.op not in ("capture", CONTRACT)
+            ):
                 if y not in self._made_of:
                     inside = y.args if y.op != "capture" else ()
                     self._made_of[y] = y.op == CONTRACT or any(self._made_of[a] for a in inside)
@@ -369,7 +369,7 @@ class Steps:
         return (*parts, *((free,) if free is not None and free.op != "const" else ()))
 
     def _is_leaf(self, x: Node) -> bool:
-        constant, terms = terms_of(x)
+        _, terms = terms_of(x)
         is_choice = len(terms) == 1 and terms[0][1].op == "where"
         return self.leaves.is_whole(x) or (
             is_choice and all(y.op == "const" for y in terms[0][1].args[1:])
@@ -394,7 +394,9 @@ class Steps:
     def _factors(self, x: Node) -> tuple[Node, ...]:
         return x.args if x.op == "product" else (x,)
 
-    def _grouped(self, terms: Sequence[tuple[float, tuple[Node, ...]]]) -> list[tuple[float, Node]]:
+    def _grouped(
+        self, terms: Sequence[tuple[float, tuple[Node, ...]]]
+    ) -> list[tuple[float, Node]]:
         """Terms that share a probability as its product with the rest."""
         counts: dict[Node, int] = {}
         for _, factors in terms:

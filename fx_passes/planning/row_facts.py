@@ -28,6 +28,7 @@ def facts_of(reading: Reading) -> Facts:
     for node in reading.arrays:
         if node.target in LOGARITHMS:
             logarithms += _of_probabilities(node, reading)
+
     def extent(source: object, d: int) -> Size:
         assert isinstance(source, Source)
         value: Tensor = source.name.meta["val"]
@@ -51,9 +52,7 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
         y = todo.pop()
         if y.op == "exp":
             found.append(y.args[0])
-        elif y.op in ("product", "div"):
-            todo += y.args
-        elif y.op in ("clamp_min", "clamp_max", "where"):
+        elif y.op in ("product", "div") or y.op in ("clamp_min", "clamp_max", "where"):
             todo += y.args
         elif y.op == "linear":
             constant, terms = terms_of(y)

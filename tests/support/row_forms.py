@@ -217,7 +217,7 @@ def main(which: str, *names: str) -> None:
 def show(form: RowForm) -> None:
     """Prints the steps of a form."""
     for i, n in enumerate(form.program.nodes):
-        print("   ", i, n.op, n.args, n.value, "h%d" % n.head, "key" if n.by_key else "row")
+        print("   ", i, n.op, n.args, n.value, f"h{n.head}", "key" if n.by_key else "row")
     print("   ", form.program.reductions, form.program.outputs)
     for c in form.captures:
         print("   ", c.kind, c.value)
