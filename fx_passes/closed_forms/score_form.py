@@ -206,7 +206,7 @@ def _joined_shift(
     if not shift or not added:
         return shift, terms
     c, t = largest = max(added, key=lambda term: abs(term[0]))
-    rest = [term for term in terms if term is not largest]
+    rest = [term for term in terms if term != largest]
     return 0.0, [*rest, (1.0, linear(shift, [(c, t)]))]
 
 
