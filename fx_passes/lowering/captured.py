@@ -8,7 +8,7 @@ by no `where`). Positions that a tensor holds select.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,8 +66,17 @@ class Captures:
             return self.build.method("detach", x)
         return x
 
-    def placed(self, x: fx.Node, at: Sequence[Node], index: Mapping[Node, Placed]) -> Placed:
-        """Returns a tensor at positions; ``index`` has those that are no views, as tensors."""
+    def placed(
+        self,
+        x: fx.Node,
+        at: Sequence[Node],
+        index: Mapping[Node, Placed],
+        whole: Collection[int] = (),
+    ) -> Placed:
+        """Returns a tensor at positions; ``index`` has those that are no views, as tensors.
+
+        ``whole`` are dimensions of which every position is read, whatever their symbols say.
+        """
         selected = [d for d, p in enumerate(at) if p in index]
         dims: list[Dim] = [()] * len(at)
         removed = []
@@ -76,6 +85,9 @@ class Captures:
                 continue
             affine = self.affine(at[d])
             assert affine is not None
+            if d in whole:
+                dims[d] = affine.dim
+                continue
             x, found = self._viewed(x, d, affine)
             if found is None:
                 removed.append(d)
@@ -224,7 +236,7 @@ class Captures:
             raise Unsupported(NO_VIEW)
         tensors, own = self.arranging.aligned(*index)
         first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-        at = {d: t for d, t in zip(places, tensors, strict=True)}
+        at = dict(zip(places, tensors, strict=True))
         x = self.build.call(
             operator.getitem, x, tuple(at.get(d, slice(None)) for d in range(len(dims)))
         )
@@ -245,7 +257,7 @@ class Captures:
             return None
         wanted = [own[0] if i == d else dim for i, dim in enumerate(dims)]
         at = self.arranging.ordered(index, [a for dim in wanted for a in dim])
-        node = self.arranging._with_ones(at, [dim for dim in wanted])
+        node = self.arranging._with_ones(at, list(wanted))
         if len(example(node).shape) < len(wanted):
             node = self.build.call(
                 operator.getitem, node, (None,) * (len(wanted) - len(example(node).shape))

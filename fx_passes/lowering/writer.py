@@ -26,8 +26,6 @@ from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import ANY, BOOL, INT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
-Values = Mapping[object, tuple[fx.Node, Sequence[Axis]]]
-
 UNARY: dict[str, Callable[..., Any]] = {
     "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log,
     "log1p": torch.log1p, "sqrt": torch.sqrt, "abs": torch.abs, "sign": torch.sign,
@@ -51,8 +49,7 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
 class Writer:
     """Inserts the tensors that expressions are.
 
-    ``values`` has results of operators by the names of their sources, with the axes of their
-    dimensions. ``tensors`` are nodes of the user's graph in which symbolic sizes are looked for.
+    ``values`` has results of operators by the names of their sources. ``tensors`` are nodes of the user's graph in which symbolic sizes are looked for.
     """
 
     def __init__(
@@ -61,13 +58,14 @@ class Writer:
         reading: Reading,
         outer: Mapping[fx.Node, fx.Node],
         exprs: Sequence[Node] = (),
-        values: Values | None = None,
+        values: Mapping[object, fx.Node] | None = None,
     ) -> None:
         self.build, self.reading, self.outer = build, reading, outer
-        self.values: dict[object, tuple[fx.Node, Sequence[Axis]]] = dict(values or {})
+        self.values: dict[object, fx.Node] = dict(values or {})
         self.tensors = self.tensors_of(*exprs)
         self.arranging = Arranging(build, self.tensors)
         self.captures = Captures(self.arranging, reading.sizes, outer)
+        self._tensors: dict[object, fx.Node] = {}
         self._made: dict[tuple[Node, torch.dtype | None], Placed] = {}
 
     def tensors_of(self, *exprs: Node) -> list[fx.Node]:
@@ -100,10 +98,13 @@ class Writer:
         the reason for which a dimension with some of its axes is refused; else it is expanded.
         ``least`` is the narrowest type in which numbers are computed.
         """
-        placed = self.value(x, least)
-        if placed.is_number:
-            placed = Placed(self._scalar(placed.node, x.dtype))
-        return self.arranging.arranged(placed, dims, expand, partly)
+        key = x, tuple(dims), tuple(expand), least
+        if key not in self._tensors:
+            placed = self.value(x, least)
+            if placed.is_number:
+                placed = Placed(self._scalar(placed.node, x.dtype))
+            self._tensors[key] = self.arranging.arranged(placed, dims, expand, partly)
+        return self._tensors[key]
 
     def size(self, x: Node) -> int | fx.Node:
         """Returns an integer that is made of sizes."""
@@ -290,9 +291,9 @@ class Writer:
         if not isinstance(example(node), Tensor):
             return Placed(node)
         tensor = self.captures.tensor(source)
-        tensor, at = self._selected_by_masks(tensor, x.args)
+        tensor, at, whole = self._selected_by_masks(tensor, x.args)
         index = {p: self.value(p) for p in at if self.captures.affine(p) is None}
-        placed = self.captures.placed(tensor, at, index)
+        placed = self.captures.placed(tensor, at, index, whole)
         value = placed.value
         if least is not None and value.dtype.is_floating_point:
             wide = torch.promote_types(value.dtype, least)
@@ -302,19 +303,18 @@ class Writer:
 
     def _result(self, x: Node) -> Placed:
         """A value of an operator, at the positions where it is read."""
-        node, axes = self.values[x.value.name]
+        node = self.values[x.value.name]
         if not x.value.grad_flows and getattr(example(node), "requires_grad", False):
             node = self.build.method("detach", node)
-        del axes
-        return self.captures.placed(node, x.args, {})
+        return self.captures.placed(node, x.args, {}, range(len(x.args)))
 
     # ------------------------------------------------------------------------- rows of a mask
 
     def _selected_by_masks(
         self, tensor: fx.Node, at: Sequence[Node]
-    ) -> tuple[fx.Node, Sequence[Node]]:
-        """A tensor whose dimensions a mask of several dimensions selects together."""
-        at = list(at)
+    ) -> tuple[fx.Node, Sequence[Node], set[int]]:
+        """A tensor whose dimensions a mask selects, those of its own dimensions together."""
+        at, whole = list(at), set[int]()
         d = 0
         while d < len(at):
             name = _positions(at[d])
@@ -328,8 +328,9 @@ class Writer:
                 positions = self._positions(name)
                 tensor = self.build.method("index_select", tensor, d, positions)
                 at[d : d + rank] = [run[0].args[0]]
+                whole.add(d)
             d += 1
-        return tensor, at
+        return tensor, at, whole
 
     def _mask(self, name: Positions) -> fx.Node:
         return outer_node(name.mask, self.outer)
