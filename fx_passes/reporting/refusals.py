@@ -1,0 +1,232 @@
+"""Says why operations and sums of a trace are no operator's, and at which node.
+
+A value is captured if no rule reads it, and a sum over keys may have no closed form. Both have
+their reasons as short phrases, which hints compare and `wording.py` says in sentences. An
+expression is found again in the graph by its form: sums over it have other names for its axes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.form import NotClosed
+from torch_streamkl.fx_passes.closed_forms.match import match
+from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
+from torch_streamkl.program.graph import CONTRACT, Node, Source
+from torch_streamkl.program.walks import walk
+
+NOT_MADE = "is not made from scores in this graph"
+ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
+DROPOUT = "dropout changes the probabilities after the softmax"
+SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
+OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
+SOME_KEYS = "only some of the keys are used after the softmax"
+SELECTED_KEYS = "keys are selected after the softmax"
+BY_ZERO = "scores multiplied by 0"
+NO_PRODUCT = "the scores of a softmax are no product"
+NOT_IN_GRAPH = "scores that no product in the graph makes"
+RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+# operations after which the keys of a softmax are no dimension any more
+OF_KEYS = {
+    "slice": SOME_KEYS, "narrow": SOME_KEYS, "select": SOME_KEYS,
+    "index_select": SELECTED_KEYS, "index": SELECTED_KEYS, "masked_select": SINGLE_ENTRIES,
+}  # fmt: skip
+_OPERATION = re.compile(r"^(\S+) (?:of scores|is part of the sum)$")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Holds a reason and the node that it is about, None if it is about the whole loss."""
+
+    reason: str
+    node: fx.Node | None = None
+
+
+@dataclass
+class Refusals:
+    """Finds the reasons of one trace; what is asked for once is kept."""
+
+    trace: Trace
+    reading: Reading
+    levels: ScoreLevels = field(init=False)
+    _found: dict[fx.Node, Refusal | None] = field(default_factory=dict)
+    _matched: dict[Node, NotClosed | None] = field(default_factory=dict)
+    _forms: _Forms | None = None
+    _first: dict[int, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.levels = ScoreLevels(self.reading)
+
+    def of(self, node: fx.Node) -> Refusal | None:
+        """Returns why a node's value is no operator's, if its own operation is the reason."""
+        if node not in self._found:
+            self._found[node] = self.captured(node) or self._of_keys(node) or self._of_sum(node)
+        return self._found[node]
+
+    # ------------------------------------------------------------------------- captured
+
+    def captured(self, node: fx.Node) -> Refusal | None:
+        """Returns why an operation on scores is not read, in terms of scores."""
+        reason = self.reading.reasons.get(node)
+        if reason is None or node.op != "call_function":
+            return None
+        found = [self.levels.of(a) for a in node.all_input_nodes]
+        level = max((x for x in found), key=lambda x: x.value, default=Level.OTHER)
+        if level in (Level.OTHER, Level.ROWS):
+            before = (self.captured(a) for a in node.all_input_nodes)
+            return next((x for x in before if x is not None), None)
+        name = name_of(node)
+        if name == "dropout" and level is Level.PROBABILITIES:
+            return Refusal(DROPOUT, node)
+        if name in RESHAPES:
+            return Refusal("reshape that mixes the axes of the scores", node)
+        if reason.endswith("has no rule") or name == "dropout":
+            return Refusal(f"{name} of scores", node)
+        return Refusal(reason, node)
+
+    # ------------------------------------------------------------------------- keys
+
+    def _of_keys(self, node: fx.Node) -> Refusal | None:
+        """An operation after which the keys that a softmax was over are no dimension any more."""
+        if node.op != "call_function" or self.levels.of(node) is not Level.PROBABILITIES:
+            return None
+        before = [a for a in node.all_input_nodes if self.levels.keys_of(a)]
+        if not before or self.levels.keys_of(node):
+            return None
+        name = name_of(node)
+        if name in RESHAPES:
+            return Refusal(f"reshape that splits the keys: {OF_BLOCKS}", node)
+        return Refusal(OF_KEYS.get(name, f"{name} of scores"), node)
+
+    # ------------------------------------------------------------------------- sums
+
+    def _of_sum(self, node: fx.Node) -> Refusal | None:
+        """A sum over keys that begins at a node and has no closed form."""
+        found = self.reading.arrays.get(node)
+        if node.op != "call_function" or not isinstance(found, Array):
+            return None
+        order = [a for d in found.dims for a in d]
+        for site in self._new_sums(node, found.expr):
+            if site not in self._matched:
+                result = match(site, order)
+                self._matched[site] = result if isinstance(result, NotClosed) else None
+            refused = self._matched[site]
+            if refused is not None:
+                return self.placed(refused, node)
+        return None
+
+    def _new_sums(self, node: fx.Node, x: Node) -> list[Node]:
+        """The sums over keys of an expression that no input of its node has."""
+        if not sums_over_keys([x]):
+            return []
+        found = sites(keys_first(x))
+        forms = self._all_forms()
+        before = {
+            forms.of(y)
+            for a in node.all_input_nodes
+            if isinstance(given := self.reading.arrays.get(a), Array)
+            for y in sums_over_keys([given.expr])
+        }
+        return [y for y in found if forms.of(y) not in before]
+
+    def placed(self, refused: NotClosed, default: fx.Node | None = None) -> Refusal:
+        """Returns the reason of a sum, and the node at which it stopped."""
+        at = refused.at
+        if at is None:
+            return Refusal(refused.reason, default)
+        if at.op == "capture" and isinstance(at.value, Source):
+            name = at.value.name
+            inside = self.captured(name) if isinstance(name, fx.Node) else None
+            if inside is not None:
+                return inside
+        node = self.first_with(at)
+        if node is None:
+            return Refusal(refused.reason, default)
+        if _OPERATION.match(refused.reason):
+            return Refusal(f"{name_of(node)} of scores", node)
+        return Refusal(refused.reason, node)
+
+    # ------------------------------------------------------------------------- places
+
+    def first_with(self, x: Node) -> fx.Node | None:
+        """Returns the first node of the trace whose value has an expression of this form."""
+        self._all_forms()
+        assert self._forms is not None
+        return self._first.get(self._forms.of(x))
+
+    def _all_forms(self) -> _Forms:
+        if self._forms is None:
+            self._forms = _Forms()
+            seen: set[Node] = set()
+            for node in self.trace.graph.nodes:
+                found = self.reading.arrays.get(node)
+                if node.op != "call_function" or not isinstance(found, Array):
+                    continue
+                for x in walk([found.expr], lambda y: y not in seen):
+                    if x not in seen:
+                        seen.add(x)
+                        self._first.setdefault(self._forms.of(x), node)
+        return self._forms
+
+
+class _Forms:
+    """Numbers expressions that are equal but for the names of axes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, int] = {}
+        self._numbers: dict[object, int] = {}
+
+    def of(self, x: Node) -> int:
+        for y in walk([x], lambda y: y not in self._known):
+            if y not in self._known:
+                key = y.op, _value_of(y), self._arguments(y)
+                self._known[y] = self._numbers.setdefault(key, len(self._numbers))
+        return self._known[x]
+
+    def _arguments(self, x: Node) -> tuple[object, ...]:
+        known = [self._known[a] for a in x.args]
+        if x.op == "linear":
+            return tuple(sorted(zip(x.value[1], known, strict=True)))
+        return tuple(sorted(known) if x.op in ("product", CONTRACT, "and", "or") else known)
+
+
+def _value_of(x: Node) -> object:
+    """What else an expression is, without the names of axes."""
+    match x.op:
+        case "index":
+            return x.value.size
+        case "log_softmax":
+            return x.value.size
+        case "reduce":
+            return x.value.kind, x.value.axis.size
+        case "contract":
+            return tuple(sorted(str(a.size) for a in x.value))
+        case "linear":
+            return x.value[0]
+    return x.value
+
+
+def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
+    """Yields nodes in one direction, the nearest first, the node itself included."""
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop(0)
+        yield current
+        for other in getattr(current, direction):
+            if other not in seen:
+                seen.add(other)
+                queue.append(other)
+
+
+def first_with_reason(node: fx.Node, reasons: Mapping[fx.Node, str]) -> tuple[str, fx.Node] | None:
+    """Returns the nearest of a node's inputs that has a reason."""
+    return next(((reasons[n], n) for n in near(node, "all_input_nodes") if n in reasons), None)
