@@ -25,6 +25,7 @@ from torch_streamkl.program.walks import rebuilt, walk
 Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
 Polynomial = dict[Monomial, float]
 TINY = 1e-12
+AFTER_SOFTMAX = "a mask on keys is applied after the softmax"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
     def enter(y: Node) -> bool:
         if y.op == "where":
             if key in y.args[0].axes and not has_variables[y.args[0]]:
-                raise NoForm("a condition in the sum", y)
+                raise NoForm(AFTER_SOFTMAX, y.args[0])
             return has_variables[y] and not has_variables[y.args[0]]
         return has_variables[y] and (
             y.op in ("linear", "product") or (y.op == "div" and not has_variables[y.args[1]])
@@ -59,7 +60,7 @@ def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
     for y in walk([x], enter):
         if not has_variables[y]:
             if key in y.axes:
-                raise NoForm("a condition in the sum", y)
+                raise NoForm(AFTER_SOFTMAX, y)
             found[y] = {ONE: {(): y.value}} if y.op == "const" else {y: {(): 1.0}}
         elif not enter(y):
             _check_atom(y, has_variables)
@@ -74,7 +75,7 @@ def _check_atom(x: Node, has_variables: Mapping[Node, bool]) -> None:
     for y in walk([x], lambda y: has_variables[y]):
         if not has_variables[y] and y.op != "const":
             reason = "a value of the row is part of a function of probabilities"
-            raise NoForm("a condition in the sum" if y.dtype == BOOL else reason, y)
+            raise NoForm(AFTER_SOFTMAX if y.dtype == BOOL else reason, y)
 
 
 def _combined(x: Node, args: list[dict[Node, Polynomial]]) -> dict[Node, Polynomial]:

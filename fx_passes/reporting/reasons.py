@@ -6,14 +6,14 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import node_of
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
 from torch_streamkl.fx_passes.reporting.divergence_sites import CALLS, LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.reporting.refusals import (
-    BY_ZERO,
     ELSEWHERE,
     NO_PRODUCT,
     NOT_IN_GRAPH,
     NOT_MADE,
+    SELECTED_KEYS,
     Refusal,
     Refusals,
     near,
@@ -24,7 +24,8 @@ ONE_SIDE = "the scores or probabilities of one side are not made"
 AS_PRODUCT = "the sum over the keys is written as a matrix product"
 LEAVES = "the divergence leaves the graph before it is summed over the keys"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
-_FROM_ELSEWHERE = (NO_PRODUCT, NOT_IN_GRAPH)
+PADS = {"pad", "constant_pad_nd"}
+_FROM_BEFORE = (NO_PRODUCT, NOT_IN_GRAPH, SELECTED_KEYS)  # what was before says more
 
 
 def reason_of(site: fx.Node, refusals: Refusals) -> Refusal:
@@ -36,26 +37,10 @@ def reason_of(site: fx.Node, refusals: Refusals) -> Refusal:
         found = refusals.of(node)
         if found is None:
             continue
-        if found.reason in _FROM_ELSEWHERE or VARIES in found.reason:
-            earlier = _further_back(node, refusals)
-            if earlier is not None:
-                return earlier
-        if found.reason in _FROM_ELSEWHERE:
-            return _elsewhere(site, refusals) or _multiplied_by_zero(node, refusals) or found
-        return found
-    earlier = _further_back(site, refusals)
-    if earlier is not None:
-        return earlier
-    return _elsewhere(site, refusals) or _unsummed(site, refusals)
-
-
-def _further_back(node: fx.Node, refusals: Refusals) -> Refusal | None:
-    """The nearest operation before a node that is not read."""
-    for earlier in near(node, "all_input_nodes"):
-        found = refusals.captured(earlier)
-        if found is not None:
-            return found
-    return None
+        if found.reason in _FROM_BEFORE or VARIES in found.reason:
+            found = refusals.before(node) or _elsewhere(site, refusals) or found
+        return _of_padding(node, refusals) or found if "masked differ" in found.reason else found
+    return refusals.before(site) or _elsewhere(site, refusals) or _unsummed(site, refusals)
 
 
 def _elsewhere(site: fx.Node, refusals: Refusals) -> Refusal | None:
@@ -73,10 +58,14 @@ def _elsewhere(site: fx.Node, refusals: Refusals) -> Refusal | None:
     return None
 
 
-def _multiplied_by_zero(node: fx.Node, refusals: Refusals) -> Refusal | None:
+def _of_padding(node: fx.Node, refusals: Refusals) -> Refusal | None:
+    """Scores of one side that are padded with a number, which is a mask of this side alone."""
     for earlier in near(node, "all_input_nodes"):
-        if refusals.reading.observers.get(earlier) == "folded" and name_of(earlier) == "mul":
-            return Refusal(BY_ZERO, earlier)
+        if earlier.op == "call_function" and name_of(earlier) in PADS:
+            if refusals.levels.of(earlier.args[0]) is Level.SCORES:
+                fill = named_arguments(earlier).get("value", 0.0) or 0.0
+                text = f"scores are padded with {fill:g}, which takes part in the softmax"
+                return Refusal(text, earlier)
     return None
 
 

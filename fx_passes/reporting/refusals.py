@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_o
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reporting.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.program.graph import CONTRACT, Node, Source
 from torch_streamkl.program.walks import walk
@@ -31,9 +32,12 @@ SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
 SELECTED_KEYS = "keys are selected after the softmax"
+CONSTANT = "a gradient flows through what is a constant"
 BY_ZERO = "scores multiplied by 0"
+DOUBLE = "softmax of values that are probabilities already (double softmax)"
 NO_PRODUCT = "the scores of a softmax are no product"
 NOT_IN_GRAPH = "scores that no product in the graph makes"
+SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
 # operations after which the keys of a softmax are no dimension any more
 OF_KEYS = {
@@ -69,8 +73,21 @@ class Refusals:
     def of(self, node: fx.Node) -> Refusal | None:
         """Returns why a node's value is no operator's, if its own operation is the reason."""
         if node not in self._found:
-            self._found[node] = self.captured(node) or self._of_keys(node) or self._of_sum(node)
+            self._found[node] = (
+                self.captured(node)
+                or self._of_keys(node)
+                or self._of_sum(node)
+                or self._of_reduction(node)
+            )
         return self._found[node]
+
+    def before(self, node: fx.Node) -> Refusal | None:
+        """Returns why the nearest operation before a node has no form, the node included."""
+        for earlier in near(node, "all_input_nodes"):
+            found = self.captured(earlier) or self._of_keys(earlier) or self._of_softmax(earlier)
+            if found is not None:
+                return found
+        return None
 
     # ------------------------------------------------------------------------- captured
 
@@ -85,6 +102,8 @@ class Refusals:
             before = (self.captured(a) for a in node.all_input_nodes)
             return next((x for x in before if x is not None), None)
         name = name_of(node)
+        if reason == CONSTANT and any(a == 0 for a in node.args if isinstance(a, (int, float))):
+            return Refusal(BY_ZERO, node)
         if name == "dropout" and level is Level.PROBABILITIES:
             return Refusal(DROPOUT, node)
         if name in RESHAPES:
@@ -103,9 +122,17 @@ class Refusals:
         if not before or self.levels.keys_of(node):
             return None
         name = name_of(node)
+        if name in SUMS:
+            return None
         if name in RESHAPES:
             return Refusal(f"reshape that splits the keys: {OF_BLOCKS}", node)
         return Refusal(OF_KEYS.get(name, f"{name} of scores"), node)
+
+    def _of_softmax(self, node: fx.Node) -> Refusal | None:
+        if node.op != "call_function" or name_of(node) not in SOFTMAXES | LOG_SOFTMAXES:
+            return None
+        is_double = self.levels.of(node.args[0]) is Level.PROBABILITIES
+        return Refusal(DOUBLE, node) if is_double else None
 
     # ------------------------------------------------------------------------- sums
 
@@ -123,6 +150,19 @@ class Refusals:
             if refused is not None:
                 return self.placed(refused, node)
         return None
+
+    def _of_reduction(self, node: fx.Node) -> Refusal | None:
+        """An operation that leaves no keys, and is no sum over those of a softmax."""
+        before = [a for a in node.all_input_nodes if self.levels.of(a) is Level.PROBABILITIES]
+        if node.op != "call_function" or not before or self.levels.keys_of(node):
+            return None
+        found = self.reading.arrays.get(node)
+        if not isinstance(found, Array) or sums_over_keys([found.expr]):
+            return None
+        if name_of(node) in SUMS:
+            return self.before(node)
+        is_row = self.levels.of(node) is Level.ROWS
+        return Refusal(f"{name_of(node)} of scores", node) if is_row else None
 
     def _new_sums(self, node: fx.Node, x: Node) -> list[Node]:
         """The sums over keys of an expression that no input of its node has."""
@@ -143,15 +183,18 @@ class Refusals:
         at = refused.at
         if at is None:
             return Refusal(refused.reason, default)
-        if at.op == "capture" and isinstance(at.value, Source):
-            name = at.value.name
+        for x in walk([at]):
+            name = x.value.name if isinstance(x.value, Source) else None
             inside = self.captured(name) if isinstance(name, fx.Node) else None
             if inside is not None:
                 return inside
         node = self.first_with(at)
         if node is None:
             return Refusal(refused.reason, default)
-        if _OPERATION.match(refused.reason):
+        if self.levels.of(node) is Level.OTHER:  # a mask or factor: where scores meet it
+            node = self._first_that_reads(at, node, default) or default
+        assert node is not None or default is None
+        if node is not None and _OPERATION.match(refused.reason):
             return Refusal(f"{name_of(node)} of scores", node)
         return Refusal(refused.reason, node)
 
@@ -162,6 +205,20 @@ class Refusals:
         self._all_forms()
         assert self._forms is not None
         return self._first.get(self._forms.of(x))
+
+    def _first_that_reads(self, x: Node, after: fx.Node, before: fx.Node | None) -> fx.Node | None:
+        """The first node between two that is made of scores and has an expression of this form."""
+        forms, wanted, is_after = self._all_forms(), self._all_forms().of(x), False
+        for node in self.trace.graph.nodes:
+            is_after |= node is after
+            found = self.reading.arrays.get(node)
+            if not is_after or not isinstance(found, Array) or not self.levels.has_product(node):
+                continue
+            if any(forms.of(y) == wanted for y in walk([found.expr])):
+                return node
+            if node is before:
+                break
+        return None
 
     def _all_forms(self) -> _Forms:
         if self._forms is None:

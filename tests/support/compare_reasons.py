@@ -19,9 +19,12 @@ import torch
 from tests.support import shadow
 from torch_streamkl.fx_passes import backend, pipeline
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
+from torch_streamkl.fx_passes.closed_forms.form import NotClosed
+from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.reader import read_trace
 from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.fx_passes.reporting.refusals import near as near_nodes
 from torch_streamkl.fx_passes.reporting.unfused import unfused_sites
 
 FOUND: list[tuple[Any, Any]] = []
@@ -37,6 +40,8 @@ def watched() -> Iterator[list[Any]]:
         try:
             refusals = Refusals(trace, read_trace(trace))
             new = unfused_sites(nodes, refusals, of_programs)
+            if new and all(is_matched(n, refusals) for n in nodes):
+                new = ["MATCHED", *said(new)]
             met = divergence_sites(trace, refusals.reading)
             missing = [n for n in nodes if n not in met]
             if missing:
@@ -48,6 +53,17 @@ def watched() -> Iterator[list[Any]]:
 
     with mock.patch.object(pipeline, "unfused_sites", both):
         yield found
+
+
+def is_matched(site: Any, refusals: Refusals) -> bool:
+    """Whether the first sum over keys that a site leads to has a closed form."""
+    for node in near_nodes(site, "users"):
+        array = refusals.reading.arrays.get(node)
+        if array is not None and not isinstance(array, tuple):
+            found = match_program(array.expr, [a for d in array.dims for a in d]).found
+            if found:
+                return not any(isinstance(x, NotClosed) for x in found.values())
+    return False
 
 
 def reasons() -> Iterator[shadow.Program]:
@@ -104,7 +120,7 @@ def said(sites: Any) -> list[str]:
     if isinstance(sites, str):
         return [sites]
     if sites and not hasattr(sites[0], "reason"):
-        return [str(sites)]
+        return list(map(str, sites))
     return [f"{x.reason} | {x.unsupported_code}" for x in sites]
 
 
