@@ -59,6 +59,13 @@ class ScoreLevels:
         inside = walk([found.expr], lambda x: x.op not in ("capture", CONTRACT))
         return frozenset(x.value for x in inside if x.op == "log_softmax") & found.expr.axes
 
+    def products_of(self, node: object) -> list[Node]:
+        """Returns the products that a node is computed from."""
+        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
+        if not isinstance(found, Array) or self.of(node) is Level.OTHER:
+            return []
+        return [x for x in walk([found.expr]) if x.op == CONTRACT]
+
     def _visit(self, x: Node) -> None:
         for y in walk([x], lambda y: y not in self._pairs):
             if y not in self._pairs:

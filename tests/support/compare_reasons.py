@@ -10,6 +10,7 @@ import contextlib
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -22,37 +23,95 @@ from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.reader import read_trace
+from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
 from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.refusals import near as near_nodes
+from torch_streamkl.fx_passes.reporting.remaining import large_tensors_left
+from torch_streamkl.fx_passes.reporting.score_families import score_sized_nodes
 from torch_streamkl.fx_passes.reporting.unfused import unfused_sites
 
-FOUND: list[tuple[Any, Any]] = []
+_REFUSALS: dict[int, tuple[Any, Refusals]] = {}
+
+
+def refusals_of(trace: Any) -> Refusals:
+    """The reading of a trace, once."""
+    if id(trace) not in _REFUSALS:
+        _REFUSALS.clear()
+        _REFUSALS[id(trace)] = trace, Refusals(trace, read_trace(trace))
+    return _REFUSALS[id(trace)][1]
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Any]]:
-    """Explains every loss that is not fused meanwhile by both analyses."""
-    original, found = pipeline.unfused_sites, []
+    """Explains every loss of the programs that are compiled meanwhile by both analyses."""
+    found: list[Any] = []
 
-    def both(nodes: Any, trace: Any, recognised: Any, plans: Any, of_programs: Any) -> Any:
-        old = original(nodes, trace, recognised, plans, of_programs)
-        try:
-            refusals = Refusals(trace, read_trace(trace))
-            new = unfused_sites(nodes, refusals, of_programs)
-            if new and all(is_matched(n, refusals) for n in nodes):
-                new = ["MATCHED", *said(new)]
-            met = divergence_sites(trace, refusals.reading)
-            missing = [n for n in nodes if n not in met]
-            if missing:
-                found.append((missing, met))
-        except Exception:
-            new = traceback.format_exc()
-        found.append((old, new))
-        return old
+    def beside(name: str, ours: Any) -> Any:
+        original = getattr(pipeline, name)
 
-    with mock.patch.object(pipeline, "unfused_sites", both):
+        def both(*args: Any) -> Any:
+            old = original(*args)
+            try:
+                found.append((name, *ours(old, *args)))
+            except Exception:
+                found.append((name, "", traceback.format_exc()))
+            return old
+
+        return mock.patch.object(pipeline, name, both)
+
+    with (
+        beside("unfused_sites", _unfused),
+        beside(
+            "divergence_sites",
+            lambda old, trace, _: (
+                [str(old)],
+                [str(divergence_sites(trace, refusals_of(trace).reading))],
+            ),
+        ),
+        beside("_fuse", _described),
+        beside("score_sized_nodes", _sizes),
+        beside(
+            "large_tensors_left",
+            lambda old, graph, sizes, recognised, outer: (
+                [str(x) for x in old],
+                [
+                    str(x)
+                    for x in large_tensors_left(graph, sizes, refusals_of(recognised.trace), outer)
+                ],
+            ),
+        ),
+    ):
         yield found
+
+
+def _unfused(
+    old: Any, nodes: Any, trace: Any, recognised: Any, plans: Any, of_programs: Any
+) -> tuple[Any, Any]:
+    refusals = refusals_of(trace)
+    new = said(unfused_sites(nodes, refusals, of_programs))
+    if new and all(is_matched(n, refusals) for n in nodes):
+        new = ["MATCHED", *new]
+    return said(old), new
+
+
+def _described(old: Any, candidate: Any, build: Any, trace: Any, *rest: Any) -> tuple[Any, Any]:
+    refusals = refusals_of(trace)
+    array = refusals.reading.array(candidate.inner)
+    order = [a for d in array.dims for a in d]
+    forms = match_program(array.expr, order).found.values()
+    if any(isinstance(x, NotClosed) for x in forms):
+        return [old.form], [str(x) for x in forms]
+    calls = [c for x in forms for c in x.calls]
+    new = [*describe(calls), roles_of(calls, refusals), warning_of(calls)]
+    if not old.fused:
+        new[2:] = ["", ""]
+    return [old.kind, old.form, old.roles, old.warning], new
+
+
+def _sizes(old: Any, trace: Any, recognised: Any, path: Any, operands: Any) -> tuple[Any, Any]:
+    new = score_sized_nodes(trace, refusals_of(trace).levels, path, operands)
+    return [str(sorted(map(str, old)))], [str(sorted(map(str, new)))]
 
 
 def is_matched(site: Any, refusals: Refusals) -> bool:
@@ -92,10 +151,12 @@ def near() -> Iterator[shadow.Program]:
 def chains() -> Iterator[shadow.Program]:
     from tests.rewrite import test_score_chain as cases
 
-    for case in cases.CASES:
-        if case.reason:
-            fn, inputs = cases.program_of(case)
-            yield shadow.Program(f"{case.student} {case.teacher} ({case.reason})", fn, inputs)
+    for cases_of, make in ((cases.ON_MAPS, cases.of_maps), (cases.ON_HEADS, cases.of_heads)):
+        for case in cases_of:
+            if case.reason:
+                fn, inputs = make(case.chains, case.loss, 1)
+                name = f"{case.student} {case.teacher or ''} {case.loss} ({case.reason})"
+                yield shadow.Program(name, fn, inputs)
 
 
 SETS = {
@@ -117,29 +178,27 @@ def compared(program: shadow.Program, row_programs: bool) -> list[Any]:
 
 
 def said(sites: Any) -> list[str]:
-    if isinstance(sites, str):
-        return [sites]
-    if sites and not hasattr(sites[0], "reason"):
-        return list(map(str, sites))
     return [f"{x.reason} | {x.unsupported_code}" for x in sites]
 
 
 def main(which: str, *names: str) -> None:
-    different = total = 0
+    different, total = Counter[str](), Counter[str]()
     for program in SETS[which]():
         if names and not any(n in program.name for n in names):
             continue
         for row_programs in (True, False):
-            for old, new in compared(program, row_programs):
-                total += bool(old)
-                if said(old) != said(new) or names:
-                    different += 1
-                    print(f"== {program.name} row_programs={row_programs}")
-                    for x in said(old):
-                        print("   old", x)
-                    for x in said(new):
-                        print("   new", x, flush=True)
-    print(f"{different} of {total} differ")
+            for what, old, new in compared(program, row_programs):
+                total[what] += bool(old)
+                if old != new or names:
+                    different[what] += old != new
+                    print(f"== {program.name} {what} row_programs={row_programs}")
+                    print("   old", "\n       ".join(old))
+                    print(
+                        "   new",
+                        "\n       ".join(new) if isinstance(new, list) else new,
+                        flush=True,
+                    )
+    print(dict(different), "of", dict(total), "differ")
 
 
 if __name__ == "__main__":
