@@ -7,6 +7,7 @@ a divergence, or a sum of divergences with one operator call each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,16 @@ from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import choose, product, quotient, terms_of
-from torch_streamkl.program.divergences import DIVERGENCES, FLOOR_OF_EXP, Functional, render
+from torch_streamkl.program.divergences import (
+    DIVERGENCES,
+    FLOOR_OF_EXP,
+    Functional,
+    evaluate,
+    render,
+)
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
-from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.operations import OPERATIONS, exact
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
@@ -231,7 +238,21 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
     if c is not None:
         expr, factor = _bilinear(c, teacher, student)
         return [Pair(expr, teacher, student, factor)]
-    return [Pair(_written_polynomial(polynomial, teacher, student), teacher, student)]
+    expr = _written_polynomial(polynomial, teacher, student)
+    if _is_negative(expr):
+        negative = {m: -c for m, c in polynomial.items()}
+        return [Pair(_written_polynomial(negative, teacher, student), teacher, student, -1.0)]
+    return [Pair(expr, teacher, student)]
+
+
+def _is_negative(expr: Node) -> bool:
+    """Whether a formula is negative, as a sum of P log S: a divergence times -1."""
+    points = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (1e-3, 0.4))
+    numbers = [{"P": p, "S": s, "logP": math.log(p), "logS": math.log(s)} for p, s in points]
+    with contextlib.suppress(KeyError, ValueError):
+        found = [evaluate(expr, {k: exact(x) for k, x in each.items()}) for each in numbers]
+        return all(float(x) < 0.0 for x in found)
+    return False
 
 
 def _roles(

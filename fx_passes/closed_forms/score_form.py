@@ -258,7 +258,7 @@ def _scaled(form: ScoreForm, number: float) -> ScoreForm:
     if not math.isfinite(number):
         raise NoForm(f"scores multiplied by {number}")
     if number < 0.0 and form.mask and form.fill <= ABSORBING:
-        raise NoForm("masked scores multiplied by a negative number")
+        raise NoForm(f"masked scores have the value {form.fill * number:g}")
     inner = form.softcap != 0.0
     return replace(
         form,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import node_of
 from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, Product, Side, Stricter
@@ -176,7 +177,8 @@ def _product(x: Product, refusals: Refusals) -> str:
     if any(e.op != "capture" for e in elements):
         return ""
     node = refusals.first_with(contraction(*elements, x.contracted))
-    node = node or next(_with_sources(elements, refusals), None)
+    if node is None or name_of(node) not in MATMULS:
+        node = next(_with_sources(elements, refusals), None)
     origin = node_of(refusals.trace, node) if node is not None else None
     if origin is None:
         return ""
@@ -189,6 +191,8 @@ def _with_sources(elements: Sequence[Node], refusals: Refusals) -> Iterator[fx.N
     """Yields nodes with a product of the same tensors, of which the scores are a part."""
     wanted = {e.value for e in elements}
     for node in refusals.trace.graph.nodes:
+        if name_of(node) not in MATMULS:
+            continue
         for product in refusals.levels.products_of(node):
             if {a.value for a in product.args} == wanted:
                 yield node

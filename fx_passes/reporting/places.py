@@ -119,7 +119,7 @@ def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
 
     It is as large as what the site compares. None where an input of the graph is.
     """
-    trace, has_product = refusals.trace, refusals.levels.has_product
+    trace, is_known = refusals.trace, refusals.levels.is_known
     made_of = ancestors(site) - {site}
     least = max((numel(a.meta["val"]) for a in site.all_input_nodes if _is_tensor(a)), default=0)
     large = [
@@ -132,8 +132,8 @@ def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
         if outer is not None and outer.op != "placeholder":
             return outer.all_input_nodes[0] if name_of(outer) == "getitem" else outer
     for node in large:
-        if node.op == "call_function" and not has_product(node):
-            if all(has_product(a) for a in node.all_input_nodes if a in large):
+        if node.op == "call_function" and not is_known(node):
+            if all(is_known(a) for a in node.all_input_nodes if a in large):
                 return node_of(trace, node)
     return None
 

@@ -28,6 +28,7 @@ from torch_streamkl.program.walks import walk
 NOT_MADE = "is not made from scores in this graph"
 ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 DROPOUT = "dropout changes the probabilities after the softmax"
+PROBABILITIES = "attention or vocabulary probabilities"
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
@@ -44,6 +45,11 @@ OF_KEYS = {
     "slice": SOME_KEYS, "narrow": SOME_KEYS, "select": SOME_KEYS,
     "index_select": SELECTED_KEYS, "index": SELECTED_KEYS, "masked_select": SINGLE_ENTRIES,
 }  # fmt: skip
+# reasons of the reader that say less than the operation does
+_TECHNICAL = re.compile(
+    r"has no rule$|^a view of |^axes of |^tensors of sizes |^a result |^its rule failed|"
+    r"^a gradient flows through what is a constant"
+)
 _OPERATION = re.compile(r"^(\S+) (?:of scores|is part of the sum)$")
 
 
@@ -89,6 +95,11 @@ class Refusals:
                 return found
         return None
 
+    def noted(self) -> dict[fx.Node, str]:
+        """Returns the nodes that were found to be the reasons of others, with those reasons."""
+        every = [x for x in self._found.values() if x is not None]
+        return {x.node: x.reason for x in every if x.node is not None}
+
     # ------------------------------------------------------------------------- captured
 
     def captured(self, node: fx.Node) -> Refusal | None:
@@ -108,8 +119,9 @@ class Refusals:
             return Refusal(DROPOUT, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
-        if reason.endswith("has no rule") or name == "dropout":
-            return Refusal(f"{name} of scores", node)
+        if name == "dropout" or _TECHNICAL.search(reason):
+            what = "scores" if level is Level.SCORES else PROBABILITIES
+            return Refusal(f"{name} of {what}", node)
         return Refusal(reason, node)
 
     # ------------------------------------------------------------------------- keys

@@ -47,6 +47,9 @@ def large_tensors_left(
     of_scores: set[fx.Node] = set()
     ordered = _read_by_order(graph, unread)
     again = _made_again(graph, sizes, levels, outer)
+    refused = refusals.noted()
+    captured = {inner: refusals.captured(inner) for inner in sizes.values()}
+    refused |= {inner: x.reason for inner, x in captured.items() if x is not None}
     for node in graph.nodes:
         if any(a in of_scores for a in node.all_input_nodes) or (
             node in sizes and is_origin(sizes[node], levels)
@@ -58,9 +61,8 @@ def large_tensors_left(
             if _is_vector(value) or (node in sizes and _is_far_smaller(sizes[node], levels)):
                 continue
             reason = readers_text(node, unread)
-            refused = refusals.captured(sizes[node]) if node in sizes else None
-            if refused is not None:
-                reason += f" ({as_sentence(refused.reason)})"
+            if node in sizes and sizes[node] in refused:
+                reason += f" ({as_sentence(refused[sizes[node]])})"
             location, _ = location_of(node)
             cause = ordered.get(node) or _of_an_input(node)
             shape = tuple(n if isinstance(n, int) else str(n) for n in value.shape)

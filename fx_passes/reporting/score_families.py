@@ -41,7 +41,8 @@ def score_sized_nodes(
         behind = families.behind.get(inner, 0)
         if not behind & chosen or (inner in features and not behind & ~families.projections):
             continue
-        known = levels.of(inner) in (Level.SCORES, Level.PROBABILITIES)
+        of_keys = levels.of(inner) in (Level.SCORES, Level.PROBABILITIES)
+        known = of_keys and not levels.are_chosen(inner)
         if (known and not families.sums_keys(inner)) or families.is_as_large(inner, behind):
             result[node] = inner
     return result

@@ -51,6 +51,14 @@ class ScoreLevels:
         """Returns whether a node is computed from a product, in a way that is read."""
         return self.of(node) is not Level.OTHER
 
+    def is_known(self, node: fx.Node) -> bool:
+        """Returns whether a node is computed from a product in a way that is read, or a number."""
+        found = self.reading.arrays.get(node)
+        is_number = isinstance(found, Array) and not any(
+            x.op == "capture" for x in walk([found.expr])
+        )
+        return is_number or self.has_product(node)
+
     def keys_of(self, node: object) -> frozenset[Axis]:
         """Returns the axes that softmaxes inside of a node are over, if it still has them."""
         found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
@@ -58,6 +66,10 @@ class ScoreLevels:
             return frozenset()
         inside = walk([found.expr], lambda x: x.op not in ("capture", CONTRACT))
         return frozenset(x.value for x in inside if x.op == "log_softmax") & found.expr.axes
+
+    def are_chosen(self, node: fx.Node) -> bool:
+        """Returns whether a node has scores of chosen keys, such as a top-k's."""
+        return any(_is_chosen(x) for x in self.products_of(node))
 
     def products_of(self, node: object) -> list[Node]:
         """Returns the products that a node is computed from."""
@@ -82,6 +94,12 @@ class ScoreLevels:
             a, b = (y.axes - set(x.value) for y in x.args)
             return _free([(a - b, b - a)], x)
         return _free((pair for a in x.args for pair in self._pairs[a]), x)
+
+
+def _is_chosen(product: Node) -> bool:
+    a, b = (x.axes - set(product.value) for x in product.args)
+    positions = [at for x in product.args for at in x.args]
+    return not (a - b and b - a) and any(x.op == "capture" for x in walk(positions))
 
 
 def _free(pairs: Iterable[Pair], x: Node) -> frozenset[Pair]:
