@@ -346,8 +346,11 @@ def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> N
         for x in atoms:
             term = term * _written(x, names)
         groups.setdefault(weight, []).append((c, term))
-    total = const(0.0)
     order = sorted(groups, key=lambda w: (2, False) if w is None else _order(w, teacher))
+    factor = _common_factor({w: groups[w] for w in order}, names)
+    if factor is not None:
+        return factor
+    total = const(0.0)
     for weight in order:
         terms = groups[weight]
         size = {abs(c) for c, _ in terms}
@@ -357,6 +360,25 @@ def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> N
             inner = _written(weight, names) * inner
         total = total + const(common_factor) * inner
     return total
+
+
+def _common_factor(
+    groups: Mapping[Node | None, Sequence[tuple[float, Node]]],
+    names: Mapping[int, tuple[Node, Node]],
+) -> Node | None:
+    """A product of two sums, as ``(P + eps) * (log(P + eps) - log(S + eps))``."""
+    if len(groups) < 2:
+        return None
+    first, *others = groups.values()
+    weights = [1.0]
+    for terms in others:
+        known = {x: c for c, x in terms}
+        ratios = {known.get(x, 0.0) / c for c, x in first}
+        if len(known) != len(first) or len(ratios) != 1 or 0.0 in ratios:
+            return None
+        weights += ratios
+    pairs = zip(weights, (ONE if w is None else _written(w, names) for w in groups), strict=True)
+    return _total(list(pairs), names) * _total(first, names)
 
 
 def _order(x: Node, teacher: int) -> tuple[int, bool]:

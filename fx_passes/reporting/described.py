@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -21,10 +21,11 @@ from torch_streamkl.fx_passes.reporting.spoken import (
     spoken,
 )
 from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.program.canonical import product
 from torch_streamkl.program.divergences import Functional, render
-from torch_streamkl.program.graph import Node, constant
+from torch_streamkl.program.graph import SUM, Axis, Node, constant
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
-from torch_streamkl.program.reductions import contraction
+from torch_streamkl.program.reductions import contraction, reduced
 from torch_streamkl.program.walks import replaced
 
 BOTH_TRAINED = ", student and teacher both need a gradient"
@@ -65,7 +66,7 @@ def _form(call: Call) -> str:
         form += ", masked"
     for name, side in sides.items():
         if side.averaged:
-            form += f", {name} averaged over {_averaged_dimension(call, side)}"
+            form += f", {name} averaged over {_averaged_dimension(call)}"
     if call.stricter is not None:
         form += f", over the keys of the {_name_of_stricter(call, call.stricter)}"
     if all(side.requires_grad for side in sides.values()):
@@ -101,11 +102,10 @@ def _name_of_stricter(call: Call, stricter: Stricter) -> str:
     return next(name for name, x in _sides(call).items() if x is side)
 
 
-def _averaged_dimension(call: Call, side: Side) -> str:
-    """Names the dimension "heads" only if keys vary with it, and no side is an LM head."""
+def _averaged_dimension(call: Call) -> str:
+    """Names the dimension "heads" only if no side is an LM head."""
     ranks = [len(x.product.keys.at) for x in call.sides]
-    are_heads = set(side.averaged) & side.product.keys.axes and min(ranks) > 2
-    return "heads" if are_heads else "a leading dimension"
+    return "heads" if min(ranks) > 2 else "a leading dimension"
 
 
 def _without_condition(call: Call) -> Functional:
@@ -174,9 +174,7 @@ def _role(name: str, side: Side, refusals: Refusals) -> str:
 def _product(x: Product, refusals: Refusals) -> str:
     """The user's operation that makes these scores of their two operands."""
     elements = [o.element for o in (x.rows, x.keys)]
-    if any(e.op != "capture" for e in elements):
-        return ""
-    node = refusals.first_with(contraction(*elements, x.contracted))
+    node = refusals.first_with(_element(elements, x.contracted))
     if node is None or name_of(node) not in MATMULS:
         node = next(_with_sources(elements, refusals), None)
     origin = node_of(refusals.trace, node) if node is not None else None
@@ -187,14 +185,24 @@ def _product(x: Product, refusals: Refusals) -> str:
     return f"{name_of(origin).split('.')[-1]} of {operands} ({place})"
 
 
+def _element(operands: Sequence[Node], contracted: Iterable[Axis]) -> Node:
+    """An element of a product, of captured tensors or of what is computed in the graph."""
+    if all(x.op == "capture" for x in operands):
+        return contraction(*operands, list(contracted))
+    element = product(*operands)
+    for axis in contracted:
+        element = reduced(SUM, axis, element)
+    return element
+
+
 def _with_sources(elements: Sequence[Node], refusals: Refusals) -> Iterator[fx.Node]:
     """Yields nodes with a product of the same tensors, of which the scores are a part."""
     wanted = {e.value for e in elements}
     for node in refusals.trace.graph.nodes:
         if name_of(node) not in MATMULS:
             continue
-        for product in refusals.levels.products_of(node):
-            if {a.value for a in product.args} == wanted:
+        for found in refusals.levels.products_of(node):
+            if {a.value for a in found.args} == wanted:
                 yield node
 
 

@@ -45,15 +45,15 @@ def reason_of(site: fx.Node, refusals: Refusals) -> Refusal:
 
 def _elsewhere(site: fx.Node, refusals: Refusals) -> Refusal | None:
     """Scores or probabilities that are compared and that no product in the graph makes."""
-    for node in near(site, "all_input_nodes"):
-        if node.op != "call_function":
+    for node in near(site, "users"):
+        if node.op != "call_function" or name_of(node) != "kl_div":
             continue
-        name = name_of(node)
-        if name == "kl_div":
-            for which, given in zip(("input", "target"), node.args, strict=False):
-                if isinstance(given, fx.Node) and not refusals.levels.has_product(given):
-                    return Refusal(f"the {which} of kl_div {NOT_MADE}", node)
-        elif name in SOFTMAXES | LOG_SOFTMAXES | CALLS and not refusals.levels.has_product(node):
+        for which, given in zip(("input", "target"), node.args, strict=False):
+            if isinstance(given, fx.Node) and not refusals.levels.has_product(given):
+                return Refusal(f"the {which} of kl_div {NOT_MADE}", node)
+    for node in near(site, "all_input_nodes"):
+        name = name_of(node) if node.op == "call_function" else ""
+        if name in SOFTMAXES | LOG_SOFTMAXES | CALLS and not refusals.levels.has_product(node):
             return Refusal(f"the input of {name.removeprefix('_')} {ELSEWHERE}", node)
     return None
 

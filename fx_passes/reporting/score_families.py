@@ -10,12 +10,13 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, is_view, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reporting.divergence_sites import SOFTMAXES
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
-from torch_streamkl.program.graph import Source
+from torch_streamkl.program.graph import Node, Source
 
 ORIGINS = SOFTMAXES | {"log_softmax", "log"}  # also of logits from elsewhere
 
@@ -33,8 +34,9 @@ def score_sized_nodes(
     linear attention (``operands`` of the sites' products): softmaxes of products that are no
     larger than their inputs.
     """
-    families = _Families(trace, levels)
+    families, operands = _Families(trace, levels), set(operands)
     features = {a for x in operands for a in ancestors(x)}
+    products = _products_of(trace, operands)
     result = {}
     chosen = families.of_sites(sites)
     for inner, node in trace.outer.items():
@@ -43,9 +45,38 @@ def score_sized_nodes(
             continue
         of_keys = levels.of(inner) in (Level.SCORES, Level.PROBABILITIES)
         known = of_keys and not levels.are_chosen(inner)
-        if (known and not families.sums_keys(inner)) or families.is_as_large(inner, behind):
+        is_large = inner in products or families.is_as_large(inner, behind)
+        if (known and not families.sums_keys(inner)) or is_large:
             result[node] = inner
     return result
+
+
+def nodes_of(elements: Iterable[Node], refusals: Refusals) -> list[fx.Node]:
+    """Returns the nodes of the trace that operands of calls are elements of."""
+    found = (
+        x.value.name if isinstance(x.value, Source) else refusals.first_with(x) for x in elements
+    )
+    return [x for x in found if isinstance(x, fx.Node)]
+
+
+def _products_of(trace: Trace, operands: set[fx.Node]) -> set[fx.Node]:
+    """Products of two operands of the sites, and what is made of them of the same size.
+
+    Operands may be computed from other scores, as features of linear attention are.
+    """
+    views = set(operands)  # and what is the same tensor in another shape
+    found: set[fx.Node] = set()
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        inputs = node.all_input_nodes
+        if is_view(node) and inputs and inputs[0] in views:
+            views.add(node)
+        is_product = name_of(node) in MATMULS and all(a in views for a in inputs)
+        size = num_elements(node)
+        if is_product or any(a in found and num_elements(a) == size for a in inputs):
+            found.add(node)
+    return found
 
 
 class _Families:
