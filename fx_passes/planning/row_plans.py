@@ -348,7 +348,7 @@ def _hint(size: Size | None) -> int | None:
     return None if hint is None else int(hint)
 
 
-def describe(plan: ProgramPlan) -> str:
+def describe_program(plan: ProgramPlan) -> str:
     """Returns the form of a row program."""
     form, products = plan.form, len(plan.form.products)
     levels = max(form.program.levels)
