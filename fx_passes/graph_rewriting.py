@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
@@ -102,6 +101,9 @@ class _Rewriting:
         self.operands = losses.operands()
         self.unused = {n for n in region.nodes if not n.users}
         self.views = {n for n in graph.nodes if is_view(n)}
+        from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
+
+        self.recognised = ScoreInterpreter(trace)
         self.outer = dict(trace.outer)  # before later passes replace nodes
 
     def builder(self, before: fx.Node) -> Builder:
@@ -214,13 +216,15 @@ class _Rewriting:
         kept = replace_attention(
             graph,
             losses.trace,
-            losses.reading,
+            self.recognised.values,  # TODO
             self.fusing.aliases,
             self.builder,
             self.given.refused,
             self.given.options.min_mib,
         )
-        self.report.notes += share_cross_entropy(graph, losses.trace, losses.reading, self.builder)
+        self.report.notes += share_cross_entropy(
+            graph, losses.trace, self.recognised, self.builder
+        )
         sum_in_forward(graph, self.builder)
         sum_rows_in_forward(graph, self.builder)
         if not has_dtensors(graph):  # of which AOTAutograd keeps shards
@@ -260,5 +264,3 @@ def _is_scalar(node: fx.Node) -> bool:
     """Whether a value is a scalar, which has no score-sized memory even if scores lead to it."""
     value = example(node)
     return isinstance(value, Tensor) and value.dim() == 0
-
-

@@ -93,9 +93,7 @@ class Fusing:
     def named(self, site: Site, found: Divergence) -> Site:
         """Describes a result of a program as the divergence that it is."""
         described = self._described(found)
-        return replace(
-            site, form=described.form, roles=described.roles, warning=described.warning
-        )
+        return replace(site, form=described.form, roles=described.roles, warning=described.warning)
 
     def program(self, plan: ProgramPlan) -> list[Site]:
         """Inserts one row program, or changes nothing; returns a site for each of its sums.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -128,5 +128,3 @@ def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:
         seen.update(new)
         stack += new
     return meets_value
-
-
