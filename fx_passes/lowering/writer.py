@@ -19,11 +19,23 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.captured import Captures
+from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import ANY, BOOL, INT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
+from torch_streamkl.program.graph import (
+    ANY,
+    BOOL,
+    CONTRACT,
+    INT,
+    LOGSUMEXP,
+    MAX,
+    SUM,
+    Axis,
+    Node,
+    Source,
+)
 from torch_streamkl.program.walks import walk
 
 UNARY: dict[str, Callable[..., Any]] = {
@@ -45,11 +57,14 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
 }  # fmt: skip
 
+COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
+
 
 class Writer:
     """Inserts the tensors that expressions are.
 
-    ``values`` has results of operators by the names of their sources. ``tensors`` are nodes of the user's graph in which symbolic sizes are looked for.
+    ``values`` has results of operators by the names of their sources. ``tensors`` are nodes of
+    the user's graph in which symbolic sizes are looked for.
     """
 
     def __init__(
@@ -65,6 +80,7 @@ class Writer:
         self.tensors = self.tensors_of(*exprs)
         self.arranging = Arranging(build, self.tensors)
         self.captures = Captures(self.arranging, reading.sizes, outer)
+        self.live = LiveTensors(reading, outer)
         self._tensors: dict[object, fx.Node] = {}
         self._made: dict[tuple[Node, torch.dtype | None], Placed] = {}
 
@@ -116,12 +132,28 @@ class Writer:
 
     def value(self, x: Node, least: torch.dtype | None = None) -> Placed:
         """Returns an expression as a tensor, in the dimensions that it has anyhow."""
-        order = walk([x], lambda y: y.op != "capture" and (y, least) not in self._made)
-        for y in order:
+        if any(y.op in COMPUTED for y in walk([x])):
+            self._find_live(x, least)
+        for y in walk([x], lambda y: y.op != "capture" and (y, least) not in self._made):
             if (y, least) not in self._made:
                 given = [] if y.op == "capture" else [self._made[a, least] for a in y.args]
                 self._made[y, least] = self._written(y, given, least, is_root=y is x)
         return self._made[x, least]
+
+    def _find_live(self, x: Node, least: torch.dtype | None) -> None:
+        """Takes the user's tensors for what is computed from products."""
+        todo = [x]
+        while todo:
+            y = todo.pop()
+            if y.op == "capture" or (y, least) in self._made:
+                continue
+            placed = self.live.find(y)
+            if placed is None:
+                todo += y.args
+                continue
+            if not y.flows and getattr(placed.value, "requires_grad", False):
+                placed = Placed(self.build.method("detach", placed.node), placed.dims)
+            self._made[y, least] = placed
 
     # ------------------------------------------------------------------------- one operation
 
