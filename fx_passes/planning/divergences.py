@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.closed_forms.form import Call, Matched, NotClosed
+from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.closed_forms.rows import sites
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
@@ -31,8 +31,12 @@ class Divergence:
     matched: Matched
 
     @property
+    def forms(self) -> tuple[ClosedForm, ...]:
+        return tuple(self.matched.closed.values())
+
+    @property
     def calls(self) -> tuple[Call, ...]:
-        return tuple(c for form in self.matched.closed.values() for c in form.calls)
+        return tuple(call for form in self.forms for call in form.calls)
 
 
 def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], Plans]:

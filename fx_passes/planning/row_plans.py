@@ -56,6 +56,12 @@ class ProgramPlan:
     dtypes: frozenset[torch.dtype] = frozenset()
 
     @property
+    def operands(self) -> list[fx.Node]:
+        """Returns the tensors of the trace that the products are made of."""
+        every = (x.source for p in self.form.products for x in (p.rows, p.keys))
+        return [x.name for x in every if x is not None and isinstance(x.name, fx.Node)]
+
+    @property
     def first(self) -> fx.Node:
         """Returns the user's node before which the program must be inserted."""
         nodes = {o.node for o in self.outputs}
@@ -226,6 +232,13 @@ class RowPlanner:
                 found.append(plan)
         return found
 
+    def compared(self) -> set[fx.Node]:
+        """Returns the sums without a program that compare two products."""
+        exprs = {n: self.reading.arrays.get(n) for n in self.reasons}
+        return {
+            n for n, x in exprs.items() if isinstance(x, Array) and len(products_in([x.expr])) > 1
+        }
+
     # ------------------------------------------------------------------------ readers
 
     def why_kept(self, plan: ProgramPlan, gone: Collection[fx.Node]) -> str:
@@ -348,7 +361,7 @@ def _hint(size: Size | None) -> int | None:
     return None if hint is None else int(hint)
 
 
-def describe(plan: ProgramPlan) -> str:
+def describe_program(plan: ProgramPlan) -> str:
     """Returns the form of a row program."""
     form, products = plan.form, len(plan.form.products)
     levels = max(form.program.levels)
