@@ -188,7 +188,7 @@ def _product(x: Product, refusals: Refusals) -> str:
 def _element(operands: Sequence[Node], contracted: Iterable[Axis]) -> Node:
     """An element of a product, of captured tensors or of what is computed in the graph."""
     if all(x.op == "capture" for x in operands):
-        return contraction(*operands, list(contracted))
+        return contraction(operands[0], operands[1], list(contracted))
     element = product(*operands)
     for axis in contracted:
         element = reduced(SUM, axis, element)
