@@ -42,7 +42,7 @@ from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Resul
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.fx_passes.reading.writes import Writes
-from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
+from torch_streamkl.program.graph import FLOAT, INT, Extent, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
 
 UNFORESEEN = "its rule failed"
@@ -61,7 +61,7 @@ class Reading:
     ``reasons`` says why a result was captured, for those that were. ``reads_products`` are nodes
     that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
     infinity from numbers, or that became a number: there, identities of real numbers may differ
-    from what eager computes.
+    from what eager computes. ``selected`` has the masks that select rows, by how many they select.
     """
 
     arrays: dict[fx.Node, Result] = field(default_factory=dict)
@@ -69,6 +69,7 @@ class Reading:
     observers: dict[fx.Node, str] = field(default_factory=dict)
     reads_products: set[fx.Node] = field(default_factory=set)
     sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
+    selected: dict[Extent, fx.Node] = field(default_factory=dict)
 
     def array(self, node: fx.Node) -> Array:
         """Returns the array of a node with one result."""
