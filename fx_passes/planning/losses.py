@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
@@ -16,6 +15,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.divergences import (
     Divergence,
     Plans,
+    ProductType,
     find_divergences,
     product_types,
 )
@@ -63,7 +63,7 @@ class Losses:
         return RowPlanner(self.trace, self.reading, self.region) if self.row_programs else None
 
     @cached_property
-    def product_types(self) -> dict[frozenset[object], torch.dtype]:
+    def product_types(self) -> dict[frozenset[object], ProductType]:
         return product_types(self.trace, self.reading)
 
     @property
