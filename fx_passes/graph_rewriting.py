@@ -248,10 +248,10 @@ class _Rewriting:
 
     def _report_rest(self, sizes: dict[fx.Node, fx.Node], kept: list[str]) -> None:
         losses, planner = self.losses, self.losses.planner
-        of_programs = planner.reasons if planner is not None else {}
+        of_programs = losses.refusals.of_programs(planner.refused) if planner else {}
         self.report.sites += unfused_sites(self.unfused, losses.refusals, of_programs)
         if not self.report.sites and planner is not None:
-            compared = planner.compared()
+            compared = losses.refusals.places_of(planner.refused, planner.compared())
             self.report.unrecognized += reasons_of_programs(losses.trace, of_programs, compared)
         self.report.remaining = large_tensors_left(
             self.given.graph, sizes, losses.refusals, self.outer

@@ -239,14 +239,14 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
         expr, factor = _bilinear(c, teacher, student)
         return [Pair(expr, teacher, student, factor)]
     expr = _written_polynomial(polynomial, teacher, student)
-    if _is_negative(expr):
+    if all(c > 0.0 for c in polynomial.values()) and _is_negative(expr):
         negative = {m: -c for m, c in polynomial.items()}
         return [Pair(_written_polynomial(negative, teacher, student), teacher, student, -1.0)]
     return [Pair(expr, teacher, student)]
 
 
 def _is_negative(expr: Node) -> bool:
-    """Whether a formula is negative, as a sum of P log S: a divergence times -1."""
+    """Whether a formula is negative, as P log S is: a divergence times -1."""
     points = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (1e-3, 0.4))
     numbers = [{"P": p, "S": s, "logP": math.log(p), "logS": math.log(s)} for p, s in points]
     with contextlib.suppress(KeyError, ValueError):

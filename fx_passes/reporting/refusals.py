@@ -8,7 +8,7 @@ expression is found again in the graph by its form: sums over it have other name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -99,6 +99,29 @@ class Refusals:
         """Returns the nodes that were found to be the reasons of others, with those reasons."""
         every = [x for x in self._found.values() if x is not None]
         return {x.node: x.reason for x in every if x.node is not None}
+
+    # ------------------------------------------------------------------------- row programs
+
+    def of_programs(self, refused: Mapping[fx.Node, NotClosed]) -> dict[fx.Node, str]:
+        """Returns the nodes that row programs do not take, in order, and why.
+
+        These are operations on scores that are not read, and where each sum was ``refused``.
+        """
+        found = {}
+        for root, why in refused.items():
+            placed = self.placed(why, root)
+            found[placed.node or root] = placed.reason
+        for node in self.trace.graph.nodes:
+            captured = self.captured(node)
+            if captured is not None and captured.node is node:
+                found[node] = captured.reason
+        return {n: found[n] for n in self.trace.graph.nodes if n in found}
+
+    def places_of(
+        self, refused: Mapping[fx.Node, NotClosed], roots: Iterable[fx.Node]
+    ) -> set[fx.Node]:
+        """Returns the nodes at which some of these sums were refused."""
+        return {self.placed(refused[root], root).node or root for root in roots}
 
     # ------------------------------------------------------------------------- captured
 
