@@ -59,6 +59,27 @@ def share_cross_entropy(
 
     Returns what the report says of those that keep the logits.
     """
+
+    def logits_of(inner: fx.Node, node: fx.Node) -> Scores | None:
+        found = recognised.values.get(inner.args[0])
+        if not isinstance(found, Scores) or len(found.layout) != 2:
+            return None
+        return found if has_gradient_like(node, grad_flows(found)) else None
+
+    return share_each(graph, trace, builder, logits_of, _temperature)
+
+
+def share_each(
+    graph: fx.Graph,
+    trace: Trace,
+    builder: Callable[[fx.Node], Builder],
+    logits_of: Callable[[fx.Node, fx.Node], Any],
+    temperature_of: Callable[[fx.Node, Any], float | None],
+) -> list[str]:
+    """Replaces the cross-entropies of whose logits a call knows the temperature.
+
+    ``logits_of`` has the logits of a cross-entropy, in the trace and in the user's graph.
+    """
     notes: list[str] = []
     for inner in trace.graph.nodes:
         if inner.op != "call_function" or name_of(inner) != "cross_entropy_loss":
@@ -66,13 +87,11 @@ def share_cross_entropy(
         node = trace.outer.get(inner)
         if node is None or node._erased:
             continue
-        logits = recognised.values.get(inner.args[0])
-        if not isinstance(logits, Scores) or len(logits.layout) != 2:
-            continue
-        if not _grad_flows_like(node, logits):
+        logits = logits_of(inner, node)
+        if logits is None:
             continue
         for call in [n for n in graph.nodes if n.target is linear_ops.linear_kl]:
-            temperature = _temperature(call, logits)
+            temperature = temperature_of(call, logits)
             if temperature is None:
                 continue
             if not _is_plain(inner, node):
@@ -156,10 +175,10 @@ def _is_plain(inner: fx.Node, node: fx.Node) -> bool:
     )
 
 
-def _grad_flows_like(node: fx.Node, logits: Scores) -> bool:
-    """Whether the cross-entropy has the gradient of its logits: it may be under no_grad."""
+def has_gradient_like(node: fx.Node, flows: bool) -> bool:
+    """Returns whether a cross-entropy has the gradient of its logits: it may be under no_grad."""
     value = example(node)
-    return isinstance(value, Tensor) and value.requires_grad == grad_flows(logits)
+    return isinstance(value, Tensor) and value.requires_grad == flows
 
 
 def _labels(node: fx.Node) -> Any:

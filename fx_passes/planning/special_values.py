@@ -13,7 +13,7 @@ computed between the products and the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,7 +31,7 @@ from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, reade
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import CONTRACT, FLOAT, Axis, Node
+from torch_streamkl.program.graph import CONTRACT, Axis, Node
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten

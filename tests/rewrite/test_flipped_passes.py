@@ -12,17 +12,26 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 import torch_streamkl
 from tests.corpus.naive_losses import BY_NAME
 from tests.rewrite import test_data_dependent_rows as data_dependent
 from tests.rewrite import test_nan_readers as nan_readers
+from tests.rewrite import test_rewrite_forms as forms
 from tests.support.both_readings import Read, pairs_of, watched
 from tests.support.covering import every
 from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.domain.scores import Scores as ScoresOfOld
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.lowering.students import student_of
 from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts
+from torch_streamkl.fx_passes.passes.share_cross_entropy import _temperature
+from torch_streamkl.fx_passes.passes.shared_logits import temperature_of
 from torch_streamkl.fx_passes.planning.candidates import Candidate
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers
 from torch_streamkl.fx_passes.planning.special_values import (
@@ -32,6 +41,9 @@ from torch_streamkl.fx_passes.planning.special_values import (
     check_replaced,
 )
 from torch_streamkl.fx_passes.planning.worth import why_left
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.linear.ops import linear_kl
 
 SELECTED = {  # how many masks select rows before the scores
     data_dependent.selected_values: 0,
@@ -172,12 +184,62 @@ def test_masks_of_row_counts(loss: data_dependent.Loss) -> None:
         return masks_of_counts(read.trace, read.reading)
 
     torch._dynamo.reset()
-    with watched("symbols_of_counts", masks) as pairs, torch_streamkl.enable():
-        with inductor_without_code():
-            data_dependent.run(loss)
+    with (
+        watched("symbols_of_counts", masks) as pairs,
+        torch_streamkl.enable(),
+        inductor_without_code(),
+    ):
+        data_dependent.run(loss)
     ((old, new),) = pairs
     assert isinstance(old, dict)
     assert isinstance(new, dict)
     assert len(old) == SELECTED[loss]
     for symbol, selection in old.items():
         assert new[symbol] is selection.tensors[0]
+
+
+def temperatures(
+    read: Read, graph: fx.Graph, trace: Trace, recognised: ScoreInterpreter, builder: object
+) -> list[tuple[float | None, float | None]]:
+    """By which number each call divides the logits of each cross-entropy, old and new."""
+    found = []
+    for inner in trace.graph.nodes:
+        old, new = (x.get(inner.args[0]) if inner.args else None
+                    for x in (recognised.values, read.reading.arrays))  # fmt: skip
+        if name_of(inner) != "cross_entropy_loss" or not isinstance(old, ScoresOfOld):
+            continue
+        for call in (n for n in graph.nodes if n.target is linear_kl):
+            site = next(x for x, node in trace.outer.items() if node.name == call.meta[SITE])
+            ((form,),) = (x.calls for x in read.matched(site).closed.values())
+            assert isinstance(new, Array)
+            as_before = _temperature(call, old) if len(old.layout) == 2 else None
+            found.append((as_before, temperature_of(student_of(form), new)
+                          if len(new.dims) == 2 else None))  # fmt: skip
+    return found
+
+
+BEFORE_LABELS = {  # what is done to the logits before both losses
+    "nothing": lambda s: s,
+    "a softcap": lambda s: 30.0 * torch.tanh(s / 30.0),
+    "a scale": lambda s: s * 0.25,
+    "a number is added": lambda s: s + 1.5,
+}
+
+
+@pytest.mark.parametrize("before", every(2, BEFORE_LABELS))
+@pytest.mark.parametrize("loss", every(3, [*forms.WITH_LABELS, *forms.WITH_OTHER_LABELS]))
+def test_logits_of_labels(loss: str, before: str) -> None:
+    of_labels = {**forms.WITH_LABELS, **forms.WITH_OTHER_LABELS}[loss]
+
+    def step(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+        s = BEFORE_LABELS[before](F.linear(xs, ws))
+        soft = F.kl_div(
+            (s / 2).log_softmax(-1), (F.linear(xt, wt) / 2).softmax(-1), reduction="none"
+        ).sum(-1)
+        return of_labels(s, labels) * 0.5 + 4 * soft.mean()
+
+    pairs = pairs_of("share_cross_entropy", temperatures, step, *forms.hidden_inputs())
+    ((_, found),) = pairs
+    assert isinstance(found, list)
+    assert len(found) == 1
+    assert found[0][0] == pytest.approx(found[0][1]), found
