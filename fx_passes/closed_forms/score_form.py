@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm
-from torch_streamkl.program.canonical import literals, negation, product, terms_of
+from torch_streamkl.program.canonical import linear, literals, negation, product, terms_of
 from torch_streamkl.program.graph import CONTRACT, FLOAT, SUM, Axis, Node, intern
 from torch_streamkl.program.walks import walk
 
@@ -30,6 +30,7 @@ ABSORBING = -1e30
 IMPROBABLE = -1e4
 # In float32, scores next to a larger number have less than three decimals left.
 LARGEST_SHIFT = 1e4
+LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 
 Condition = frozenset[Node]  # all of these hold
 
@@ -88,13 +89,19 @@ def has_product(x: Node, key: Axis) -> bool:
 
 def read(score: Node, key: Axis) -> ScoreForm:
     """Returns a score as an operator's arguments; raises NoForm at a step without one."""
-    steps: list[Step] = []
-    x = score
+    steps: list[tuple[Step, Node]] = []
+    x = _with_shift(score, key)
     while x.op != CONTRACT:
-        x = _inside(x, key, steps)
+        own: list[Step] = []
+        inside = _inside(x, key, own)
+        steps += [(step, x) for step in own]
+        x = inside
     form = ScoreForm(x)
-    for step in reversed(steps):
-        form = step(form)
+    for step, at in reversed(steps):
+        try:
+            form = step(form)
+        except NoForm as reason:
+            raise NoForm(str(reason), at) from None
     if form.softcap < 0.0:  # an odd function: the sign moves inside
         form = replace(
             form,
@@ -131,8 +138,8 @@ def _inside(x: Node, key: Axis, steps: list[Step]) -> Node:
             return x.args[0]
         case "reduce" if x.value.kind == SUM and has_product(x, key):
             return _product_of_computed(x, key)
-        case "exp":
-            raise NoForm("a softmax of probabilities", x)
+        case "exp" if x.args[0].op == "log_softmax":
+            raise NoForm("softmax of values that are probabilities already (double softmax)", x)
         case "round":
             raise NoForm(f"scores are rounded to {x.value}", x)
         case "capture":
@@ -159,12 +166,12 @@ def _inside_sum(x: Node, key: Axis, steps: list[Step]) -> Node:
     cores = [(c, t) for c, t in terms if has_product(t, key)]
     if not cores:
         raise NoForm("the scores of a softmax are no product", x)
+    others = [(c, t) for c, t in terms if (c, t) not in cores]
+    shift, others = _joined_shift(shift, others, key)
     if shift:
         steps.append(partial(_shifted, number=shift))
     added: list[Step] = []
-    for c, t in terms:
-        if (c, t) in cores:
-            continue
+    for c, t in others:
         found = _added_mask(c, t)
         added.append(
             partial(_with_bias, bias=Bias(t, c), has_key=key in t.axes)
@@ -181,6 +188,32 @@ def _inside_sum(x: Node, key: Axis, steps: list[Step]) -> Node:
         _plain(cores[0][1], key)
     steps.append(partial(_scaled, number=cores[0][0]))
     return cores[0][1]
+
+
+def _with_shift(score: Node, key: Axis) -> Node:
+    """A score with the number that makes a large tensor a mask, which a softmax ignores.
+
+    ``scores + (1 - mask) * -1e4`` is ``scores + 1e4 * mask`` to a softmax, but scores next to 1e4
+    have no digits left: it is ``scores + (1e4 * mask - 1e4)``.
+    """
+    shift, terms = terms_of(score)
+    added = [(c, t) for c, t in terms if key in t.axes and not has_product(t, key)]
+    if score.op != "linear" or shift or not added:
+        return score
+    c, _ = max(added, key=lambda term: term[0])
+    return linear(-c, terms) if c >= LARGE else score
+
+
+def _joined_shift(
+    shift: float, terms: list[tuple[float, Node]], key: Axis
+) -> tuple[float, list[tuple[float, Node]]]:
+    """A number that is added to all scores, as a part of the largest tensor that is added."""
+    added = [(c, t) for c, t in terms if key in t.axes and _added_mask(c, t) is None]
+    if not shift or not added:
+        return shift, terms
+    c, t = largest = max(added, key=lambda term: abs(term[0]))
+    rest = [term for term in terms if term != largest]
+    return 0.0, [*rest, (1.0, linear(shift, [(c, t)]))]
 
 
 def _width(x: Node) -> float:
@@ -252,7 +285,7 @@ def _scaled(form: ScoreForm, number: float) -> ScoreForm:
     if not math.isfinite(number):
         raise NoForm(f"scores multiplied by {number}")
     if number < 0.0 and form.mask and form.fill <= ABSORBING:
-        raise NoForm("masked scores multiplied by a negative number")
+        raise NoForm(f"masked scores have the value {form.fill * number:g}")
     inner = form.softcap != 0.0
     return replace(
         form,
@@ -272,19 +305,13 @@ def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
     """Multiplies by a tensor: a scalar, or one value per row."""
     low, _ = factor.value.range
     if form.softcap:
-        raise NoForm("scores are multiplied by a tensor after a softcap", factor.value)
+        raise NoForm("scores are multiplied by a tensor after a softcap")
     if form.biases and factor.value.axes:
-        raise NoForm(
-            "scores are multiplied by a tensor that is no scalar after a bias was added",
-            factor.value,
-        )
+        raise NoForm("scores are multiplied by a tensor that is no scalar after a bias was added")
     if form.mask and form.fill > ABSORBING:
-        raise NoForm(
-            "scores are multiplied by a tensor after a finite mask value was filled in",
-            factor.value,
-        )
+        raise NoForm("scores are multiplied by a tensor after a finite mask value was filled in")
     if form.mask and form.fill != -math.inf and low < 0.0:
-        raise NoForm("masked scores are multiplied by a tensor that may be negative", factor.value)
+        raise NoForm("masked scores are multiplied by a tensor that may be negative")
     return replace(
         form,
         factors=(*form.factors, factor),
@@ -315,9 +342,7 @@ def _with_bias(form: ScoreForm, bias: Bias, has_key: bool) -> ScoreForm:
     if not has_key:  # a softmax ignores it; what comes later may not
         return replace(form, row_shift=True)
     if form.mask and form.fill > ABSORBING:
-        raise NoForm(
-            "a tensor is added to scores after a finite mask value was filled in", bias.value
-        )
+        raise NoForm("a tensor is added to scores after a finite mask value was filled in")
     # the tensor may be a mask: keys of a row without any allowed key may go to -inf
     exact = form.exact_fill and (not form.mask or form.fill == -math.inf)
     return replace(form, biases=(*form.biases, bias), exact_fill=exact)
@@ -325,7 +350,7 @@ def _with_bias(form: ScoreForm, bias: Bias, has_key: bool) -> ScoreForm:
 
 def _with_term(form: ScoreForm, term: Term) -> ScoreForm:
     if form.softcap or form.mask:
-        raise NoForm("a product is added to scores after a tanh or a mask", term.product)
+        raise NoForm("a product is added to scores after a tanh or a mask")
     return replace(form, terms=(*form.terms, term))
 
 

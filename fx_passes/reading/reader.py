@@ -123,10 +123,19 @@ def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
         else:  # also of a user's operation that returns nothing, such as setitem
             is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
             may = not isinstance(value, Tensor) or value.requires_grad
-            flows = may and not is_cut and any(found[a] for a in node.all_input_nodes)
+            flows = may and not is_cut and any(found[a] for a in _given_by(node))
         # a write that autograd does not see leaves a tensor its gradient
         found[node] = (is_on and flows) or any(found[x] for x in written_by(node))
     return found
+
+
+def _given_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a result may have its gradient from: of broadcast tensors, its own."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and source.target is torch.ops.aten.broadcast_tensors.default:
+        tensors: Any = source.args[0]
+        return [tensors[node.args[1]]]
+    return node.all_input_nodes
 
 
 class Reader:
