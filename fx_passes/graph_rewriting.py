@@ -223,7 +223,7 @@ class _Rewriting:
             self.given.options.min_mib,
         )
         self.report.notes += share_cross_entropy(
-            graph, losses.trace, self.recognised, self.builder
+            graph, losses.trace, losses.reading, self.builder
         )
         sum_in_forward(graph, self.builder)
         sum_rows_in_forward(graph, self.builder)
