@@ -26,7 +26,7 @@ from torch_streamkl.fx_passes.closed_forms.heads import Variables
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import World, value_at
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -41,8 +41,7 @@ LOGARITHMS = {
     aten.log.default: (0, 0.0), aten.log2.default: (0, 0.0), aten.log10.default: (0, 0.0),
     aten.log1p.default: (0, -1.0), aten.xlogy.Tensor: (1, 0.0), aten.xlogy.Scalar_Self: (1, 0.0),
 }  # fmt: skip
-# they make a number of what is infinite or NaN
-REPLACES = {"nan_to_num", "isnan", "isinf", "isfinite"}
+ASKS = {"nan_to_num", "isnan", "isinf", "isfinite"}  # they tell what is infinite or NaN
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,20 @@ def check_masked_logarithms(loss: Scores) -> None:
 
 
 def check_replaced(loss: Scores) -> None:
-    """Raises Unsupported if the loss itself replaces what is infinite in eager code alone."""
-    if loss.drops_absent_keys or not loss.may_be_infinite:
-        return
-    if any(loss.reading.observers.get(n) in REPLACES for n in loss.nodes):
-        raise Unsupported("values after the softmax that are infinite are replaced")
+    """Raises Unsupported if the loss itself replaces what is infinite or NaN in eager code alone.
+
+    The matcher has decided which keys a mask removes; what a tensor removes is not known.
+    """
+    by_mask = loss.drops_absent_keys or not loss.may_be_infinite
+    by_tensor = loss.drops_absent_keys or not any(map(_has_infinite_bias, loss.forms))
+    for node in loss.nodes:
+        what, x = loss.reading.observers.get(node), loss.expression(next(iter(node.args), None))
+        if what not in ASKS or x is None or not (is_of_keys(x) or _has_product(x)):
+            continue
+        if what == "nan_to_num" and named_arguments(node).get("nan") not in (None, 0.0):
+            raise Unsupported("values after the softmax that are NaN are replaced")
+        if not (by_mask if what == "nan_to_num" else by_tensor):
+            raise Unsupported("values after the softmax that are infinite are replaced")
 
 
 # ------------------------------------------------------------------------ expressions
@@ -175,7 +183,11 @@ def is_of_keys(x: Node) -> bool:
 def may_be_infinite(form: ScoreForm) -> bool:
     """Returns whether some scores may be -inf; a tensor that is added may hold anything."""
     is_removed = bool(form.mask) and form.fill == -math.inf
-    return is_removed or any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
+    return is_removed or _has_infinite_bias(form)
+
+
+def _has_infinite_bias(form: ScoreForm) -> bool:
+    return any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
 
 
 def _may_hide_keys(form: ScoreForm) -> bool:
