@@ -198,6 +198,8 @@ class Writer:
                 return self._pointwise(torch.pow, [*args, Placed(x.value)])
             case "logaddexp":
                 return self._folded(torch.logaddexp, torch.logaddexp, args)
+            case "norm":
+                return self._norm(args[0])
             case "round":
                 return self._rounded(args[0], getattr(torch, x.value))
             case "float":
@@ -301,6 +303,13 @@ class Writer:
         if a.is_number and call is torch.sub:  # torch.sub takes no number first
             return self._pointwise(torch.rsub, [b, a])
         return self._pointwise_ordered(call, a, b)
+
+    def _norm(self, x: Placed) -> Placed:
+        """The square root of a sum of squares, whose gradient at 0 is 0."""
+        is_zero = self.build.call(torch.eq, x.node, 0)
+        positive = self.build.method("masked_fill", x.node, is_zero, 1.0)
+        root = self.build.call(torch.sqrt, positive)
+        return Placed(self.build.method("masked_fill", root, is_zero, 0.0), x.dims)
 
     def _rounded(self, x: Placed, dtype: torch.dtype) -> Placed:
         value = x.value
