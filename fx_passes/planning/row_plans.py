@@ -99,6 +99,8 @@ class RowPlanner:
 
     def plan(self, roots: Sequence[fx.Node]) -> ProgramPlan:
         """Returns one program for these sums, or raises Unsupported."""
+        if any(map(self.reading.loses_gradient, roots)):
+            raise Unsupported("a gradient flows through what is a constant")
         arrays = [self.reading.array(r) for r in roots]
         order = [a for x in arrays for d in x.dims for a in d]
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), self.facts)
