@@ -222,9 +222,7 @@ class _Rewriting:
             self.given.refused,
             self.given.options.min_mib,
         )
-        self.report.notes += share_cross_entropy(
-            graph, losses.trace, losses.reading, self.builder
-        )
+        self.report.notes += share_cross_entropy(graph, losses.trace, losses.reading, self.builder)
         sum_in_forward(graph, self.builder)
         sum_rows_in_forward(graph, self.builder)
         if not has_dtensors(graph):  # of which AOTAutograd keeps shards

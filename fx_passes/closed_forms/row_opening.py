@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
+    has_entries,
     has_products,
     is_entered,
     is_of_keys,
@@ -156,7 +157,7 @@ class Opening:
         at = x.args[side].args[d]
         if at.op == "index" and at.value in x.value and at.value not in x.args[1 - side].axes:
             return self._sum_of_products(x, at.value)
-        if not any(y.op == "capture" for y in walk([at])):
+        if has_entries(x, place):
             raise NoForm(SOME_KEYS, x)
         position = self.position
         operands = list(x.args)
