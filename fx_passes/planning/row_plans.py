@@ -114,7 +114,7 @@ class RowPlanner:
         every = [x.element for p in form.products for x in (p.rows, p.keys)]
         sources = sources_of([*every, *(c.value for c in form.captures), *form.around])
         dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
-        check_eager(roots, [c.value for c in form.captures], dtypes, self.reading)
+        check_eager(roots, [*(c.value for c in form.captures), *form.around], dtypes, self.reading)
         matmuls = tuple(self._matmul(p) for p in form.products)
         return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
 
