@@ -171,7 +171,8 @@ class Writer:
     ) -> Placed:
         match x.op:
             case "const":
-                return Placed(int(x.value) if x.dtype == INT else x.value)
+                is_int = x.dtype == INT and abs(x.value) < 2.0**63
+                return Placed(int(x.value) if is_int else x.value)
             case "size":
                 return Placed(self.arranging.inserted_size(x.value))
             case "index":
@@ -198,6 +199,8 @@ class Writer:
                 return self._pointwise(torch.pow, [*args, Placed(x.value)])
             case "logaddexp":
                 return self._folded(torch.logaddexp, torch.logaddexp, args)
+            case "norm":
+                return self._norm(args[0])
             case "round":
                 return self._rounded(args[0], getattr(torch, x.value))
             case "float":
@@ -209,6 +212,8 @@ class Writer:
         if x.op in BINARY:
             if all(a.is_number for a in args) and x.op in OF_NUMBERS:
                 return Placed(self._of_numbers(OF_NUMBERS[x.op], *(a.node for a in args)))
+            if x.op in ("minimum", "maximum"):  # which take no numbers
+                args = [Placed(self._scalar(a.node, x.dtype)) if a.is_number else a for a in args]
             return self._pointwise(BINARY[x.op], args)
         raise Unsupported(f"{x.op} of a value of rows, inside of an operation")
 
@@ -301,6 +306,13 @@ class Writer:
         if a.is_number and call is torch.sub:  # torch.sub takes no number first
             return self._pointwise(torch.rsub, [b, a])
         return self._pointwise_ordered(call, a, b)
+
+    def _norm(self, x: Placed) -> Placed:
+        """The square root of a sum of squares, whose gradient at 0 is 0."""
+        is_zero = self.build.call(torch.eq, x.node, 0)
+        positive = self.build.method("masked_fill", x.node, is_zero, 1.0)
+        root = self.build.call(torch.sqrt, positive)
+        return Placed(self.build.method("masked_fill", root, is_zero, 0.0), x.dims)
 
     def _rounded(self, x: Placed, dtype: torch.dtype) -> Placed:
         value = x.value
