@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS
-from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NoForm
+from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.heads import Variables
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import World, value_at
@@ -77,9 +77,14 @@ class Scores:
                 yield x, lowest
 
     @cached_property
+    def may_underflow(self) -> bool:
+        """Whether a logarithm is -inf where a probability underflows."""
+        return any(x.range[0] <= lowest for x, lowest in self.logarithms())
+
+    @cached_property
     def may_be_infinite(self) -> bool:
         """Whether some scores may be -inf; a tensor that is added may hold anything."""
-        return any(map(may_be_infinite, self.forms)) or any(map(self._adds_to_scores, self.nodes))
+        return any(map(may_be_infinite, self.forms)) or self.has_lost_rows
 
     @cached_property
     def drops_absent_keys(self) -> bool:
@@ -89,19 +94,25 @@ class Scores:
             return False
         return all(call.functional.absent == 0.0 for site in self.sites for call in site.calls)
 
-    def _adds_to_scores(self, node: fx.Node) -> bool:
-        """Whether a tensor is added to scores: a softmax ignores a value per row, unless that is
-        infinite.
+    @cached_property
+    def has_lost_rows(self) -> bool:
+        """Whether a tensor is added to scores that the loss is no function of any more.
+
+        It is a value per row, which a softmax ignores unless it is infinite.
         """
+        whole = self.expression(self.inner)
+        left = set(sources_in(whole)) if whole is not None else set()
+        return any(set(sources_in(t)) - left for n in self.nodes for t in self._added(n))
+
+    def _added(self, node: fx.Node) -> list[Node]:
+        """What is added to scores and may be infinite."""
         x = self.expression(node)
         if x is None or x.op != "linear":
-            return False
-        terms = [t for _, t in terms_of(x)[1]]
-        made = [_has_product(t) for t in terms]
-        is_of_scores = any(m and _is_score(t) for m, t in zip(made, terms, strict=True))
-        return is_of_scores and any(
-            not m and not t.is_finite for m, t in zip(made, terms, strict=True)
-        )
+            return []
+        terms = {t: _has_product(t) for _, t in terms_of(x)[1]}
+        if not any(is_made and _is_score(t) for t, is_made in terms.items()):
+            return []
+        return [t for t, is_made in terms.items() if not is_made and not t.is_finite]
 
 
 def check_nan_readers(node: fx.Node, loss: Scores, outside: Readers = NO_READERS) -> None:
@@ -110,9 +121,7 @@ def check_nan_readers(node: fx.Node, loss: Scores, outside: Readers = NO_READERS
     if found.special and loss.may_be_infinite:
         name = min(found.special)
         why = "NaN where a key is masked (0 times the logarithm of 0) or a row has no key"
-    elif (found.special or found.infinite) and any(
-        x.range[0] <= lowest for x, lowest in loss.logarithms()
-    ):
+    elif (found.special or found.infinite) and loss.may_underflow:
         name = min(found.special or found.infinite)
         why = "infinity where a probability underflows (the logarithm of 0)"
     else:

@@ -17,7 +17,7 @@ OPTIONS = {"streamkl.verify": "never"}
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_value_per_row_is_added_before_the_softmax(reads: bool) -> None:
-    """A softmax ignores it: the program's normal form has none. Where it is -inf, eager has NaN."""
+    """A softmax ignores it: the normal form has none. Where it is -inf, eager has NaN."""
 
     def program(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, row: Tensor) -> Tensor:
         rows = kl_of_logs(q @ k.mT + row, qt @ kt.mT)
