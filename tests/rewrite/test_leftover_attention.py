@@ -160,7 +160,7 @@ def test_equal_masks_of_which_one_is_gone() -> None:
         first = q @ k.mT + torch.zeros(5, 7).masked_fill(hidden, -1e4)
         second = q.flatten(0, 1) @ k.flatten(0, 1).mT
         second = second.unflatten(0, (1, 1)) + torch.zeros(5, 7).masked_fill(hidden, -1e4)
-        return first.softmax(-1).sum(-1), second.softmax(-1) @ v
+        return first.softmax(-1).square().sum(-1), second.softmax(-1) @ v
 
     tensors = tuple(torch.randn(1, 1, n, 4, dtype=torch.float64) for n in (5, 7, 7))
     report = compare(step, tensors).report
