@@ -28,6 +28,8 @@ from torch_streamkl.program.graph import INT, Axis, Node, Size, Source, const, c
 UNKNOWN_PLACE = "scores are sliced at a position of unknown size"
 NO_VIEW = "an operand is read at positions that no view has"
 
+LIFTED = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+
 
 @dataclass(frozen=True)
 class Term:
@@ -61,7 +63,10 @@ class Captures:
 
     def tensor(self, source: Source) -> fx.Node:
         """Returns the user's tensor, detached if no gradient flows to it."""
-        x = outer_node(source.name, self.outer)
+        name = source.name
+        if name.op == "get_attr" and name not in self.outer:  # a constant, made by the user's code
+            name = next((n for n in name.users if n.target in LIFTED and n in self.outer), name)
+        x = outer_node(name, self.outer)
         value = example(x)
         if not source.grad_flows and isinstance(value, Tensor) and value.requires_grad:
             return self.build.method("detach", x)

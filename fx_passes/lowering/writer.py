@@ -349,10 +349,9 @@ class Writer:
             return self._result(x)
         if isinstance(source.name, Positions):
             return self._column(x, source.name)
-        node = outer_node(source.name, self.outer)
-        if not isinstance(example(node), Tensor):
-            return Placed(node)
         tensor = self.captures.tensor(source)
+        if not isinstance(example(tensor), Tensor):
+            return Placed(tensor)
         tensor, at = self._flattened(tensor, x.args)
         tensor, at, whole = self._selected_by_masks(tensor, at)
         placed = self._at(tensor, at, whole)
@@ -372,11 +371,7 @@ class Writer:
 
     def _at(self, tensor: fx.Node, at: Sequence[Node], whole: Collection[int] = ()) -> Placed:
         """A tensor at positions, those that tensors hold included."""
-        signed = dict[Node, Node]()  # positions that may be counted from the end
-        for d, p in enumerate(at):
-            size = size_of(self.reading.sizes.of(example(tensor).shape[d]))  # type: ignore[attr-defined]
-            if p.op == "remainder" and p.args[0].op == "capture" and _is_size(p.args[1], size):
-                signed[p] = p.args[0]
+        signed = {p: p.args[1] for p in at if _is_signed(p)}
         index = {p: self._index(signed.get(p, p)) for p in at if self.captures.affine(p) is None}
         return self.captures.placed(tensor, at, index, whole, signed)
 
@@ -426,31 +421,30 @@ class Writer:
     def _rows_selected(self, tensor: fx.Node, d: int, name: Positions) -> fx.Node:
         """The rows that a mask selects, from a dimension on."""
         rows, mask = name.rows, self._mask(name)
-        for i in range(rows.rank):
-            size = example(mask).shape[rows.first + i]  # type: ignore[attr-defined]
+        for i in range(rows.lacking, rows.rank):
+            size = example(mask).shape[rows.first + i - rows.lacking]  # type: ignore[attr-defined]
             if not provably_equal(example(tensor).shape[d + i], size):  # type: ignore[attr-defined]
                 length = self.build.size(size, [mask])
                 tensor = self.build.method("narrow", tensor, d + i, 0, length)
+        lacking = example(tensor).shape[d : d + rows.lacking]  # type: ignore[attr-defined]
+        sizes = [self.build.size(n, [tensor]) for n in lacking]
         if rows.rank > 1:
             tensor = self.build.method("flatten", tensor, d, d + rows.rank - 1)
-        return self.build.method("index_select", tensor, d, self._positions(name))
+        return self.build.method("index_select", tensor, d, self._positions(name, sizes))
 
     def _mask(self, name: Positions) -> fx.Node:
         return outer_node(name.mask, self.outer)
 
-    def _positions(self, name: Positions) -> fx.Node:
+    def _positions(self, name: Positions, lacking: Sequence[int | fx.Node] = ()) -> fx.Node:
         """The positions of the rows that a mask selects, flattened."""
-        mask = self._mask(name)
-        self.build.selecting.append(([mask], self.tensors_of(self.reading.array(name.mask).expr)))
-        return self.build.positions(name.rows, mask, lambda made: self._rows_of(made, name.rows))
-
-    def _rows_of(self, build: Builder, rows: MaskedRows) -> fx.Node:
-        """A mask with one entry for each row."""
-        mask = outer_node(rows.mask, self.outer)
-        for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
-            if not rows.first <= d <= rows.last:
-                mask = build.method("select", mask, d, 0)
-        return mask
+        rows, mask = name.rows, self._mask(name)
+        if len(lacking) < rows.lacking:
+            raise Unsupported("single entries of scores or probabilities are selected")
+        made_of = self.tensors_of(self.reading.array(name.mask).expr)
+        self.build.selecting.append(([mask], made_of))
+        return self.build.positions(
+            rows, mask, lambda build: _mask_of_rows(build, mask, rows, lacking)
+        )
 
     def _column(self, x: Node, name: Positions) -> Placed:
         """The positions along one dimension of a mask."""
@@ -462,6 +456,19 @@ class Writer:
         if name.dim:
             flat = self.build.call(torch.remainder, flat, self.build.size(shape[name.dim], [mask]))
         return self._at(flat, x.args, {0} if x.args[0].op == "index" else ())
+
+
+def _mask_of_rows(
+    build: Builder, mask: fx.Node, rows: MaskedRows, lacking: Sequence[int | fx.Node]
+) -> fx.Node:
+    """A mask with one entry for each row; ``lacking`` are sizes that it is broadcast to."""
+    for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
+        if not rows.first <= d <= rows.last:
+            mask = build.method("select", mask, d, 0)
+    if not lacking:
+        return mask
+    kept = [-1] * (rows.last - rows.first + 1)
+    return build.method("expand", mask, *lacking, *kept)
 
 
 def _axes_of(x: Node) -> list[Axis]:
@@ -490,6 +497,13 @@ def _undivided(above: Node, below: Node, size: Node) -> Node | None:
     if digits != ("floor_divide", "remainder") or above.args[0] is not below.args[0]:
         return None
     return above.args[0] if all(_is_size(x.args[1], size) for x in (above, below)) else None
+
+
+def _is_signed(at: Node) -> bool:
+    """Whether a position is one that may be counted from the end."""
+    if at.op != "where" or at.args[0].op != "nonnegative":
+        return False
+    return at.args[0].args[0] is at.args[1] and at.args[1] in at.args[2].args
 
 
 def _is_size(x: Node, size: Node) -> bool:
