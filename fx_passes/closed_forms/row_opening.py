@@ -83,10 +83,13 @@ class Opening:
     """Holds the axes of a program, and the products that were found with them."""
 
     def __init__(
-        self, places: frozenset[Place], keys: tuple[Axis, ...], is_unique: Callable[[Node], bool]
+        self,
+        places: frozenset[Place],
+        keys: tuple[Axis, ...],
+        why_repeated: Callable[[Node, Axis, Axis], str],
     ) -> None:
         self.places, self.keys = places, keys
-        self.is_unique = is_unique  # ids, along an axis
+        self.why_repeated = why_repeated  # whether a row may have an id twice along an axis
         self.whole = keys[0] if len(keys) == 1 else fresh_axis(None)
         self.products: dict[Node, None] = {}
         self._known: dict[Node, Node] = {}
@@ -200,6 +203,8 @@ class Opening:
             free = self._heads(axis, inside)
             opened = self.of(substitute(body, {axis: index(free)}))
             return self._summed(x.value.kind, opened, free)
+        if set(self.keys) & x.axes and self.part_of(inside, axis) is None:
+            raise NoForm("an axis of the scores meets itself in another place", x)
         chosen = self._chosen_ids(inside, axis)
         if chosen is not None:
             return self._of_chosen(x, chosen)
@@ -259,12 +264,9 @@ class Opening:
     def _of_chosen(self, x: Node, ids: Node) -> Node:
         """A reduction of chosen entries, as a masked one over all keys."""
         axis = x.value.axis
-        if not self.is_unique(ids):
-            raise NoForm(
-                "gather reads entries of each row by ids that are no top-k of this graph: an id "
-                "may be there twice",
-                x,
-            )
+        why = self.why_repeated(ids, axis, self.whole)
+        if why:
+            raise NoForm(why, x)
         free = fresh_axis(axis.size)
         at = substitute(ids, {axis: index(free)})
         body = substitute(x.args[0], {axis: index(free)})

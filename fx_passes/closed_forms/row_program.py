@@ -61,20 +61,26 @@ from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import Tracer
 
 
-def _never(ids: Node) -> bool:
-    return False
+NOT_RANKED = (
+    "gather reads entries of each row by ids that are no top-k of this graph: an id may be there "
+    "twice"
+)
+
+
+def _always(ids: Node, entries: Axis, keys: Axis) -> str:
+    return NOT_RANKED
 
 
 @dataclass(frozen=True)
 class Facts:
     """Says what expressions do not: of the user's graph that they were read from.
 
-    ``is_unique`` tells ids of which no row has one twice. ``logarithms`` are expressions of
+    ``why_repeated`` says why a row of ids may have one twice. ``logarithms`` are expressions of
     logarithms of probabilities, which are -inf in eager code where a probability underflows;
     ``made_of_products`` are captured tensors that are computed from matmuls.
     """
 
-    is_unique: Callable[[Node], bool] = _never
+    why_repeated: Callable[[Node, Axis, Axis], str] = _always
     logarithms: tuple[Node, ...] = ()
     made_of_products: Collection[Any] = ()
     dtypes: Callable[[Any], Any] | None = None  # of captured tensors
@@ -150,7 +156,7 @@ class _Planner:
         keys = _keys_of(roots, places, facts)
         self.roots = [with_whole_rows(root, places, keys) for root in roots]
         self.order, self.facts = order, facts
-        self.opening = Opening(places, keys, facts.is_unique)
+        self.opening = Opening(places, keys, facts.why_repeated)
         self.sites: list[_Site] = []
         nodes = dict.fromkeys(x for root in self.roots for x in sites_of(root, places))
         for node in _connected(list(nodes)):
