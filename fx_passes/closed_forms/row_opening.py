@@ -248,7 +248,8 @@ class Opening:
                     continue
                 _, terms = terms_of(product.args[side].args[d])
                 own = next((c for c, t in terms if t is index(axis)), None)
-                if len(terms) != 2 or own is None:
+                others = {t.value for _, t in terms if t.op == "index"} - {axis}
+                if own is None or not others or not (len(terms) == 2 or others <= set(self.keys)):
                     return None
                 for n in range(1, len(self.keys)):
                     leading, trailing = self.keys[:n], self.keys[n:]
