@@ -133,6 +133,9 @@ class RowPlanner:
         for root in self.levels.roots(self.region):
             if root in handled:
                 continue
+            if _has_labels(root):  # `linear_kl` computes it next to a divergence
+                self.refused[root] = NotClosed("cross_entropy of labels")
+                continue
             try:
                 alone = self.plan([root])
             except Unsupported as blocked:
@@ -364,3 +367,9 @@ def describe_program(plan: ProgramPlan) -> str:
         )
         text += ", summed over heads" if are_heads else ", summed over a leading dimension"
     return f"{text}, {levels} passes" if levels > 1 else text
+
+
+def _has_labels(node: fx.Node) -> bool:
+    """Whether a node is a cross-entropy with labels, not with probabilities."""
+    target = node.args[1] if name_of(node) in WITH_LABELS else None
+    return isinstance(target, fx.Node) and not target.meta["val"].is_floating_point()

@@ -12,10 +12,11 @@ import re
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.analysis.elements.registry import RULES
-from torch_streamkl.fx_passes.analysis.sites import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.reading.registry import RULES
+from torch_streamkl.fx_passes.reading.rules import MODULES
+from torch_streamkl.fx_passes.reporting.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.rows.functions import OPERATION_NAMES
 
 _DISTANCE = "d = (a - b).abs() and torch.where(d < {0}, d * d / 2{1}, {2})"
@@ -83,7 +84,8 @@ def as_pattern(names: object) -> str:
 
 @functools.cache
 def names_that_are_read() -> frozenset[str]:
-    """Returns the names of the operations that row programs in compiled code have."""
+    """Returns the names of the operations that have a rule."""
+    assert MODULES  # which register them
     schemas = (getattr(target, "_schema", None) for target in RULES)
     return frozenset(x.name.removeprefix("aten::") for x in schemas if x is not None)
 

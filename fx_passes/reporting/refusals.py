@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_o
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reading.writes import STALE
 from torch_streamkl.fx_passes.reporting.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.program.graph import CONTRACT, Node, Source
@@ -33,6 +34,8 @@ SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
 SELECTED_KEYS = "keys are selected after the softmax"
+STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn"}  # whose gradient is 0
+NO_GRADIENT = "the gradient of the scores is a constant"
 CONSTANT = "a gradient flows through what is a constant"
 BY_ZERO = "scores multiplied by 0"
 DOUBLE = "softmax of values that are probabilities already (double softmax)"
@@ -109,13 +112,22 @@ class Refusals:
         """
         found = {}
         for root, why in refused.items():
-            placed = self.placed(why, root)
+            placed = self._of_steps(root) if why.reason == NO_GRADIENT else None
+            placed = placed or self.placed(why, root)
             found[placed.node or root] = placed.reason
         for node in self.trace.graph.nodes:
             captured = self.captured(node)
             if captured is not None and captured.node is node:
                 found[node] = captured.reason
         return {n: found[n] for n in self.trace.graph.nodes if n in found}
+
+    def _of_steps(self, root: fx.Node) -> Refusal | None:
+        """The nearest function without a gradient that is applied to scores."""
+        for node in near(root, "all_input_nodes"):
+            if node.op == "call_function" and name_of(node) in STEPS:
+                if self.levels.of(node) in (Level.SCORES, Level.PROBABILITIES):
+                    return Refusal(f"{name_of(node)} of scores", node)
+        return None
 
     def places_of(
         self, refused: Mapping[fx.Node, NotClosed], roots: Iterable[fx.Node]
@@ -142,7 +154,7 @@ class Refusals:
             return Refusal(DROPOUT, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
-        if name == "dropout" or _TECHNICAL.search(reason):
+        if name == "dropout" or name.endswith("_") or _TECHNICAL.search(reason):
             what = "scores" if level is Level.SCORES else PROBABILITIES
             return Refusal(f"{name} of {what}", node)
         return Refusal(reason, node)
@@ -219,8 +231,7 @@ class Refusals:
         if at is None:
             return Refusal(refused.reason, default)
         for x in walk([at]):
-            name = x.value.name if isinstance(x.value, Source) else None
-            inside = self.captured(name) if isinstance(name, fx.Node) else None
+            inside = self._of_source(x.value) if isinstance(x.value, Source) else None
             if inside is not None:
                 return inside
         node = self.first_with(at)
@@ -232,6 +243,16 @@ class Refusals:
         if node is not None and _OPERATION.match(refused.reason):
             return Refusal(f"{name_of(node)} of scores", node)
         return Refusal(refused.reason, node)
+
+    def _of_source(self, source: Source) -> Refusal | None:
+        """Returns why a tensor that is made of scores is captured."""
+        node = source.name
+        if not isinstance(node, fx.Node):
+            return None
+        found = self.captured(node)
+        if found is None and source.version and node in self.reading.reads_products:
+            return Refusal(STALE, node)  # it was written in a way that is not read
+        return found
 
     # ------------------------------------------------------------------------- places
 

@@ -55,7 +55,9 @@ def unfused_sites(
         # what a row program may have: what keeps that?
         if _NO_OPERATION.search(reason) and blocker not in of_programs:
             other = _first_of_programs(node, of_programs)
-            if other is not None and other[0].split()[0] not in {reason.split()[0], *ORDERED}:
+            if other is not None and other[0].split()[0] == reason.split()[0]:
+                reason = reason if _NO_OPERATION.search(other[0]) else other[0]
+            elif other is not None and other[0].split()[0] not in ORDERED:
                 reason, blocker = other
         elif _NO_OPERATION.search(reason) and blocker is not None:
             of_program = of_programs[blocker]  # such as ids that may be repeated

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.sites import AS_PRODUCT
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     descendants,
     example,
@@ -25,6 +24,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
     numel,
 )
 from torch_streamkl.fx_passes.reporting.operations import is_unread, why_not
+from torch_streamkl.fx_passes.reporting.reasons import AS_PRODUCT
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
