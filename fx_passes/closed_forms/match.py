@@ -45,7 +45,13 @@ from torch_streamkl.fx_passes.closed_forms.rows import (
     replaced,
     sites,
 )
-from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING, Condition, ScoreForm, read
+from torch_streamkl.fx_passes.closed_forms.score_form import (
+    ABSORBING,
+    NOT_NUMBERS,
+    Condition,
+    ScoreForm,
+    read,
+)
 from torch_streamkl.fx_passes.closed_forms.sums import joined
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import negation, scaled
@@ -174,9 +180,9 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
 def _check_conditions(conditions: Condition) -> None:
     for x in sorted(conditions, key=lambda x: x.digest):
         if any(y.op == CONTRACT for y in walk([x])):
-            replaced_ = {"isinf": "infinite", "isnan": "NaN"}.get(negation(x).op)
-            if replaced_ is not None:
-                raise NoForm(f"{replaced_} scores are replaced before the softmax", x)
+            if negation(x).op in NOT_NUMBERS:
+                what = NOT_NUMBERS[negation(x).op]
+                raise NoForm(f"{what} scores are replaced before the softmax", x)
             raise NoForm("a mask that is computed from scores", x)
 
 

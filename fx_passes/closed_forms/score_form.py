@@ -32,6 +32,8 @@ IMPROBABLE = -1e4
 LARGEST_SHIFT = 1e4
 LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 
+NOT_NUMBERS = {"isinf": "infinite", "isnan": "NaN"}  # of conditions on scores
+
 Condition = frozenset[Node]  # all of these hold
 
 
@@ -266,6 +268,11 @@ def _inside_mask(x: Node, key: Axis, steps: list[Step]) -> Node:
             steps.append(partial(_filled, layer=Layer(literals(holds), fill.value)))
             return inside
     if has_product(a, key) and has_product(b, key):
+        what = next(
+            (NOT_NUMBERS[y.op] for y in walk(literals(condition)) if y.op in NOT_NUMBERS), None
+        )
+        if what is not None:
+            raise NoForm(f"{what} scores are replaced before the softmax", x)
         raise NoForm("a part of the scores is computed in another way", x)
     raise NoForm("a tensor is filled into scores", x)
 
