@@ -101,9 +101,6 @@ class _Rewriting:
         self.operands = losses.operands()
         self.unused = {n for n in region.nodes if not n.users}
         self.views = {n for n in graph.nodes if is_view(n)}
-        from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
-
-        self.recognised = ScoreInterpreter(trace)
         self.outer = dict(trace.outer)  # before later passes replace nodes
 
     def builder(self, before: fx.Node) -> Builder:
@@ -215,8 +212,7 @@ class _Rewriting:
             return removed, []
         kept = replace_attention(
             graph,
-            losses.trace,
-            self.recognised.values,  # TODO
+            losses,
             self.fusing.aliases,
             self.builder,
             self.given.refused,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
+    has_entries,
     has_products,
     is_entered,
     is_of_keys,
@@ -20,7 +21,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     places_of,
     products_in,
 )
-from torch_streamkl.program.canonical import choose, compare, log_softmax, terms_of
+from torch_streamkl.program.canonical import choose, compare, linear, log_softmax, terms_of
 from torch_streamkl.program.graph import (
     ANY,
     CONTRACT,
@@ -156,16 +157,11 @@ class Opening:
         at = x.args[side].args[d]
         if at.op == "index" and at.value in x.value and at.value not in x.args[1 - side].axes:
             return self._sum_of_products(x, at.value)
-        if not any(y.op == "capture" for y in walk([at])):
+        if has_entries(x, place):
             raise NoForm(SOME_KEYS, x)
-        position = self.position
-        operands = list(x.args)
-        args = tuple(position if i == d else y for i, y in enumerate(operands[side].args))
-        operands[side] = with_args(operands[side], args)
-        axes = frozenset[Axis]().union(*(y.axes for y in operands)) - set(x.value)
-        whole = intern(CONTRACT, tuple(operands), x.value, x.dtype, axes)
+        whole = _at_position(x, place, self.position)
         self.products[whole] = None
-        hit = compare("eq", at, position)
+        hit = compare("eq", at, self.position)
         return self._summed(SUM, choose(hit, whole, const(0.0)))
 
     def _sum_of_products(self, x: Node, axis: Axis) -> Node:
@@ -279,6 +275,62 @@ class Opening:
         nothing = const(0.0 if x.value.kind == SUM else -math.inf)
         kept = intern("where", (hit, body, nothing), None, body.dtype, hit.axes | body.axes, False)
         return self._summed(x.value.kind, self.of(kept))
+
+
+def with_whole_rows(root: Node, places: frozenset[Place], keys: tuple[Axis, ...]) -> Node:
+    """Returns a value of rows in which what is computed at one key of each row is a sum over keys.
+
+    It is that of a log-probability, say, and not of its score alone: a row with a score that is
+    infinite has no number in it.
+    """
+
+    def is_inner(x: Node) -> bool:
+        return is_entered(x) and not is_of_keys(x, places)
+
+    def changed(x: Node, args: tuple[Node, ...]) -> Node:
+        if x.op != "linear" or len(keys) != 1:
+            return remade(x, args)
+        every = [p for p in walk([x], is_inner) if p.op == CONTRACT]
+        found = {key_position(p, places) for p in every}
+        if (
+            len(found) != 1
+            or None in found
+            or not any(is_of_keys(y, places) for y in walk([x], is_inner))
+        ):
+            return remade(x, args)
+        positions = {_at(p, key_position(p, places)) for p in every}
+        if len(positions) != 1 or any(has_entries(p, key_position(p, places)) for p in every):
+            return remade(x, args)
+        (at,) = positions
+        if at.op == "index":
+            return remade(x, args)
+        free = fresh_axis(keys[0].size)
+        whole = {p: _at_position(p, key_position(p, places), index(free)) for p in every}
+        constant, terms = terms_of(x)
+        made = [(c, t) for c, t in terms if has_products(t)]
+        body = rebuilt([linear(0.0, made)], lambda y, a: whole.get(y) or remade(y, a), is_inner)
+        inside = body[linear(0.0, made)]
+        total = reduced(SUM, free, choose(compare("eq", at, index(free)), inside, const(0.0)))
+        rest = [(c, t) for c, t in terms if not has_products(t)]
+        return linear(constant, [*rest, (1.0, total)])
+
+    return rebuilt([root], changed, is_inner)[root]
+
+
+def _at(product: Node, place: tuple[int, int] | None) -> Node:
+    assert place is not None
+    return product.args[place[0]].args[place[1]]
+
+
+def _at_position(product: Node, place: tuple[int, int] | None, position: Node) -> Node:
+    """A product with another position of the keys."""
+    assert place is not None
+    side, d = place
+    operands = list(product.args)
+    args = tuple(position if i == d else y for i, y in enumerate(operands[side].args))
+    operands[side] = with_args(operands[side], args)
+    axes = frozenset[Axis]().union(*(y.axes for y in operands)) - set(product.value)
+    return intern(CONTRACT, tuple(operands), product.value, product.dtype, axes)
 
 
 def product_of(axes: tuple[Axis, ...]) -> int | None:

@@ -37,7 +37,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
     axes_of_products,
     product_of,
 )
-from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in
+from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
@@ -147,10 +147,12 @@ class _Planner:
     def __init__(
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
-        self.roots, self.order, self.facts = roots, order, facts
-        self.opening = Opening(places, _keys_of(roots, places, facts), facts.is_unique)
+        keys = _keys_of(roots, places, facts)
+        self.roots = [with_whole_rows(root, places, keys) for root in roots]
+        self.order, self.facts = order, facts
+        self.opening = Opening(places, keys, facts.is_unique)
         self.sites: list[_Site] = []
-        nodes = dict.fromkeys(x for root in roots for x in sites_of(root, places))
+        nodes = dict.fromkeys(x for root in self.roots for x in sites_of(root, places))
         for node in _connected(list(nodes)):
             names = self.opening.names_of(node)
             names |= self._blocks(node, places)

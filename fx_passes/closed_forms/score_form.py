@@ -73,6 +73,7 @@ class ScoreForm:
     fill: float = 0.0
     exact_fill: bool = True
     layers: tuple[Layer, ...] = ()
+    added: bool = False  # a tensor or mask was added: gradient flows through masked keys
     shift: float = 0.0  # after everything else; a softmax ignores it
     row_shift: bool = False  # a value per row is added as well
 
@@ -352,7 +353,7 @@ def _with_bias(form: ScoreForm, bias: Bias, has_key: bool) -> ScoreForm:
         raise NoForm("a tensor is added to scores after a finite mask value was filled in")
     # the tensor may be a mask: keys of a row without any allowed key may go to -inf
     exact = form.exact_fill and (not form.mask or form.fill == -math.inf)
-    return replace(form, biases=(*form.biases, bias), exact_fill=exact)
+    return replace(form, biases=(*form.biases, bias), exact_fill=exact, added=True)
 
 
 def _with_term(form: ScoreForm, term: Term) -> ScoreForm:
@@ -372,7 +373,8 @@ def _filled(form: ScoreForm, layer: Layer) -> ScoreForm:
         fill -= form.shift  # the shift is after the mask in this form
     layer = Layer(mask, fill)
     if form.mask <= mask:  # what was masked before is filled anew
-        return replace(form, mask=mask, fill=fill, exact_fill=True, layers=(layer,))
+        added = form.added and bool(form.biases)
+        return replace(form, mask=mask, fill=fill, exact_fill=True, layers=(layer,), added=added)
     if fill == form.fill:
         return replace(form, mask=form.mask | mask, layers=(*form.layers, layer))
     return _overlapping(form, layer)
@@ -380,7 +382,7 @@ def _filled(form: ScoreForm, layer: Layer) -> ScoreForm:
 
 def _added(form: ScoreForm, layer: Layer) -> ScoreForm:
     """The fill is added where the mask does not hold."""
-    mask, fill = layer.mask, layer.fill
+    form, mask, fill = replace(form, added=True), layer.mask, layer.fill
     layers = (*form.layers, layer)
     if form.mask == mask or (form.mask and fill == form.fill == -math.inf):
         return replace(form, mask=form.mask | mask, fill=form.fill + fill, layers=layers)

@@ -51,10 +51,10 @@ class Places:
 
 def emit(writer: Writer, call: Call, types: Types) -> fx.Node:
     """Inserts a call, and returns its values as [batch, heads, rows]."""
-    return _Lowering(writer, call, types).emit()
+    return CallTensors(writer, call, types).emit()
 
 
-class _Lowering:
+class CallTensors:
     """Inserts the tensors of one call."""
 
     def __init__(self, writer: Writer, call: Call, types: Types) -> None:
@@ -71,7 +71,7 @@ class _Lowering:
             options[f"{name}_scale"] = side.scale
             if side.softcap:
                 options[f"{name}_softcap"] = side.softcap
-            bias = self._bias(side.biases, dtype)
+            bias = self.bias(side.biases, dtype)
             biases += [bias] if bias is not None else []
             removed = self._removed(number)
             if removed is not None:
@@ -97,10 +97,10 @@ class _Lowering:
     def _operands(self) -> tuple[dict[str, fx.Node], torch.dtype]:
         made: dict[str, fx.Node] = {}
         for name, side in zip(NAMES, self.call.sides, strict=True):
-            made[f"{name}_q"], made[f"{name}_k"] = self._queries(side), self._keys(side)
+            made[f"{name}_q"], made[f"{name}_k"] = self.queries(side), self.keys(side)
         dtype = _widest([*map(_dtype, made.values()), *self._widened()])
         for name, side in zip(NAMES, self.call.sides, strict=True):
-            made[f"{name}_q"] = self._multiplied(made[f"{name}_q"], side.product.factors)
+            made[f"{name}_q"] = self.multiplied(made[f"{name}_q"], side.product.factors)
         return {name: self._cast(x, dtype) for name, x in made.items()}, dtype
 
     def _widened(self) -> Iterator[torch.dtype]:
@@ -111,24 +111,29 @@ class _Lowering:
             if found is not None:
                 yield found.operands
 
-    def _queries(self, side: Side) -> fx.Node:
+    def queries(self, side: Side) -> fx.Node:
+        """Returns queries as [batch, heads, rows, head_dim]."""
         places, x = self.places, side.product.rows
         if places.rows and not set(places.rows) & x.axes:
             raise Unsupported("the queries of one side do not vary along the query dimension")
         dims = (places.batch, places.heads + side.averaged, places.rows, side.product.contracted)
         return self.writer.tensor(x.element, dims, expand=(0, 1, 2))
 
-    def _keys(self, side: Side) -> fx.Node:
-        """Keys; without the last axes of heads that share them: query head h has h // group."""
+    def keys(self, side: Side) -> fx.Node:
+        """Returns keys, without the last axes of heads that share them: head h has h // group."""
         places, x = self.places, side.product.keys
-        heads = list(places.heads + side.averaged)
-        while heads and heads[-1] not in x.axes:
-            heads.pop()
-        dims = (places.batch, tuple(heads), places.keys, side.product.contracted)
-        return self.writer.tensor(x.element, dims, expand=(0, 1))
+        heads = places.heads + side.averaged
+        return self.of_keys(x.element, heads, side.product.contracted)
 
-    def _multiplied(self, x: fx.Node, factors: Sequence[Factor]) -> fx.Node:
-        """Queries times what multiplies all scores of a row."""
+    def of_keys(self, x: Node, heads: Dim, width: Dim) -> fx.Node:
+        """Returns a tensor with a vector for each key."""
+        while heads and heads[-1] not in x.axes:
+            heads = heads[:-1]
+        dims = (self.places.batch, heads, self.places.keys, width)
+        return self.writer.tensor(x, dims, expand=(0, 1))
+
+    def multiplied(self, x: fx.Node, factors: Sequence[Factor]) -> fx.Node:
+        """Returns queries times what multiplies all scores of a row."""
         dtype = _dtype(x)
         for factor in factors:
             if not factor.value.axes <= set(self.call.axes.rows):
@@ -152,8 +157,8 @@ class _Lowering:
     def _tensor(self, x: Node, dims: Sequence[Dim], least: torch.dtype | None = None) -> fx.Node:
         return self.writer.tensor(x, dims, partly=PARTLY, least=least)
 
-    def _bias(self, biases: Sequence[Bias], dtype: torch.dtype) -> fx.Node | None:
-        """The sum of a side's additive tensors, which broadcasts to the scores.
+    def bias(self, biases: Sequence[Bias], dtype: torch.dtype) -> fx.Node | None:
+        """Returns the sum of a side's additive tensors, which broadcasts to the scores.
 
         ``dtype`` is that of the scores: a narrower tensor is scaled after it was added to them.
         """

@@ -171,7 +171,8 @@ class Writer:
     ) -> Placed:
         match x.op:
             case "const":
-                return Placed(int(x.value) if x.dtype == INT else x.value)
+                is_int = x.dtype == INT and abs(x.value) < 2.0**63
+                return Placed(int(x.value) if is_int else x.value)
             case "size":
                 return Placed(self.arranging.inserted_size(x.value))
             case "index":
@@ -211,6 +212,8 @@ class Writer:
         if x.op in BINARY:
             if all(a.is_number for a in args) and x.op in OF_NUMBERS:
                 return Placed(self._of_numbers(OF_NUMBERS[x.op], *(a.node for a in args)))
+            if x.op in ("minimum", "maximum"):  # which take no numbers
+                args = [Placed(self._scalar(a.node, x.dtype)) if a.is_number else a for a in args]
             return self._pointwise(BINARY[x.op], args)
         raise Unsupported(f"{x.op} of a value of rows, inside of an operation")
 

@@ -8,8 +8,8 @@ Only graphs with a fused KL are changed. Scores with a softcap go to FlexAttenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,43 +19,39 @@ from torch.torch_version import TorchVersion
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.region import MATMULS
-from torch_streamkl.fx_passes.capture.retrace import Trace, outer_node
-from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.domain.scores import ABSORBING
-from torch_streamkl.fx_passes.domain.values import Attention
+from torch_streamkl.fx_passes.closed_forms.attention import (
+    Attention,
+    Weighted,
+    attention_of,
+    weighted_sum,
+)
+from torch_streamkl.fx_passes.closed_forms.form import Masks
+from torch_streamkl.fx_passes.closed_forms.masks import offset_of
+from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, provably_equal, quotient
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal, quotient
 from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
-from torch_streamkl.fx_passes.lowering.calls import add_up_biases
-from torch_streamkl.fx_passes.lowering.empty_rows import (
-    rows_with_keys,
-    uniform_rows,
-    window_tensor,
-)
-from torch_streamkl.fx_passes.lowering.operands import (
-    _permuted,
-    canonical,
-    placed,
-    rows_as_user,
-    shape,
-)
+from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
+from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, uniform_rows
+from torch_streamkl.fx_passes.lowering.placed import Placed
+from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.passes import softcapped
-from torch_streamkl.fx_passes.planning.dimensions import Geometry, geometry
-from torch_streamkl.fx_passes.planning.masks import MaskPlan, masks_of
-from torch_streamkl.fx_passes.planning.profitability import why_attention_is_skipped
+from torch_streamkl.fx_passes.planning.losses import Losses
+from torch_streamkl.fx_passes.planning.worth import why_attention_is_skipped
+from torch_streamkl.fx_passes.reading.arrays import Array, Dim
+from torch_streamkl.program.canonical import all_of
+from torch_streamkl.program.graph import Node, constant
 
-STUDENT = 1
 # Inductor of torch 2.11 takes its log-sum-exp for float32 there, and the backward fails
 COMPILES_IN_FLOAT64 = TorchVersion(torch.__version__) >= "2.13"
 
 
 def replace_attention(
     graph: fx.Graph,
-    trace: Trace,
-    values: Mapping[fx.Node, object],
+    losses: Losses,
     aliases: Aliases,
     builder: Callable[[fx.Node], Builder],
     refused: Mapping[str, str],
@@ -67,26 +63,28 @@ def replace_attention(
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
-    remaining_attention, written = RemainingAttention(trace.outer), written_storages(graph)
+    trace, reading = losses.trace, losses.reading
+    remaining, written = RemainingAttention(losses), written_storages(graph)
     for inner in trace.graph.nodes:
-        value, node = values.get(inner), trace.outer.get(inner)
-        if not isinstance(value, Attention) or node is None or not _is_only_reader(node):
+        found, node = reading.arrays.get(inner), trace.outer.get(inner)
+        if not isinstance(found, Array) or node is None or inner.op != "call_function":
             continue
+        is_product = name_of(inner) in MATMULS
+        weighted = weighted_sum(found.expr, found.dims) if is_product else None
+        if weighted is None or not _is_only_reader(node):
+            continue
+        place = f"the attention at {location_of(node)[0]}"
         if node.name in refused:
-            reason = refused[node.name]
-            notes[f"the attention at {location_of(node)[0]} keeps its probabilities: {reason}"] = (
-                None
-            )
+            notes[f"{place} keeps its probabilities: {refused[node.name]}"] = None
             continue
-        device = _device_of(node)
-        size = why_attention_is_skipped(value.probabilities, device, min_mib)
+        size = why_attention_is_skipped(weighted.axes, _device_of(node), min_mib)
         if size:
-            notes[f"the attention at {location_of(node)[0]} is skipped: {size}"] = None
+            notes[f"{place} is skipped: {size}"] = None
             continue
         build = builder(node)
         try:
             with build.undone_if_unsupported():
-                replacement = remaining_attention.replace(node, value, build)
+                replacement = remaining.replace(node, weighted, found.dims, build)
                 if not _same_metadata(replacement, node):
                     raise Unsupported("the fused attention has another shape or type")
                 if strides_are_seen(node, replacement, build, written):
@@ -95,9 +93,7 @@ def replace_attention(
                     replacement = with_strides_of(build, replacement, value_of_user)
                 aliases.check(build.added, build.selecting)
         except Unsupported as reason:
-            notes[f"the attention at {location_of(node)[0]} keeps its probabilities: {reason}"] = (
-                None
-            )
+            notes[f"{place} keeps its probabilities: {reason}"] = None
             continue
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it
@@ -139,189 +135,160 @@ def _same_metadata(a: fx.Node, b: fx.Node) -> bool:
 class RemainingAttention:
     """Rewrites the attention of one graph; masks that layers share are built once."""
 
-    outer: Mapping[fx.Node, fx.Node]
+    losses: Losses
     masks: dict[object, fx.Node] = field(default_factory=dict)
     alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
 
-    def replace(self, node: fx.Node, attention: Attention, build: Builder) -> fx.Node:
+    def replace(
+        self, node: fx.Node, weighted: Weighted, dims: Sequence[Dim], build: Builder
+    ) -> fx.Node:
         """Returns a node with the value of ``probabilities @ values``, or raises Unsupported."""
-        elements = attention.probabilities
-        distribution, layout = elements.parts[0], elements.layouts[0]
-        form = read(distribution.scores)
-        if form.padded is not None or distribution.averaged:
-            raise Unsupported("scaled_dot_product_attention has no padding or mean of heads")
-        place = geometry(
-            distribution, layout, distribution, layout, elements.key_dim, [attention.values]
-        )
-        if place.query is None:
+        found = attention_of(weighted, dims)
+        if found.axes.query is None:
             raise Unsupported("attention of a single query row")
         value = example(node)
         assert isinstance(value, Tensor)
         if value.dtype == torch.float64 and value.device.type == "cpu" and not COMPILES_IN_FLOAT64:
             raise Unsupported("scaled_dot_product_attention in float64 on a CPU needs torch 2.13")
-        mask = masks_of(place)
-        inputs = [place.student.rows, place.student.keys, attention.values]
-        nodes = [outer_node(o.node, self.outer) for o in inputs]
-        # the scores' matmul may have rounded its operands before: autocast
-        product = distribution.scores.dtype
-        is_rounded = (
-            product is not None and torch.promote_types(product, value.dtype) == value.dtype
-        )
-        if not is_rounded and any(not _is_exact_in(value.dtype, n) for n in nodes):
-            raise Unsupported(
-                f"scores of more precision than {value.dtype}, the type of the result"
-            )
-        q = self._tensor(build, place, inputs[0], nodes, value.dtype, is_keys=False)
-        k = self._tensor(build, place, inputs[1], nodes, value.dtype, is_keys=True)
-        v = self._tensor(build, place, inputs[2], nodes, value.dtype, is_keys=True)
+        form = found.form
+        if form.mask and form.fill > ABSORBING:
+            raise Unsupported(f"attention with the finite mask value {form.fill:g}")
+        writer = Writer(build, self.losses.reading, self.losses.trace.outer, _read_by(found))
+        tensors = CallTensors(writer, found.call, self.losses.product_types)
+        q, k, v = self._inputs(tensors, found, value.dtype)
         # with a softcap, masks are no tensor of queries x keys: one is made to look for empty rows
-        is_needed = not form.softcap or _may_lack_keys(place, mask)
-        options = self._mask_options(build, place, mask, nodes, value.dtype) if is_needed else {}
-        alive = self._rows_with_keys(build, place, mask, options, value.dtype)
+        is_needed = not form.softcap or self._may_lack_keys(found)
+        options = self._mask_options(tensors, found, value.dtype) if is_needed else {}
+        alive = self._rows_with_keys(build, found, options, value.dtype)
         if form.softcap:
             if not provably_equal(shape(k)[1], shape(v)[1]):
                 k, v = (_repeated(build, x, shape(q)[1], q) for x in (k, v))
-            out = softcapped.emit(build, place, mask, alive, (q, k, v), value, nodes, self.outer)
+            out = softcapped.emit(tensors, found, alive, (q, k, v), value)
         else:
             k, v, options = _with_groups(build, q, k, v, options)
             out = _fused(build, q, k, v, form.scale, options)
             if alive is not None:
                 uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
                 out = build.call(torch.where, alive, out, uniform)
-        out = rows_as_user(
-            build, out, place, elements.rank, elements.key_dim, nodes, trailing=True
-        )
-        return _permuted(build, out, attention.order)
+        places = tensors.places
+        placed = Placed(out, (places.batch, places.heads, places.rows, found.width))
+        return writer.arranging.arranged(placed, dims, expand=range(len(dims)))
 
-    def _tensor(
-        self,
-        build: Builder,
-        place: Geometry,
-        operand: Any,
-        nodes: list[fx.Node],
-        dtype: torch.dtype,
-        *,
-        is_keys: bool,
-    ) -> fx.Node:
-        factors = () if is_keys else read(place.student.distribution.scores).factors
-        return canonical(
-            build,
-            operand,
-            STUDENT,
-            place,
-            nodes,
-            self.outer,
-            is_keys=is_keys,
-            dtype=dtype,
-            factors=factors,
-        )
+    def _inputs(
+        self, tensors: CallTensors, found: Attention, dtype: torch.dtype
+    ) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Queries, keys and values in the type of the result."""
+        side, build = found.side, tensors.build
+        q, k = tensors.queries(side), tensors.keys(side)
+        v = tensors.of_keys(found.values, tensors.places.heads, found.width)
+        # the scores' matmul may have rounded its operands before: autocast
+        sources = [x.source for x in (side.product.rows, side.product.keys)]
+        names = frozenset(x.name for x in sources if x is not None)
+        product = self.losses.product_types.get(names)
+        is_rounded = product is not None and _holds(dtype, product.result)
+        if not is_rounded and not all(_holds(dtype, _dtype(x)) for x in (q, k, v)):
+            raise Unsupported(f"scores of more precision than {dtype}, the type of the result")
+        q = tensors.multiplied(q, side.product.factors)
+        q, k, v = (x if _dtype(x) == dtype else build.method("to", x, dtype) for x in (q, k, v))
+        return q, k, v
 
     def _mask_options(
-        self,
-        build: Builder,
-        place: Geometry,
-        mask: MaskPlan,
-        nodes: list[fx.Node],
-        dtype: torch.dtype,
+        self, tensors: CallTensors, found: Attention, dtype: torch.dtype
     ) -> dict[str, Any]:
-        key = place.student.distribution.scores
-        form = read(key)
-        if form.mask and form.fill > ABSORBING:
-            raise Unsupported(f"attention with the finite mask value {form.fill:g}")
-        assert place.query is not None
-        square = provably_equal(
-            place.digits[place.query].size, key.size(place.student.distribution.axis)
-        )
-        is_causal = mask.window_right is not None and expression(mask.window_right) == 0 and square
-        banded = mask.window_left is not None or mask.window_right is not None
-        dense = bool(mask.tensors or mask.row_tensors or form.biases)
+        masks, axes = found.masks, found.axes
+        assert axes.query is not None and axes.query.size is not None
+        assert axes.key.size is not None
+        square = self.losses.reading.sizes.are_equal(axes.query.size, axes.key.size)
+        right = masks.window_right
+        is_causal = right is not None and constant(right) == 0 and square
+        banded = masks.window_left is not None or right is not None
+        dense = not _dense(masks).is_empty or bool(found.form.biases)
         if not banded and not dense:
             return {}
-        if is_causal and mask.window_left is None and not dense:
+        if is_causal and masks.window_left is None and not dense:
             return {"is_causal": True}
-        return {"attn_mask": self._mask(build, place, mask, nodes, dtype)}
+        return {"attn_mask": self._mask(tensors, found, dtype)}
 
     def _rows_with_keys(
-        self,
-        build: Builder,
-        place: Geometry,
-        mask: MaskPlan,
-        options: dict[str, Any],
-        dtype: torch.dtype,
+        self, build: Builder, found: Attention, options: dict[str, Any], dtype: torch.dtype
     ) -> fx.Node | None:
         """Marks the rows that have a key; None if all have, or if eager is NaN in the others."""
         total = options.get("attn_mask")
-        form = read(place.student.distribution.scores)
-        if total is None or not _may_lack_keys(place, mask):
+        if total is None or not self._may_lack_keys(found):
             return None
-        if not form.exact_fill:
+        if not found.form.exact_fill:
             raise Unsupported("two additive masks overlap, and a row may be left without any key")
         made = self.alive.get(total)
         if made is None or made._erased:
             made = self.alive[total] = rows_with_keys(build, total, None, dtype)
         return made
 
-    def _mask(
-        self,
-        build: Builder,
-        place: Geometry,
-        mask: MaskPlan,
-        nodes: list[fx.Node],
-        dtype: torch.dtype,
-    ) -> fx.Node:
+    def _mask(self, tensors: CallTensors, found: Attention, dtype: torch.dtype) -> fx.Node:
         """Builds an additive mask at the smallest shape that holds it."""
-        form = read(place.student.distribution.scores)
-        identity = (form.mask, form.fill, form.biases, dtype, str(place.digits))
+        form, build, writer = found.form, tensors.build, tensors.writer
+        identity = (form.mask, form.fill, form.biases, dtype, tensors.places)
         made = self.masks.get(identity)
         if made is not None and not made._erased:  # with what was taken back
             return made
-        keep = window_tensor(build, place, mask.window_left, mask.window_right, nodes)
-        for literal in (*mask.tensors, *mask.row_tensors):
-            x = placed(
-                build, outer_node(literal.node, self.outer), literal.layout, STUDENT, place, nodes
-            )
-            x = x if literal.positive else build.call(torch.logical_not, x)
-            keep = x if keep is None else build.call(torch.logical_and, keep, x)
         total = None
-        if keep is not None:
+        if form.mask:
+            keep = writer.tensor(all_of(*form.mask), tensors.places.scores, partly=PARTLY)
             # the lowest number, not -inf: a row without keys stays uniform, as in the user's code
             low = -math.inf if form.fill == -math.inf else torch.finfo(dtype).min
-            query = example(nodes[0])
-            assert isinstance(query, Tensor)
-            zero = build.call(torch.zeros, (), dtype=dtype, device=query.device)
+            zero = build.call(torch.zeros, (), dtype=dtype, device=writer.device)
             total = build.call(torch.where, keep, zero, low)
-        bias = add_up_biases(build, form.biases, STUDENT, place, nodes, self.outer, dtype)
+        bias = tensors.bias(form.biases, dtype)
         if bias is not None:
-            bias = build.method("to", bias, dtype)
+            bias = bias if _dtype(bias) == dtype else build.method("to", bias, dtype)
             total = bias if total is None else build.call(torch.add, total, bias)
         assert total is not None
         self.masks[identity] = total
         return total
 
+    def _may_lack_keys(self, found: Attention) -> bool:
+        """Whether eager code may have a row without keys that is no row of NaN."""
+        removed = found.form.fill == -math.inf and not found.form.biases
+        return not removed and not _has_diagonal(found)
 
-def _is_exact_in(dtype: torch.dtype, node: fx.Node) -> bool:
-    """Whether a type holds every value of a tensor."""
+
+def _read_by(found: Attention) -> list[Node]:
+    """The expressions of all that attention reads."""
+    side, biases = found.side, (*found.form.biases, *found.form.inner_biases)
+    factors = [f.value for x in (side.product, *biases) for f in x.factors]
+    operands = [x.element for x in side.operands]
+    return [*operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
+
+
+def _dense(masks: Masks) -> Masks:
+    """What is not a window."""
+    return replace(masks, window_left=None, window_right=None)
+
+
+def _has_diagonal(found: Attention) -> bool:
+    """Whether the mask is a band in which every query provably has the key on its diagonal."""
+    masks = found.masks
+    bounds = [b for b in (masks.window_left, masks.window_right) if b is not None]
+    numbers = [constant(x) for x in (offset_of(found.axes), *bounds)]
+    dense = not _dense(masks).is_empty or bool(found.form.biases)
+    return not dense and all(n is not None and n >= 0 for n in numbers)
+
+
+def shape(node: fx.Node) -> Sequence[Size]:
+    """Returns the recorded shape of a node."""
     value = example(node)
     assert isinstance(value, Tensor)
-    return torch.promote_types(value.dtype, dtype) == dtype
+    return value.shape
 
 
-def _may_lack_keys(place: Geometry, mask: MaskPlan) -> bool:
-    """Whether eager code may have a row without keys that is no row of NaN."""
-    form = read(place.student.distribution.scores)
-    removed = form.fill == -math.inf and not form.biases
-    return not removed and not _has_diagonal(place, mask)
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value.dtype
 
 
-def _has_diagonal(place: Geometry, mask: MaskPlan) -> bool:
-    """Whether the mask is a band in which every query provably has the key on its diagonal."""
-    key, bounds = place.student.distribution.scores, (mask.window_left, mask.window_right)
-    assert place.query is not None
-    num_keys = key.size(place.student.distribution.axis)
-    spare = expression(num_keys - place.digits[place.query].size)
-    numbers = [spare, *(expression(b) for b in bounds if b is not None)]
-    dense = bool(mask.tensors or mask.row_tensors or read(key).biases)
-    return not dense and all(isinstance(n, int) and n >= 0 for n in numbers)
+def _holds(dtype: torch.dtype, values: torch.dtype) -> bool:
+    """Whether a type holds every value of another."""
+    return torch.promote_types(values, dtype) == dtype
 
 
 def _with_groups(

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.retrace import outer_node
-from torch_streamkl.fx_passes.domain.score_form import read
-from torch_streamkl.fx_passes.domain.scores import ABSORBING, Bias
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.closed_forms.attention import Attention
+from torch_streamkl.fx_passes.closed_forms.masks import conditions_of, offset_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import found_mode
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.lowering.calls import add_up_biases
-from torch_streamkl.fx_passes.lowering.operands import placed
+from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
 from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
-from torch_streamkl.fx_passes.planning.dimensions import Geometry
-from torch_streamkl.fx_passes.planning.masks import MaskPlan
+from torch_streamkl.program.canonical import linear
 
-STUDENT = 1
 LEAST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256  # of Triton's tl.dot, of torch's table of tiles
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_BUFFER = (
@@ -31,45 +26,35 @@ LARGEST_BUFFER = (
 
 
 def emit(
-    build: Builder,
-    place: Geometry,
-    mask: MaskPlan,
+    tensors: CallTensors,
+    found: Attention,
     alive: fx.Node | None,
     inputs: tuple[fx.Node, fx.Node, fx.Node],
     result: Tensor,
-    nodes: Sequence[fx.Node],
-    outer: Mapping[fx.Node, fx.Node],
 ) -> fx.Node:
     """Inserts a call with the value of ``softmax(scores) @ v``; raises Unsupported if none
     compiles.
     """
+    build, writer, form, masks = tensors.build, tensors.writer, found.form, found.masks
     q, k, v = (_value(x) for x in inputs)
     reason = why_not(q, v) or _why_not_grouped(q, k, v)
     if reason:
         raise Unsupported(reason)
-    key = place.student.distribution.scores
-    form = read(key)
-    if form.mask and form.fill > ABSORBING:
-        raise Unsupported(f"attention with the finite mask value {form.fill:g}")
     options: dict[str, Any] = {"softcap": form.softcap, "scale": form.scale}
-    assert place.query is not None
-    offset = key.size(place.student.distribution.axis) - place.digits[place.query].size
-    if mask.window_left is not None:
-        options["first"] = build.size(offset - mask.window_left, nodes)
-    if mask.window_right is not None:
-        options["last"] = build.size(offset + mask.window_right, nodes)
-
-    def total(biases: Sequence[Bias]) -> fx.Node | None:
-        return add_up_biases(build, biases, STUDENT, place, nodes, outer, result.dtype)
-
-    masks = []
-    for literal in (*mask.tensors, *mask.row_tensors):
-        x = outer_node(literal.node, outer)
-        x = placed(build, x, literal.layout, STUDENT, place, nodes)
-        masks.append(x if literal.positive else build.call(torch.logical_not, x))
-    options["masks"] = tuple(masks)
-    options["inner_bias"], options["bias"] = total(form.inner_biases), total(form.biases)
-    for x in (*masks, options["inner_bias"], options["bias"]):
+    offset = offset_of(found.axes)
+    if masks.window_left is not None:
+        first = linear(0.0, [(1.0, offset), (-1.0, masks.window_left)])
+        options["first"] = writer.size(first)
+    if masks.window_right is not None:
+        last = linear(0.0, [(1.0, offset), (1.0, masks.window_right)])
+        options["last"] = writer.size(last)
+    dense = replace(masks, window_left=None, window_right=None)
+    conditions = sorted(conditions_of(dense, found.axes), key=lambda x: x.digest)
+    kept = [writer.tensor(x, tensors.places.scores, partly=PARTLY) for x in conditions]
+    options["masks"] = tuple(kept)
+    options["inner_bias"] = tensors.bias(form.inner_biases, result.dtype)
+    options["bias"] = tensors.bias(form.biases, result.dtype)
+    for x in (*kept, options["inner_bias"], options["bias"]):
         size = 0 if x is None else _value(x).numel()
         if isinstance(size, int) and size >= LARGEST_BUFFER:
             raise Unsupported("a mask or bias of more than 2**31 entries")

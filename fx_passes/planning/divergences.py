@@ -42,7 +42,7 @@ class Divergence:
 def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], Plans]:
     """Finds where to put operators: the earliest nodes whose value they can compute."""
     rows = list(_row_values(trace, reading))
-    plans = {node: _planned(reading.array(node)) for node in rows}
+    plans = {node: _planned(node, reading) for node in rows}
     covered, chosen = set[fx.Node](), dict[fx.Node, Matched]()
     # a sum of parts that are no divergence alone, such as cross-entropy minus entropy
     for node in reversed(rows):
@@ -96,7 +96,10 @@ def _is_linear(x: Node, known: dict[Node, bool]) -> bool:
     return known[x]
 
 
-def _planned(array: Array) -> Matched | str:
+def _planned(node: fx.Node, reading: Reading) -> Matched | str:
+    if reading.loses_gradient(node):
+        return "a gradient flows through what is a constant"
+    array = reading.array(node)
     matched = match_program(array.expr, [a for dim in array.dims for a in dim])
     reasons = [form.reason for form in matched.found.values() if isinstance(form, NotClosed)]
     if reasons:

@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, may_have_pro
 from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
 from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
-from torch_streamkl.program.graph import ANY, Node
+from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
 
 # what a divergence reads that is computed besides a planned operator
@@ -108,7 +108,15 @@ def reads_ids(divergence: Divergence) -> bool:
         if call.operator == ATTENTION:
             dense += call.masks.tensors
         dense += [bias.value for side in call.sides for bias in side.added]
-    return any(x.op == "reduce" and x.value.kind == ANY for x in walk(dense))
+    return any(_is_hit(x) for x in walk(dense))
+
+
+def _is_hit(x: Node) -> bool:
+    """Whether a condition asks if a position is an id of a row."""
+    if x.op == "reduce" and x.value.kind == ANY:
+        return True
+    is_position = x.op == "eq" and all(a.dtype == INT for a in x.args)
+    return is_position and any(a.op == "index" for a in x.args)
 
 
 def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:

@@ -24,7 +24,6 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import CONTRACT, Node
-from torch_streamkl.program.walks import walk
 
 
 class Levels:
@@ -124,7 +123,7 @@ def _is_at_one_key(product: Node, places: frozenset[Place]) -> bool:
     at = product.args[side].args[d]
     if at.op == "index":
         return at.value in product.value  # summed
-    return any(y.op == "capture" for y in walk([at])) and not has_entries(product, place)
+    return not has_entries(product, place)
 
 
 def _is_large(expr: Node, products: Collection[Node]) -> bool:

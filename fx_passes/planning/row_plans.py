@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
+from torch_streamkl.fx_passes.planning.row_eager import check_eager
 from torch_streamkl.fx_passes.planning.row_facts import facts_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
@@ -99,12 +100,13 @@ class RowPlanner:
 
     def plan(self, roots: Sequence[fx.Node]) -> ProgramPlan:
         """Returns one program for these sums, or raises Unsupported."""
+        if any(map(self.reading.loses_gradient, roots)):
+            raise Unsupported("a gradient flows through what is a constant")
         arrays = [self.reading.array(r) for r in roots]
         order = [a for x in arrays for d in x.dims for a in d]
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), self.facts)
         if isinstance(form, NotClosed):
             raise NoForm(form.reason, form.at)
-        self._check_types(roots, form)
         outputs = tuple(
             RowOutput(r, self.trace.outer[r], around, x.dims)
             for r, around, x in zip(roots, form.around, arrays, strict=True)
@@ -112,28 +114,13 @@ class RowPlanner:
         every = [x.element for p in form.products for x in (p.rows, p.keys)]
         sources = sources_of([*every, *(c.value for c in form.captures), *form.around])
         dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
+        check_eager(roots, [*(c.value for c in form.captures), *form.around], dtypes, self.reading)
         matmuls = tuple(self._matmul(p) for p in form.products)
         return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
         names = tuple(source_of(x.element) for x in (product.rows, product.keys))
         return self._matmuls.get(names) or self._matmuls.get(names[::-1])
-
-    def _check_types(self, roots: Sequence[fx.Node], form: RowForm) -> None:
-        """Raises Unsupported where eager code computes elements in another type than it seems."""
-        of = self.facts.dtypes
-        assert of is not None
-        operands = {
-            of(s) for p in form.products for s in sources_in(p.rows.element, p.keys.element)
-        }
-        behind = set().union(*(ancestors(r) for r in roots)) | set(roots)
-        for node in behind & self.reading.reads_products:
-            value = node.meta.get("val")
-            if isinstance(value, Tensor) and value.dtype.is_complex:
-                raise Unsupported("scores are cast to a complex type")
-            if isinstance(value, Tensor) and value.dtype == torch.float64:
-                if torch.float64 not in operands:
-                    raise Unsupported("scores become float64 after their matmul")
 
     # ------------------------------------------------------------------------ choices
 

@@ -15,7 +15,7 @@ recorded a gradient and the expression has none, the result is captured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     written_by,
     written_storages,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
@@ -44,7 +44,10 @@ from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.fx_passes.reading.writes import Writes
 from torch_streamkl.program.graph import FLOAT, INT, Extent, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
+from torch_streamkl.program.walks import walk
 
+aten = torch.ops.aten
+SUMS_OF_ALL = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 UNFORESEEN = "its rule failed"
 MAX_DEPTH = 512  # of an expression
 MAX_LEVEL = 64  # of reductions in reductions
@@ -70,12 +73,30 @@ class Reading:
     reads_products: set[fx.Node] = field(default_factory=set)
     sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
     selected: dict[Extent, fx.Node] = field(default_factory=dict)
+    vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
+
+    def loses_gradient(self, node: fx.Node) -> bool:
+        """Returns whether a tensor has a gradient by eager code, which is 0, and none as read.
+
+        The sum of a softmax is a number: whatever has gradient in it has to be in the rest, too.
+        """
+        if not self.vanished:
+            return False
+        behind = ancestors(node)
+        kept = _trained([self.array(node).expr])
+        return any(n in behind and not names <= kept for n, names in self.vanished.items())
 
     def array(self, node: fx.Node) -> Array:
         """Returns the array of a node with one result."""
         found = self.arrays[node]
         assert isinstance(found, Array)
         return found
+
+
+def _trained(exprs: Iterable[Node]) -> set[tuple[object, int]]:
+    """The captured tensors with gradient in expressions."""
+    every = (x.value for x in walk(exprs) if x.op == "capture" and x.flows)
+    return {(s.name, s.version) for s in every if isinstance(s, Source) and s.grad_flows}
 
 
 def read(
@@ -339,6 +360,12 @@ class Reader:
             return x.map(detached)
         is_filled = bool(written_by(node))  # autograd records a write of a number
         is_recorded = value.dtype.is_floating_point and self.records(node)
+        if is_recorded and not x.expr.flows and node.target in SUMS_OF_ALL:
+            inputs = (self.reading.arrays.get(a) for a in node.all_input_nodes)
+            given = [a.expr for a in inputs if isinstance(a, Array)]
+            if is_number(x.expr) and any(e.flows for e in given):
+                self.reading.vanished[node] = _trained(given)
+                return x
         if is_recorded and not x.expr.flows and not is_filled:
             raise NoRule("a gradient flows through what is a constant")
         return x

@@ -1,0 +1,116 @@
+"""Refuses row programs of which the expressions do not show what eager code computes.
+
+Expressions are of real numbers. The graph has the types in which eager code rounds, comparisons of
+NaN that became a constant, and log-sum-exps in which a fill is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading, is_number
+from torch_streamkl.fx_passes.reading.types import is_narrower
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Node, Source
+from torch_streamkl.program.walks import walk
+
+aten = torch.ops.aten
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+CASTS = {
+    aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default,
+}  # fmt: skip
+# numbers whose float64 has no digits left for a logarithm of counts, as tests compare them
+ROUNDED = 1e3
+
+
+def check_eager(
+    roots: Sequence[fx.Node],
+    captured: Collection[Node],
+    operands: Collection[torch.dtype],
+    reading: Reading,
+) -> None:
+    """Raises Unsupported if eager code computes something else than expressions show.
+
+    ``captured`` are what a program reads beside its products, ``operands`` the products' types.
+    """
+    behind = set(roots).union(*(ancestors(r) for r in roots)) & reading.reads_products
+    for node in sorted(behind, key=lambda n: n.name):
+        _check_type(node, operands)
+        _check_comparison(node, reading)
+        _check_log_sum_exp(node, reading)
+    for x in walk(captured):
+        name = x.value.name if x.op == "capture" and isinstance(x.value, Source) else None
+        if isinstance(name, fx.Node) and name in reading.reads_products:
+            if name in reading.reasons:
+                raise Unsupported(reading.reasons[name])
+
+
+def _check_type(node: fx.Node, operands: Collection[torch.dtype]) -> None:
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or not operands:
+        return
+    if made.dtype.is_complex:
+        raise Unsupported("scores are cast to a complex type")
+    if made.dtype == torch.float64 and torch.float64 not in operands:
+        raise Unsupported("scores become float64 after their matmul")
+    values = [a.meta.get("val") for a in node.all_input_nodes]
+    dtypes = [v.dtype for v in values if isinstance(v, Tensor)]
+    if not made.dtype.is_floating_point or any(d.is_floating_point for d in dtypes):
+        return
+    # what is computed of integers alone has torch's default type, whatever the scores have
+    is_cast = node.target in CASTS and dtypes[:1] == [torch.bool]
+    if not is_cast and any(d.is_floating_point and is_narrower(made.dtype, d) for d in operands):
+        raise Unsupported("what is made of conditions on scores has a narrower type than they")
+
+
+def _check_comparison(node: fx.Node, reading: Reading) -> None:
+    """NaN compares otherwise than every number does."""
+    x = reading.arrays.get(node)
+    if reading.observers.get(node) not in COMPARISONS or not isinstance(x, Array):
+        return
+    inputs = (reading.arrays.get(a) for a in node.all_input_nodes)
+    if is_number(x.expr) and any(isinstance(a, Array) and has_products(a.expr) for a in inputs):
+        raise Unsupported("a comparison reads NaN, which eager has in a row without keys")
+
+
+def _check_log_sum_exp(node: fx.Node, reading: Reading) -> None:
+    """In a row without keys eager code's sum is the fill, in which their count is lost."""
+    if node.target != aten.logsumexp.default:
+        return
+    (scores,) = node.all_input_nodes
+    x = reading.arrays.get(scores)
+    if isinstance(x, Array) and has_products(x.expr) and is_filled(x.expr, ROUNDED):
+        raise Unsupported("the log-sum-exp of scores that a large number may stand in place of")
+
+
+def is_filled(scores: Node, least: float) -> bool:
+    """Returns whether a finite number of at least this size replaces scores, or is added to them.
+
+    A tensor of rows and keys without a gradient may be a mask that is added.
+    """
+
+    def is_large(number: float) -> bool:
+        return least <= abs(number) < math.inf
+
+    def is_entered(x: Node) -> bool:
+        return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
+
+    for x in walk([scores], is_entered):
+        if x.op == "const" and is_large(x.value):
+            return True
+        if x.op == "linear":
+            constant, terms = terms_of(x)
+            free = [c for c, t in terms if not has_products(t)]
+            if any(map(is_large, (constant, *free))):
+                return True
+        if x.op == "capture" and x.dtype == FLOAT and not x.flows and len(x.axes) > 1:
+            return True
+    return False
