@@ -73,7 +73,11 @@ def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
             _check_atom(y, has_variables)
             found[y] = {ONE: {(y,): 1.0}}
         else:
-            found[y] = _combined(y, [found[a] for a in y.args])
+            made = _combined(y, [found[a] for a in y.args])
+            if made is None:  # as it is written
+                _check_atom(y, has_variables)
+                made = {ONE: {(y,): 1.0}}
+            found[y] = made
     return {f: p for f, p in found[x].items() if p}
 
 
@@ -85,7 +89,14 @@ def _check_atom(x: Node, has_variables: Mapping[Node, bool]) -> None:
             raise NoForm(AFTER_SOFTMAX if y.dtype == BOOL else reason, y)
 
 
-def _combined(x: Node, args: list[dict[Node, Polynomial]]) -> dict[Node, Polynomial]:
+MOST_TERMS = 64  # of a polynomial; one of more is no sum of divergences
+
+
+def _combined(x: Node, args: list[dict[Node, Polynomial]]) -> dict[Node, Polynomial] | None:
+    """An operation on polynomials, None if it has too many terms."""
+    sizes = [sum(map(len, part.values())) for part in args]
+    if (math.prod(sizes) if x.op == "product" else sum(sizes)) > MOST_TERMS:
+        return None
     match x.op:
         case "linear":
             total: dict[Node, Polynomial] = {ONE: {(): x.value[0]}} if x.value[0] else {}
