@@ -7,6 +7,7 @@ expression is found again in the graph by its form: sums over it have other name
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -159,6 +160,8 @@ class Refusals:
         reason = self.reading.reasons.get(node)
         if reason is None or node.op != "call_function":
             return None
+        if node.target is operator.getitem:  # one of several results
+            node = node.all_input_nodes[0]
         found = [self.levels.of(a) for a in node.all_input_nodes]
         level = max((x for x in found), key=lambda x: x.value, default=Level.OTHER)
         if level in (Level.OTHER, Level.ROWS):
