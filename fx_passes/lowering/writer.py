@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import (
     ANY,
@@ -400,10 +400,10 @@ class Writer:
         d = 0
         while d < len(at):
             name = _positions(at[d])
-            rank = len(example(self._mask(name)).shape) if name is not None else 0
+            rank = name.rows.rank if name is not None else 0
             run = at[d : d + rank]
             names = [_positions(p) for p in run]
-            is_whole = name is not None and names == [Positions(name.mask, i) for i in range(rank)]
+            is_whole = name is not None and names == [Positions(name.rows, i) for i in range(rank)]
             if name is not None and is_whole and len({p.args for p in run}) == 1:
                 if rank > 1:
                     tensor = self.build.method("flatten", tensor, d, d + rank - 1)
@@ -418,16 +418,24 @@ class Writer:
         return outer_node(name.mask, self.outer)
 
     def _positions(self, name: Positions) -> fx.Node:
-        """The positions at which a mask holds, in its flattened entries."""
+        """The positions of the rows that a mask selects, flattened."""
         mask = self._mask(name)
         self.build.selecting.append(([mask], []))
-        return self.build.positions(name.mask, mask, lambda made: mask)
+        return self.build.positions(name.rows, mask, lambda made: self._rows_of(made, name.rows))
+
+    def _rows_of(self, build: Builder, rows: MaskedRows) -> fx.Node:
+        """A mask with one entry for each row."""
+        mask = outer_node(rows.mask, self.outer)
+        for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
+            if not rows.first <= d <= rows.last:
+                mask = build.method("select", mask, d, 0)
+        return mask
 
     def _column(self, x: Node, name: Positions) -> Placed:
         """The positions along one dimension of a mask."""
         mask = self._mask(name)
         flat: fx.Node = self._positions(name)
-        shape = example(mask).shape
+        shape = example(mask).shape[name.rows.first : name.rows.last + 1]
         for d in reversed(range(name.dim + 1, len(shape))):
             flat = self.build.call(torch.floor_divide, flat, self.build.size(shape[d], [mask]))
         if name.dim:

@@ -30,7 +30,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.reader import (
     UNFORESEEN,
     Reading,
@@ -154,12 +154,19 @@ class _Run(fx.Interpreter):
             if not isinstance(value, Tensor):
                 value = torch.tensor(float(value), dtype=torch.float64)
             if isinstance(source.name, Positions):
-                value = value.nonzero()[:, source.name.dim]
+                value = _rows_of(value, source.name.rows).nonzero()[:, source.name.dim]
             with torch.enable_grad():
                 value = value.clone() if source.grad_flows else value.detach().clone()
             self.tensors[source] = value
         self.wanted = left
         return result
+
+
+def _rows_of(mask: Tensor, rows: MaskedRows) -> Tensor:
+    for d in reversed(range(mask.dim())):
+        if not rows.first <= d <= rows.last:
+            mask = mask.select(d, 0)
+    return mask
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
 from torch_streamkl.program.canonical import all_of, choose, compare, function, truth
 from torch_streamkl.program.graph import (
@@ -135,52 +135,84 @@ def _from_front(at: Node, size: Size) -> Node:
 # ------------------------------------------------------------------------ rows of a mask
 
 
-def _where(call: Call, x: Array, d: int, mask: fx.Node) -> Array:
-    """Rows at which a mask holds: equal masks select the same rows."""
-    rank = mask.meta["val"].dim()
+def _where(call: Call, x: Array, d: int, mask: fx.Node, lacking: int = 0) -> Array:
+    """Rows at which a mask holds: equal masks select the same rows.
+
+    Dimensions before and after those along which it varies are selected as a whole, and so are
+    ``lacking`` leading ones that the mask is broadcast along.
+    """
+    condition = call.reader.array(mask)
     assert isinstance(call.value, Tensor)
-    if rank == 0:
-        raise NoRule("a mask without dimensions")
-    first, version, count = _selection(call, mask, call.value.shape[d])
+    varying = [i for i, own in enumerate(condition.dims) if set(own) & condition.expr.axes]
+    if not varying:
+        raise NoRule("a mask that is the same for all rows")
+    first, last = varying[0], varying[-1]
+    sizes, shape = call.reader.sizes, condition.shape
+    for i in range(first, last + 1):
+        if not sizes.are_equal(shape[i], x.size(d + lacking + i)):
+            raise NoRule("masked_select with a mask that is broadcast")
+    places = range(d + lacking + first, d + lacking + last + 1)
+    whole = [i for i in range(d, d + lacking + len(shape)) if i not in places]
+    every = [x.size(i) for i in whole]
+    rows, version, count = _selection(call, condition, mask, (first, last), (d, every))
     axis = arrays.own_axis(x, d, count)
-    taken = {a for i, own in enumerate(x.dims) if not d <= i < d + rank for a in own}
+    taken = {a for i, own in enumerate(x.dims) if i not in places for a in own}
     axis = fresh_axis(count) if axis in taken else axis
     theta: dict[Axis, Node] = {}
-    for i, size in enumerate(first.meta["val"].shape):
-        x = arrays.with_one_axis(x, d + i)
-        if x.dims[d + i]:
+    for k, i in enumerate(places):
+        x = arrays.with_one_axis(x, i)
+        if x.dims[i]:
+            size = x.size(i)
             bounds = 0.0, float(size - 1) if isinstance(size, int) else math.inf
-            source = Source(Positions(first, i), version)
+            source = Source(Positions(rows, k), version)
             at = [position_along(axis)]
-            theta[x.dims[d + i][0]] = capture(source, INT, at=at, bounds=bounds)
+            theta[x.dims[i][0]] = capture(source, INT, at=at, bounds=bounds)
     own: Dim = () if count == 1 else (axis,)
-    return call.made(substitute(x.expr, theta), (*x.dims[:d], own, *x.dims[d + rank :]))
+    before = tuple(a for i in whole if i < places[0] for a in x.dims[i])
+    after = tuple(a for i in whole if i > places[-1] for a in x.dims[i])
+    dims = (*x.dims[:d], (*before, *own, *after), *x.dims[d + lacking + len(shape) :])
+    return call.made(substitute(x.expr, theta), dims)
 
 
-def _selection(call: Call, mask: fx.Node, count: Any) -> tuple[fx.Node, int, Size]:
-    """The first of equal masks, its version, and how many rows it selects."""
-    reader = call.reader
-    condition = reader.array(mask)
-    key = condition.map(truth).expr, tuple(condition.dims)
+def _selection(
+    call: Call,
+    condition: Array,
+    mask: fx.Node,
+    varying: tuple[int, int],
+    counted: tuple[int, Sequence[Size]],
+) -> tuple[MaskedRows, int, Size]:
+    """The rows of the first of equal masks, its version, and how many rows it selects.
+
+    ``counted`` is the dimension of the result, and the sizes that its number is a multiple of.
+    """
+    reader, (first, last), (d, sizes) = call.reader, varying, counted
+    key = condition.map(truth).expr, tuple(condition.dims[first : last + 1])
     known = reader.selections.get(key)
-    if known is None or reader.writes.version(known[0]) != known[1]:  # the mask was written
-        known = mask, reader.writes.version(mask), reader.sizes.of(count)
-        reader.selections[key] = known
-        if isinstance(known[2], Extent):
-            reader.reading.selected[known[2]] = mask
-    if known[0] is not mask:
-        reader.sizes.equate(count, known[2])
+    assert isinstance(call.value, Tensor)
+    count = call.value.shape[d]
+    if known is not None and reader.writes.version(known[0].mask) == known[1]:
+        if known[0].mask is not mask:
+            reader.sizes.equate(count, reader.sizes.product([*sizes, known[2]]))
+        return known
+    number: Any = count
+    for size in sizes:
+        number = number // (size.size if isinstance(size, Extent) else size)
+    rows = MaskedRows(mask, first, last)
+    known = rows, reader.writes.version(mask), reader.sizes.of(number)
+    reader.selections[key] = known
+    if isinstance(known[2], Extent):
+        reader.reading.selected[known[2]] = rows
     return known
 
 
 @rule(aten.masked_select.default)
 def masked_select(call: Call) -> Array:
-    """Reads elements at which a mask of the same shape holds."""
+    """Reads elements at which a mask holds; both are broadcast."""
     x, mask = call.array("self"), call.get("mask")
-    shapes = [call.shape_of(n.meta["val"]) for n in (call.get("self"), mask)]
-    if shapes[0] != shapes[1]:
+    condition = call.reader.array(mask)
+    if len(condition.dims) > len(x.dims):
         raise NoRule("masked_select with a mask that is broadcast")
-    return _where(call, x, 0, mask)
+    return _where(call, x, 0, mask, len(x.dims) - len(condition.dims))
 
 
 # ------------------------------------------------------------------------ scatter
