@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.axes import (
     axes_of,
@@ -204,15 +204,16 @@ def _sides(
 
 def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:
     product = Product(*operands_of(form.product, key), form.product.value, factors=form.factors)
+    cap = form.softcap or 1.0  # what is inside of a tanh is divided by it
     adapters = (
-        Product(*operands_of(t.product, key), t.product.value, t.weight, t.factors)
+        Product(*operands_of(t.product, key), t.product.value, t.weight * cap, t.factors)
         for t in form.terms
     )
     return Side(
         product,
-        form.scale * form.softcap if form.softcap else form.scale,
+        form.scale * cap,
         form.softcap,
-        form.inner_biases,
+        tuple(replace(b, weight=b.weight * cap) for b in form.inner_biases),
         form.biases,
         tuple(adapters),
         part.averaged,

@@ -38,7 +38,8 @@ def reason_of(site: fx.Node, refusals: Refusals) -> Refusal:
         found = refusals.of(node)
         if found is None:
             continue
-        if found.reason in _FROM_BEFORE or VARIES in found.reason:
+        is_vague = VARIES in found.reason or found.reason.endswith("part of the sum")
+        if found.reason in _FROM_BEFORE or is_vague:
             found = refusals.before(node) or _elsewhere(site, refusals) or found
         if found.reason == OTHER_ROWS and name_of(node) in MATMULS:
             return Refusal(AS_PRODUCT, node)
