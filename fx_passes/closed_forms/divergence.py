@@ -204,7 +204,7 @@ def _joined(
     needed &= set(twins)
     live = [v for v in twins if _flows_more(parts[v], [parts[w] for w in twins])]
     if not simple or len(needed) > 1 or not (needed or set(twins)) & set(live):
-        raise NoForm("a distribution is detached in one place and not in another")
+        raise NoForm(_why_twins(polynomial, parts, twins))
     v = min(needed, default=k)
     parts[other] = parts[v]
     renamed: Polynomial = {}
@@ -212,6 +212,20 @@ def _joined(
         m = tuple(sorted((_renumbered(x, {k: other}) for x in m), key=lambda y: y.digest))
         renamed[m] = renamed.get(m, 0.0) + c
     return renamed, parts
+
+
+def _why_twins(
+    polynomial: Polynomial, parts: Sequence[Distribution], twins: tuple[int, int]
+) -> str:
+    """Says why two uses of a distribution are not one: a condition on it has no gradient."""
+    atoms = [x for m in polynomial for x in m]
+    for x in walk(atoms):
+        if x.op == "where" and x.args[1].op != x.args[2].op:
+            inside = {int(y.value) for y in walk([x.args[0]]) if y.op == LOG} & set(twins)
+            fill = next((a.value for a in x.args[1:] if a.op == "const"), None)
+            if fill is not None and any(not parts[k].requires_grad for k in inside):
+                return f"values after the softmax are filled with {fill:g}"
+    return "a distribution is detached in one place and not in another"
 
 
 def _flows_more(part: Distribution, twins: Sequence[Distribution]) -> bool:

@@ -141,7 +141,7 @@ def _why_no_mean(x: Node, key: Axis, over: Sequence[Axis]) -> str:
 def _num_heads(axes: Sequence[Axis]) -> float:
     sizes = [a.size for a in axes if isinstance(a.size, int)]
     if len(sizes) < len(axes):
-        raise NoForm("probabilities are averaged over heads of a symbolic number")
+        raise NoForm("probabilities are averaged over a dimension of unknown size")
     return float(math.prod(sizes))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.axes import (
     axes_of,
@@ -45,7 +45,13 @@ from torch_streamkl.fx_passes.closed_forms.rows import (
     replaced,
     sites,
 )
-from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING, Condition, ScoreForm, read
+from torch_streamkl.fx_passes.closed_forms.score_form import (
+    ABSORBING,
+    NOT_NUMBERS,
+    Condition,
+    ScoreForm,
+    read,
+)
 from torch_streamkl.fx_passes.closed_forms.sums import joined
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import negation, scaled
@@ -174,9 +180,9 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
 def _check_conditions(conditions: Condition) -> None:
     for x in sorted(conditions, key=lambda x: x.digest):
         if any(y.op == CONTRACT for y in walk([x])):
-            replaced_ = {"isinf": "infinite", "isnan": "NaN"}.get(negation(x).op)
-            if replaced_ is not None:
-                raise NoForm(f"{replaced_} scores are replaced before the softmax", x)
+            if negation(x).op in NOT_NUMBERS:
+                what = NOT_NUMBERS[negation(x).op]
+                raise NoForm(f"{what} scores are replaced before the softmax", x)
             raise NoForm("a mask that is computed from scores", x)
 
 
@@ -198,15 +204,16 @@ def _sides(
 
 def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:
     product = Product(*operands_of(form.product, key), form.product.value, factors=form.factors)
+    cap = form.softcap or 1.0  # what is inside of a tanh is divided by it
     adapters = (
-        Product(*operands_of(t.product, key), t.product.value, t.weight, t.factors)
+        Product(*operands_of(t.product, key), t.product.value, t.weight * cap, t.factors)
         for t in form.terms
     )
     return Side(
         product,
-        form.scale * form.softcap if form.softcap else form.scale,
+        form.scale * cap,
         form.softcap,
-        form.inner_biases,
+        tuple(replace(b, weight=b.weight * cap) for b in form.inner_biases),
         form.biases,
         tuple(adapters),
         part.averaged,

@@ -221,6 +221,8 @@ class _Planner:
         for site in self.sites:
             for a, b in site.names.items():
                 original.setdefault(b, a)
+        if not common[0] <= original.keys():
+            raise NoForm("sums over different rows")
         wanted = [original[a] for a in common[0]]
         ordered = ordered_rows(wanted, self.order)
         back = {original[a]: a for a in common[0]}

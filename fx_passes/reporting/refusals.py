@@ -7,6 +7,7 @@ expression is found again in the graph by its form: sums over it have other name
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Refusals:
     reading: Reading
     levels: ScoreLevels = field(init=False)
     _found: dict[fx.Node, Refusal | None] = field(default_factory=dict)
+    _captured: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _matched: dict[Node, NotClosed | None] = field(default_factory=dict)
     _forms: _Forms | None = None
     _first: dict[int, fx.Node] = field(default_factory=dict)
@@ -138,15 +140,32 @@ class Refusals:
     # ------------------------------------------------------------------------- captured
 
     def captured(self, node: fx.Node) -> Refusal | None:
-        """Returns why an operation on scores is not read, in terms of scores."""
+        """Returns why an operation on scores is not read, or one that it is computed from."""
+        queue, seen = [node], {node}
+        while queue:
+            current = queue.pop(0)
+            if current not in self._captured:
+                self._captured[current] = self._of_operation(current)
+            found = self._captured[current]
+            if found is not None:
+                return found
+            if current in self.reading.reasons:
+                sources = self.levels.sources_of(current.all_input_nodes)
+                queue += [x for x in sources if x not in seen and x in self.reading.reasons]
+                seen.update(queue)
+        return None
+
+    def _of_operation(self, node: fx.Node) -> Refusal | None:
+        """Why an operation on scores is not read, in terms of scores."""
         reason = self.reading.reasons.get(node)
         if reason is None or node.op != "call_function":
             return None
+        if node.target is operator.getitem:  # one of several results
+            node = node.all_input_nodes[0]
         found = [self.levels.of(a) for a in node.all_input_nodes]
         level = max((x for x in found), key=lambda x: x.value, default=Level.OTHER)
         if level in (Level.OTHER, Level.ROWS):
-            before = (self.captured(a) for a in node.all_input_nodes)
-            return next((x for x in before if x is not None), None)
+            return None
         name = name_of(node)
         if reason == CONSTANT and any(a == 0 for a in node.args if isinstance(a, (int, float))):
             return Refusal(BY_ZERO, node)

@@ -9,7 +9,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node
+from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
 Pair = tuple[frozenset[Axis], frozenset[Axis]]  # axes that one operand of a product has alone
@@ -58,6 +58,13 @@ class ScoreLevels:
             x.op == "capture" for x in walk([found.expr])
         )
         return is_number or self.has_product(node)
+
+    def sources_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Returns the captured nodes that nodes are computed from."""
+        arrays = (self.reading.arrays.get(n) for n in nodes)
+        inside = walk([x.expr for x in arrays if isinstance(x, Array)])
+        names = (x.value.name for x in inside if isinstance(x.value, Source))
+        return [x for x in dict.fromkeys(names) if isinstance(x, fx.Node)]
 
     def keys_of(self, node: object) -> frozenset[Axis]:
         """Returns the axes that softmaxes inside of a node are over, if it still has them."""
