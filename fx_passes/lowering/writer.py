@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal
 from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
@@ -427,15 +427,14 @@ class Writer:
                 length = self.build.size(size, [mask])
                 tensor = self.build.method("narrow", tensor, d + i, 0, length)
         lacking = example(tensor).shape[d : d + rows.lacking]  # type: ignore[attr-defined]
-        sizes = [self.build.size(n, [tensor]) for n in lacking]
         if rows.rank > 1:
             tensor = self.build.method("flatten", tensor, d, d + rows.rank - 1)
-        return self.build.method("index_select", tensor, d, self._positions(name, sizes))
+        return self.build.method("index_select", tensor, d, self._positions(name, lacking))
 
     def _mask(self, name: Positions) -> fx.Node:
         return outer_node(name.mask, self.outer)
 
-    def _positions(self, name: Positions, lacking: Sequence[int | fx.Node] = ()) -> fx.Node:
+    def _positions(self, name: Positions, lacking: Sequence[Size] = ()) -> fx.Node:
         """The positions of the rows that a mask selects, flattened."""
         rows, mask = name.rows, self._mask(name)
         if len(lacking) < rows.lacking:
@@ -459,7 +458,7 @@ class Writer:
 
 
 def _mask_of_rows(
-    build: Builder, mask: fx.Node, rows: MaskedRows, lacking: Sequence[int | fx.Node]
+    build: Builder, mask: fx.Node, rows: MaskedRows, lacking: Sequence[Size]
 ) -> fx.Node:
     """A mask with one entry for each row; ``lacking`` are sizes that it is broadcast to."""
     for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
@@ -467,8 +466,9 @@ def _mask_of_rows(
             mask = build.method("select", mask, d, 0)
     if not lacking:
         return mask
-    kept = [-1] * (rows.last - rows.first + 1)
-    return build.method("expand", mask, *lacking, *kept)
+    inputs = [n for n in build.graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    sizes = [build.size(n, inputs) for n in lacking]
+    return build.method("expand", mask, *sizes, *[-1] * (rows.last - rows.first + 1))
 
 
 def _axes_of(x: Node) -> list[Axis]:

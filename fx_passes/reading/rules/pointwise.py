@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import fx
 
 from torch_streamkl.fx_passes.reading import types
 from torch_streamkl.fx_passes.reading.arrays import Array
@@ -25,9 +24,8 @@ from torch_streamkl.program.canonical import (
     scaled,
     subtracted,
 )
-from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Node, Source, const, made_power
+from torch_streamkl.program.graph import BOOL, FLOAT, Node, const, made_power
 from torch_streamkl.program.operations import MAX_POWER
-from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
 Unary = Callable[[Node], Node]
@@ -309,22 +307,9 @@ def _cast(call: Call, x: Array, than: torch.dtype) -> Array:
         raise NoRule(f"an input is rounded to {str(to).removeprefix('torch.')}")
     if rounds:
         call.observes("rounding")
-    if types.is_narrower(to, than) and _has_the_digits(call, x.expr, to):
-        than = to  # as exact as the products
+    if rounds and reads_products and call.reader.is_type_of_products(call.node, to):
+        return x
     return x.map(lambda e: types.cast(e, to, than))
-
-
-def _has_the_digits(call: Call, x: Node, to: torch.dtype) -> bool:
-    """Whether no operand of the products that a value is made of has a wider type."""
-    names = [
-        a.value.name
-        for y in walk([x])
-        if y.op == CONTRACT
-        for a in y.args
-        if isinstance(a.value, Source) and isinstance(a.value.name, fx.Node)
-    ]
-    dtypes = {name.meta["val"].dtype for name in names}
-    return bool(dtypes) and to.itemsize > 1 and not any(types.is_narrower(to, d) for d in dtypes)
 
 
 @rule(aten.copy_.default)
