@@ -15,7 +15,12 @@ from torch_streamkl.fx_passes.lowering import divergences, row_calls
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
-from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, describe_program, why_special
+from torch_streamkl.fx_passes.planning.row_plans import (
+    ProgramPlan,
+    describe_program,
+    special_reason,
+    why_special,
+)
 from torch_streamkl.fx_passes.planning.special_values import (
     Scores,
     check_masked_logarithms,
@@ -112,6 +117,10 @@ class Fusing:
                 special = why_special(plan, found.special, found.infinite)
                 if special:
                     raise Unsupported(special)
+                for output in plan.outputs if found.special or found.infinite else ():
+                    scores = Scores(output.inner, (), self.losses.reading)
+                    if scores.may_underflow or (found.special and scores.has_lost_rows):
+                        raise Unsupported(special_reason(min(found.special or found.infinite)))
                 if not small:
                     self._insert(build, plan, name)
         except Unsupported as blocked:

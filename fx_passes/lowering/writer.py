@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal
 from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
@@ -348,14 +349,12 @@ class Writer:
             return self._result(x)
         if isinstance(source.name, Positions):
             return self._column(x, source.name)
-        node = outer_node(source.name, self.outer)
-        if not isinstance(example(node), Tensor):
-            return Placed(node)
         tensor = self.captures.tensor(source)
+        if not isinstance(example(tensor), Tensor):
+            return Placed(tensor)
         tensor, at = self._flattened(tensor, x.args)
         tensor, at, whole = self._selected_by_masks(tensor, at)
-        index = {p: self._index(p) for p in at if self.captures.affine(p) is None}
-        placed = self.captures.placed(tensor, at, index, whole)
+        placed = self._at(tensor, at, whole)
         value = placed.value
         if least is not None and value.dtype.is_floating_point:
             wide = torch.promote_types(value.dtype, least)
@@ -370,10 +369,17 @@ class Writer:
             node = self.build.method("detach", node)
         return self.captures.placed(node, x.args, {}, range(len(x.args)))
 
+    def _at(self, tensor: fx.Node, at: Sequence[Node], whole: Collection[int] = ()) -> Placed:
+        """A tensor at positions, those that tensors hold included."""
+        signed = {p: p.args[1] for p in at if _is_signed(p)}
+        index = {p: self._index(signed.get(p, p)) for p in at if self.captures.affine(p) is None}
+        return self.captures.placed(tensor, at, index, whole, signed)
+
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
         if not any(y.op == "capture" for y in walk([at])):
             raise Unsupported("reshape that mixes the axes of the scores")
+        self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)
         if placed.value.dtype in (torch.int64, torch.int32):
             return placed
@@ -405,31 +411,39 @@ class Writer:
             names = [_positions(p) for p in run]
             is_whole = name is not None and names == [Positions(name.rows, i) for i in range(rank)]
             if name is not None and is_whole and len({p.args for p in run}) == 1:
-                if rank > 1:
-                    tensor = self.build.method("flatten", tensor, d, d + rank - 1)
-                positions = self._positions(name)
-                tensor = self.build.method("index_select", tensor, d, positions)
+                tensor = self._rows_selected(tensor, d, name)
                 at[d : d + rank] = [run[0].args[0]]
-                whole.add(d)
+                if self.reading.selected.get(run[0].args[0].value.size) == name.rows:
+                    whole.add(d)
             d += 1
         return tensor, at, whole
+
+    def _rows_selected(self, tensor: fx.Node, d: int, name: Positions) -> fx.Node:
+        """The rows that a mask selects, from a dimension on."""
+        rows, mask = name.rows, self._mask(name)
+        for i in range(rows.lacking, rows.rank):
+            size = example(mask).shape[rows.first + i - rows.lacking]  # type: ignore[attr-defined]
+            if not provably_equal(example(tensor).shape[d + i], size):  # type: ignore[attr-defined]
+                length = self.build.size(size, [mask])
+                tensor = self.build.method("narrow", tensor, d + i, 0, length)
+        lacking = example(tensor).shape[d : d + rows.lacking]  # type: ignore[attr-defined]
+        if rows.rank > 1:
+            tensor = self.build.method("flatten", tensor, d, d + rows.rank - 1)
+        return self.build.method("index_select", tensor, d, self._positions(name, lacking))
 
     def _mask(self, name: Positions) -> fx.Node:
         return outer_node(name.mask, self.outer)
 
-    def _positions(self, name: Positions) -> fx.Node:
+    def _positions(self, name: Positions, lacking: Sequence[Size] = ()) -> fx.Node:
         """The positions of the rows that a mask selects, flattened."""
-        mask = self._mask(name)
-        self.build.selecting.append(([mask], []))
-        return self.build.positions(name.rows, mask, lambda made: self._rows_of(made, name.rows))
-
-    def _rows_of(self, build: Builder, rows: MaskedRows) -> fx.Node:
-        """A mask with one entry for each row."""
-        mask = outer_node(rows.mask, self.outer)
-        for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
-            if not rows.first <= d <= rows.last:
-                mask = build.method("select", mask, d, 0)
-        return mask
+        rows, mask = name.rows, self._mask(name)
+        if len(lacking) < rows.lacking:
+            raise Unsupported("single entries of scores or probabilities are selected")
+        made_of = self.tensors_of(self.reading.array(name.mask).expr)
+        self.build.selecting.append(([mask], made_of))
+        return self.build.positions(
+            rows, mask, lambda build: _mask_of_rows(build, mask, rows, lacking)
+        )
 
     def _column(self, x: Node, name: Positions) -> Placed:
         """The positions along one dimension of a mask."""
@@ -440,8 +454,21 @@ class Writer:
             flat = self.build.call(torch.floor_divide, flat, self.build.size(shape[d], [mask]))
         if name.dim:
             flat = self.build.call(torch.remainder, flat, self.build.size(shape[name.dim], [mask]))
-        (place,) = x.args
-        return Placed(flat, ((place.value,),))
+        return self._at(flat, x.args, {0} if x.args[0].op == "index" else ())
+
+
+def _mask_of_rows(
+    build: Builder, mask: fx.Node, rows: MaskedRows, lacking: Sequence[Size]
+) -> fx.Node:
+    """A mask with one entry for each row; ``lacking`` are sizes that it is broadcast to."""
+    for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
+        if not rows.first <= d <= rows.last:
+            mask = build.method("select", mask, d, 0)
+    if not lacking:
+        return mask
+    inputs = [n for n in build.graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    sizes = [build.size(n, inputs) for n in lacking]
+    return build.method("expand", mask, *sizes, *[-1] * (rows.last - rows.first + 1))
 
 
 def _axes_of(x: Node) -> list[Axis]:
@@ -467,9 +494,16 @@ def _is_sum(x: Node) -> bool:
 def _undivided(above: Node, below: Node, size: Node) -> Node | None:
     """The position of which two are the quotient and the remainder by a size."""
     digits = above.op, below.op
-    if digits != ("floor_divide", "remainder") or above.args != below.args:
+    if digits != ("floor_divide", "remainder") or above.args[0] is not below.args[0]:
         return None
-    return above.args[0] if _is_size(above.args[1], size) else None
+    return above.args[0] if all(_is_size(x.args[1], size) for x in (above, below)) else None
+
+
+def _is_signed(at: Node) -> bool:
+    """Whether a position is one that may be counted from the end."""
+    if at.op != "where" or at.args[0].op != "nonnegative":
+        return False
+    return at.args[0].args[0] is at.args[1] and at.args[1] in at.args[2].args
 
 
 def _is_size(x: Node, size: Node) -> bool:

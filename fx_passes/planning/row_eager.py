@@ -27,6 +27,10 @@ COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 CASTS = {
     aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default,
 }  # fmt: skip
+WITH_LABELS = {
+    aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default,
+    aten.nll_loss2d.default,
+}  # fmt: skip
 # numbers whose float64 has no digits left for a logarithm of counts, as tests compare them
 ROUNDED = 1e3
 
@@ -43,6 +47,7 @@ def check_eager(
     """
     behind = set(roots).union(*(ancestors(r) for r in roots)) & reading.reads_products
     for node in sorted(behind, key=lambda n: n.name):
+        _check_labels(node)
         _check_type(node, operands)
         _check_comparison(node, reading)
         _check_log_sum_exp(node, reading)
@@ -51,6 +56,16 @@ def check_eager(
         if isinstance(name, fx.Node) and name in reading.reads_products:
             if name in reading.reasons:
                 raise Unsupported(reading.reasons[name])
+
+
+def _check_labels(node: fx.Node) -> None:
+    """A cross-entropy with labels is computed next to a divergence of the same logits."""
+    if node.target not in WITH_LABELS:
+        return
+    target = node.args[1]
+    value = target.meta.get("val") if isinstance(target, fx.Node) else None
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        raise Unsupported("cross_entropy of labels")
 
 
 def _check_type(node: fx.Node, operands: Collection[torch.dtype]) -> None:

@@ -322,9 +322,13 @@ def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collectio
     if not names and not is_never_infinite(plan.form.program, plan.dtypes):
         names = infinite
     if names and not is_as_special(plan.form.program, plan.dtypes):
-        name = min(names)
-        return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
+        return special_reason(min(names))
     return ""
+
+
+def special_reason(name: str) -> str:
+    """Returns the reason why an operation that makes numbers of NaN keeps a sum as it is."""
+    return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
 
 
 def mib_of(plan: ProgramPlan) -> float | None:

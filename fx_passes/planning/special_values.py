@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS
-from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NoForm
+from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.heads import Variables
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import World, value_at
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -41,8 +41,7 @@ LOGARITHMS = {
     aten.log.default: (0, 0.0), aten.log2.default: (0, 0.0), aten.log10.default: (0, 0.0),
     aten.log1p.default: (0, -1.0), aten.xlogy.Tensor: (1, 0.0), aten.xlogy.Scalar_Self: (1, 0.0),
 }  # fmt: skip
-# they make a number of what is infinite or NaN
-REPLACES = {"nan_to_num", "isnan", "isinf", "isfinite"}
+ASKS = {"nan_to_num", "isnan", "isinf", "isfinite"}  # they tell what is infinite or NaN
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,14 @@ class Scores:
                 yield x, lowest
 
     @cached_property
+    def may_underflow(self) -> bool:
+        """Whether a logarithm is -inf where a probability underflows."""
+        return any(x.range[0] <= lowest for x, lowest in self.logarithms())
+
+    @cached_property
     def may_be_infinite(self) -> bool:
         """Whether some scores may be -inf; a tensor that is added may hold anything."""
-        return any(map(may_be_infinite, self.forms)) or any(map(self._adds_to_scores, self.nodes))
+        return any(map(may_be_infinite, self.forms)) or self.has_lost_rows
 
     @cached_property
     def drops_absent_keys(self) -> bool:
@@ -90,19 +94,25 @@ class Scores:
             return False
         return all(call.functional.absent == 0.0 for site in self.sites for call in site.calls)
 
-    def _adds_to_scores(self, node: fx.Node) -> bool:
-        """Whether a tensor is added to scores: a softmax ignores a value per row, unless that is
-        infinite.
+    @cached_property
+    def has_lost_rows(self) -> bool:
+        """Whether a tensor is added to scores that the loss is no function of any more.
+
+        It is a value per row, which a softmax ignores unless it is infinite.
         """
+        whole = self.expression(self.inner)
+        left = set(sources_in(whole)) if whole is not None else set()
+        return any(set(sources_in(t)) - left for n in self.nodes for t in self._added(n))
+
+    def _added(self, node: fx.Node) -> list[Node]:
+        """What is added to scores and may be infinite."""
         x = self.expression(node)
         if x is None or x.op != "linear":
-            return False
-        terms = [t for _, t in terms_of(x)[1]]
-        made = [_has_product(t) for t in terms]
-        is_of_scores = any(m and _is_score(t) for m, t in zip(made, terms, strict=True))
-        return is_of_scores and any(
-            not m and not t.is_finite for m, t in zip(made, terms, strict=True)
-        )
+            return []
+        terms = {t: _has_product(t) for _, t in terms_of(x)[1]}
+        if not any(is_made and _is_score(t) for t, is_made in terms.items()):
+            return []
+        return [t for t, is_made in terms.items() if not is_made and not t.is_finite]
 
 
 def check_nan_readers(node: fx.Node, loss: Scores, outside: Readers = NO_READERS) -> None:
@@ -111,9 +121,7 @@ def check_nan_readers(node: fx.Node, loss: Scores, outside: Readers = NO_READERS
     if found.special and loss.may_be_infinite:
         name = min(found.special)
         why = "NaN where a key is masked (0 times the logarithm of 0) or a row has no key"
-    elif (found.special or found.infinite) and any(
-        x.range[0] <= lowest for x, lowest in loss.logarithms()
-    ):
+    elif (found.special or found.infinite) and loss.may_underflow:
         name = min(found.special or found.infinite)
         why = "infinity where a probability underflows (the logarithm of 0)"
     else:
@@ -136,11 +144,20 @@ def check_masked_logarithms(loss: Scores) -> None:
 
 
 def check_replaced(loss: Scores) -> None:
-    """Raises Unsupported if the loss itself replaces what is infinite in eager code alone."""
-    if loss.drops_absent_keys or not loss.may_be_infinite:
-        return
-    if any(loss.reading.observers.get(n) in REPLACES for n in loss.nodes):
-        raise Unsupported("values after the softmax that are infinite are replaced")
+    """Raises Unsupported if the loss itself replaces what is infinite or NaN in eager code alone.
+
+    The matcher has decided which keys a mask removes; what a tensor removes is not known.
+    """
+    by_mask = loss.drops_absent_keys or not loss.may_be_infinite
+    by_tensor = loss.drops_absent_keys or not any(map(_has_infinite_bias, loss.forms))
+    for node in loss.nodes:
+        what, x = loss.reading.observers.get(node), loss.expression(next(iter(node.args), None))
+        if what not in ASKS or x is None or not (is_of_keys(x) or _has_product(x)):
+            continue
+        if what == "nan_to_num" and named_arguments(node).get("nan") not in (None, 0.0):
+            raise Unsupported("values after the softmax that are NaN are replaced")
+        if not (by_mask if what == "nan_to_num" else by_tensor):
+            raise Unsupported("values after the softmax that are infinite are replaced")
 
 
 # ------------------------------------------------------------------------ expressions
@@ -175,7 +192,11 @@ def is_of_keys(x: Node) -> bool:
 def may_be_infinite(form: ScoreForm) -> bool:
     """Returns whether some scores may be -inf; a tensor that is added may hold anything."""
     is_removed = bool(form.mask) and form.fill == -math.inf
-    return is_removed or any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
+    return is_removed or _has_infinite_bias(form)
+
+
+def _has_infinite_bias(form: ScoreForm) -> bool:
+    return any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
 
 
 def _may_hide_keys(form: ScoreForm) -> bool:

@@ -11,17 +11,19 @@ from torch import fx
 class MaskedRows:
     """Names the rows that a mask selects: of its dimensions from ``first`` to ``last``.
 
-    Along the others it does not vary, as a mask of tokens that was expanded over a vocabulary.
+    Along the others it does not vary, as a mask of tokens that was expanded over a vocabulary. It
+    is broadcast along ``lacking`` dimensions before the first, which are dimensions of the rows.
     """
 
     mask: fx.Node
     first: int
     last: int
+    lacking: int = 0
 
     @property
     def rank(self) -> int:
         """Returns how many dimensions the mask selects rows of."""
-        return self.last - self.first + 1
+        return self.lacking + self.last - self.first + 1
 
 
 @dataclass(frozen=True)

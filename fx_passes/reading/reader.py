@@ -15,8 +15,9 @@ recorded a gradient and the expression has none, the result is captured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -105,14 +106,16 @@ def read(
     records: Record = lambda node: False,
     written: Collection[int | None] = (),
     unrecorded: Collection[fx.Node] = (),
+    made_as: Mapping[fx.Node, torch.dtype] = MappingProxyType({}),
 ) -> Reading:
     """Reads a pre-dispatch ATen graph, whose nodes have fake values as ``meta["val"]``.
 
     ``records`` says whether autograd recorded a gradient of a node. ``written`` is memory that
     code outside of the graph writes to, ``unrecorded`` are nodes that autograd does not record,
-    beside those of which the graph itself says so.
+    beside those of which the graph itself says so. ``made_as`` has the types of products where
+    they are not those of the graph: autocast decides them, of which a trace has nothing.
     """
-    return Reader(graph, records, written, unrecorded).run()
+    return Reader(graph, records, written, unrecorded, made_as).run()
 
 
 def read_trace(trace: Trace) -> Reading:
@@ -123,7 +126,9 @@ def read_trace(trace: Trace) -> Reading:
     off = under_no_grad(source.graph)
     unrecorded = {n for n in trace.graph.nodes if node_of(trace, n) in off}
     records = recorded_gradients(trace).__getitem__
-    return read(trace.graph, records, written_storages(source.graph), unrecorded)
+    values = {n: example(user) for n, user in trace.outer.items() if name_of(n) in MATMULS}
+    made_as = {n: value.dtype for n, value in values.items() if isinstance(value, Tensor)}
+    return read(trace.graph, records, written_storages(source.graph), unrecorded, made_as)
 
 
 def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
@@ -169,7 +174,9 @@ class Reader:
         records: Record,
         written: Collection[int | None],
         unrecorded: Collection[fx.Node],
+        made_as: Mapping[fx.Node, torch.dtype],
     ) -> None:
+        self.made_as = made_as
         self.graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
         self.module = self.graph.owning_module
         self.reading = Reading()
@@ -263,6 +270,28 @@ class Reader:
         source = Source(name, self.writes.version(node), flows)
         at = [arrays.position(d) for d in dims]
         return Array(capture(source, dtype, at=at, bounds=bounds), dims, self.sizes)
+
+    def is_type_of_products(self, node: fx.Node, dtype: torch.dtype) -> bool:
+        """Returns whether all products that a node is made of have a type, or their operands.
+
+        A cast back to it, as in ``softmax(scores, dtype=torch.float32).to(q.dtype)``, rounds no
+        more than the scores or inputs were rounded: an operator that keeps float32 is as exact.
+        """
+        if dtype.itemsize == 1:
+            return False
+        stack, seen = [node], {node}
+        while stack:
+            n = stack.pop()
+            if name_of(n) not in MATMULS:
+                new = {a for a in n.all_input_nodes if a in self.reading.reads_products} - seen
+                seen |= new
+                stack += new
+                continue
+            made = self.made_as.get(n, n.meta["val"].dtype)
+            inputs = [a.meta["val"] for a in n.all_input_nodes]
+            if made != dtype and any(x.dtype != dtype for x in inputs if isinstance(x, Tensor)):
+                return False
+        return True
 
     def _flows(self, node: fx.Node) -> bool:
         """Whether a tensor has a gradient at this time: a write may have given it one."""

@@ -307,6 +307,8 @@ def _cast(call: Call, x: Array, than: torch.dtype) -> Array:
         raise NoRule(f"an input is rounded to {str(to).removeprefix('torch.')}")
     if rounds:
         call.observes("rounding")
+    if rounds and reads_products and call.reader.is_type_of_products(call.node, to):
+        return x
     return x.map(lambda e: types.cast(e, to, than))
 
 

@@ -15,7 +15,7 @@ from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
-from torch_streamkl.program.canonical import all_of, choose, compare, function, truth
+from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative, truth
 from torch_streamkl.program.graph import (
     ANY,
     INT,
@@ -129,7 +129,9 @@ def index(call: Call) -> Array:
 
 def _from_front(at: Node, size: Size) -> Node:
     """A position that may be counted from the end."""
-    return at if at.range[0] >= 0.0 else function("remainder", at, size_of(size))
+    if at.range[0] >= 0.0:
+        return at
+    return choose(nonnegative(at), at, linear(0.0, [(1.0, at), (1.0, size_of(size))]))
 
 
 # ------------------------------------------------------------------------ rows of a mask
@@ -147,14 +149,18 @@ def _where(call: Call, x: Array, d: int, mask: fx.Node, lacking: int = 0) -> Arr
     if not varying:
         raise NoRule("a mask that is the same for all rows")
     first, last = varying[0], varying[-1]
+    if (first or lacking) and not isinstance(call.reader.sizes.of(call.value.shape[d]), int):
+        first = 0  # how many rows each of the leading positions has is not known
+    in_rows = lacking if first == 0 else 0
     sizes, shape = call.reader.sizes, condition.shape
     for i in range(first, last + 1):
         if not sizes.are_equal(shape[i], x.size(d + lacking + i)):
             raise NoRule("masked_select with a mask that is broadcast")
-    places = range(d + lacking + first, d + lacking + last + 1)
+    places = range(d + lacking - in_rows + first, d + lacking + last + 1)
     whole = [i for i in range(d, d + lacking + len(shape)) if i not in places]
     every = [x.size(i) for i in whole]
-    rows, version, count = _selection(call, condition, mask, (first, last), (d, every))
+    rows = MaskedRows(mask, first, last, in_rows)
+    rows, version, count = _selection(call, condition, rows, (d, every))
     axis = arrays.own_axis(x, d, count)
     taken = {a for i, own in enumerate(x.dims) if i not in places for a in own}
     axis = fresh_axis(count) if axis in taken else axis
@@ -177,28 +183,27 @@ def _where(call: Call, x: Array, d: int, mask: fx.Node, lacking: int = 0) -> Arr
 def _selection(
     call: Call,
     condition: Array,
-    mask: fx.Node,
-    varying: tuple[int, int],
+    rows: MaskedRows,
     counted: tuple[int, Sequence[Size]],
 ) -> tuple[MaskedRows, int, Size]:
     """The rows of the first of equal masks, its version, and how many rows it selects.
 
     ``counted`` is the dimension of the result, and the sizes that its number is a multiple of.
     """
-    reader, (first, last), (d, sizes) = call.reader, varying, counted
-    key = condition.map(truth).expr, tuple(condition.dims[first : last + 1])
+    reader, (d, sizes) = call.reader, counted
+    dims = condition.dims[rows.first : rows.last + 1]
+    key = condition.map(truth).expr, tuple(dims), rows.lacking
     known = reader.selections.get(key)
     assert isinstance(call.value, Tensor)
     count = call.value.shape[d]
     if known is not None and reader.writes.version(known[0].mask) == known[1]:
-        if known[0].mask is not mask:
+        if known[0].mask is not rows.mask:
             reader.sizes.equate(count, reader.sizes.product([*sizes, known[2]]))
         return known
     number: Any = count
     for size in sizes:
         number = number // (size.size if isinstance(size, Extent) else size)
-    rows = MaskedRows(mask, first, last)
-    known = rows, reader.writes.version(mask), reader.sizes.of(number)
+    known = rows, reader.writes.version(rows.mask), reader.sizes.of(number)
     reader.selections[key] = known
     if isinstance(known[2], Extent):
         reader.reading.selected[known[2]] = rows
