@@ -206,6 +206,8 @@ class Writer:
                 return self._rounded(args[0], getattr(torch, x.value))
             case "float":
                 return args[0]
+            case "log_softmax":
+                return self._log_softmax(x.value, args[0])
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
         if x.op in UNARY:
@@ -321,6 +323,14 @@ class Writer:
             return x
         narrow = self.build.method("to", x.node, dtype)
         return Placed(self.build.method("to", narrow, value.dtype), x.dims)
+
+    def _log_softmax(self, axis: Axis, x: Placed) -> Placed:
+        """The log-softmax of a tensor without products, such as the logits of a teacher."""
+        if axis not in x.axes:
+            raise Unsupported("log_softmax of a value of rows, inside of an operation")
+        x = self.arranging.squeezed(self.arranging.split(x, [(axis,)]))
+        d = next(i for i, dim in enumerate(x.dims) if axis in dim)
+        return Placed(self.build.call(torch.log_softmax, x.node, d), x.dims)
 
     def _reduced(self, kind: str, axes: Sequence[Axis], x: Placed) -> Placed:
         over = [a for a in axes if a in x.axes]

@@ -14,11 +14,13 @@ from torch_streamkl.program.canonical import (
     all_of,
     any_of,
     choose,
+    compare,
     exponential,
     function,
     linear,
     log_add_exp,
     logarithm,
+    negation,
     product,
     quotient,
     scaled,
@@ -231,9 +233,34 @@ def clamp(call: Call) -> Array:
 @rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
 def x_log_y(call: Call) -> Array:
     """Reads x log y, which is 0 where x is."""
-    return call.pointwise(
-        lambda a, b: product(number_of(a), logarithm(number_of(b))), *call.arrays("self", "other")
-    )
+
+    def made(a: Node, b: Node) -> Node:
+        a, b = number_of(a), number_of(b)
+        values = product(a, logarithm(b))
+        if _vanishes_with_gradient(a):
+            return values
+        # torch's gradient to x is 0 where both are 0, not the infinite logarithm
+        zero = const(0.0)
+        both = all_of(compare("eq", a, zero), negation(compare("gt", b, zero)))
+        return choose(both, zero, values)
+
+    return call.pointwise(made, *call.arrays("self", "other"))
+
+
+def _vanishes_with_gradient(x: Node) -> bool:
+    """Whether an element that is 0 has a gradient of 0 as well, as a probability has."""
+    stack, seen = [x], {x}
+    while stack:
+        y = stack.pop()
+        if not y.flows or y.op == "exp":
+            continue
+        is_multiple = y.op == "linear" and y.value[0] == 0.0 and len(y.args) == 1
+        if not is_multiple and y.op not in ("product", "div", "pow", "sqrt", "where"):
+            return False
+        factors = {"div": y.args[:1], "where": y.args[1:]}.get(y.op, y.args)
+        stack += [a for a in factors if a not in seen]
+        seen.update(factors)
+    return True
 
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
