@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example
 from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one, is_unknown
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
@@ -28,7 +28,11 @@ from torch_streamkl.program.graph import INT, Axis, Node, Size, Source, const, c
 UNKNOWN_PLACE = "scores are sliced at a position of unknown size"
 NO_VIEW = "an operand is read at positions that no view has"
 
-LIFTED = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+aten = torch.ops.aten
+LIFTED = {
+    aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default,
+    aten.detach.default, aten.alias.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class Captures:
         """Returns the user's tensor, detached if no gradient flows to it."""
         name = source.name
         if name.op == "get_attr" and name not in self.outer:  # a constant, made by the user's code
-            name = next((n for n in name.users if n.target in LIFTED and n in self.outer), name)
+            copies = descendants([name])
+            found = (n for n in name.graph.nodes if n in copies and n in self.outer)
+            name = next((n for n in found if n.target in LIFTED), name)
         x = outer_node(name, self.outer)
         value = example(x)
         if not source.grad_flows and isinstance(value, Tensor) and value.requires_grad:

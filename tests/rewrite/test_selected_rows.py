@@ -190,7 +190,7 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda s, t: kd(
             *(x.masked_select(torch.arange(VOCAB) % 2 == 0).view(-1, VOCAB // 2) for x in (s, t))
         ),
-        "single entries|reshape that mixes|broadcast",
+        "single entries|reshape that mixes|broadcast|is applied to",
     ),
     "entries in rows of two": (
         lambda s, t: kd(
@@ -199,13 +199,13 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
                 for x in (s, t)
             )
         ),
-        "single entries|reshape that mixes|broadcast",
+        "single entries|reshape that mixes|broadcast|is applied to",
     ),
     "entries of transposed logits": (
         lambda s, t, keep: kd(
             *(x.mT.masked_select(keep[:, None]).view(-1, VOCAB) for x in (s, t))
         ),
-        "single entries|reshape that mixes|broadcast",
+        "single entries|reshape that mixes|broadcast|is applied to",
     ),
     "gathered vocabulary entries": (
         lambda s, t, each: F.kl_div(
