@@ -31,6 +31,7 @@ NOT_MADE = "is not made from scores in this graph"
 ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 DROPOUT = "dropout changes the probabilities after the softmax"
 PROBABILITIES = "attention or vocabulary probabilities"
+OTHER_SIZES = "two distributions whose sizes are not known to be equal are combined"
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
@@ -51,7 +52,7 @@ OF_KEYS = {
 }  # fmt: skip
 # reasons of the reader that say less than the operation does
 _TECHNICAL = re.compile(
-    r"has no rule$|^a view of |^axes of |^tensors of sizes |^a result |^its rule failed|"
+    r"has no rule$|^a view of |^axes of |^a result |^its rule failed|"
     r"^a gradient flows through what is a constant"
 )
 _OPERATION = re.compile(r"^(\S+) (?:of scores|is part of the sum)$")
@@ -95,7 +96,12 @@ class Refusals:
     def before(self, node: fx.Node) -> Refusal | None:
         """Returns why the nearest operation before a node has no form, the node included."""
         for earlier in near(node, "all_input_nodes"):
-            found = self.captured(earlier) or self._of_keys(earlier) or self._of_softmax(earlier)
+            found = (
+                self.captured(earlier)
+                or self._of_keys(earlier)
+                or self._of_ids(earlier)
+                or self._of_softmax(earlier)
+            )
             if found is not None:
                 return found
         return None
@@ -171,8 +177,14 @@ class Refusals:
             return Refusal(BY_ZERO, node)
         if name == "dropout" and level is Level.PROBABILITIES:
             return Refusal(DROPOUT, node)
+        if name == "masked_select" or any(
+            self.levels.are_entries(a) for a in node.all_input_nodes
+        ):
+            return Refusal(SINGLE_ENTRIES, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
+        if reason.startswith("tensors of sizes "):
+            return Refusal(OTHER_SIZES, node)
         if name == "dropout" or name.endswith("_") or _TECHNICAL.search(reason):
             what = "scores" if level is Level.SCORES else PROBABILITIES
             return Refusal(f"{name} of {what}", node)
@@ -193,6 +205,14 @@ class Refusals:
         if name in RESHAPES:
             return Refusal(f"reshape that splits the keys: {OF_BLOCKS}", node)
         return Refusal(OF_KEYS.get(name, f"{name} of scores"), node)
+
+    def _of_ids(self, node: fx.Node) -> Refusal | None:
+        """An operation that reads scores at ids of each row or key."""
+        if node.op != "call_function" or not self.levels.are_chosen(node):
+            return None
+        if any(self.levels.are_chosen(a) for a in node.all_input_nodes):
+            return None
+        return Refusal(f"{name_of(node)} of scores", node)
 
     def _of_softmax(self, node: fx.Node) -> Refusal | None:
         if node.op != "call_function" or name_of(node) not in SOFTMAXES | LOG_SOFTMAXES:

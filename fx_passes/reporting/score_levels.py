@@ -78,6 +78,13 @@ class ScoreLevels:
         """Returns whether a node has scores of chosen keys, such as a top-k's."""
         return any(_is_chosen(x) for x in self.products_of(node))
 
+    def are_entries(self, node: fx.Node) -> bool:
+        """Returns whether a node has single entries of scores, which a mask selects."""
+        products = self.products_of(node)
+        rest = (set(x.value) for x in products)
+        free = ([y.axes - own for y in x.args] for x, own in zip(products, rest, strict=True))
+        return any(a == b and len(a) == 1 for a, b in free)
+
     def products_of(self, node: object) -> list[Node]:
         """Returns the products that a node is computed from."""
         found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
