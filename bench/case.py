@@ -117,6 +117,10 @@ class Case:
         """What the gate looks at of the inputs, or of the gradients: usually everything."""
         return tuple(tensors)
 
+    def budget(self, device: torch.device) -> float:
+        """What a provider may be off by the first one, where nothing exact is known."""
+        return math.inf
+
     gate_scale = 1.0  # the whole's gradient over that of the gated part alone
 
     def truth(self, problem: Problem) -> Truth:

@@ -26,13 +26,19 @@ LIMIT_S = 340.0  # after which all is over, where nobody says
 
 def main(options: argparse.Namespace, record: Record, path: Path) -> int:
     """Starts the ranks; the first one writes the record."""
+    for name in options.cases:
+        if name not in CASES:
+            known = ", ".join(CASES)
+            raise ValueError(f"a case that ranks share must be one of {known}, got {name}")
     # multicast is not available in every container, and these messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with tempfile.TemporaryDirectory() as folder:
         # without a GPU they are forked from one that has imported this, and done nothing else
         method = "spawn" if options.device == "cuda" else "forkserver"
         if method == "forkserver":
-            torch.multiprocessing.get_context(method).set_forkserver_preload(["bench.sharded"])
+            torch.multiprocessing.get_context(method).set_forkserver_preload(
+                ["bench.sharded_models"]
+            )
         torch.multiprocessing.start_processes(
             _rank, (options, record, path, f"{folder}/store"), nprocs=options.processes or 2,
             start_method=method,
@@ -41,7 +47,7 @@ def main(options: argparse.Namespace, record: Record, path: Path) -> int:
 
 
 def _rank(rank: int, options: argparse.Namespace, record: Record, path: Path, store: str) -> None:
-    from bench import sharded, table
+    from bench import costs, table
     from bench.__main__ import settings_of
     from bench.providers import of_case
     from bench.runner import run_case
@@ -59,14 +65,13 @@ def _rank(rank: int, options: argparse.Namespace, record: Record, path: Path, st
     )  # fmt: skip
     mesh = init_device_mesh(device.type, (size,))
     settings = replace(settings_of(options, device), agree=_largest, worst=_worst)
-    for name in options.cases or sharded.CASES:
-        make = sharded.CASES[name]
-        sizes = [(n,) for n in options.sizes] if options.sizes and name != "vocabulary" else [()]
-        for given in sizes:
-            case = make(mesh, device, *given)
+    for name in options.cases or CASES:
+        for given in sizes_of(name, options.sizes, device.type, size):
+            case = maker_of(name)(mesh, device, given)
             own = case.own()
             names = [n for n in options.providers if n in own]
             rows = run_case(case, of_case(case, names), settings)
+            costs.add_scaling(rows, case.costs, size)
             if rank == 0:
                 record.rows += rows
                 record.save(path)
@@ -75,6 +80,38 @@ def _rank(rank: int, options: argparse.Namespace, record: Record, path: Path, st
         record.is_complete = True
         record.save(path)
     torch.distributed.destroy_process_group()
+
+
+# sizes on a GPU by default, with two ranks and with more; 0 is a case's usual one
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "vocabulary": ((8192,), (8192, 32768)),
+    "sequence": ((65536,), (131072, 524288)),
+    "mesh": ((0,), (0,)),
+    "fsdp": ((0,), (0,)),
+    "fsdp-live": ((0,), (0,)),
+    "layers": ((0,), (0,)),
+    "ddp": ((0,), (0,)),
+}
+
+
+def maker_of(name: str) -> Any:
+    """Returns the function that makes a case."""
+    from bench import sharded, sharded_models
+
+    return {
+        "vocabulary": sharded.vocabulary, "sequence": sharded.sequence,
+        "mesh": sharded.two_dimensions, "fsdp": sharded_models.fsdp,
+        "fsdp-live": sharded_models.fsdp_live, "layers": sharded_models.layers,
+        "ddp": sharded_models.ddp,
+    }[name]  # fmt: skip
+
+
+def sizes_of(name: str, given: list[int] | None, device: str, num_ranks: int) -> tuple[int, ...]:
+    """Returns the sizes of a case: tokens, or rows of a sequence."""
+    usual = CASES.get(name, ((0,), (0,)))[num_ranks > 2]
+    if given:
+        return tuple(given)
+    return usual if device == "cuda" else (0,)
 
 
 def _of_all_ranks(mine: Any) -> list[Any]:

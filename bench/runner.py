@@ -119,8 +119,11 @@ class _Judge:
             return self.truth.judge(checked, self.case.gated(gradients))
         on_cpu = [g.detach().cpu() for g in gradients]
         if self.truth is None:
-            self.truth = Truth(loss, on_cpu, math.inf, math.inf, total_error)
+            budget = self.case.budget(gradients[0].device)
+            self.truth = Truth(loss, on_cpu, budget, budget, total_error)
         found = self.truth.judge(loss, on_cpu)
+        if self.truth.gradient_budget < math.inf:
+            return found
         return {k: v for k, v in found.items() if not k.endswith("budget")}  # there is none
 
 
