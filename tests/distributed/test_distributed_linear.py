@@ -226,7 +226,7 @@ def shards_without_words(me: Rank) -> None:
         Problem(me, {**options, **more}, bias=True).check((vocab, vocab))
     # a rank that has vocabulary entries of the teacher only
     cut = slice(0, 60) if me.rank == 0 else slice(60, 60)
-    teacher = slice(0, 60) if me.rank == 0 else slice(60, 104)
+    teacher = slice(0, 60) if me.rank == 0 else slice(60 if me.rank == 1 else 104, 104)
     for reduction in ("none", "sum"):
         problem = Problem(me, {"reduction": reduction}, vocab=(60, 104))
         problem.check((cut, teacher), student_vocab_start=cut.start,
