@@ -29,7 +29,7 @@ from bench.measure import MIB, ROOT, Timing, release, synchronize, usual_dtype
 from bench.records import Program, Record, Row
 from bench.steps import random_ids
 
-WAYS = ("inductor", "streamkl")
+WAYS = ("inductor", "linear_topk_kl")
 WARM_UP = 3  # steps that do not count: they compile
 CHECKED = 20  # steps after which ranks ask each other for the time
 
