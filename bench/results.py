@@ -17,7 +17,7 @@ from bench.table import markdown_lines, number
 
 FOLDER = ROOT / "bench" / "results"
 TARGET = ROOT / "bench" / "RESULTS.md"
-NOTES = "hopper_"  # records of these are shown in bench/notes alone
+NOTES = ("hopper_", "gloo-")  # records of these are shown in bench/notes alone
 COLUMNS = ("eager", "inductor", "streamkl", "direct")
 FAMILIES = {
     "attention": "Attention KL", "heads": "LM heads", "programs": "Row programs",

@@ -11,6 +11,7 @@ runs the same on four and eight GPUs, where there are as many.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -23,12 +24,18 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from bench import sharded
+from bench.measure import MIB
 from tests.distributed import test_distributed_attention as attention
 from tests.distributed import test_distributed_linear as linear
 from tests.distributed import test_distributed_topk as topk
 from tests.support.ranks import TIMEOUT, Rank, assert_passed, on_ranks, outcomes, same_error
 from torch_streamkl import linear_kl
-from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
+from torch_streamkl.distributed import (
+    attention_kl_context_parallel,
+    collectives,
+    shard_sequence,
+)
 
 MODULES = [linear.__name__, attention.__name__, __name__]
 # of the files of two processes, what does not depend on their number
@@ -132,6 +139,52 @@ def heads_that_ranks_exchange(me: Rank) -> None:
     problem.tensors = {name: x.repeat(1, per_head, 1, 1) for name, x in problem.tensors.items()}
     problem.grad = problem.grad.repeat(1, per_head, 1)
     attention._context_parallel(problem, method="heads")
+
+
+# ----------------------------------------------------------------------------------------- costs
+@contextlib.contextmanager
+def counted_bytes(num_ranks: int) -> Iterator[list[float]]:
+    """Bytes that this rank receives, as a ring of ranks sends them; integers left out."""
+    received = [0.0]
+    others = (num_ranks - 1) / num_ranks
+    originals = {name: getattr(collectives, name) for name in
+                 ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")}  # fmt: skip
+
+    def counting(name: str) -> Any:
+        def call(x: Any, *args: Any) -> Any:
+            out = originals[name](x, *args)
+            if x.is_floating_point():
+                whole = max(x.nbytes, out.nbytes)  # of a gather its result, of a scatter its input
+                received[0] += {"all_reduce": 2 * others * whole}.get(name, others * whole)
+                if name == "all_to_all" and 0 in args[0]:  # from one rank alone
+                    received[0] += (1 - others) * whole
+            return out
+
+        return call
+
+    for name in originals:
+        setattr(collectives, name, counting(name))
+    try:
+        yield received
+    finally:
+        for name, original in originals.items():
+            setattr(collectives, name, original)
+
+
+@on_ranks
+def bytes_of_the_model_of_costs(me: Rank) -> None:
+    """The arithmetic of bench/costs.py counts what `linear_kl` and each method exchange."""
+    if me.device.type == "cuda":  # sizes that are measured there
+        return
+    for make, ours in (
+        (sharded.vocabulary, ["streamkl"]), (sharded.sequence, ["gather", "heads", "ring"]),
+    ):  # fmt: skip
+        case = make(me.mesh, me.device)
+        for name in ours:
+            problem = dict(case.make)[name]()
+            with counted_bytes(me.size) as received:
+                problem.step()
+            assert received[0] / MIB == pytest.approx(case.costs[name].received_mib), name
 
 
 # ---------------------------------------------------------------------------------------- errors
