@@ -96,7 +96,8 @@ def call_of(
 
 def compare(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Checks and compares a call's arguments; what one rank refuses is raised on all of them."""
-    group = group_of(kwargs.get("mesh"), "mesh")  # type: ignore[arg-type]
+    mesh: Any = kwargs.get("mesh")
+    group = group_of(mesh, "mesh")
     names = inspect.signature(function).parameters
 
     def check(given: dict[str, Any]) -> None:
