@@ -532,8 +532,8 @@ def test_cases_that_ranks_share_have_sizes_by_the_number_of_ranks() -> None:
     assert ranks.sizes_of("sequence", None, "cpu", 8) == (0,)
     assert ranks.sizes_of("sequence", [64], "cuda", 8) == (64,)
     assert [sharded.mesh_shape(n) for n in (1, 2, 4, 8)] == [(1, 1), (1, 2), (2, 2), (2, 4)]
-    with pytest.raises(ValueError, match=r"must be one of vocabulary, .*, got words"):
-        main(["shared", "--device", "cpu", "--cases", "words"])
+    with pytest.raises(ValueError, match=r"must be one of vocabulary, .*, got nothing"):
+        main(["shared", "--device", "cpu", "--cases", "nothing"])
 
 
 @pytest.mark.slow

@@ -184,7 +184,9 @@ def bytes_of_the_model_of_costs(me: Rank) -> None:
             problem = dict(case.make)[name]()
             with counted_bytes(me.size) as received:
                 problem.step()
-            assert received[0] / MIB == pytest.approx(case.costs[name].received_mib), name
+            # a mean adds a number of each rank
+            expected = pytest.approx(case.costs[name].received_mib, rel=1e-3)
+            assert received[0] / MIB == expected, name
 
 
 # ---------------------------------------------------------------------------------------- errors
