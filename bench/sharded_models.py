@@ -176,7 +176,7 @@ class Llama:
             vocab_size=self.vocab, hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size, num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
-            max_position_embeddings=context, tie_word_embeddings=False,
+            max_position_embeddings=context,  # weights of the head are its own, by default
         )  # fmt: skip
 
     @property
