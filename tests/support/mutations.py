@@ -708,8 +708,8 @@ FAULTS = (
     ),
     Fault(
         "torch_streamkl/runtime/capture.py",
-        '({self._pointer(x.base)}))"',
-        '({x.base.data_ptr()}))"',
+        '[{self._pointer(x.base)}]"',
+        '[{x.base.data_ptr()}]"',
         "kernels/test_recorded_descriptors.py",
     ),
     Fault(BODY, 'inputs["mask"] > 0 if', 'inputs["mask"] >= 0 if', QUERY_TILES),
