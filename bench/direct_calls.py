@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.direct_calls", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--only-print", action="store_true", help="without bench/ of this checkout")
+    parser.add_argument("--only-print", action="store_true", help="without a record")
     options, rest = parser.parse_known_args(argv)
     record: Any = None
     if not options.only_print:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import cProfile
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,71 +24,64 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import steps
+from bench.case import Case, Loss
+
 PROVIDERS = ("inductor", "streamkl")
 
 
-def _case(name: str, device: str) -> Any:
-    import torch.nn.functional as F
-    from torch import Tensor
+@dataclass(frozen=True)
+class AllLayers(steps.LlamaStep):
+    """A pair of decoders of which every layer is matched."""
 
-    from bench import steps
+    def loss_of(self, student: Any, teacher: Any) -> Loss:
+        def loss(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                t = teacher.model(input_ids=ids, output_attentions=True, use_cache=False)
+            s = student.model(input_ids=ids, output_attentions=True, use_cache=False)
+            rest = s.last_hidden_state.float().square().mean() * 1e-3
+            return rest + steps.kl_of_maps(t.attentions, s.attentions)
 
-    @dataclass(frozen=True)
-    class GeneralizedKD(steps.LlamaStep):
-        """JSD of the logits of rows with a label, as TRL's GKDTrainer computes it."""
+        return loss
 
-        def loss_of(self, student: Any, teacher: Any) -> Any:
-            def loss(ids: Tensor) -> Tensor:
-                with steps.torch.no_grad():
-                    t = teacher(input_ids=ids, use_cache=False).logits
-                s = student(input_ids=ids, use_cache=False).logits
-                log_s, log_t = F.log_softmax(s.float(), -1), F.log_softmax(t.float(), -1)
-                log_m = steps.torch.logsumexp(
-                    steps.torch.stack([log_s, log_t]) + -0.6931471805599453, dim=0
-                )
-                to_t = F.kl_div(log_m, log_t, reduction="none", log_target=True)
-                to_s = F.kl_div(log_m, log_s, reduction="none", log_target=True)
-                return (0.5 * to_t + 0.5 * to_s).sum(-1).mean()
 
-            return loss
+@dataclass(frozen=True)
+class GeneralizedKD(steps.LlamaStep):
+    """JSD of two models' logits, as TRL's GKDTrainer computes it with beta=0.5."""
 
-    is_small = device == "cpu"
+    def loss_of(self, student: Any, teacher: Any) -> Loss:
+        def loss(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                t = teacher(input_ids=ids, use_cache=False).logits
+            s = student(input_ids=ids, use_cache=False).logits
+            log_s, log_t = F.log_softmax(s, -1), F.log_softmax(t, -1)
+            halves = torch.stack([log_s, log_t]) - math.log(2.0)
+            log_m = torch.logsumexp(halves, dim=0)
+            to_t = F.kl_div(log_m, log_t, reduction="none", log_target=True)
+            to_s = F.kl_div(log_m, log_s, reduction="none", log_target=True)
+            return (0.5 * to_t + 0.5 * to_s).sum() / ids.numel()
+
+        return loss
+
+
+def _case(name: str, device: str) -> Case:
     pair = replace(steps.PAIRS[device], contexts=(512,), teacher_layers=4, student_layers=4)
-    if is_small:
-        pair = replace(pair, teacher_layers=1, student_layers=1, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2,
-                       vocabulary=4096, contexts=(64,))  # fmt: skip
+    bert = steps.ShortStep("bert", "", batch_size=32, seqlen=128)
+    if device == "cpu":  # where nothing but this program is tried
+        pair = steps.Pair("", 64, 128, 4, 2, 4096, (64,), 1, 1)
+        bert = replace(bert, batch_size=2, seqlen=32, num_layers=1, teacher_layers=2)
+        bert = replace(bert, hidden_size=48, teacher_width=48)
     tokens = pair.contexts[0]
-    bert = steps.ShortStep("bert-4-layers", "", batch_size=32, seqlen=128)
-    if is_small:
-        bert = replace(bert, batch_size=2, seqlen=32, hidden_size=48, teacher_width=48,
-                       num_layers=1, teacher_layers=2)  # fmt: skip
     cases = {
         "bert": bert,
-        "llama": _AllLayers("llama-pair of 4", "", 1, tokens, pair),
+        "llama": AllLayers("llama", "", 1, tokens, pair),
         "gkd": GeneralizedKD("gkd", "", 4, tokens, pair),
     }
     return cases[name]
-
-
-def _AllLayers(name: str, source: str, batch: int, tokens: int, pair: Any) -> Any:
-    """A pair of which every layer is matched."""
-    from torch import Tensor
-
-    from bench import steps
-
-    @dataclass(frozen=True)
-    class Case(steps.LlamaStep):
-        def loss_of(self, student: Any, teacher: Any) -> Any:
-            def loss(ids: Tensor) -> Tensor:
-                with steps.torch.no_grad():
-                    t = teacher.model(input_ids=ids, output_attentions=True, use_cache=False)
-                s = student.model(input_ids=ids, output_attentions=True, use_cache=False)
-                rest = s.last_hidden_state.float().square().mean() * 1e-3
-                return rest + steps.kl_of_maps(t.attentions, s.attentions)
-
-            return loss
-
-    return Case(name, source, batch, tokens, pair)
 
 
 @contextlib.contextmanager
@@ -103,8 +97,6 @@ def _profiled(path: str | None) -> Iterator[None]:
 
 def _one(case: str, provider: str, device: str, profile: str | None) -> dict[str, Any]:
     """Runs the first step of this process, and says what torch's caches had."""
-    import torch
-
     start = time.perf_counter()
     if provider == "streamkl":
         import torch_streamkl  # noqa: F401
@@ -176,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     program.add_argument("--warm", type=int, default=3, help="processes with filled caches")
     program.add_argument("--cold", type=int, default=1, help="processes with empty caches")
     program.add_argument("--profile", type=Path, help="a folder; of one more warm process each")
-    program.add_argument("--caches", type=Path, help="an empty folder for them; or, with --cold 0, a filled one")
+    program.add_argument("--caches", type=Path, help="empty, or filled and --cold 0")
     program.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options, record = program.begin(argv)
     device = str(options.device)
