@@ -4,8 +4,8 @@
     python -m bench.first_step --cases bert --profile build/profiles   # cProfile of warm steps
 
 The first step begins with torch.compile() and its imports. Every measurement is a process of its
-own. Caches of Inductor and Triton are in a folder of their
-own for each case and provider; the first process finds it empty. Providers alternate.
+own. Caches of Inductor and Triton are in a folder of their own for each case and provider; the
+first process finds it empty. Providers alternate.
 """
 
 from __future__ import annotations
@@ -192,13 +192,14 @@ def main(argv: list[str] | None = None) -> int:
             for provider in options.providers:
                 _run(case, provider, device, folder, options.profile)
         for (provider, caches), results in found.items():
+            names = {"step": "first", "call": "call", "process": "process"}
             times = {
-                name: Timing.of([x[f"{name}_s"] * 1e3 for x in results])
-                for name in ("first", "call", "process")
+                mode: Timing.of([x[f"{name}_s"] * 1e3 for x in results])
+                for mode, name in names.items()
             }
             more = {k: v for k, v in results[-1].items() if not k.endswith("_s")}
             record.rows.append(
-                Row(case, f"{provider}, {caches} caches", "first steps", timing=times,
+                Row(f"{case}, {caches} caches", provider, "first steps", timing=times,
                     samples=len(results), more=more)
             )  # fmt: skip
             seconds = {name: round(t.median / 1e3, 2) for name, t in times.items()}
