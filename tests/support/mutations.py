@@ -48,6 +48,7 @@ DERIVE = "torch_streamkl/rows/derive.py"
 PROGRAMS = "torch_streamkl/rows/torch_impl.py"
 LOSSES = "torch_streamkl/rows/losses.py"
 MAP_BLOCKS = "torch_streamkl/rows/triton/blocks.py"
+MAP_GRADIENTS = "torch_streamkl/rows/triton/gradients.py"
 ROW_SUMS = "fx_passes/passes/row_sums.py"
 GENERATED = "torch_streamkl/rows/triton/source.py"
 TURNS = "torch_streamkl/attention/hopper/tile_scheduler.py"
@@ -591,7 +592,7 @@ FAULTS = (
         True,
     ),
     Fault(
-        MAP_BLOCKS,
+        MAP_GRADIENTS,
         "_matmul_into(into, each.t(), tokens, rows.start == 0)",
         "_matmul_into(into, each.t(), tokens, True)",
         "operators/test_row_program_sums.py::test_by_kernels",
@@ -708,8 +709,8 @@ FAULTS = (
     ),
     Fault(
         "torch_streamkl/runtime/capture.py",
-        '({self._pointer(x.base)}))"',
-        '({x.base.data_ptr()}))"',
+        '[{self._pointer(x.base)}]"',
+        '[{x.base.data_ptr()}]"',
         "kernels/test_recorded_descriptors.py",
     ),
     Fault(BODY, 'inputs["mask"] > 0 if', 'inputs["mask"] >= 0 if', QUERY_TILES),
