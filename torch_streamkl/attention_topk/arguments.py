@@ -140,9 +140,11 @@ def _head_weights(weights: Tensor | None, q: Tensor, options: Options) -> Tensor
         return None
     checks.tensor("student_head_weights", weights)
     batch, heads, seqlen_q, _ = q.shape
-    shape = (batch, heads, seqlen_q) if options.layout == "bhnd" else (batch, seqlen_q, heads)
+    shape: tuple[int, ...] = (batch, heads, seqlen_q)
     if options.is_packed:
         shape = (seqlen_q, heads)
+    elif options.layout == "bnhd":
+        shape = (batch, seqlen_q, heads)
     if tuple(weights.shape) != shape:
         raise ValueError(
             f"student_head_weights must have shape {shape}, one for each head of a query, got "
