@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.support.distilled_step import WIDTH, Step
-from tests.support.ranks import (
-    Rank,
-    assert_passed,
-    checks_of,
-    keeping_graphs,
-    on_ranks,
-    outcomes,
-    same_error,
-)
+from tests.support.ranks import Rank, keeping_graphs, names_of, on_ranks, run_check, same_error
 from torch_streamkl.distributed import trace_fully_shard
 from torch_streamkl.fx_passes import backend
 
 SEQLEN = 12
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
 
 
 class Tied(nn.Module):
@@ -248,9 +234,9 @@ def modules_stay_modules(me: Rank) -> None:
 
 @pytest.mark.slow  # two ranks have each of the dimensions
 def test_on_four_ranks() -> None:
-    assert_passed(outcomes([__name__], size=4, names=["hybrid_sharding"]), "hybrid_sharding")
+    run_check(__name__, "hybrid_sharding", 4)
 
 
-@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)
