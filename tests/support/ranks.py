@@ -116,6 +116,7 @@ class Processes:
     """One process a rank, which run checks until one of them does not pass."""
 
     running: ClassVar[Processes | None] = None
+    seconds: ClassVar[float] = 0.0  # of CPU time, of all checks so far
 
     @classmethod
     def of(cls, device: str, size: int) -> Processes:
@@ -156,8 +157,9 @@ class Processes:
         for rank, pipe in enumerate(self.pipes):
             try:
                 if pipe.poll(CHECK_SECONDS + TIMEOUT.total_seconds()):
-                    found[rank], stays = pipe.recv()
+                    found[rank], stays, seconds = pipe.recv()
                     is_whole = is_whole and stays
+                    Processes.seconds += seconds
             except (EOFError, OSError):
                 pass
         if not is_whole or any(error != PASSED for error in found):
@@ -199,6 +201,8 @@ def _process(rank: int, size: int, device: str, folder: str, pipe: Any) -> None:
     quick.devices_that_are_not_here_have_no_seed()
     quick.compilations_collect_no_garbage()
     quick.sites_are_fused_whatever_their_size()
+    quick.instruction_sets_are_not_tried_out()
+    quick.inductor_writes_scalar_code()
     quick.what_stays_is_no_garbage()
     # NVLink multicast is not available in every container, and small messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -214,12 +218,12 @@ def _process(rank: int, size: int, device: str, folder: str, pipe: Any) -> None:
             faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
             start, used = time.monotonic(), time.process_time()
             error, stays = _outcome(me, checks_of(importlib.import_module(module))[name])
-            seconds = time.monotonic() - start
-            said = f"{seconds:.1f} s, {time.process_time() - used:.1f} s of them computing"
-            said = f"rank {rank}: {name} {said}: {error or 'passed'}\n"
+            waited, seconds = time.monotonic() - start, time.process_time() - used
+            said = f"rank {rank}: {name} {waited:.1f} s, {seconds:.1f} s of them computing: "
+            said += f"{error or 'passed'}\n"
             print(said, end="", flush=True)  # in one piece
             faulthandler.cancel_dump_traceback_later()
-            pipe.send((error, stays))
+            pipe.send((error, stays, seconds))
             if not stays:
                 os._exit(0)
     _end_group()
