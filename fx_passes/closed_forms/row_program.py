@@ -16,7 +16,7 @@ for. What has to be found is which axis is which.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,7 @@ class Facts:
     made_of_products: Collection[Any] = ()
     dtypes: Callable[[Any], Any] | None = None  # of captured tensors
     extent: Callable[[Any, int], Any] | None = None  # of their dimensions
+    product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
 
 
 @dataclass(frozen=True)
@@ -445,7 +446,9 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 
 
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
-    """Returns the types of a product's operands."""
+    """Returns the types of a product's operands, and its own, which autocast decides."""
     sources = [y.source for y in (x.rows, x.keys)]
-    of = facts.dtypes
-    return [of(s) for s in sources if s is not None] if of is not None else []
+    of, found = facts.dtypes, [s for s in sources if s is not None]
+    made = facts.product_types.get(frozenset(s.name for s in found))
+    own = [of(s) for s in found] if of is not None else []
+    return own if made is None else [*own, made]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
+from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.row_eager import check_eager
 from torch_streamkl.fx_passes.planning.row_facts import facts_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
@@ -80,7 +81,9 @@ class RowPlanner:
 
     def __init__(self, trace: Trace, reading: Reading, region: Region) -> None:
         self.trace, self.reading, self.region = trace, reading, region
-        self.facts: Facts = facts_of(reading)
+        types = product_types(trace, reading)
+        made = {names: found.result for names, found in types.items()}
+        self.facts: Facts = replace(facts_of(reading), product_types=made)
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
