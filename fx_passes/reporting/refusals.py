@@ -118,7 +118,7 @@ class Refusals:
 
         These are operations on scores that are not read, and where each sum was ``refused``.
         """
-        found = {}
+        found: dict[fx.Node, str] = {}
         for root, why in refused.items():
             placed = self._of_steps(root) if why.reason == NO_GRADIENT else None
             placed = placed or self.placed(why, root)
@@ -377,8 +377,3 @@ def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
             if other not in seen:
                 seen.add(other)
                 queue.append(other)
-
-
-def first_with_reason(node: fx.Node, reasons: Mapping[fx.Node, str]) -> tuple[str, fx.Node] | None:
-    """Returns the nearest of a node's inputs that has a reason."""
-    return next(((reasons[n], n) for n in near(node, "all_input_nodes") if n in reasons), None)
