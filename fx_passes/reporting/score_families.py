@@ -12,9 +12,9 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, is_view, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
+from torch_streamkl.fx_passes.planning.divergence_sites import SOFTMAXES
+from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reporting.divergence_sites import SOFTMAXES
-from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.program.graph import Source
 
 ORIGINS = SOFTMAXES | {"log_softmax", "log"}  # also of logits from elsewhere
