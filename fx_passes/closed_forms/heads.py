@@ -95,9 +95,10 @@ class Variables:
         while inner.op == "reduce" and inner.value.kind == kind:
             bound.append(inner.value.axis)
             inner = inner.args[0]
+        is_softmax = kind == LOGSUMEXP or inner.op == "exp"
         if kind == SUM and inner.op == "exp":
             inner = inner.args[0]
-        if inner.op != "log_softmax" or inner.value != self.key:
+        if not is_softmax or inner.op != "log_softmax" or inner.value != self.key:
             if _mentions_softmax(inner, self.key):
                 raise NoForm("probabilities are not averaged with equal weights over heads", x)
             raise NoForm("a sum over heads of what is no softmax", x)

@@ -153,7 +153,9 @@ class Reader:
     def run(self) -> Reading:
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.numbering.visit(node)
+                held = getattr(self.module, str(node.target), None)
+                is_held = node.op == "get_attr" and isinstance(held, Tensor)
+                self.numbering.visit(node, held if is_held else None)
                 self._leaf(node)
             elif node.op == "call_function":
                 self.numbering.visit(node)
