@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
+from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import choose, product, quotient, terms_of
 from torch_streamkl.program.divergences import DIVERGENCES, FLOOR_OF_EXP, Functional, render
@@ -226,6 +227,10 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
     if len(used) > 2:
         return _split(polynomial, parts, used)
     teacher, student = _roles(polynomial, parts, used)
+    polynomial = normalised(polynomial)
+    mixture = jensen_shannon(polynomial, teacher, student)
+    if mixture is not None:
+        return [Pair(mixture[0], teacher, student, mixture[1])]
     c = _coefficients(polynomial)
     if c is not None:
         expr, factor = _bilinear(c, teacher, student)
@@ -384,6 +389,9 @@ def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, 
             return apply("logaddexp", *sorted(args, key=lambda a: teacher not in walk([a])))
         case "logaddexp":
             raise NoForm("a mixture of more than two distributions", x)
+        case "minimum" | "maximum" if set(args) == {P, S}:
+            sign = const(-1.0 if x.op == "minimum" else 1.0)
+            return const(0.5) * (P + S + sign * apply("abs", P - S))
         case "pow":
             return apply("exp", apply("log", args[0]) * const(x.value))
         case "not":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from torch_streamkl.program.canonical import product, scaled, terms_of
 from torch_streamkl.program.graph import BOUND, CONTRACT, SUM, Axis, Node, index
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
@@ -60,6 +61,27 @@ def _swapped(x: Node) -> Node:
     for axis in reversed(axes):
         body = reduced(SUM, axis, body)
     return body
+
+
+def distributed(site: Node) -> Node | None:
+    """Returns a sum over keys of a product of sums as sums of sums over keys, if it is one."""
+    key, axes = fresh_axis(site.value.axis.size), list[Axis]()
+    body = opened(site, key)
+    constant, terms = terms_of(body)
+    if constant or len(terms) != 1 or terms[0][1].op != "product":
+        return None
+    factors = list[Node]()
+    for x in terms[0][1].args:
+        while x.op == "reduce" and x.value.kind == SUM and key in x.axes:
+            axes.append(fresh_axis(x.value.axis.size))
+            x = opened(x, axes[-1])
+        factors.append(x)
+    if not axes:
+        return None
+    total = scaled(terms[0][0], reduced(SUM, key, product(*factors)))
+    for axis in axes:
+        total = reduced(SUM, axis, total)
+    return total
 
 
 def sites(root: Node) -> list[Node]:

@@ -13,7 +13,7 @@ from tests.support.comparing import compare
 from tests.support.covering import only
 from tests.support.match_programs import matches_of
 from tests.support.of_2026 import LOSSES
-from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, ROW, TOPK
+from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, ROW
 from tests.support.of_2026.table import OPTIONS
 from tests.support.read_programs import Case, examine
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
@@ -48,7 +48,7 @@ def test_are_matched(name: str) -> None:
     found = matches_of(Case(name, loss.fn, loss.inputs()))
     assert found.is_right, found.errors
     operators = {call.operator for form in found.closed for call in form.calls}
-    assert operators == set(loss.by) & {ATTENTION, LINEAR, TOPK}
+    assert operators == set(loss.by) & {ATTENTION, LINEAR}
     left = [x.reason for x in found.found if isinstance(x, NotClosed)]
     assert not left or {ROW, EAGER} & set(loss.by), left
 
