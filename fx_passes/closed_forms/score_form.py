@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm
-from torch_streamkl.program.canonical import literals, negation, product, terms_of
+from torch_streamkl.program.canonical import linear, literals, negation, product, terms_of
 from torch_streamkl.program.graph import CONTRACT, FLOAT, SUM, Axis, Node, intern
 from torch_streamkl.program.walks import walk
 
@@ -30,6 +30,7 @@ ABSORBING = -1e30
 IMPROBABLE = -1e4
 # In float32, scores next to a larger number have less than three decimals left.
 LARGEST_SHIFT = 1e4
+LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 
 Condition = frozenset[Node]  # all of these hold
 
@@ -95,7 +96,7 @@ def _is_of_product(x: Node) -> bool:
 def read(score: Node, key: Axis) -> ScoreForm:
     """Returns a score as an operator's arguments; raises NoForm at a step without one."""
     steps: list[Step] = []
-    x = score
+    x = _with_shift(score, key)
     while x.op != CONTRACT:
         x = _inside(x, key, steps)
     form = ScoreForm(x)
@@ -165,12 +166,12 @@ def _inside_sum(x: Node, key: Axis, steps: list[Step]) -> Node:
     cores = [(c, t) for c, t in terms if has_product(t, key)]
     if not cores:
         raise NoForm("the scores of a softmax are no product", x)
+    others = [(c, t) for c, t in terms if (c, t) not in cores]
+    shift, others = _joined_shift(shift, others, key)
     if shift:
         steps.append(partial(_shifted, number=shift))
     added: list[Step] = []
-    for c, t in terms:
-        if (c, t) in cores:
-            continue
+    for c, t in others:
         found = _added_mask(c, t)
         added.append(
             partial(_with_bias, bias=Bias(t, c), has_key=key in t.axes)
@@ -187,6 +188,32 @@ def _inside_sum(x: Node, key: Axis, steps: list[Step]) -> Node:
         _plain(cores[0][1], key)
     steps.append(partial(_scaled, number=cores[0][0]))
     return cores[0][1]
+
+
+def _with_shift(score: Node, key: Axis) -> Node:
+    """A score with the number that makes a large tensor a mask, which a softmax ignores.
+
+    ``scores + (1 - mask) * -1e4`` is ``scores + 1e4 * mask`` to a softmax, but scores next to 1e4
+    have no digits left: it is ``scores + (1e4 * mask - 1e4)``.
+    """
+    shift, terms = terms_of(score)
+    added = [(c, t) for c, t in terms if key in t.axes and not has_product(t, key)]
+    if score.op != "linear" or shift or not added:
+        return score
+    c, _ = max(added, key=lambda term: term[0])
+    return linear(-c, terms) if c >= LARGE else score
+
+
+def _joined_shift(
+    shift: float, terms: list[tuple[float, Node]], key: Axis
+) -> tuple[float, list[tuple[float, Node]]]:
+    """A number that is added to all scores, as a part of the largest tensor that is added."""
+    added = [(c, t) for c, t in terms if key in t.axes and _added_mask(c, t) is None]
+    if not shift or not added:
+        return shift, terms
+    c, t = largest = max(added, key=lambda term: abs(term[0]))
+    rest = [term for term in terms if term != largest]
+    return 0.0, [*rest, (1.0, linear(shift, [(c, t)]))]
 
 
 def _width(x: Node) -> float:

@@ -1,0 +1,412 @@
+"""Finds the row program that computes sums over keys, or says why there is none.
+
+NOTE [How a row program is found]
+Any expression of products of two tensors that is summed over an axis is one: nothing is searched
+for. What has to be found is which axis is which.
+
+1. `row_sites.py` says which axis the keys are, and finds the outermost sums over them. What is
+   around these is an expression of the rows' values.
+2. `row_opening.py` gives the axes of all sums names that they share: equal products are one.
+3. `row_groups.py` assigns axes to batch, heads, rows and keys.
+4. `row_steps.py` writes the steps, sound in floating point, and captures what is not made of
+   products.
+5. `row_checks.py` asks whether the program sees NaN and infinity where eager code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
+from torch_streamkl.fx_passes.closed_forms.form import (
+    NoForm,
+    NotClosed,
+    Product,
+    RowValue,
+)
+from torch_streamkl.fx_passes.closed_forms.row_checks import (
+    Elements,
+    UnderflowRead,
+    check_readers_inside,
+)
+from torch_streamkl.fx_passes.closed_forms.row_groups import (
+    Dim,
+    RowAxes,
+    axes_of_products,
+    product_of,
+)
+from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    Place,
+    bindings_of,
+    is_entered,
+    key_position,
+    name_of,
+    places_of_keys,
+    products_in,
+    sites_of,
+)
+from torch_streamkl.fx_passes.closed_forms.row_steps import Captured, Leaves, Steps
+from torch_streamkl.fx_passes.closed_forms.rows import replaced
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.derive import HeadJacobianError
+from torch_streamkl.program.graph import CONTRACT, Axis, HeadsError, Node, Source, capture, index
+from torch_streamkl.program.masks import Keys
+from torch_streamkl.program.reductions import fresh_axis, substitute
+from torch_streamkl.program.walks import walk
+from torch_streamkl.rows import derive
+from torch_streamkl.rows.program import Program
+from torch_streamkl.rows.trace import Tracer
+
+
+def _never(ids: Node) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Says what expressions do not: of the user's graph that they were read from.
+
+    ``is_unique`` tells ids of which no row has one twice. ``logarithms`` are expressions of
+    logarithms of probabilities, which are -inf in eager code where a probability underflows;
+    ``made_of_products`` are captured tensors that are computed from matmuls.
+    """
+
+    is_unique: Callable[[Node], bool] = _never
+    logarithms: tuple[Node, ...] = ()
+    made_of_products: Collection[Any] = ()
+    dtypes: Callable[[Any], Any] | None = None  # of captured tensors
+    extent: Callable[[Any, int], Any] | None = None  # of their dimensions
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """Describes a value of rows that a program returns: a reduction, with axes for dimensions.
+
+    The axes are those of batch, heads and rows, and of blocks of keys.
+    """
+
+    number: int  # of the program's reduction
+    axes: tuple[Dim, ...]
+    grad_flows: bool
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Represents sums over keys as one row program, and what is computed of its rows' values.
+
+    ``around`` has an expression for each root, in which `RowValue` n is ``values[n]``.
+    """
+
+    program: Program
+    products: tuple[Product, ...]
+    axes: RowAxes
+    captures: tuple[Captured, ...]
+    values: tuple[RowOutput, ...]
+    around: tuple[Node, ...]
+    sites: tuple[Node, ...] = field(repr=False, default=())  # opened, of each value
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(x.grad_flows for x in self.values)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A sum over keys: in the user's axes, and opened."""
+
+    node: Node
+    names: dict[Axis, Axis]
+    opened: Node
+
+
+def row_form(
+    roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = Facts()
+) -> RowForm | NotClosed:
+    """Returns one program for the sums over keys of all roots, or why there is none."""
+    found = places_of_keys(bindings_of(roots))
+    failed: NoForm | None = None
+    if not found:
+        return NotClosed("a sum of what is not made from scores")
+    for places in found:
+        try:
+            return _Planner(roots, order, facts, places).form()
+        except NoForm as reason:
+            failed = failed or reason
+        except (HeadsError, HeadJacobianError, ValueError) as reason:
+            failed = failed or NoForm(str(reason))
+    assert failed is not None
+    return NotClosed(str(failed), failed.at)
+
+
+class _Planner:
+    """Makes the program of some roots, with the keys at known places."""
+
+    def __init__(
+        self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
+    ) -> None:
+        self.roots, self.order, self.facts = roots, order, facts
+        self.opening = Opening(places, _keys_of(roots, places, facts), facts.is_unique)
+        self.sites: list[_Site] = []
+        nodes = dict.fromkeys(x for root in roots for x in sites_of(root, places))
+        for node in _connected(list(nodes)):
+            names = self.opening.names_of(node)
+            names |= self._blocks(node, places)
+            renamed = substitute(node, {a: index(b) for a, b in names.items()})
+            self.sites.append(_Site(node, names, self.opening.of(renamed)))
+        if not self.sites:
+            raise NoForm("a sum of what is not made from scores")
+        self.opened = list(dict.fromkeys(site.opened for site in self.sites))
+
+    def _blocks(self, node: Node, places: frozenset[Place]) -> dict[Axis, Axis]:
+        """The axis of blocks that a sum over parts of the keys leaves."""
+        keys = self.opening.keys
+        if len(keys) == 1:
+            return {}
+        inside = products_in([node])
+        free = (a for a in node.axes if self.opening.part_of(inside, a) == 0)
+        return dict.fromkeys(free, keys[0])
+
+    def form(self) -> RowForm:
+        """Returns the program."""
+        detached = detached_in(self.opened)
+        products, numbers = _numbered(self.opened, detached, self.opening.keys)
+        groups = self._groups(products)
+        forms = None
+        try:
+            forms = self._traced(products, numbers, groups, detached, False)
+        except UnderflowRead:
+            if not all(self._has_enough_digits(x) for x in products):
+                raise
+            forms = self._traced(products, numbers, groups, detached, True)
+        tracer, leaves, outputs = forms
+        different = list(dict.fromkeys(outputs))
+        program = tracer.program(different)
+        derive.forward_plan(program, True)
+        self._check_gradients(program, products, leaves)
+        slots = dict(zip(different, program.outputs, strict=True))
+        values, around = self._around(groups, [slots[x] for x in outputs], outputs)
+        return RowForm(
+            program,
+            tuple(products),
+            groups,
+            tuple(leaves.captured.values()),
+            values,
+            around,
+            tuple(self.opened),
+        )
+
+    def _has_enough_digits(self, x: Product) -> bool:
+        """Whether probabilities of eager code underflow where those of the program do."""
+        return all(dtype.itemsize >= 4 for dtype in dtypes_of(x, self.facts))
+
+    def _groups(self, products: Sequence[Product]) -> RowAxes:
+        keys = self.opening.keys
+        common = [set(x.axes) - set(keys) for x in self.opened]
+        if len(set(map(frozenset, common))) != 1:
+            raise NoForm("sums over different rows")
+        original: dict[Axis, Axis] = {}
+        for site in self.sites:
+            for a, b in site.names.items():
+                original.setdefault(b, a)
+        wanted = [original[a] for a in common[0]]
+        ordered = ordered_rows(wanted, self.order)
+        back = {original[a]: a for a in common[0]}
+        return axes_of_products(products, [back[a] for a in ordered], keys)
+
+    def _traced(
+        self,
+        products: Sequence[Product],
+        numbers: dict[Node, int],
+        groups: RowAxes,
+        detached: dict[Node, Node],
+        are_exact: bool,
+    ) -> tuple[Tracer, Leaves, list[Node]]:
+        heads = groups.numbers
+        tracer = Tracer(tuple(heads[h] for h in groups.heads), (), Keys(), {})
+        leaves = Leaves(groups, detached)
+        twins, whole = _twins(detached), self.opening.whole
+        logs = self._logarithms(detached)
+        steps = Steps(tracer, leaves, numbers, whole, twins, logs, are_exact=are_exact)
+        outputs = [steps.output(x) for x in self.opened]
+        tracer.captures = leaves.declared()
+        dtypes = {dtype for x in products for dtype in dtypes_of(x, self.facts)}
+        elements = Elements(self.opened, steps.nodes, logs, dtypes)
+        check_readers_inside(elements, are_exact=are_exact)
+        return tracer, leaves, outputs
+
+    def _logarithms(self, detached: dict[Node, Node]) -> set[Node]:
+        """The log-softmaxes that eager code computes as the logarithm of a probability."""
+        shapes = _Shapes()
+        wanted = {
+            shapes.of(x) for x in walk(self.facts.logarithms, is_entered) if x.op == "log_softmax"
+        }
+        return {x for x in detached if x.op == "log_softmax" and shapes.of(x) in wanted}
+
+    def _check_gradients(
+        self, program: Program, products: Sequence[Product], leaves: Leaves
+    ) -> None:
+        backward = derive.backward_plan(program)
+        for x, of in zip(backward.dots, products, strict=True):
+            if (x is not None) != (of.rows.requires_grad or of.keys.requires_grad):
+                raise NoForm("the gradient of the scores is a constant")
+        for captured, x in zip(leaves.captured.values(), backward.captures, strict=True):
+            if x is None and captured.value.flows:
+                raise NoForm("the gradient of a tensor that meets the scores is a constant")
+            is_made = any(
+                y.op == "capture"
+                and isinstance(y.value, Source)
+                and y.value.name in self.facts.made_of_products
+                for y in walk([captured.value])
+            )
+            if is_made and captured.value.flows and leaves.kind_of(captured.value) != "row":
+                raise NoForm("a tensor with keys that is made of scores meets them")
+
+    def _around(
+        self, groups: RowAxes, slots: Sequence[int], outputs: Sequence[Node]
+    ) -> tuple[tuple[RowOutput, ...], tuple[Node, ...]]:
+        """The values of rows, and the roots as expressions of them."""
+        by_number = {number: heads for heads, number in groups.numbers.items()}
+        values = []
+        for opened, slot, made in zip(self.opened, slots, outputs, strict=True):
+            blocks = tuple(a for a in groups.keys if a in opened.axes)
+            dims = (
+                groups.batch,
+                by_number[made.head],
+                groups.rows,
+                *((blocks,) if blocks else ()),
+            )
+            values.append(RowOutput(slot, dims, opened.flows))
+        changes = {}
+        for site in self.sites:
+            number = self.opened.index(site.opened)
+            original = {b: a for a, b in site.names.items()}
+            flat = [a for d in values[number].axes for a in d]
+            at = [index(original[a]) for a in flat if a in original]
+            if len(at) < len(flat):
+                raise NoForm("sums over different rows")
+            changes[site.node] = capture(Source(RowValue(number), 0, site.opened.flows), at=at)
+        return tuple(values), tuple(replaced(root, changes) for root in self.roots)
+
+
+def _connected(sites: list[Node]) -> list[Node]:
+    """Sums in an order in which each shares a product with those before it, if it does at all.
+
+    Products at one key of each row come last: they are known by others.
+    """
+    left = sorted(sites, key=lambda x: (x.op == CONTRACT, -len(_products_of(x))))
+    found: list[Node] = []
+    known: set[Any] = set()
+    while left:
+        following = next((x for x in left if _products_of(x) & known), left[0])
+        left.remove(following)
+        known |= _products_of(following)
+        found.append(following)
+    return found
+
+
+def _products_of(site: Node) -> set[Any]:
+    return {tuple(map(name_of, x.args)) for x in products_in([site])}
+
+
+def _keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
+    """New axes for the keys: one, or those of blocks and of the keys inside of one."""
+    sizes: list[Any] = []
+    chosen: list[Any] = []
+    for b in bindings_of(roots):
+        if not b.places & places:
+            continue
+        for product in b.products:
+            place = key_position(product, places)
+            if place is None or b.axis not in product.args[place[0]].args[place[1]].axes:
+                continue
+            at = product.args[place[0]].args[place[1]]
+            constant, terms = terms_of(at)
+            plain = all(t.op == "index" for _, t in terms)
+            if len(terms) == 2 and plain and not constant:
+                ordered = sorted(terms, key=lambda item: -item[0])
+                sizes_of = [t.value.size for _, t in ordered]
+                if ordered[1][0] == 1.0 and ordered[0][0] == sizes_of[1]:
+                    return tuple(fresh_axis(n) for n in sizes_of)
+            if at.op != "capture":
+                sizes.append(b.axis.size)
+            elif facts.extent is not None:  # all keys are those of the operand
+                chosen.append(facts.extent(product.args[place[0]].value, place[1]))
+    for size in (*sizes, *chosen):
+        return (fresh_axis(size),)
+    raise NoForm("a sum of what is not made from scores")
+
+
+def _numbered(
+    opened: Sequence[Node], detached: dict[Node, Node], keys: Dim
+) -> tuple[list[Product], dict[Node, int]]:
+    """Products by number; one without gradient is one with gradient that is cut off."""
+    variants: dict[Node, list[Node]] = {}
+    for x in products_in(opened):
+        variants.setdefault(detached[x], []).append(x)
+    products: list[Product] = []
+    numbers: dict[Node, int] = {}
+    for bare, every in variants.items():
+        trained = [x for x in every if x.flows]
+        if len(trained) > 1:
+            raise NoForm("a product has gradients of one operand here, and of both there", bare)
+        numbers[bare] = len(products)
+        products.append(product_of(trained[0] if trained else bare, keys))
+    return products, numbers
+
+
+class _Shapes:
+    """Compares expressions without the names of their axes, and without gradient."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, Any] = {}
+
+    def of(self, root: Node) -> Any:
+        for x in walk([root]):
+            if x not in self._known:
+                args = [self._known[a] for a in x.args]
+                args = args if x.op in ORDERED else sorted(args)
+                own = _without_names(x)
+                self._known[x] = hash((x.op, own, tuple(args)))
+        return self._known[root]
+
+
+ORDERED = ("where", "div", "pow", "capture", "gt", "ge", CONTRACT)
+
+
+def _without_names(x: Node) -> Any:
+    match x.op:
+        case "index":
+            return x.value.size
+        case "log_softmax":
+            return x.value.size
+        case "reduce":
+            return x.value.kind, x.value.axis.size
+        case "capture":
+            return name_of(x)
+        case "contract":
+            return tuple(a.size for a in x.value)
+        case "linear":
+            return x.value[0], tuple(sorted(x.value[1]))
+    return x.value
+
+
+def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
+    """Expressions with gradient by what they are without."""
+    found: dict[Node, Node] = {}
+    several = set()
+    for x, bare in detached.items():
+        if x.flows:
+            if bare in found:
+                several.add(bare)
+            found[bare] = x
+    return {bare: x for bare, x in found.items() if bare not in several}
+
+
+def dtypes_of(x: Product, facts: Facts) -> list[Any]:
+    """Returns the types of a product's operands."""
+    sources = [y.source for y in (x.rows, x.keys)]
+    of = facts.dtypes
+    return [of(s) for s in sources if s is not None] if of is not None else []

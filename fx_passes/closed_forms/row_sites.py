@@ -1,0 +1,144 @@
+"""Finds the keys of a row program: which axis is summed over, and its outermost sums.
+
+NOTE [Places]
+Sums bind axes of their own, so an axis is known by where it stands: the place of an axis is the
+dimension of an operand of a product at which it is read. The keys are at the places of a softmax,
+of a maximum, or of a sum that is over the same places. If nothing says which of several sums is
+over keys, each of them is tried, the outermost first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
+from torch_streamkl.program.walks import walk
+
+Place = tuple[Any, ...]  # the sources of both operands, which of them it is, and a dimension
+
+
+def is_entered(x: Node) -> bool:
+    """Returns whether the arguments of an expression are values, and no positions."""
+    return x.op not in ("capture", CONTRACT)
+
+
+def products_in(roots: Iterable[Node]) -> list[Node]:
+    """Returns the products of two tensors in expressions."""
+    return [x for x in walk(roots, is_entered) if x.op == CONTRACT]
+
+
+def has_products(x: Node) -> bool:
+    """Returns whether an expression is made of products."""
+    return bool(products_in([x]))
+
+
+def name_of(x: Node) -> tuple[Any, ...]:
+    """Returns what a tensor is, whether it has gradient or not."""
+    if x.op == "capture" and isinstance(x.value, Source):
+        return x.value.name, x.value.version
+    return (x,)
+
+
+def places_of(product: Node, axis: Axis) -> set[Place]:
+    """Returns where an axis stands in a product: at ids, the one that nothing else has."""
+    names = tuple(map(name_of, product.args))
+    every = [
+        (side, d, at)
+        for side, operand in enumerate(product.args)
+        for d, at in enumerate(operand.args)
+        if axis in at.axes
+    ]
+    found = [x for x in every if len(every) == 1 or x[2].op != "capture"]
+    return {(names, side, d) for side, d, _ in found}
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Holds what binds an axis, and the products that have it."""
+
+    node: Node
+    axis: Axis
+    products: tuple[Node, ...]
+    says: bool  # whether it says what the keys are
+
+    @property
+    def places(self) -> set[Place]:
+        return {place for x in self.products for place in places_of(x, self.axis)}
+
+
+def bindings_of(roots: Iterable[Node]) -> list[Binding]:
+    """Returns the reductions and softmaxes over axes of products, inner ones first."""
+    inside: dict[Node, frozenset[Node]] = {}
+    found = []
+    for x in walk(roots, is_entered):
+        if x.op == CONTRACT:
+            inside[x] = frozenset((x,))
+            continue
+        args = x.args if is_entered(x) else ()
+        inside[x] = frozenset[Node]().union(*(inside[a] for a in args))
+        if x.op not in ("reduce", "log_softmax"):
+            continue
+        axis = x.value if x.op == "log_softmax" else x.value.axis
+        products = sorted((p for p in inside[x] if axis in p.axes), key=lambda p: p.digest)
+        if products:
+            says = x.op == "log_softmax" or x.value.kind in (LOGSUMEXP, MAX)
+            found.append(Binding(x, axis, tuple(products), says))
+    return found
+
+
+def places_of_keys(bindings: Sequence[Binding]) -> list[frozenset[Place]]:
+    """Returns the places of the keys, each of what they may be."""
+    said = {place for b in bindings if b.says for place in b.places}
+    if said:
+        return [_closed(said, bindings)]
+    found: dict[frozenset[Place], None] = {}
+    for b in reversed(bindings):
+        if b.node.value.kind == SUM and all(_is_of_one(p, b.axis) for p in b.products):
+            found[_closed(b.places, bindings)] = None
+    return list(found)
+
+
+def _is_of_one(product: Node, axis: Axis) -> bool:
+    return sum(axis in x.axes for x in product.args) == 1
+
+
+def _closed(places: set[Place], bindings: Sequence[Binding]) -> frozenset[Place]:
+    """With the places of other products in the same sums."""
+    while True:
+        more = {p for b in bindings if b.places & places for p in b.places} - places
+        if not more:
+            return frozenset(places)
+        places = places | more
+
+
+def is_of_keys(x: Node, keys: frozenset[Place], products: Iterable[Node] | None = None) -> bool:
+    """Returns whether a reduction is over keys."""
+    if x.op != "reduce":
+        return False
+    inside = products_in(x.args) if products is None else products
+    return any(places_of(p, x.value.axis) & keys for p in inside)
+
+
+def key_position(product: Node, keys: frozenset[Place]) -> tuple[int, int] | None:
+    """Returns which operand has the keys, and in which dimension."""
+    names = tuple(map(name_of, product.args))
+    found = [(side, d) for n, side, d in keys if n == names]
+    return min(found) if found else None
+
+
+def sites_of(root: Node, keys: frozenset[Place]) -> list[Node]:
+    """Returns the outermost reductions over keys, and products at one key of each row."""
+    found: dict[Node, None] = {}
+    known: dict[Node, bool] = {}
+
+    def is_site(x: Node) -> bool:
+        if x not in known:
+            known[x] = x.op == CONTRACT or is_of_keys(x, keys)
+        return known[x]
+
+    for x in walk([root], lambda x: is_entered(x) and not is_site(x)):
+        if is_site(x):
+            found[x] = None
+    return list(found)

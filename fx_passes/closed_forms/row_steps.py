@@ -1,0 +1,533 @@
+"""Turns an expression of a program's axes into steps that are sound in floating point.
+
+The normal form is one over real numbers. What is computed of it:
+
+- a log-softmax is its score minus the log-sum-exp, which the operator makes from the largest;
+- what is added to scores, and no product, is added up first: a mask and its constant cancel;
+- terms with one probability are its product with the rest, whose digits a difference would lose;
+- of a product, finite factors come first: NOTE [Zero annihilates] in program/graph.py;
+- what is not made of products is a captured tensor, as a whole if it is not larger than its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.row_groups import Dim, RowAxes
+from torch_streamkl.program.canonical import linear, terms_of
+from torch_streamkl.program.graph import (
+    ANY,
+    BLOCK_SUM,
+    BOOL,
+    CONTRACT,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    MAX,
+    SUM,
+    Axis,
+    Node,
+    apply,
+    cast,
+    const,
+    index,
+    sum_heads,
+)
+from torch_streamkl.program.graph import KEY as KEYS
+from torch_streamkl.program.graph import ROW as ROWS
+from torch_streamkl.program.identities import exponentials_in
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.steps import is_inside
+from torch_streamkl.program.walks import walk
+from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, Capture
+from torch_streamkl.rows.trace import Tracer
+
+HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Describes a tensor that a program reads: an expression, and its axes by dimension."""
+
+    value: Node
+    kind: str
+    heads: Dim
+    dims: tuple[Dim, ...]
+
+
+@dataclass
+class Leaves:
+    """Decides what a program captures, and numbers it."""
+
+    axes: RowAxes
+    detached: Mapping[Node, Node]
+    captured: dict[Node, Captured] = field(default_factory=dict)
+
+    def kind_of(self, x: Node) -> str:
+        by_key = bool(x.axes & set(self.axes.keys))
+        by_row = bool(x.axes & set(self.axes.rows))
+        return PAIR if by_key and by_row else KEY if by_key else ROW
+
+    def is_whole(self, x: Node) -> bool:
+        """Returns whether an expression without products is read as a tensor."""
+        if x.op == "capture" or x.op in ("reduce", "log_softmax", "size"):
+            return True
+        leaves = [y for y in walk([x], _has_elements) if y.op in ("capture", "size")]
+        if not leaves:
+            return False
+        if self.kind_of(x) != PAIR or not _has_elements(x):
+            return True
+        return x.dtype != FLOAT and any(self.kind_of(y) == PAIR for y in leaves)
+
+    def number(self, x: Node) -> int:
+        """Returns the number of a captured tensor."""
+        if x not in self.captured:
+            self.captured[x] = self._described(x)
+        return list(self.captured).index(x)
+
+    def ids_of(self, x: Node) -> Node | None:
+        """Returns the ids of a condition that a key is one of them."""
+        if x.op == "reduce" and x.value.kind == ANY:
+            hit, entries = x.args[0], x.value.axis
+        else:
+            hit, entries = x, None
+        if hit.op != "eq" or len(self.axes.keys) != 1:
+            return None
+        place = index(self.axes.keys[0])
+        ids = [a for a in hit.args if a is not place]
+        if len(ids) != 1 or ids[0].op != "capture" or ids[0].dtype != INT:
+            return None
+        (found,) = ids
+        if set(self.axes.keys) & found.axes or (entries is not None and entries not in found.axes):
+            return None
+        return found
+
+    def hits(self, x: Node, ids: Node) -> int:
+        """Returns the number of ids that are captured as a condition on keys."""
+        if x not in self.captured:
+            own = (x.value.axis,) if x.op == "reduce" else ()
+            heads = self._heads(ids.axes - set(own), x)
+            dims = (self.axes.batch, heads, self.axes.rows, own)
+            self.captured[x] = Captured(ids, COLUMNS, heads, dims)
+        return list(self.captured).index(x)
+
+    def _heads(self, axes: Collection[Axis], at: Node) -> Dim:
+        groups = self.axes
+        own = [h for h in dict.fromkeys(groups.heads) if set(h) & set(axes)]
+        if len(own) > 1:
+            raise NoForm("a tensor has the heads of two products", at)
+        heads = own[0] if own else ()
+        if not set(axes) <= {*groups.batch, *heads, *groups.rows, *groups.keys}:
+            raise NoForm("a tensor gives the scores a dimension that no matmul has", at)
+        return heads
+
+    def _described(self, x: Node) -> Captured:
+        groups, kind, heads = self.axes, self.kind_of(x), self._heads(x.axes, x)
+        if kind != ROW and not set(groups.keys) <= x.axes:
+            raise NoForm("a tensor of blocks of keys meets the scores", x)
+        if kind == PAIR:
+            for group in (groups.batch, heads, groups.rows):
+                if 0 < len(set(group) & x.axes) < len(group):
+                    raise NoForm("a mask varies along some dimensions that become one", x)
+            known = {*groups.batch, *heads, *groups.rows, *groups.keys}
+            if x.flows and known <= x.axes:
+                # the map of the other side, from another graph: its gradient is as large
+                raise NoForm("a tensor as large as the scores meets them and needs a gradient", x)
+        dims = {
+            ROW: (groups.batch, heads, groups.rows),
+            KEY: (groups.batch, heads, groups.keys),
+            PAIR: (groups.batch, heads, groups.rows, groups.keys),
+        }[kind]
+        return Captured(x, kind, heads, dims)
+
+    def declared(self) -> tuple[Capture, ...]:
+        """Returns the captured tensors as a program has them."""
+        numbers = self.axes.numbers
+        return tuple(
+            Capture(c.kind, c.value.dtype, numbers[c.heads]) for c in self.captured.values()
+        )
+
+
+def _has_elements(x: Node) -> bool:
+    """Whether an expression is computed from the elements of its arguments."""
+    return x.op not in ("capture", CONTRACT, "reduce", "log_softmax", "size")
+
+
+class Steps:
+    """Makes the steps of a program from opened expressions."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        leaves: Leaves,
+        products: Mapping[Node, int],
+        whole: Axis,
+        twins: Mapping[Node, Node],
+        logarithms: Collection[Node],
+        *,
+        are_exact: bool,
+    ) -> None:
+        self.tracer, self.leaves, self.axes = tracer, leaves, leaves.axes
+        self.products = products  # without gradient
+        self.whole, self.twins, self.logarithms = whole, twins, logarithms
+        self.are_exact = are_exact  # log 0 is -inf, as in eager code
+        self.nodes: dict[Node, Node] = {}
+        self._made_of: dict[Node, bool] = {}
+
+    # ------------------------------------------------------------------------ walks
+
+    def of(self, root: Node) -> Node:
+        """Returns an expression of dots, captured tensors, positions and reductions."""
+        stack = [root]
+        while stack:
+            x = stack[-1]
+            if x in self.nodes:
+                stack.pop()
+                continue
+            waiting = [a for a in self._needs(x) if a not in self.nodes]
+            if waiting:
+                stack += reversed(waiting)
+                continue
+            self.nodes[x] = self._node(x)
+            stack.pop()
+        return self.nodes[root]
+
+    def output(self, x: Node) -> Node:
+        """Returns the reduction that a sum is, over all keys or over blocks of them."""
+        about = x.value
+        body = self.of(x.args[0])
+        if about.kind == MAX:
+            raise NoForm("a maximum over the keys leaves the elements", x)
+        if about.kind == ANY:
+            raise NoForm("whether any key meets a condition leaves the elements", x)
+        if about.axis == self.whole:
+            return self.tracer.reduce(about.kind, body)
+        inner = self.axes.keys[-1]
+        if about.axis != inner or about.kind != SUM or not isinstance(inner.size, int):
+            raise NoForm("blocks of keys of a size that varies", x)
+        return self.tracer.reduce(BLOCK_SUM, body, inner.size)
+
+    def is_made(self, x: Node) -> bool:
+        """Returns whether an expression is made of products."""
+        if x not in self._made_of:
+            for y in walk(
+                [x], lambda y: y not in self._made_of and y.op not in ("capture", CONTRACT)
+            ):
+                if y not in self._made_of:
+                    inside = y.args if y.op != "capture" else ()
+                    self._made_of[y] = y.op == CONTRACT or any(self._made_of[a] for a in inside)
+        return self._made_of[x]
+
+    def _needs(self, x: Node) -> Sequence[Node]:
+        twin = self._twin(x)
+        if twin is not None:
+            return (twin,)
+        if x.op in ("linear", "product"):
+            return self._parts(x)
+        if x.op in ("capture", CONTRACT, "const", "index", "size"):
+            return ()
+        if not self.is_made(x) and (self.leaves.is_whole(x) or self.leaves.ids_of(x)):
+            return ()
+        if x.op == "nonnegative" and x.args[0].op == "linear":
+            return tuple(t for t in x.args[0].args if t.op not in ("index", "size"))
+        return (self._summed(x)[1],) if x.op == "reduce" else x.args
+
+    def _twin(self, x: Node) -> Node | None:
+        """The same expression with gradient: one is computed, and cut off where it has none."""
+        if x.flows or x.op == "const" or x.dtype == BOOL or not self.is_made(x):
+            return None
+        return self.twins.get(x)
+
+    def _node(self, x: Node) -> Node:
+        twin = self._twin(x)
+        if twin is not None:
+            return apply("detach", self.nodes[twin])
+        if x.op == CONTRACT:
+            return self._dot(x)
+        if not self.is_made(x):
+            free = self._free(x)
+            if free is not None:
+                return free
+        if x.op == "reduce":
+            return self._reduction(x, self.nodes[self._summed(x)[1]])
+        has_args = x.op not in ("linear", "product", "nonnegative")
+        args = [self.nodes[a] for a in x.args] if has_args else []
+        match x.op:
+            case "linear":
+                return self._linear(x)
+            case "product":
+                return self._product(x)
+            case "nonnegative":
+                return self._nonnegative(x)
+            case "log_softmax":
+                return self._log_softmax(x, args[0])
+            case "log":
+                return self._log(args[0])
+            case "round":
+                raise NoForm(f"scores or what is made of them are rounded to {x.value}", x)
+            case "pow":
+                return apply("pow", cast(args[0], FLOAT), x.value)
+            case "where" if x.dtype == FLOAT:
+                return apply("where", args[0], *(cast(a, FLOAT) for a in args[1:]))
+            case "isnan" | "isinf":
+                raise NoForm(f"{x.op} of scores", x)
+            case "and" | "or" | "logaddexp":
+                return self._folded(x.op, args)
+        if x.op not in OPERATIONS:
+            raise NoForm(f"{x.op} of scores", x)
+        return apply(x.op, *args)
+
+    def _folded(self, op: str, args: Sequence[Node]) -> Node:
+        if not args:
+            return const(float(op == "and"), BOOL)
+        total = args[0]
+        for a in args[1:]:
+            total = apply(op, total, a)
+        return total
+
+    def _dot(self, x: Node) -> Node:
+        bare = self.leaves.detached.get(x, x)
+        dot = self.tracer.dot(self.products[bare])
+        return dot if x.flows else apply("detach", dot)
+
+    # ------------------------------------------------------------------------ no products
+
+    def _free(self, x: Node) -> Node | None:
+        """An expression without products: a number, a position, or a captured tensor."""
+        if x.op == "const":
+            return const(x.value, x.dtype)
+        if x.op == "index":
+            return self._index(x)
+        ids = self.leaves.ids_of(x)
+        if ids is not None:
+            self.tracer.captures = ()
+            return self._captured(self.leaves.hits(x, ids))
+        if x.op == "size":
+            raise NoForm("a mean over a size that varies comes before the sum over the keys", x)
+        choice = self._choice(x)
+        if choice is not None:
+            return choice
+        if self.leaves.is_whole(x):
+            return self._captured(self.leaves.number(x))
+        return None
+
+    def _captured(self, number: int) -> Node:
+        self.tracer.captures = self.leaves.declared()
+        return self.tracer.capture(number)
+
+    def _index(self, x: Node) -> Node:
+        if (x.value,) == self.axes.keys:
+            return index(KEYS)
+        if (x.value,) == self.axes.rows:
+            return index(ROWS)
+        raise NoForm("a mask that depends on the index of a batch or head", x)
+
+    def _choice(self, x: Node) -> Node | None:
+        """One of two numbers by a condition, which is the smaller tensor."""
+        constant, terms = terms_of(x)
+        if len(terms) != 1 or terms[0][1].op != "where":
+            return None
+        c, inner = terms[0]
+        condition, *numbers = inner.args
+        if any(y.op != "const" for y in numbers):
+            return None
+        values = [const(constant + c * y.value if c else constant) for y in numbers]
+        return apply("where", self.of(condition), *values)
+
+    def _nonnegative(self, x: Node) -> Node:
+        """A sum of coefficient * expression + constant >= 0, without negative terms."""
+        constant, terms = terms_of(x.args[0])
+        sides: dict[bool, Node | None] = {True: None, False: None}
+
+        def add(term: Node, is_left: bool) -> None:
+            before = sides[is_left]
+            sides[is_left] = term if before is None else apply("add", before, term)
+
+        for c, t in sorted(terms, key=lambda item: item[1].op != "index"):
+            if t.op == "size":
+                raise NoForm("a mask whose place depends on a size that varies", x)
+            place = self._index(t) if t.op == "index" else self.of(t)
+            if abs(c) != 1:
+                place = apply("mul", place, float(abs(c)))
+            add(place, c > 0)
+        if constant:
+            add(const(abs(constant)), constant > 0)
+        left, right = (y if y is not None else const(0.0) for y in (sides[True], sides[False]))
+        return apply("ge", left, right)
+
+    # ------------------------------------------------------------------------ sums
+
+    def _parts(self, x: Node) -> tuple[Node, ...]:
+        if not self.is_made(x):
+            return () if self._is_leaf(x) else x.args
+        free = self._added(x) if x.op == "linear" else None
+        kept = [a for a in x.args if self.is_made(a) or x.op == "product"]
+        parts = [f for a in kept for f in (a.args if a.op == "product" else (a,))]
+        return (*parts, *((free,) if free is not None and free.op != "const" else ()))
+
+    def _is_leaf(self, x: Node) -> bool:
+        _, terms = terms_of(x)
+        is_choice = len(terms) == 1 and terms[0][1].op == "where"
+        return self.leaves.is_whole(x) or (
+            is_choice and all(y.op == "const" for y in terms[0][1].args[1:])
+        )
+
+    def _added(self, x: Node) -> Node:
+        """What a sum adds to what is made of products."""
+        constant, terms = terms_of(x)
+        return linear(constant, [(c, t) for c, t in terms if not self.is_made(t)])
+
+    def _linear(self, x: Node) -> Node:
+        constant, terms = terms_of(x)
+        if not self.is_made(x):
+            return self._total([(c, self.nodes[t]) for c, t in terms], constant)
+        rest = self._added(x)
+        made = [(c, self._factors(t)) for c, t in terms if self.is_made(t)]
+        total = self._grouped(made)
+        if rest.op == "const":
+            return self._total(total, rest.value)
+        return self._total([*total, (1.0, cast(self.nodes[rest], FLOAT))], 0.0)
+
+    def _factors(self, x: Node) -> tuple[Node, ...]:
+        return x.args if x.op == "product" else (x,)
+
+    def _grouped(
+        self, terms: Sequence[tuple[float, tuple[Node, ...]]]
+    ) -> list[tuple[float, Node]]:
+        """Terms that share a probability as its product with the rest."""
+        counts: dict[Node, int] = {}
+        for _, factors in terms:
+            for f in dict.fromkeys(factors):
+                if f.op == "exp" and len(factors) > 1 and self.is_made(f):
+                    counts[f] = counts.get(f, 0) + 1
+        shared = max(counts, key=lambda f: counts[f], default=None)
+        if shared is None or counts[shared] < 2:
+            return [(c, self._times([self.nodes[f] for f in factors])) for c, factors in terms]
+        inside, others = [], []
+        for c, factors in terms:
+            if shared in factors and len(factors) > 1:
+                left = list(factors)
+                left.remove(shared)
+                inside.append((c, tuple(left)))
+            else:
+                others.append((c, factors))
+        difference = self._total(self._grouped(inside), 0.0)
+        return [*self._grouped(others), (1.0, self._times([self.nodes[shared], difference]))]
+
+    def _total(self, terms: Sequence[tuple[float, Node]], constant: float) -> Node:
+        """A sum: what is added first, then what is subtracted."""
+        ordered = sorted(terms, key=lambda item: item[0] < 0.0)
+        total: Node | None = None
+        if (not ordered or ordered[0][0] < 0.0) and constant > 0.0:
+            total, constant = const(constant), 0.0
+        for c, x in ordered:
+            x = cast(x, FLOAT)
+            if abs(c) != 1.0:
+                x = apply("mul", x, const(abs(c)))
+            if total is None:
+                total = x if c > 0.0 else apply("neg", x)
+            else:
+                total = apply("add" if c > 0.0 else "sub", total, x)
+        if total is None:
+            return const(constant)
+        if constant:
+            total = apply("add" if constant > 0.0 else "sub", total, const(abs(constant)))
+        return total
+
+    # ------------------------------------------------------------------------ products
+
+    def _product(self, x: Node) -> Node:
+        return self._times([self.nodes[f] for f in x.args])
+
+    def _times(self, factors: Sequence[Node]) -> Node:
+        """A product: values of rows of their own, and what may be infinite last."""
+        factors = [cast(f, FLOAT) for f in factors]
+        of_rows = [f for f in factors if not f.by_key]
+        of_keys = sorted((f for f in factors if f.by_key), key=lambda f: not f.is_finite)
+        total: Node | None = None
+        for group in (of_keys, of_rows):
+            part: Node | None = None
+            for f in group:
+                part = f if part is None else apply("mul", part, f)
+            if part is not None:
+                total = part if total is None else apply("mul", total, part)
+        assert total is not None
+        return total
+
+    # ------------------------------------------------------------------------ logarithms
+
+    def _log_softmax(self, x: Node, score: Node) -> Node:
+        if x.value != self.whole:
+            raise NoForm("softmaxes over different axes", x)
+        score = cast(score, FLOAT)
+        log = apply("sub", score, self.tracer.reduce(LOGSUMEXP, score))
+        if x in self.logarithms:
+            return self._log(apply("exp", log))
+        return log
+
+    def _log(self, x: Node) -> Node:
+        """The logarithm of a probability is what its score gives it, or -inf where it is masked.
+
+        A mask of finite numbers makes probabilities 0 as one of -inf does.
+        """
+        log = apply("log", x)
+        over, under = exponentials_in(x)
+        for factors, limit in ((over, -math.inf), (under, math.inf)):
+            for factor in factors:
+                if self.are_exact or may_be_masked(factor.args[0]):
+                    is_zero = apply("eq", factor, const(0.0))
+                    log = apply("where", is_zero, const(limit), log)
+        return log
+
+    # ------------------------------------------------------------------------ reductions
+
+    def _reduction(self, x: Node, body: Node) -> Node:
+        """A reduction that elements use: over keys, or over the heads of a product."""
+        kind, axis = x.value.kind, x.value.axis
+        if axis == self.whole:
+            if kind == ANY:
+                count = self.tracer.reduce(SUM, cast(body, FLOAT))
+                return apply("gt", count, const(0.0))
+            if kind == MAX and x.args[0].flows:
+                raise NoForm("the gradient of a maximum over the keys", x)
+            return self.tracer.reduce(kind, body)
+        if axis in self.axes.keys:
+            raise NoForm("elements use sums over blocks of keys", x)
+        return self._over_heads(x, body)
+
+    def _summed(self, x: Node) -> tuple[list[Axis], Node]:
+        """The axes of a reduction, and what it is of: of a sum of sums over heads, all of them."""
+        axes, inner = [x.value.axis], x.args[0]
+        while (
+            not set(axes) & {self.whole, *self.axes.keys}
+            and inner.op == "reduce"
+            and x.value.kind == inner.value.kind == SUM
+            and inner.value.axis not in (self.whole, *self.axes.keys)
+            and self.is_made(inner)
+        ):
+            axes.append(inner.value.axis)
+            inner = inner.args[0]
+        return axes, inner
+
+    def _over_heads(self, x: Node, body: Node) -> Node:
+        axes, _ = self._summed(x)
+        heads = next((h for h in self.axes.heads if set(h) == set(axes)), None)
+        if heads is None or not self.axes.is_summed or x.value.kind != SUM:
+            raise NoForm("a sum over rows or some heads comes before the sum over the keys", x)
+        body = cast(body, FLOAT)
+        if body.head != self.axes.numbers[heads]:
+            raise NoForm("a sum over heads of what does not vary with them", x)
+        return sum_heads(body)
+
+
+def may_be_masked(exponent: Node) -> bool:
+    """Returns whether a number, or a tensor of keys, may hide some scores in an exponent."""
+    for node in walk([exponent], is_inside):
+        if node.op == "const" and HIDES <= abs(node.value) < math.inf:
+            return True
+        if node.op == "capture" and node.dtype == FLOAT and node.by_key:
+            return True
+    return False

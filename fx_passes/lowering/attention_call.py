@@ -1,0 +1,234 @@
+"""Inserts a call of `attention_kl`, from its closed form."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.attention import ops
+from torch_streamkl.fx_passes.closed_forms.form import STUDENT, Bias, Call, Factor, Masks, Side
+from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys
+from torch_streamkl.fx_passes.lowering.writer import Writer
+from torch_streamkl.fx_passes.reading.arrays import Dim
+from torch_streamkl.program.canonical import all_of, choose, product, quotient
+from torch_streamkl.program.divergences import DIVERGENCES, Functional
+from torch_streamkl.program.graph import Node, const
+
+DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
+PARTLY = "a mask varies along some of the dimensions that are flattened into one"
+NAMES = ("teacher", "student")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Holds the axes of each dimension of the operator's tensors."""
+
+    batch: Dim
+    heads: Dim
+    rows: Dim
+    keys: Dim
+
+    @staticmethod
+    def of(call: Call) -> Places:
+        axes = call.axes
+        return Places(axes.batch, axes.heads, (axes.query,) if axes.query else (), (axes.key,))
+
+    @property
+    def scores(self) -> tuple[Dim, ...]:
+        return self.batch, self.heads, self.rows, self.keys
+
+
+def emit(writer: Writer, call: Call) -> fx.Node:
+    """Inserts a call, and returns its values as [batch, heads, rows]."""
+    return _Lowering(writer, call).emit()
+
+
+class _Lowering:
+    """Inserts the tensors of one call."""
+
+    def __init__(self, writer: Writer, call: Call) -> None:
+        self.writer, self.build, self.call = writer, writer.build, call
+        self.places = Places.of(call)
+
+    def emit(self) -> fx.Node:
+        call, build = self.call, self.build
+        inputs, dtype = self._operands()
+        options: dict[str, Any] = {"functional": call.functional.text}
+        biases: list[fx.Node] = []
+        for number, side in enumerate(call.sides):
+            name = NAMES[number]
+            options[f"{name}_scale"] = side.scale
+            if side.softcap:
+                options[f"{name}_softcap"] = side.softcap
+            bias = self._bias(side.biases, dtype)
+            biases += [bias] if bias is not None else []
+            removed = self._removed(number)
+            if removed is not None:
+                bias = removed if bias is None else build.call(torch.add, bias, removed)
+            if bias is not None:
+                options[f"{name}_bias"] = bias
+        if call.head_mean:
+            options["head_mean"] = True
+        options |= self._mask_options(call.masks)
+        if options["functional"] == DEFAULT:
+            del options["functional"]
+        order = ("student_q", "student_k", "teacher_q", "teacher_k")
+        result = build.call(ops.attention_kl, *(inputs[n] for n in order), **options)
+        value = build.call(operator.getitem, result, 0)
+        value = self._without_empty_rows(value, biases, options.get("mask"), dtype)
+        if call.masks.rows:
+            keep = self._tensor(all_of(*call.masks.rows), self.places.scores[:3])
+            value = build.call(torch.where, keep, value, 0.0)
+        return value
+
+    # ------------------------------------------------------------------------- operands
+
+    def _operands(self) -> tuple[dict[str, fx.Node], torch.dtype]:
+        made: dict[str, fx.Node] = {}
+        for name, side in zip(NAMES, self.call.sides, strict=True):
+            made[f"{name}_q"], made[f"{name}_k"] = self._queries(side), self._keys(side)
+        dtype = _widest([_dtype(x) for x in made.values()])
+        for name, side in zip(NAMES, self.call.sides, strict=True):
+            made[f"{name}_q"] = self._multiplied(made[f"{name}_q"], side.product.factors)
+        return {name: self._cast(x, dtype) for name, x in made.items()}, dtype
+
+    def _queries(self, side: Side) -> fx.Node:
+        places, x = self.places, side.product.rows
+        if places.rows and not set(places.rows) & x.axes:
+            raise Unsupported("the queries of one side do not vary along the query dimension")
+        dims = (places.batch, places.heads + side.averaged, places.rows, side.product.contracted)
+        return self.writer.tensor(x.element, dims, expand=(0, 1, 2))
+
+    def _keys(self, side: Side) -> fx.Node:
+        """Keys; without the last axes of heads that share them: query head h has h // group."""
+        places, x = self.places, side.product.keys
+        heads = list(places.heads + side.averaged)
+        while heads and heads[-1] not in x.axes:
+            heads.pop()
+        dims = (places.batch, tuple(heads), places.keys, side.product.contracted)
+        return self.writer.tensor(x.element, dims, expand=(0, 1))
+
+    def _multiplied(self, x: fx.Node, factors: Sequence[Factor]) -> fx.Node:
+        """Queries times what multiplies all scores of a row."""
+        dtype = _dtype(x)
+        for factor in factors:
+            if not factor.value.axes <= set(self.call.axes.rows):
+                raise Unsupported("a tensor that multiplies the scores varies along the keys")
+            by = self._factor(factor.value)
+            x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
+            x = self._cast(x, dtype)
+        return x
+
+    def _factor(self, value: Node) -> Any:
+        if not value.axes:
+            return self.writer.value(value).node
+        places = self.places
+        return self.writer.tensor(value, (places.batch, places.heads, places.rows, ()))
+
+    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if _dtype(x) == dtype else self.build.method("to", x, dtype)
+
+    # ------------------------------------------------------------------------- masks and biases
+
+    def _tensor(self, x: Node, dims: Sequence[Dim], least: torch.dtype | None = None) -> fx.Node:
+        return self.writer.tensor(x, dims, partly=PARTLY, least=least)
+
+    def _bias(self, biases: Sequence[Bias], dtype: torch.dtype) -> fx.Node | None:
+        """The sum of a side's additive tensors, which broadcasts to the scores.
+
+        ``dtype`` is that of the scores: a narrower tensor is scaled after it was added to them.
+        """
+        total: fx.Node | None = None
+        for bias in biases:
+            value, least = bias.value, None
+            for factor in bias.factors:
+                by = quotient if factor.divides else product
+                value = by(value, factor.value)
+            if bias.weight != 1.0 or bias.factors:
+                value, least = product(const(bias.weight), value), dtype
+            x = self._tensor(value, self.places.scores, least)
+            total = x if total is None else self.build.call(torch.add, total, x)
+        return total
+
+    def _removed(self, number: int) -> fx.Node | None:
+        """A bias of -inf at the keys that this side lacks and the other side has."""
+        stricter = self.call.stricter
+        if stricter is None or stricter.side != number:
+            return None
+        keep = all_of(*conditions_of(stricter.masks, self.call.axes))
+        return self._tensor(choose(keep, const(0.0), const(-math.inf)), self.places.scores)
+
+    def _mask_options(self, masks: Masks) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if masks.window_left is not None:
+            options["window_left"] = self.writer.size(masks.window_left)
+        if masks.window_right is not None:
+            options["window_right"] = self.writer.size(masks.window_right)
+        dense = Masks(
+            lengths=masks.lengths,
+            tensors=masks.tensors,
+            segments=masks.segments,
+            vocab=masks.vocab,
+        )
+        if not dense.is_empty:
+            keep = all_of(*conditions_of(dense, self.call.axes))
+            options["mask"] = self._tensor(keep, self.places.scores)
+        if masks.fill is not None:
+            options["mask_value"] = masks.fill
+        return options
+
+    def _without_empty_rows(
+        self,
+        value: fx.Node,
+        biases: Sequence[fx.Node],
+        mask: fx.Node | None,
+        dtype: torch.dtype,
+    ) -> fx.Node:
+        """Stops the gradient of rows that a dense additive mask leaves empty: eager's are uniform
+        there.
+        """
+        build, call = self.build, self.call
+        result = example(value)
+        if not biases or not (isinstance(result, Tensor) and result.requires_grad):
+            return value
+        window = Masks(call.masks.window_left, call.masks.window_right)
+        keep = mask
+        if not window.is_empty:
+            band = all_of(*conditions_of(window, call.axes))
+            inside = self._tensor(band, self.places.scores)
+            keep = inside if keep is None else build.call(torch.logical_and, inside, keep)
+        alive: fx.Node | None = None
+        for bias in dict.fromkeys(biases):
+            rows = rows_with_keys(build, bias, keep, dtype, all_heads=call.head_mean)
+            alive = rows if alive is None else build.call(torch.logical_and, alive, rows)
+        assert alive is not None
+        alive = build.method("squeeze", alive, -1)
+        return build.call(torch.where, alive, value, build.method("detach", value))
+
+
+def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The narrowest type that represents all operands exactly."""
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    if not widest.is_floating_point:
+        raise Unsupported(f"scores of {widest} operands")
+    return widest
+
+
+def _dtype(x: fx.Node) -> torch.dtype:
+    value = example(x)
+    assert isinstance(value, Tensor)
+    return value.dtype
+
+
+assert NAMES.index("student") == STUDENT

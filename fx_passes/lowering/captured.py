@@ -1,0 +1,271 @@
+"""Inserts captured tensors as a program reads them: views, selections and paddings of the user's.
+
+A position is an expression of axes. Of ``offset + sum of stride * index`` it is a view: a slice,
+flipped where strides are negative, padded where it leaves the tensor (what is read there is chosen
+by no `where`). Positions that a tensor holds select.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.retrace import outer_node
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
+from torch_streamkl.fx_passes.reading.arrays import Dim
+from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
+from torch_streamkl.program.canonical import linear, terms_of
+from torch_streamkl.program.graph import INT, Axis, Node, Size, Source, const, constant, size_of
+
+UNKNOWN_PLACE = "scores are sliced at a position of unknown size"
+NO_VIEW = "an operand is read at positions that no view has"
+
+
+@dataclass(frozen=True)
+class Term:
+    """Represents stride * index along an axis."""
+
+    stride: Size
+    axis: Axis
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Represents a position: an offset, and terms with the largest stride first."""
+
+    offset: Node
+    terms: tuple[Term, ...]
+
+    @property
+    def dim(self) -> Dim:
+        return tuple(t.axis for t in self.terms)
+
+
+class Captures:
+    """Reads tensors of the user's graph at positions."""
+
+    def __init__(
+        self, arranging: Arranging, sizes: SymbolicSizes, outer: Mapping[fx.Node, fx.Node]
+    ) -> None:
+        self.arranging, self.build = arranging, arranging.build
+        self.sizes, self.outer = sizes, outer
+
+    def tensor(self, source: Source) -> fx.Node:
+        """Returns the user's tensor, detached if no gradient flows to it."""
+        x = outer_node(source.name, self.outer)
+        value = example(x)
+        if not source.grad_flows and isinstance(value, Tensor) and value.requires_grad:
+            return self.build.method("detach", x)
+        return x
+
+    def placed(
+        self,
+        x: fx.Node,
+        at: Sequence[Node],
+        index: Mapping[Node, Placed],
+        whole: Collection[int] = (),
+    ) -> Placed:
+        """Returns a tensor at positions; ``index`` has those that are no views, as tensors.
+
+        ``whole`` are dimensions of which every position is read, whatever their symbols say.
+        """
+        selected = [d for d, p in enumerate(at) if p in index]
+        dims: list[Dim] = [()] * len(at)
+        removed = []
+        for d in range(len(at)):
+            if d in selected:
+                continue
+            affine = self.affine(at[d])
+            assert affine is not None
+            if d in whole:
+                dims[d] = affine.dim
+                continue
+            x, found = self._viewed(x, d, affine)
+            if found is None:
+                removed.append(d)
+            else:
+                dims[d] = found
+        if selected:
+            x, dims = self._selected(x, selected, [index[at[d]] for d in selected], dims)
+        for d in reversed(removed):
+            x = self.build.method("squeeze", x, d)
+            del dims[d]
+        return Placed(x, tuple(dims))
+
+    # ------------------------------------------------------------------------- positions
+
+    def affine(self, at: Node) -> Affine | None:
+        """Returns a position as a view has it, None for any other."""
+        number, terms = terms_of(at)
+        offset = [(1.0, const(number, INT))]
+        found = []
+        for c, x in terms:
+            if not x.axes:
+                offset.append((c, x))
+                continue
+            term = self._term(c, x)
+            if term is None:
+                return None
+            found.append(term)
+        order = sorted(found, key=lambda t: self._rank(t.stride), reverse=True)
+        return Affine(linear(0.0, offset), tuple(order))
+
+    def _term(self, c: float, x: Node) -> Term | None:
+        factors = x.args if x.op == "product" else (x,)
+        indices = [f for f in factors if f.op == "index"]
+        others = [f for f in factors if f.op != "index"]
+        if len(indices) != 1 or any(f.op != "size" for f in others) or c != int(c):
+            return None
+        stride = self.sizes.product([abs(int(c)), *(f.value for f in others)])
+        return Term(stride, indices[0].value, 1 if c > 0 else -1)
+
+    def _rank(self, stride: Size) -> float:
+        """Orders strides: a symbolic one by its hint."""
+        if isinstance(stride, int):
+            return float(stride)
+        hint = stride.size.node.hint
+        return float(hint if hint is not None else stride.low)
+
+    # ------------------------------------------------------------------------- views
+
+    def _viewed(self, x: fx.Node, d: int, at: Affine) -> tuple[fx.Node, Dim | None]:
+        """A dimension read at a position; None if it is one position."""
+        value = example(x)
+        have = size_of(self.sizes.of(value.shape[d]))
+        if not at.terms:
+            if is_one(value.shape[d]):
+                return x, ()
+            place = constant(at.offset)
+            if place is None:
+                raise Unsupported(UNKNOWN_PLACE)
+            return self.build.method("narrow", x, d, int(place), 1), None
+        if any(t.sign < 0 for t in at.terms):
+            if any(t.sign > 0 for t in at.terms):
+                raise Unsupported(NO_VIEW)
+            x = self.build.method("flip", x, d)
+            at = Affine(
+                linear(-1.0, [(1.0, have), (-1.0, at.offset)]),
+                tuple(replace(t, sign=1) for t in at.terms),
+            )
+        step = at.terms[-1].stride
+        span: Size = step
+        for t in reversed(at.terms):
+            assert t.axis.size is not None
+            if not self.sizes.are_equal(t.stride, span):
+                raise Unsupported(NO_VIEW)
+            span = self.sizes.product([span, t.axis.size])
+        if step != 1:
+            return self._stepped(x, d, at, step), at.dim
+        length = size_of(span)
+        if at.offset.op == "const" and at.offset.value == 0.0 and length is have:
+            return x, at.dim
+        return self._narrowed(x, d, at.offset, have, span), at.dim
+
+    def _narrowed(self, x: fx.Node, d: int, offset: Node, have: Node, span: Size) -> fx.Node:
+        after = constant(linear(0.0, [(1.0, have), (-1.0, offset), (-1.0, size_of(span))]))
+        start = constant(offset)
+        if start is None:
+            if after is None or after < 0:
+                raise Unsupported(UNKNOWN_PLACE)
+            begin = self._inserted(offset)
+        else:
+            begin = int(start)
+        before = max(0, -int(start)) if start is not None else 0
+        beyond = max(0, -int(after)) if after is not None else 0
+        if start is not None and after is None and not isinstance(span, int):
+            raise Unsupported(UNKNOWN_PLACE)
+        if before or beyond:
+            rank = len(example(x).shape)
+            pads = [0, 0] * (rank - 1 - d) + [before, beyond]
+            x = self.build.call(torch.nn.functional.pad, x, tuple(pads))
+            begin = 0 if before else begin
+            if after is not None and after - beyond <= 0 and begin == 0:
+                return x
+        length = self.arranging.inserted_size(span)
+        return self.build.method("narrow", x, d, begin, length)
+
+    def _stepped(self, x: fx.Node, d: int, at: Affine, step: Size) -> fx.Node:
+        start, count = (
+            constant(at.offset),
+            self.sizes.product([t.axis.size or 0 for t in at.terms]),
+        )
+        if start is None or start < 0 or not isinstance(step, int) or not isinstance(count, int):
+            raise Unsupported(UNKNOWN_PLACE)
+        stop = int(start) + step * (count - 1) + 1
+        index = (*(slice(None),) * d, slice(int(start), stop, step))
+        return self.build.call(operator.getitem, x, index)
+
+    def _inserted(self, x: Node) -> int | fx.Node:
+        """An integer that is made of sizes."""
+        number, terms = terms_of(x)
+        total: int | fx.Node = int(number)
+        for c, t in terms:
+            if t.op != "size":
+                raise Unsupported(UNKNOWN_PLACE)
+            part = self.arranging.inserted_size(t.value)
+            if c != 1.0:
+                part = self.build.call(operator.mul, part, int(c))
+            total = part if total == 0 else self.build.call(operator.add, part, total)
+        return total
+
+    # ------------------------------------------------------------------------- selections
+
+    def _selected(
+        self, x: fx.Node, places: list[int], index: Sequence[Placed], dims: list[Dim]
+    ) -> tuple[fx.Node, list[Dim]]:
+        """Dimensions read at positions that tensors hold."""
+        others = {a for d, dim in enumerate(dims) if d not in places for a in dim}
+        shared = {a for p in index for a in p.axes} & others
+        if len(places) == 1 and not shared and len(index[0].dims) == 1:
+            (d,), (p,) = places, index
+            dims[d] = p.dims[0]
+            return self.build.method("index_select", x, d, p.node), dims
+        if shared and len(places) == 1:
+            found = self._gathered(x, places[0], index[0], dims)
+            if found is not None:
+                return found
+        if shared:
+            raise Unsupported(NO_VIEW)
+        tensors, own = self.arranging.aligned(*index)
+        first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+        at = dict(zip(places, tensors, strict=True))
+        x = self.build.call(
+            operator.getitem, x, tuple(at.get(d, slice(None)) for d in range(len(dims)))
+        )
+        kept = [(d, dim) for d, dim in enumerate(dims) if d not in places]
+        before = [dim for d, dim in kept if d < first]
+        after = [dim for d, dim in kept if d >= first]
+        return x, [*before, *own, *after]
+
+    def _gathered(
+        self, x: fx.Node, d: int, index: Placed, dims: list[Dim]
+    ) -> tuple[fx.Node, list[Dim]] | None:
+        """Positions of each row of other dimensions, all of which a ``gather`` has."""
+        index = self.arranging.squeezed(index)
+        own = [dim for dim in index.dims if dim not in dims]
+        if len(own) != 1 or any(
+            dim and set(dim) & set(index.axes) and dim not in index.dims for dim in dims
+        ):
+            return None
+        wanted = [own[0] if i == d else dim for i, dim in enumerate(dims)]
+        at = self.arranging.ordered(index, [a for dim in wanted for a in dim])
+        node = self.arranging._with_ones(at, list(wanted))
+        if len(example(node).shape) < len(wanted):
+            node = self.build.call(
+                operator.getitem, node, (None,) * (len(wanted) - len(example(node).shape))
+            )
+        shape = example(x).shape
+        sizes = [
+            -1 if i == d or dim in index.dims else self.build.size(shape[i], [x])
+            for i, dim in enumerate(wanted)
+        ]
+        node = self.build.method("expand", node, *sizes)
+        return self.build.method("gather", x, d, node), wanted

@@ -1,0 +1,85 @@
+"""Inserts the operators of a matched value into the user's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, ClosedForm, RowValue
+from torch_streamkl.fx_passes.closed_forms.rows import replaced
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
+from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
+from torch_streamkl.fx_passes.lowering import attention_call, linear_call
+from torch_streamkl.fx_passes.lowering.linear_call import Types
+from torch_streamkl.fx_passes.lowering.writer import Writer
+from torch_streamkl.fx_passes.planning.divergences import Divergence
+from torch_streamkl.fx_passes.reading import arrays
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.canonical import linear, product
+from torch_streamkl.program.graph import Node, Source, capture, index
+from torch_streamkl.program.reductions import substitute
+
+
+def emit(
+    build: Builder,
+    found: Divergence,
+    reading: Reading,
+    outer: Mapping[fx.Node, fx.Node],
+    types: Types,
+) -> fx.Node:
+    """Inserts the calls; the returned node has the value and metadata of the user's node."""
+    like, array = example(found.node), reading.array(found.inner)
+    assert isinstance(like, Tensor)
+    writer = Writer(build, reading, outer, [found.matched.root])
+    changes = {
+        site: _rows(writer, form, number, types)
+        for number, (site, form) in enumerate(found.matched.closed.items())
+    }
+    around = replaced(found.matched.root, changes)
+    total = writer.tensor(around, array.dims, expand=range(len(array.dims)))
+    return as_user(build, total, like)
+
+
+def as_user(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
+    """Returns a value in the type and memory layout of the user's, whose shape it must have."""
+    if example(x).dtype != like.dtype:  # type: ignore[attr-defined]
+        x = build.method("to", x, like.dtype)
+    made = example(x)
+    assert isinstance(made, Tensor)
+    # a number of selected rows has a symbol of its own in the rewritten graph
+    if len(made.shape) != len(like.shape) or not all(
+        provably_equal(a, b) or (is_unknown(a) and is_unknown(b))
+        for a, b in zip(made.shape, like.shape, strict=True)
+    ):
+        raise Unsupported(
+            f"the fused value has shape {tuple(made.shape)}, the user's {tuple(like.shape)}"
+        )
+    return with_strides_of(build, x, like)
+
+
+def _rows(writer: Writer, form: ClosedForm, number: int, types: Types) -> Node:
+    """The rows of a sum over keys, as an expression of the operators' results."""
+    terms = []
+    for i, call in enumerate(form.calls):
+        name = (RowValue(number), i)
+        if call.operator == LINEAR:
+            writer.values[name] = linear_call.emit(writer, call, types)
+        else:
+            writer.values[name] = attention_call.emit(writer, call)
+        at = [arrays.position(dim) for dim in _dims(call)]
+        value = capture(Source(name, 0, form.site.flows), at=at)
+        terms.append((1.0, product(call.weight, value)))
+    own = {mine: index(original) for original, mine in form.names}
+    return substitute(linear(0.0, terms), own)
+
+
+def _dims(call: Call) -> tuple[arrays.Dim, ...]:
+    """The axes of each dimension of an operator's result."""
+    axes = call.axes
+    if call.operator == LINEAR:
+        return (axes.rows,)
+    return axes.batch, axes.heads, (axes.query,) if axes.query else ()

@@ -1,0 +1,164 @@
+"""Inserts the operator call of a row program, and what is computed of its rows' values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.bounds import checked_ids
+from torch_streamkl.fx_passes.closed_forms.form import Product, RowValue
+from torch_streamkl.fx_passes.closed_forms.row_groups import Dim
+from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
+from torch_streamkl.fx_passes.closed_forms.row_steps import Captured
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, provably_equal
+from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
+from torch_streamkl.fx_passes.lowering.writer import Writer
+from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import Axis, Source, size_of
+from torch_streamkl.rows import op
+from torch_streamkl.rows.program import COLUMNS, PAIR
+
+aten = torch.ops.aten
+CHECKED = {aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_.value}
+
+
+def emit(
+    build: Builder,
+    plan: ProgramPlan,
+    reading: Reading,
+    outer: Mapping[fx.Node, fx.Node],
+    written: Container[int | None],
+) -> dict[fx.Node, fx.Node]:
+    """Inserts the call, and returns the replacement of each of the user's nodes.
+
+    ``written`` is the memory that the graph writes to. The operator keeps its results for the
+    backward. So if they may be written to, here or by who gets them from the graph, the user's
+    code gets a copy. Outputs never alias each other.
+    """
+    form = plan.form
+    inputs = [x.element for p in form.products for x in (p.rows, p.keys)]
+    inputs += [c.value for c in form.captures]
+    writer = Writer(build, reading, outer, [*inputs, *form.around])
+    tensors: list[fx.Node] = []
+    for product, heads in zip(form.products, form.axes.heads, strict=True):
+        tensors += _operands(writer, form, product, heads)
+    tensors = _of_one_type(build, tensors)
+    tensors += [_captured(writer, form, c) for c in form.captures]
+    call = build.call(op.row_program, tensors, form.program.text, form.requires_grad, "auto")
+    values = _values(writer, form, call)
+    results: dict[fx.Node, fx.Node] = {}
+    returned = {storage_of(x) for x in build.graph.output_node().all_input_nodes}
+    made: set[int | None] = set()
+    for output in plan.outputs:
+        x = _result(writer, output, values)
+        memory = storage_of(output.node)
+        if memory in written or memory in returned or storage_of(x) in made:
+            x = build.method("clone", x)
+        made.add(storage_of(x))
+        results[output.node] = x
+    return results
+
+
+def _operands(writer: Writer, form: RowForm, product: Product, heads: Dim) -> list[fx.Node]:
+    """The operand of the rows, and that of the keys, which query heads may share."""
+    axes, along = form.axes, product.contracted
+    rows = writer.tensor(
+        product.rows.element, [axes.batch, heads, axes.rows, along], expand=(0, 1, 2)
+    )
+    shared = list(heads)
+    while shared and shared[-1] not in product.keys.axes:
+        shared.pop()
+    keys = writer.tensor(
+        product.keys.element, [axes.batch, tuple(shared), axes.keys, along], expand=(0, 1)
+    )
+    return [rows, keys]
+
+
+def _of_one_type(build: Builder, tensors: Sequence[fx.Node]) -> list[fx.Node]:
+    """Casts operands to the narrowest dtype that represents all of them exactly."""
+    dtypes = [_value(x).dtype for x in tensors]
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    if not widest.is_floating_point or widest.itemsize == 1:
+        raise Unsupported(f"scores of {widest} operands")
+    return [
+        x if dtype == widest else build.method("to", x, widest)
+        for x, dtype in zip(tensors, dtypes, strict=True)
+    ]
+
+
+def _captured(writer: Writer, form: RowForm, c: Captured) -> fx.Node:
+    """A captured tensor in the dimensions of its kind."""
+    partly = "a mask varies along some dimensions that become one" if c.kind == PAIR else ""
+    x = writer.tensor(c.value, c.dims, partly=partly)
+    along = _checked_dim(c) if c.kind == COLUMNS else None
+    if along is not None:
+        size = writer.size(size_of(form.axes.keys[0].size))  # type: ignore[arg-type]
+        return writer.build.call(checked_ids, x, size, along)
+    return x
+
+
+def _checked_dim(c: Captured) -> int | None:
+    """The dimension along which torch would raise at an id that is out of range."""
+    node = c.value.value.name if isinstance(c.value.value, Source) else None
+    for user in node.users if isinstance(node, fx.Node) else ():
+        if user.target in CHECKED and isinstance(user.args[1], int):
+            return user.args[1] % _value(node).dim()
+    return None
+
+
+def _values(writer: Writer, form: RowForm, call: fx.Node) -> dict[object, tuple[fx.Node, Dim]]:
+    """The values of rows, with a dimension for each of their axes."""
+    build = writer.build
+    results = {slot: build.call(operator.getitem, call, slot) for slot in form.program.outputs}
+    found: dict[object, tuple[fx.Node, Dim]] = {}
+    for number, value in enumerate(form.values):
+        axes = tuple(a for dim in value.axes for a in dim)
+        x = results[value.number]
+        shape = tuple(writer.size(size_of(_known(a))) for a in axes)
+        if [len(dim) for dim in value.axes] != [1] * len(value.axes):
+            x = build.method("reshape", x, shape or ())
+        found[RowValue(number)] = (x, axes)
+    return found
+
+
+def _known(axis: Axis) -> object:
+    assert axis.size is not None
+    return axis.size
+
+
+def _result(
+    writer: Writer, output: RowOutput, values: Mapping[object, tuple[fx.Node, Dim]]
+) -> fx.Node:
+    """What the user's node computes of the rows' values, as the user's code has it."""
+    build, like = writer.build, _value(output.node)
+    if not like.is_floating_point():  # counts, which a float would round
+        values = {k: (build.method("to", x, like.dtype), axes) for k, (x, axes) in values.items()}
+    around = Writer(build, writer.reading, writer.outer, (), values)
+    around.tensors = around.arranging.tensors = writer.tensors
+    x = around.tensor(output.around, output.dims, expand=range(len(output.dims)))
+    if _value(x).dtype != like.dtype:
+        x = build.method("to", x, like.dtype)
+    made = _value(x).shape
+    if len(made) != like.dim() or not all(
+        provably_equal(a, b) or (is_unknown(a) and is_unknown(b)) or (is_one(a) and is_one(b))
+        for a, b in zip(made, like.shape, strict=True)
+    ):
+        raise Unsupported(
+            f"the fused value has shape {tuple(made)}, the user's {tuple(like.shape)}"
+        )
+    return with_strides_of(build, x, like)
+
+
+def _value(node: fx.Node) -> Tensor:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value

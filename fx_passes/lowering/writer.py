@@ -1,0 +1,362 @@
+"""Writes expressions into the user's graph: the one way from a program back to torch code.
+
+Operands, masks, biases and weights of operators are expressions of captured tensors, and so is
+what is left around an operator's results. Each becomes a tensor with the dimensions that are asked
+for. Sums over keys of scores are not written: operators compute them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.retrace import outer_node
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.lowering.captured import Captures
+from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
+from torch_streamkl.fx_passes.reading.arrays import Dim
+from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import ANY, BOOL, INT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
+from torch_streamkl.program.walks import walk
+
+UNARY: dict[str, Callable[..., Any]] = {
+    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log,
+    "log1p": torch.log1p, "sqrt": torch.sqrt, "abs": torch.abs, "sign": torch.sign,
+    "floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc, "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid, "erf": torch.erf, "sin": torch.sin, "cos": torch.cos,
+    "tan": torch.tan, "sinh": torch.sinh, "cosh": torch.cosh, "relu": torch.relu,
+    "softplus": torch.nn.functional.softplus, "isnan": torch.isnan, "isinf": torch.isinf,
+    "not": torch.logical_not,
+}  # fmt: skip
+BINARY: dict[str, Callable[..., Any]] = {
+    "div": torch.div, "eq": torch.eq, "gt": torch.gt, "ge": torch.ge,
+    "remainder": torch.remainder, "floor_divide": torch.floor_divide,
+    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
+    "minimum": torch.minimum, "maximum": torch.maximum,
+}  # fmt: skip
+OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
+}  # fmt: skip
+
+
+class Writer:
+    """Inserts the tensors that expressions are.
+
+    ``values`` has results of operators by the names of their sources. ``tensors`` are nodes of the user's graph in which symbolic sizes are looked for.
+    """
+
+    def __init__(
+        self,
+        build: Builder,
+        reading: Reading,
+        outer: Mapping[fx.Node, fx.Node],
+        exprs: Sequence[Node] = (),
+        values: Mapping[object, fx.Node] | None = None,
+    ) -> None:
+        self.build, self.reading, self.outer = build, reading, outer
+        self.values: dict[object, fx.Node] = dict(values or {})
+        self.tensors = self.tensors_of(*exprs)
+        self.arranging = Arranging(build, self.tensors)
+        self.captures = Captures(self.arranging, reading.sizes, outer)
+        self._tensors: dict[object, fx.Node] = {}
+        self._made: dict[tuple[Node, torch.dtype | None], Placed] = {}
+
+    def tensors_of(self, *exprs: Node) -> list[fx.Node]:
+        """Returns the user's tensors that expressions read."""
+        found: dict[fx.Node, None] = {}
+        for x in walk(exprs):
+            if x.op != "capture" or not isinstance(x.value, Source):
+                continue
+            name = x.value.name
+            inner = name.mask if isinstance(name, Positions) else name
+            node = self.outer.get(inner) if isinstance(inner, fx.Node) else None
+            if node is not None and isinstance(example(node), Tensor):
+                found[node] = None
+        return list(found)
+
+    # ------------------------------------------------------------------------- what is asked for
+
+    def tensor(
+        self,
+        x: Node,
+        dims: Sequence[Dim],
+        *,
+        expand: Collection[int] = (),
+        partly: str = "",
+        least: torch.dtype | None = None,
+    ) -> fx.Node:
+        """Returns an expression as a tensor with these dimensions.
+
+        One whose axes it lacks has size 1, or its own where it is to be expanded. ``partly`` is
+        the reason for which a dimension with some of its axes is refused; else it is expanded.
+        ``least`` is the narrowest type in which numbers are computed.
+        """
+        key = x, tuple(dims), tuple(expand), least
+        if key not in self._tensors:
+            placed = self.value(x, least)
+            if placed.is_number:
+                placed = Placed(self._scalar(placed.node, x.dtype))
+            self._tensors[key] = self.arranging.arranged(placed, dims, expand, partly)
+        return self._tensors[key]
+
+    def size(self, x: Node) -> int | fx.Node:
+        """Returns an integer that is made of sizes."""
+        placed = self.value(x, None)
+        if not placed.is_number:
+            raise Unsupported("the place of a mask is a tensor")
+        found: int | fx.Node = placed.node
+        return int(found) if isinstance(found, float) else found
+
+    def value(self, x: Node, least: torch.dtype | None = None) -> Placed:
+        """Returns an expression as a tensor, in the dimensions that it has anyhow."""
+        order = walk([x], lambda y: y.op != "capture" and (y, least) not in self._made)
+        for y in order:
+            if (y, least) not in self._made:
+                given = [] if y.op == "capture" else [self._made[a, least] for a in y.args]
+                self._made[y, least] = self._written(y, given, least, is_root=y is x)
+        return self._made[x, least]
+
+    # ------------------------------------------------------------------------- one operation
+
+    def _written(
+        self, x: Node, args: Sequence[Placed], least: torch.dtype | None, *, is_root: bool
+    ) -> Placed:
+        match x.op:
+            case "const":
+                return Placed(int(x.value) if x.dtype == INT else x.value)
+            case "size":
+                return Placed(self.arranging.inserted_size(x.value))
+            case "index":
+                stop = self.arranging.inserted_size(x.value.size)
+                return Placed(
+                    self.build.call(torch.arange, stop, device=self.device), ((x.value,),)
+                )
+            case "capture":
+                return self._captured(x, None if is_root else least)
+            case "linear":
+                return self._sum(x, args)
+            case "product":
+                return self._folded(torch.mul, operator.mul, args)
+            case "and" | "or":
+                if not args:
+                    return Placed(x.op == "and")
+                call = torch.logical_and if x.op == "and" else torch.logical_or
+                return self._folded(call, call, args)
+            case "nonnegative":
+                return self._pointwise(torch.ge, [*args, Placed(0)])
+            case "where":
+                return self._pointwise(torch.where, args)
+            case "pow":
+                return self._pointwise(torch.pow, [*args, Placed(x.value)])
+            case "logaddexp":
+                return self._folded(torch.logaddexp, torch.logaddexp, args)
+            case "round":
+                return self._rounded(args[0], getattr(torch, x.value))
+            case "float":
+                return args[0]
+            case "reduce":
+                return self._reduced(x.value.kind, x.value.axis, args[0])
+        if x.op in UNARY:
+            return self._pointwise(UNARY[x.op], args)
+        if x.op in BINARY:
+            if all(a.is_number for a in args) and x.op in OF_NUMBERS:
+                return Placed(self._of_numbers(OF_NUMBERS[x.op], *(a.node for a in args)))
+            return self._pointwise(BINARY[x.op], args)
+        raise Unsupported(f"{x.op} of a value of rows, inside of an operation")
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the tensors."""
+        for node in self.tensors:
+            value = example(node)
+            assert isinstance(value, Tensor)
+            return value.device
+        raise Unsupported("a mask without any tensor")
+
+    def _scalar(self, number: Any, dtype: str) -> fx.Node:
+        """A number as a tensor of at least 32 bits, as arithmetic on narrower types has.
+
+        AOTAutograd makes tensors of symbolic floats where they meet a tensor in arithmetic.
+        Anywhere else, as in `torch.full`, it makes them constants: a compilation for each value.
+        """
+        first = example(self.tensors[0])
+        assert isinstance(first, Tensor)
+        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+        kind = {BOOL: torch.bool, INT: torch.int64}.get(dtype, wide)
+        if not isinstance(number, fx.Node):
+            return self.build.call(torch.full, (), number, dtype=kind, device=self.device)
+        one = self.build.call(torch.ones, (), dtype=kind, device=self.device)
+        return self.build.call(torch.mul, one, number)
+
+    def _pointwise(self, call: Callable[..., Any], args: Sequence[Placed]) -> Placed:
+        given, dims = self.arranging.aligned(*args)
+        if all(a.is_number for a in args):
+            raise Unsupported("an operation on numbers alone")
+        return Placed(self.build.call(call, *given), dims)
+
+    def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:
+        if any(isinstance(n, fx.Node) for n in numbers):
+            return self.build.call(call, *numbers)
+        return call(*numbers)
+
+    def _folded(
+        self, call: Callable[..., Any], of_numbers: Callable[..., Any], args: Sequence[Placed]
+    ) -> Placed:
+        """An operation that joins its arguments: numbers first, then the narrower tensors."""
+        numbers = [a for a in args if a.is_number]
+        tensors = sorted((a for a in args if not a.is_number), key=lambda a: len(a.axes))
+        total: Placed | None = None
+        for a in numbers:
+            both = None if total is None else self._of_numbers(of_numbers, total.node, a.node)
+            total = a if total is None else Placed(both)
+        for a in reversed(tensors) if len(tensors) < 3 else tensors:
+            total = a if total is None else self._pointwise_ordered(call, total, a)
+        assert total is not None
+        return total
+
+    def _pointwise_ordered(self, call: Callable[..., Any], a: Placed, b: Placed) -> Placed:
+        return self._pointwise(call, [b, a] if a.is_number else [a, b])
+
+    def _sum(self, x: Node, args: Sequence[Placed]) -> Placed:
+        """A number and multiples of others, positive ones first."""
+        constant, coefficients = x.value
+        is_int = x.dtype == INT
+        pairs = sorted(zip(coefficients, args, strict=True), key=lambda p: p[0] < 0.0)
+        total: Placed | None = None
+        for c, a in pairs:
+            c = int(c) if is_int else c
+            if total is None or abs(c) != 1:
+                c_left = c if total is None else abs(c)
+                term = a if c_left == 1 else self._scaled(a, c_left)
+                sign = 1 if total is None or c > 0 else -1
+            else:
+                term, sign = a, c
+            if total is None:
+                total = term
+                continue
+            add = (torch.add, operator.add) if sign > 0 else (torch.sub, operator.sub)
+            total = self._joined(*add, total, term)
+        assert total is not None
+        if constant:
+            number = int(constant) if is_int else constant
+            total = self._joined(torch.add, operator.add, total, Placed(number))
+        return total
+
+    def _scaled(self, a: Placed, c: float) -> Placed:
+        return self._joined(torch.mul, operator.mul, a, Placed(c))
+
+    def _joined(
+        self, call: Callable[..., Any], of_numbers: Callable[..., Any], a: Placed, b: Placed
+    ) -> Placed:
+        if a.is_number and b.is_number:
+            return Placed(self._of_numbers(of_numbers, a.node, b.node))
+        if a.is_number and call is torch.sub:  # torch.sub takes no number first
+            return self._pointwise(torch.rsub, [b, a])
+        return self._pointwise_ordered(call, a, b)
+
+    def _rounded(self, x: Placed, dtype: torch.dtype) -> Placed:
+        value = x.value
+        if not isinstance(value, Tensor) or value.dtype == dtype:
+            return x
+        narrow = self.build.method("to", x.node, dtype)
+        return Placed(self.build.method("to", narrow, value.dtype), x.dims)
+
+    def _reduced(self, kind: str, axis: Axis, x: Placed) -> Placed:
+        if axis not in x.axes:
+            if kind != SUM:
+                raise Unsupported(f"{kind} of a value of rows, inside of an operation")
+            return self._scaled(x, self.arranging.inserted_size(axis.size))  # type: ignore[arg-type]
+        x = self.arranging.squeezed(self.arranging.split(x))
+        d = x.axes.index(axis)
+        dims = tuple(dim for dim in x.dims if axis not in dim)
+        method = {SUM: "sum", LOGSUMEXP: "logsumexp", MAX: "amax", ANY: "any"}[kind]
+        return Placed(self.build.method(method, x.node, d), dims)
+
+    # ------------------------------------------------------------------------- captured tensors
+
+    def _captured(self, x: Node, least: torch.dtype | None) -> Placed:
+        source = x.value
+        if source.name in self.values:
+            return self._result(x)
+        if isinstance(source.name, Positions):
+            return self._column(x, source.name)
+        node = outer_node(source.name, self.outer)
+        if not isinstance(example(node), Tensor):
+            return Placed(node)
+        tensor = self.captures.tensor(source)
+        tensor, at, whole = self._selected_by_masks(tensor, x.args)
+        index = {p: self.value(p) for p in at if self.captures.affine(p) is None}
+        placed = self.captures.placed(tensor, at, index, whole)
+        value = placed.value
+        if least is not None and value.dtype.is_floating_point:
+            wide = torch.promote_types(value.dtype, least)
+            if wide != value.dtype:
+                return Placed(self.build.method("to", placed.node, wide), placed.dims)
+        return placed
+
+    def _result(self, x: Node) -> Placed:
+        """A value of an operator, at the positions where it is read."""
+        node = self.values[x.value.name]
+        if not x.value.grad_flows and getattr(example(node), "requires_grad", False):
+            node = self.build.method("detach", node)
+        return self.captures.placed(node, x.args, {}, range(len(x.args)))
+
+    # ------------------------------------------------------------------------- rows of a mask
+
+    def _selected_by_masks(
+        self, tensor: fx.Node, at: Sequence[Node]
+    ) -> tuple[fx.Node, Sequence[Node], set[int]]:
+        """A tensor whose dimensions a mask selects, those of its own dimensions together."""
+        at, whole = list(at), set[int]()
+        d = 0
+        while d < len(at):
+            name = _positions(at[d])
+            rank = len(example(self._mask(name)).shape) if name is not None else 0
+            run = at[d : d + rank]
+            names = [_positions(p) for p in run]
+            is_whole = name is not None and names == [Positions(name.mask, i) for i in range(rank)]
+            if name is not None and is_whole and len({p.args for p in run}) == 1:
+                if rank > 1:
+                    tensor = self.build.method("flatten", tensor, d, d + rank - 1)
+                positions = self._positions(name)
+                tensor = self.build.method("index_select", tensor, d, positions)
+                at[d : d + rank] = [run[0].args[0]]
+                whole.add(d)
+            d += 1
+        return tensor, at, whole
+
+    def _mask(self, name: Positions) -> fx.Node:
+        return outer_node(name.mask, self.outer)
+
+    def _positions(self, name: Positions) -> fx.Node:
+        """The positions at which a mask holds, in its flattened entries."""
+        mask = self._mask(name)
+        self.build.selecting.append(([mask], []))
+        return self.build.positions(name.mask, mask, lambda made: mask)
+
+    def _column(self, x: Node, name: Positions) -> Placed:
+        """The positions along one dimension of a mask."""
+        mask = self._mask(name)
+        flat: fx.Node = self._positions(name)
+        shape = example(mask).shape
+        for d in reversed(range(name.dim + 1, len(shape))):
+            flat = self.build.call(torch.floor_divide, flat, self.build.size(shape[d], [mask]))
+        if name.dim:
+            flat = self.build.call(torch.remainder, flat, self.build.size(shape[name.dim], [mask]))
+        (place,) = x.args
+        return Placed(flat, ((place.value,),))
+
+
+def _positions(at: Node) -> Positions | None:
+    """The positions of a mask that a dimension is read at, one for each row."""
+    if at.op != "capture" or not isinstance(at.value, Source):
+        return None
+    is_row = len(at.args) == 1 and at.args[0].op == "index"
+    return at.value.name if isinstance(at.value.name, Positions) and is_row else None

@@ -1,0 +1,127 @@
+"""Chooses which values of a graph are computed by operators: the earliest ones that they can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import MATMULS
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.form import Call, Matched, NotClosed
+from torch_streamkl.fx_passes.closed_forms.match import match_program
+from torch_streamkl.fx_passes.closed_forms.rows import sites
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import CONTRACT, SUM, Node, Source
+from torch_streamkl.program.walks import walk
+
+Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing does
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Holds a node whose value operators compute."""
+
+    inner: fx.Node  # in the trace
+    node: fx.Node  # in the user's graph
+    matched: Matched
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(c for form in self.matched.closed.values() for c in form.calls)
+
+
+def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], Plans]:
+    """Finds where to put operators: the earliest nodes whose value they can compute."""
+    rows = list(_row_values(trace, reading))
+    plans = {node: _planned(reading.array(node)) for node in rows}
+    covered, chosen = set[fx.Node](), dict[fx.Node, Matched]()
+    # a sum of parts that are no divergence alone, such as cross-entropy minus entropy
+    for node in reversed(rows):
+        made = plans[node]
+        inputs = [a for a in node.all_input_nodes if a in plans]
+        if node in covered or isinstance(made, str) or node not in trace.outer:
+            continue
+        if any(isinstance(plans[a], str) for a in inputs) or (
+            inputs and not any(a in trace.outer for a in inputs)
+        ):
+            chosen[node] = made
+            covered |= {a for a in ancestors(node) if a in plans and a is not node}
+    downstream = set[fx.Node]()
+    for node in rows:
+        made = plans[node]
+        if any(a in chosen or a in downstream for a in node.all_input_nodes):
+            downstream.add(node)
+        elif node not in covered and node not in chosen and not isinstance(made, str):
+            if node in trace.outer:
+                chosen[node] = made
+    return [Divergence(n, trace.outer[n], chosen[n]) for n in rows if n in chosen], plans
+
+
+def _row_values(trace: Trace, reading: Reading) -> Iterator[fx.Node]:
+    """Nodes that are sums over keys, or are linear in some."""
+    known: dict[Node, bool] = {}
+    for node in trace.graph.nodes:
+        found = reading.arrays.get(node)
+        if node.op != "call_function" or not isinstance(found, Array):
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+            continue
+        if _is_linear(found.expr, known):
+            yield node
+
+
+def _is_linear(x: Node, known: dict[Node, bool]) -> bool:
+    """Whether an expression is a sum over keys, or a weighted sum of some and of other values."""
+    if x not in known:
+        known[x] = False
+        match x.op:
+            case "linear" | "product":
+                known[x] = any(_is_linear(a, known) for a in x.args)
+            case "div":
+                known[x] = _is_linear(x.args[0], known)
+            case "where":
+                known[x] = any(_is_linear(a, known) for a in x.args[1:])
+            case "reduce" if x.value.kind == SUM:
+                known[x] = (bool(sites(x)) and x in sites(x)) or _is_linear(x.args[0], known)
+    return known[x]
+
+
+def _planned(array: Array) -> Matched | str:
+    matched = match_program(array.expr, [a for dim in array.dims for a in dim])
+    reasons = [form.reason for form in matched.found.values() if isinstance(form, NotClosed)]
+    if reasons:
+        return reasons[0]
+    return matched if matched.closed else "the sum over keys is a known constant"
+
+
+def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], torch.dtype]:
+    """Returns the types of the user's products, by the names of their operands.
+
+    Autocast decides them, which the trace knows nothing of.
+    """
+    found: dict[frozenset[object], torch.dtype] = {}
+    for node in trace.graph.nodes:
+        array = reading.arrays.get(node)
+        if node.op != "call_function" or not isinstance(array, Array):
+            continue
+        if name_of(node) not in MATMULS:
+            continue
+        user = trace.outer.get(node)
+        value = (user if user is not None else node).meta.get(
+            "example_value" if user is not None else "val"
+        )
+        if not isinstance(value, Tensor):
+            continue
+        for x in walk([array.expr], lambda x: x.op not in (CONTRACT, "capture")):
+            if x.op == CONTRACT:
+                names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
+                before = found.get(names)
+                wide = value.dtype if before is None else torch.promote_types(before, value.dtype)
+                found[names] = wide
+    return found

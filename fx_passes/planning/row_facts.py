@@ -1,0 +1,80 @@
+"""Collects what row programs have to know of the graph that expressions were read from."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.closed_forms.row_program import Facts
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.graph import Node, Size, Source
+from torch_streamkl.program.walks import walk
+
+aten = torch.ops.aten
+LOGARITHMS = {
+    aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default,
+    aten.kl_div.default, aten.xlogy.Tensor, aten.special_entr.default,
+}  # fmt: skip
+SAME = {aten.detach.default, aten.alias.default, aten.contiguous.default}
+
+
+def facts_of(reading: Reading) -> Facts:
+    """Returns the facts of a graph."""
+    logarithms = []
+    for node in reading.arrays:
+        if node.target in LOGARITHMS:
+            logarithms += _of_probabilities(node, reading)
+
+    def extent(source: object, d: int) -> Size:
+        assert isinstance(source, Source)
+        value: Tensor = source.name.meta["val"]
+        return reading.sizes.of(value.shape[d])
+
+    found = tuple(dict.fromkeys(logarithms))
+    return Facts(is_unique, found, reading.reads_products, dtype_of, extent)
+
+
+def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
+    """The exponents of probabilities that an operation takes the logarithm of."""
+    is_loss = node.target == aten.kl_div.default
+    argument = node.args[1] if is_loss or node.target == aten.xlogy.Tensor else node.args[0]
+    if is_loss and node.kwargs.get("log_target", False):
+        return []
+    x = reading.arrays.get(argument) if isinstance(argument, fx.Node) else None
+    if not isinstance(x, Array):
+        return []
+    found, todo = list[Node](), [x.expr]
+    while todo:
+        y = todo.pop()
+        if y.op == "exp":
+            found.append(y.args[0])
+        elif y.op in ("product", "div") or y.op in ("clamp_min", "clamp_max", "where"):
+            todo += y.args
+        elif y.op == "linear":
+            constant, terms = terms_of(y)
+            todo += [t for _, t in terms] if constant == 0.0 and len(terms) == 1 else []
+    return [z for z in found if any(s.op == "log_softmax" for s in walk([z]))]
+
+
+def is_unique(ids: Node) -> bool:
+    """Returns whether ids are those of a top-k along their last axis: each once in a row."""
+    node = ids.value.name if isinstance(ids.value, Source) else None
+    if not isinstance(node, fx.Node):
+        return False
+    while node.target in SAME:
+        (node,) = node.all_input_nodes
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    top = node.args[0]
+    return isinstance(top, fx.Node) and top.target == aten.topk.default
+
+
+def dtype_of(source: object) -> torch.dtype:
+    """Returns the type of a captured tensor."""
+    name = source.name if isinstance(source, Source) else source
+    value = name.meta.get("val") if isinstance(name, fx.Node) else None
+    return value.dtype if isinstance(value, Tensor) else torch.float32

@@ -1,0 +1,158 @@
+"""Finds sums over keys that code outside of the elements reads.
+
+A value is of rows if its products are all inside of sums over keys. The keys are what softmaxes of
+the graph are over; of products without one, an axis that leaves nothing as large as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    Place,
+    bindings_of,
+    key_position,
+    places_of_keys,
+    products_in,
+    sites_of,
+)
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import CONTRACT, Node
+from torch_streamkl.program.walks import walk
+
+
+class Levels:
+    """Says which nodes of a trace are values of rows."""
+
+    def __init__(self, trace: Trace, reading: Reading) -> None:
+        self.trace, self.reading = trace, reading
+        self.made: dict[fx.Node, Node] = {}  # what is made of products
+        for node in trace.graph.nodes:
+            x = reading.arrays.get(node)
+            if node.op == "call_function" and isinstance(x, Array) and products_in([x.expr]):
+                self.made[node] = x.expr
+        every = bindings_of(self.made.values())
+        said = [b for b in every if b.says]
+        self.places: frozenset[Place] = places_of_keys(every)[0] if said else frozenset()
+        self._known: dict[Node, bool] = {}
+
+    def is_of_rows(self, node: fx.Node) -> bool:
+        """Returns whether a node is computed from sums over keys alone."""
+        expr = self.made.get(node)
+        if expr is None:
+            return False
+        if expr not in self._known:
+            self._known[expr] = self._is_of_rows(expr)
+        return self._known[expr]
+
+    def _is_of_rows(self, expr: Node) -> bool:
+        products = products_in([expr])
+        if all(key_position(p, self.places) is not None for p in products):
+            return _are_summed(expr, self.places)
+        candidates = places_of_keys(bindings_of([expr]))
+        return not _is_large(expr, products) and any(_are_summed(expr, p) for p in candidates)
+
+    # ------------------------------------------------------------------------ roots
+
+    def roots(self, region: Region) -> list[fx.Node]:
+        """Returns sums over keys that code outside of the elements reads.
+
+        A sum inside of one of the user's operations, such as a norm, is no value of the graph: the
+        first one that is computed from it is.
+        """
+        inside = set(region.nodes)
+        mapped = set(self.trace.outer.values()) | set(self.trace.origin.values())
+        read = self._read_outside(inside, mapped)
+        roots, hidden = list[fx.Node](), set[fx.Node]()
+        for node in self.made:
+            if not self.is_of_rows(node):
+                continue
+            inputs = [a for a in node.all_input_nodes if a in self.made]
+            is_sum = any(not self.is_of_rows(a) for a in inputs)
+            if not is_sum and not hidden & set(inputs):
+                continue
+            if node not in self.trace.outer:
+                hidden.add(node)
+            elif node in read:
+                roots.append(node)
+        return roots
+
+    def _read_outside(
+        self, inside: Collection[fx.Node], mapped: Collection[fx.Node]
+    ) -> set[fx.Node]:
+        """The nodes that other code uses, or uses what is computed from them alone as rows'
+        values.
+        """
+        leaves: dict[fx.Node, bool] = {}
+        found: set[fx.Node] = set()
+        for node in reversed(self.trace.graph.nodes):
+            users = [user for user in node.users if user.op != "output"]
+            if (
+                (
+                    node in self.trace.outer
+                    and _leaves(self.trace.outer[node], inside, mapped, leaves)
+                )
+                or any(self._is_left(user) for user in users)
+                or any(u in found and self.is_of_rows(u) for u in users)
+            ):
+                found.add(node)
+        return found
+
+    def _is_left(self, node: fx.Node) -> bool:
+        """Whether an operation is not read."""
+        value = node.meta.get("val")
+        return isinstance(value, (Tensor, list, tuple)) and node not in self.made
+
+
+def _are_summed(expr: Node, places: frozenset[Place]) -> bool:
+    """Whether all products are inside of sums over keys, or at one key of each row."""
+    sites = sites_of(expr, places)
+    return bool(sites) and all(x.op != CONTRACT or _is_at_one_key(x, places) for x in sites)
+
+
+def _is_at_one_key(product: Node, places: frozenset[Place]) -> bool:
+    place = key_position(product, places)
+    if place is None:
+        return False
+    side, d = place
+    at = product.args[side].args[d]
+    if at.op == "index":
+        return at.value in product.value  # summed
+    return any(y.op == "capture" for y in walk([at]))
+
+
+def _is_large(expr: Node, products: Collection[Node]) -> bool:
+    """Whether an expression has axes of rows alone and of keys alone."""
+    for product in products:
+        a, b = (x.axes for x in product.args)
+        if expr.axes & (a - b) and expr.axes & (b - a):
+            return True
+    return False
+
+
+def _leaves(
+    node: fx.Node,
+    inside: Collection[fx.Node],
+    mapped: Collection[fx.Node],
+    known: dict[fx.Node, bool],
+) -> bool:
+    """Whether code that is not analysed uses a node of the user's graph.
+
+    What is inside and no node of the trace returns its input: its users count.
+    """
+    if node not in known:
+        stack, same = [node], {node}
+        known[node] = False
+        while stack and not known[node]:
+            for user in stack.pop().users:
+                if user not in inside:
+                    known[node] = True
+                elif user not in mapped and user not in same:
+                    same.add(user)
+                    stack.append(user)
+    return known[node]

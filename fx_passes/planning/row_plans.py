@@ -1,0 +1,365 @@
+"""Chooses which sums over keys become row programs, and which of them one program computes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.closed_forms.form import NotClosed, Product, sources_in
+from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
+from torch_streamkl.fx_passes.closed_forms.row_program import Facts, RowForm, row_form
+from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
+from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
+from torch_streamkl.fx_passes.planning.row_facts import facts_of
+from torch_streamkl.fx_passes.planning.row_levels import Levels
+from torch_streamkl.fx_passes.reading.arrays import Array, Dim
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import Node, Size
+from torch_streamkl.program.walks import walk
+
+MIB = 2**20
+ELEMENT = 4  # bytes: scores are float32 before a softmax
+SUMS = {
+    "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
+    "linalg_vector_norm", "smooth_l1_loss", "huber_loss",
+}  # fmt: skip
+WITH_LABELS = {"cross_entropy_loss"}
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """Describes a value of the user's graph that a program computes."""
+
+    inner: fx.Node
+    node: fx.Node
+    around: Node  # an expression of the rows' values
+    dims: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """Holds a row program, and the values of the user's graph that it computes."""
+
+    form: RowForm
+    outputs: tuple[RowOutput, ...]
+    matmuls: tuple[fx.Node | None, ...]  # of the trace, one for each product
+    reads: frozenset[fx.Node] = field(default=frozenset())  # of the trace
+    dtypes: frozenset[torch.dtype] = frozenset()
+
+    @property
+    def first(self) -> fx.Node:
+        """Returns the user's node before which the program must be inserted."""
+        nodes = {o.node for o in self.outputs}
+        return next(n for n in self.outputs[0].node.graph.nodes if n in nodes)
+
+
+def may_have_programs(trace: Trace) -> bool:
+    """Returns whether there are a product and a sum at all."""
+    names = {name_of(n) for n in trace.graph.nodes if n.op == "call_function"}
+    return bool(names & MATMULS) and bool(names & SUMS)
+
+
+class RowPlanner:
+    """Plans the row programs of a trace; ``reasons`` says why a sum has none."""
+
+    def __init__(self, trace: Trace, reading: Reading, region: Region) -> None:
+        self.trace, self.reading, self.region = trace, reading, region
+        self.facts: Facts = facts_of(reading)
+        self.levels = Levels(trace, reading)
+        self.reasons: dict[fx.Node, str] = {}
+        self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
+        self._matmuls = self._products()
+
+    def _products(self) -> dict[object, fx.Node]:
+        """The matmul that makes each product, by its operands."""
+        found: dict[object, fx.Node] = {}
+        for node in self.trace.graph.nodes:
+            x = self.reading.arrays.get(node)
+            if name_of(node) in MATMULS and isinstance(x, Array):
+                for product in products_in([x.expr]):
+                    found.setdefault(tuple(map(source_of, product.args)), node)
+        return found
+
+    # ------------------------------------------------------------------------ plans
+
+    def plan(self, roots: Sequence[fx.Node]) -> ProgramPlan:
+        """Returns one program for these sums, or raises Unsupported."""
+        arrays = [self.reading.array(r) for r in roots]
+        order = [a for x in arrays for d in x.dims for a in d]
+        form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), self.facts)
+        if isinstance(form, NotClosed):
+            raise Unsupported(form.reason)
+        self._check_types(roots, form)
+        outputs = tuple(
+            RowOutput(r, self.trace.outer[r], around, x.dims)
+            for r, around, x in zip(roots, form.around, arrays, strict=True)
+        )
+        every = [x.element for p in form.products for x in (p.rows, p.keys)]
+        sources = sources_of([*every, *(c.value for c in form.captures), *form.around])
+        dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
+        matmuls = tuple(self._matmul(p) for p in form.products)
+        return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
+
+    def _matmul(self, product: Product) -> fx.Node | None:
+        names = tuple(source_of(x.element) for x in (product.rows, product.keys))
+        return self._matmuls.get(names) or self._matmuls.get(names[::-1])
+
+    def _check_types(self, roots: Sequence[fx.Node], form: RowForm) -> None:
+        """Raises Unsupported where eager code computes elements in another type than it seems."""
+        of = self.facts.dtypes
+        assert of is not None
+        operands = {
+            of(s) for p in form.products for s in sources_in(p.rows.element, p.keys.element)
+        }
+        behind = set().union(*(ancestors(r) for r in roots)) | set(roots)
+        for node in behind & self.reading.reads_products:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.dtype.is_complex:
+                raise Unsupported("scores are cast to a complex type")
+            if isinstance(value, Tensor) and value.dtype == torch.float64:
+                if torch.float64 not in operands:
+                    raise Unsupported("scores become float64 after their matmul")
+
+    # ------------------------------------------------------------------------ choices
+
+    def find(self, handled: Collection[fx.Node]) -> list[ProgramPlan]:
+        """Returns the programs of a region that leave none of their products to other code.
+
+        ``handled`` are nodes that other operators compute already.
+        """
+        plans: list[ProgramPlan] = []
+        for root in self.levels.roots(self.region):
+            if root in handled:
+                continue
+            try:
+                alone = self.plan([root])
+            except Unsupported as blocked:
+                self.reasons[root] = str(blocked)
+                continue
+            for i, plan in enumerate(plans):
+                joined = self._joined(plan, root)
+                if joined is not None:
+                    plans[i] = joined
+                    break
+            else:
+                plans.append(alone)
+        self._merge(plans)
+        replaced = {o.node for plan in plans for o in plan.outputs}
+        fused = (self.trace.outer[n] for n in handled if n in self.trace.outer)
+        replaced |= {node for node in fused if not node.users}
+        found = []
+        for plan in plans:
+            reason = why_small(plan) or self.why_kept(plan, replaced)
+            for output in plan.outputs if reason else ():
+                self.reasons[output.inner] = reason
+            if not reason:
+                found.append(plan)
+        return found
+
+    def _joined(self, plan: ProgramPlan, root: fx.Node) -> ProgramPlan | None:
+        """One program with another sum, if all that it reads is there before the first sum."""
+        inner = [*(o.inner for o in plan.outputs), root]
+        nodes = [self.trace.outer[n] for n in inner]
+        exprs = [self.reading.array(n).expr for n in inner]
+        shared = {tuple(map(source_of, p.args)) for p in products_in(exprs[-1:])}
+        if not shared & {tuple(map(source_of, p.args)) for p in products_in(exprs[:-1])}:
+            return None
+        # A tensor that only some of the results depend on would get zeros from the others, not
+        # None. A result without any gradient, such as a metric, is detached
+        trained = [{(s.name, s.version) for s in sources_in(x) if s.grad_flows} for x in exprs]
+        if len({frozenset(x) for x in trained if x}) > 1:
+            return None
+        # the call stands at the first of them, and has gradients if those are recorded there
+        modes = autograd_modes(nodes[0].graph.nodes)
+        at_first = modes[min(nodes, key=lambda n: self.position[n])]
+        learned = [n for n, flows in zip(nodes, trained, strict=True) if flows]
+        if any(modes[n] != at_first for n in learned):
+            return None
+        first = min(self.position[n] for n in nodes)
+        read = sources_of(exprs)
+        outer = self.trace.outer
+        if any(n not in outer or self.position[outer[n]] > first for n in read):
+            return None
+        if any(set(inner) & ancestors(n) for n in read):
+            return None
+        try:
+            return self.plan(inner)
+        except Unsupported:
+            return None
+
+    def _merge(self, plans: list[ProgramPlan]) -> None:
+        """Joins programs that a later sum has connected: it reads products of both."""
+        pairs = [(i, j) for i in range(len(plans)) for j in range(len(plans)) if i != j]
+        for i, j in pairs:
+            joined: ProgramPlan | None = plans[i]
+            for output in plans[j].outputs:
+                if joined is not None:
+                    joined = self._joined(joined, output.inner)
+            if joined is not None:
+                plans[i] = joined
+                del plans[j]
+                self._merge(plans)
+                return
+
+    def sharing(self, inner: Collection[fx.Node]) -> list[ProgramPlan]:
+        """Returns programs that compute some of these divergences together with other sums.
+
+        Those read the same products, such as entropies next to a divergence. A cross-entropy with
+        labels is no such sum: `linear_kl` computes it, too.
+        """
+        roots = {r for r in self.levels.roots(self.region) if name_of(r) not in WITH_LABELS}
+        if not roots & set(inner) or len(roots) < 2:
+            return []
+        found = []
+        for plan in self.find(set()):
+            outputs = {o.inner for o in plan.outputs}
+            if outputs & set(inner) and len(outputs) > 1 and outputs <= roots:
+                found.append(plan)
+        return found
+
+    # ------------------------------------------------------------------------ readers
+
+    def why_kept(self, plan: ProgramPlan, gone: Collection[fx.Node]) -> str:
+        """Explains why fusing would recompute: other code also needs all products of a program.
+
+        ``gone`` are nodes of the user's graph that operators take the place of. That attention
+        reads its map as well is usual: the map of the loss is another one.
+        """
+        inside, gone = set(self.region.nodes), set(gone)
+        for node in reversed(self.region.nodes):
+            is_unread = all(
+                user in gone or name_of(user) in MATMULS or read_for_metadata(user) is node
+                for user in node.users
+            )
+            if is_unread and (node.users or is_in_place(node)):
+                gone.add(node)
+        kept = ""
+        for matmul in plan.matmuls:
+            made = None if matmul is None else node_of(self.trace, matmul)
+            if made is None or made in gone:
+                return ""
+            while made not in gone:
+                readers = [u for u in made.users if u not in gone]
+                following = next((u for u in readers if u in inside), None)
+                if following is None:
+                    kept = name_of(made) if not readers else "code outside of the loss"
+                    break
+                made = following
+        return f"the scores are also read by {kept}"
+
+    def reads_products(self, node: fx.Node, plans: Sequence[ProgramPlan]) -> bool:
+        """Returns whether a node reads products of programs other than by their results."""
+        products = {m for plan in plans for m in plan.matmuls}
+        results = {o.inner for plan in plans for o in plan.outputs}
+        behind: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current not in behind and current not in results:
+                behind.add(current)
+                stack += current.all_input_nodes
+        return bool(behind & products) or not ancestors(node) & results
+
+
+def sources_of(exprs: Sequence[Node]) -> set[fx.Node]:
+    """Returns the nodes of a trace that expressions read."""
+    found = set()
+    for x in walk(exprs):
+        name = getattr(x.value, "name", None) if x.op == "capture" else None
+        node = getattr(name, "mask", name)
+        if isinstance(node, fx.Node):
+            found.add(node)
+    return found
+
+
+def why_small(plan: ProgramPlan) -> str:
+    """Explains why a program saves nothing; a softmax is always worth it.
+
+    Products without one may be layers of a network, compared with others: projected hidden states,
+    which are no larger than what they are computed from.
+    """
+    form = plan.form
+    if form.program.logsumexps or any(n.op == "exp" for n in form.program.nodes):
+        return ""
+    for product in form.products:
+        axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
+        made = _extent(axes)
+        operands = [_extent(x.axes) for x in (product.rows, product.keys)]
+        if made is None or any(n is None or made < 2 * n for n in operands):
+            return "products that are not larger than what they are computed from"
+    return ""
+
+
+def _extent(axes: Collection[object]) -> int | None:
+    sizes = [a.size for a in axes]  # type: ignore[attr-defined]
+    total = 1
+    for n in sizes:
+        if not isinstance(n, int):
+            return None
+        total *= n
+    return total
+
+
+def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collection[str]) -> str:
+    """Explains why code after the sums sees another number: it makes some of NaN or infinity.
+
+    ``special`` and ``infinite`` name what reads NaN and infinity after them, and infinity alone.
+    """
+    names = special
+    if not names and not is_never_infinite(plan.form.program, plan.dtypes):
+        names = infinite
+    if names and not is_as_special(plan.form.program, plan.dtypes):
+        name = min(names)
+        return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
+    return ""
+
+
+def mib_of(plan: ProgramPlan) -> float | None:
+    """Returns the size of all products together in float32; None if only data decides it.
+
+    Sizes that vary count as they are when the graph is compiled.
+    """
+    mib = 0.0
+    for product in plan.form.products:
+        total = 1
+        for a in {*product.rows.axes, *product.keys.axes} - set(product.contracted):
+            hint = _hint(a.size)
+            if hint is None:
+                return None
+            total *= hint
+        mib += total * ELEMENT / MIB
+    return mib
+
+
+def _hint(size: Size | None) -> int | None:
+    """A size as it is now, without a guard."""
+    if isinstance(size, int) or size is None:
+        return size
+    hint = size.size.node.hint
+    return None if hint is None else int(hint)
+
+
+def describe(plan: ProgramPlan) -> str:
+    """Returns the form of a row program."""
+    form, products = plan.form, len(plan.form.products)
+    levels = max(form.program.levels)
+    what = "the product" if products == 1 else f"{products} products"
+    sizes = sorted({r.size for r in form.program.reductions if r.size})
+    keys = f"blocks of {' and '.join(map(str, sizes))} keys" if sizes else "keys"
+    text = f"a sum over {keys} of {what}"
+    if form.axes.is_summed:
+        are_heads = any(
+            set(heads) & p.rows.axes and set(heads) & p.keys.axes
+            for p, heads in zip(form.products, form.axes.heads, strict=True)
+        )
+        text += ", summed over heads" if are_heads else ", summed over a leading dimension"
+    return f"{text}, {levels} passes" if levels > 1 else text
