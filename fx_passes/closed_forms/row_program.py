@@ -16,10 +16,11 @@ for. What has to be found is which axis is which.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
+from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     NotClosed,
@@ -107,6 +108,7 @@ class RowForm:
     values: tuple[RowOutput, ...]
     around: tuple[Node, ...]
     sites: tuple[Node, ...] = field(repr=False, default=())  # opened, of each value
+    entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
 
     @property
     def requires_grad(self) -> bool:
@@ -126,6 +128,12 @@ def row_form(
     roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = Facts()
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
+    roots, entries = without_entries(roots, facts.is_unique, facts.extent)
+    form = _of_sums(roots, order, facts)
+    return form if isinstance(form, NotClosed) else replace(form, entries=entries)
+
+
+def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
     found = places_of_keys(bindings_of(roots))
     failed: NoForm | None = None
     if not found:

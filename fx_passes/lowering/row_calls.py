@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
+from torch_streamkl.fx_passes.lowering import entry_calls
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -45,6 +46,7 @@ def emit(
     form = plan.form
     inputs = [x.element for p in form.products for x in (p.rows, p.keys)]
     inputs += [c.value for c in form.captures]
+    inputs += [x for entries in form.entries for x in entries.sources]
     writer = Writer(build, reading, outer, [*inputs, *form.around])
     tensors: list[fx.Node] = []
     for product, heads in zip(form.products, form.axes.heads, strict=True):
@@ -52,7 +54,7 @@ def emit(
     tensors = _of_one_type(build, tensors)
     tensors += [_captured(writer, form, c) for c in form.captures]
     call = build.call(op.row_program, tensors, form.program.text, form.requires_grad, "auto")
-    values = _values(writer, form, call)
+    values = {**_values(writer, form, call), **entry_calls.emit(writer, form.entries)}
     results: dict[fx.Node, fx.Node] = {}
     returned = {storage_of(x) for x in build.graph.output_node().all_input_nodes}
     made: set[int | None] = set()

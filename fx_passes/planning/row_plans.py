@@ -104,7 +104,8 @@ class RowPlanner:
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
         every = [x.element for p in form.products for x in (p.rows, p.keys)]
-        sources = sources_of([*every, *(c.value for c in form.captures), *form.around])
+        at_ids = [x for entries in form.entries for x in entries.sources]
+        sources = sources_of([*every, *at_ids, *(c.value for c in form.captures), *form.around])
         dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
         matmuls = tuple(self._matmul(p) for p in form.products)
         return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))

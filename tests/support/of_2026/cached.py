@@ -22,6 +22,8 @@ from tests.support.of_2026.registry import (
     loss,
 )
 
+OF_ANSWERS = LABELS.masked_fill(~KEEP, -100)
+
 
 # ------------------------------------------------------------------ entries at given ids
 @loss(TOPK, style="Cartridges", findings=True)
@@ -169,7 +171,7 @@ def axolotl_with_labels(h, w):
     z = h @ w.T
     entries = torch.gather(z, -1, IDS).to(torch.float32) - torch.logsumexp(z, -1, keepdim=True)
     kd = -(LOG_P.exp() * entries * KEEP[:, None]).sum() / KEEP.sum()
-    return 0.7 * kd + 0.3 * F.cross_entropy(z, LABELS.masked_fill(~KEEP, -100))
+    return 0.7 * kd + 0.3 * F.cross_entropy(z, OF_ANSWERS)
 
 
 @loss(ROW, style="overlap of the student's and the teacher's top entries")
