@@ -70,7 +70,7 @@ def axes_of(
     query = _query(sides, masks, rows)
     # keys that heads share are grouped by the last axes
     rest = sorted((a for a in rows if a != query), key=lambda a: _is_shared(sides, a))
-    heads = _heads(sides, rest)
+    heads = _heads(sides, rest, _tensors(sides, masks))
     return Axes(tuple(a for a in rest if a not in heads), heads, query, key)
 
 
@@ -103,15 +103,25 @@ def _is_shared(sides: Sequence[Side], axis: Axis) -> bool:
     return any(kind_of(side, axis) == ROW_ONLY for side in sides)
 
 
-def _heads(sides: Sequence[Side], rest: Sequence[Axis]) -> tuple[Axis, ...]:
+def _tensors(sides: Sequence[Side], masks: Sequence[Condition]) -> list[frozenset[Axis]]:
+    """The axes of masks and of what is added to scores."""
+    conditions = [x.axes for mask in masks for x in mask]
+    return conditions + [bias.value.axes for side in sides for bias in side.added]
+
+
+def _heads(
+    sides: Sequence[Side], rest: Sequence[Axis], tensors: Sequence[frozenset[Axis]]
+) -> tuple[Axis, ...]:
     """The last axis, and axes before it if queries of several heads share keys; one stays for the
-    batch.
+    batch. So does one that a mask varies along, if it does not along the next.
     """
     heads = tuple(rest[-1:])
     while len(rest) - len(heads) > 1:
         first, before = heads[0], rest[-len(heads) - 1]
         shares = (ROW_ONLY, ABSENT)
         if not any(kind_of(s, first) in shares and kind_of(s, before) == BOTH for s in sides):
+            break
+        if any(before in axes and first not in axes for axes in tensors):
             break
         heads = (before, *heads)
     return heads

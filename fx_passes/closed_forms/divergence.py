@@ -7,6 +7,7 @@ a divergence, or a sum of divergences with one operator call each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +17,23 @@ from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import choose, product, quotient, terms_of
-from torch_streamkl.program.divergences import DIVERGENCES, FLOOR_OF_EXP, Functional, render
+from torch_streamkl.program.divergences import (
+    DIVERGENCES,
+    FLOOR_OF_EXP,
+    Functional,
+    evaluate,
+    render,
+)
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
-from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.operations import OPERATIONS, exact
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
 Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
 Polynomial = dict[Monomial, float]
 TINY = 1e-12
+AFTER_SOFTMAX = "a mask on keys is applied after the softmax"
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
     def enter(y: Node) -> bool:
         if y.op == "where":
             if key in y.args[0].axes and not has_variables[y.args[0]]:
-                raise NoForm("a condition in the sum", y)
+                raise NoForm(AFTER_SOFTMAX, y.args[0])
             return has_variables[y] and not has_variables[y.args[0]]
         return has_variables[y] and (
             y.op in ("linear", "product") or (y.op == "div" and not has_variables[y.args[1]])
@@ -60,7 +68,7 @@ def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
     for y in walk([x], enter):
         if not has_variables[y]:
             if key in y.axes:
-                raise NoForm("a condition in the sum", y)
+                raise NoForm(AFTER_SOFTMAX, y)
             found[y] = {ONE: {(): y.value}} if y.op == "const" else {y: {(): 1.0}}
         elif not enter(y):
             _check_atom(y, has_variables)
@@ -75,7 +83,7 @@ def _check_atom(x: Node, has_variables: Mapping[Node, bool]) -> None:
     for y in walk([x], lambda y: has_variables[y]):
         if not has_variables[y] and y.op != "const":
             reason = "a value of the row is part of a function of probabilities"
-            raise NoForm("a condition in the sum" if y.dtype == BOOL else reason, y)
+            raise NoForm(AFTER_SOFTMAX if y.dtype == BOOL else reason, y)
 
 
 def _combined(x: Node, args: list[dict[Node, Polynomial]]) -> dict[Node, Polynomial]:
@@ -235,7 +243,21 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
     if c is not None:
         expr, factor = _bilinear(c, teacher, student)
         return [Pair(expr, teacher, student, factor)]
-    return [Pair(_written_polynomial(polynomial, teacher, student), teacher, student)]
+    expr = _written_polynomial(polynomial, teacher, student)
+    if all(c > 0.0 for c in polynomial.values()) and _is_negative(expr):
+        negative = {m: -c for m, c in polynomial.items()}
+        return [Pair(_written_polynomial(negative, teacher, student), teacher, student, -1.0)]
+    return [Pair(expr, teacher, student)]
+
+
+def _is_negative(expr: Node) -> bool:
+    """Whether a formula is negative, as P log S is: a divergence times -1."""
+    points = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (1e-3, 0.4))
+    numbers = [{"P": p, "S": s, "logP": math.log(p), "logS": math.log(s)} for p, s in points]
+    with contextlib.suppress(KeyError, ValueError):
+        found = [evaluate(expr, {k: exact(x) for k, x in each.items()}) for each in numbers]
+        return all(float(x) < 0.0 for x in found)
+    return False
 
 
 def _roles(
@@ -329,8 +351,11 @@ def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> N
         for x in atoms:
             term = term * _written(x, names)
         groups.setdefault(weight, []).append((c, term))
-    total = const(0.0)
     order = sorted(groups, key=lambda w: (2, False) if w is None else _order(w, teacher))
+    factor = _common_factor({w: groups[w] for w in order}, names)
+    if factor is not None:
+        return factor
+    total = const(0.0)
     for weight in order:
         terms = groups[weight]
         size = {abs(c) for c, _ in terms}
@@ -340,6 +365,25 @@ def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> N
             inner = _written(weight, names) * inner
         total = total + const(common_factor) * inner
     return total
+
+
+def _common_factor(
+    groups: Mapping[Node | None, Sequence[tuple[float, Node]]],
+    names: Mapping[int, tuple[Node, Node]],
+) -> Node | None:
+    """A product of two sums, as ``(P + eps) * (log(P + eps) - log(S + eps))``."""
+    if len(groups) < 2:
+        return None
+    first, *others = groups.values()
+    weights = [1.0]
+    for terms in others:
+        known = {x: c for c, x in terms}
+        ratios = {known.get(x, 0.0) / c for c, x in first}
+        if len(known) != len(first) or len(ratios) != 1 or 0.0 in ratios:
+            return None
+        weights += ratios
+    pairs = zip(weights, (ONE if w is None else _written(w, names) for w in groups), strict=True)
+    return _total(list(pairs), names) * _total(first, names)
 
 
 def _order(x: Node, teacher: int) -> tuple[int, bool]:

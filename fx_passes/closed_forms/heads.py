@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.form import NoForm, requires_grad
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, requires_grad, sources_in
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import exponential, linear, scaled, terms_of
@@ -16,6 +16,8 @@ from torch_streamkl.program.reductions import detached, fresh_axis, reduced, rem
 from torch_streamkl.program.walks import rebuilt, walk
 
 LEAVES = ("log_softmax", CONTRACT, "capture", "reduce", "index")
+SELECTED = "keys are selected after the softmax"
+PLAIN = ("capture", "index", "const", "size", "linear")  # what weights of keys are made of
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,27 @@ class Variables:
         def enter(x: Node) -> bool:
             if self.key not in x.axes or x.op in LEAVES:
                 return False
+            self._check_terms(x)
             return x.dtype != BOOL or _mentions_softmax(x, self.key)
 
         def change(x: Node, args: tuple[Node, ...]) -> Node:
             return _without_shift(remade(x, args)) if enter(x) else self._changed(x)
 
         return rebuilt([body], change, enter)[body]
+
+    def _check_terms(self, x: Node) -> None:
+        """Raises NoForm where an operation says more than the part of it that is no divergence."""
+        own = [y for y in x.args if self.key in y.axes]
+        if x.op == "product" and len(own) > 1:
+            for y in own:
+                if y.dtype == FLOAT and all(z.op in PLAIN for z in walk([y])):
+                    raise NoForm("weights that vary along the keys multiply the divergence", x)
+        scores = [y for y in own if y.op == CONTRACT]
+        normalisers = [y for y in x.args if y.op == "reduce" and y.value.kind == LOGSUMEXP]
+        if x.op == "linear" and scores and normalisers:
+            is_same = set(sources_in(*scores)) <= set(sources_in(*normalisers))
+            other = "a log-sum-exp of other scores is subtracted"
+            raise NoForm(SELECTED if is_same else other, x)
 
     def _changed(self, x: Node) -> Node:
         if self.key not in x.axes or x.dtype == BOOL:
@@ -65,7 +82,7 @@ class Variables:
                 if x.value == self.key:
                     return self._variable(Distribution(x.args[0]))
                 if not _mentions_softmax(x.args[0], self.key):
-                    raise NoForm("a softmax over another dimension than the sum", x)
+                    raise NoForm("two distributions over different dimensions are combined", x)
                 return self._compared_with_mean(x)
             case "reduce" if x.value.kind in (SUM, LOGSUMEXP):
                 return self._mean(x)
@@ -99,9 +116,7 @@ class Variables:
         if kind == SUM and inner.op == "exp":
             inner = inner.args[0]
         if not is_softmax or inner.op != "log_softmax" or inner.value != self.key:
-            if _mentions_softmax(inner, self.key):
-                raise NoForm("probabilities are not averaged with equal weights over heads", x)
-            raise NoForm("a sum over heads of what is no softmax", x)
+            raise NoForm(_why_no_mean(inner, self.key, bound), x)
         place = inner.args[0], tuple(bound)
         if place not in self._means:
             names = {a: fresh_axis(a.size) for a in bound}
@@ -112,6 +127,16 @@ class Variables:
         if kind == SUM:
             return scaled(count, exponential(log))
         return linear(math.log(count), [(1.0, log)])
+
+
+def _why_no_mean(x: Node, key: Axis, over: Sequence[Axis]) -> str:
+    """Says why a sum over heads inside of the sum over keys is no mean of probabilities."""
+    softmaxes = [y for y in walk([x]) if y.op == "log_softmax"]
+    if any(y.value in over for y in softmaxes):
+        return "two distributions over different dimensions are combined"
+    if len(softmaxes) == 1 and softmaxes[0].value == key:
+        return "probabilities are not averaged with equal weights over heads"
+    return "a sum over rows or some heads comes before the sum over the keys"
 
 
 def _num_heads(axes: Sequence[Axis]) -> float:

@@ -62,7 +62,7 @@ def check_call(call: Call) -> None:
     if any(a.size == 0 for a in (*call.axes.rows, call.axes.key)):
         raise NoForm("the scores have a dimension without entries")
     if call.student.averaged:
-        raise NoForm("the student's probabilities are averaged over heads")
+        raise NoForm("the probabilities of both sides are averaged over heads")
     for side in call.sides:
         _check_factors(side)
     if call.operator == LINEAR:

@@ -55,12 +55,13 @@ from torch_streamkl.fx_passes.closed_forms.score_form import (
 )
 from torch_streamkl.fx_passes.closed_forms.sums import joined
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
-from torch_streamkl.program.canonical import scaled
+from torch_streamkl.program.canonical import negation, scaled
 from torch_streamkl.program.divergences import Functional, evaluate
-from torch_streamkl.program.graph import SUM, Axis, Node, Source, capture, index
+from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, Source, capture, index
 from torch_streamkl.program.identities import LOG_P, LOG_S
 from torch_streamkl.program.operations import exact
 from torch_streamkl.program.reductions import fresh_axis, opened
+from torch_streamkl.program.walks import walk
 
 
 def match(site: Node, order: Sequence[Axis] = ()) -> ClosedForm | NotClosed:
@@ -178,6 +179,7 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
     distributions = [parts[pair.teacher], parts[pair.student]]
     forms = [read(part.score, key) for part in distributions]
     sides, conditions = zip(*_sides(distributions, forms, key), strict=True)
+    _check_conditions(conditions[TEACHER] | conditions[STUDENT])
     axes = axes_of(sides, conditions, site.rows, key)
     stricter = None
     _check_improbable(pair, sides, forms)
@@ -207,6 +209,15 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
         scaled(pair.coefficient, site.factor),
         stricter,
     )
+
+
+def _check_conditions(conditions: Condition) -> None:
+    for x in sorted(conditions, key=lambda x: x.digest):
+        if any(y.op == CONTRACT for y in walk([x])):
+            replaced_ = {"isinf": "infinite", "isnan": "NaN"}.get(negation(x).op)
+            if replaced_ is not None:
+                raise NoForm(f"{replaced_} scores are replaced before the softmax", x)
+            raise NoForm("a mask that is computed from scores", x)
 
 
 def _sides(

@@ -52,7 +52,7 @@ def _rows(call: Call) -> Node:
     fill = -math.inf if call.masks.fill is None else call.masks.fill
     logs = []
     for number, side in enumerate(call.sides):
-        score = _score(side, key)
+        score = score_of(side, key)
         if call.stricter is not None and call.stricter.side == number:
             extra = conditions_of(call.stricter.masks, call.axes)
             score = choose(all_of(*extra), score, const(-math.inf))
@@ -64,7 +64,8 @@ def _rows(call: Call) -> Node:
     return reduced(SUM, key, elements)
 
 
-def _score(side: Side, key: Axis) -> Node:
+def score_of(side: Side, key: Axis) -> Node:
+    """Returns the scores of a side, without the masks of the call."""
     inner = [(1.0, _product(side.product, side.scale))]
     inner += [(1.0, _bias(b)) for b in side.inner_biases]
     inner += [(1.0, _product(p, p.weight)) for p in side.adapters]

@@ -263,14 +263,12 @@ class _Planner:
         for captured, x in zip(leaves.captured.values(), backward.captures, strict=True):
             if x is None and captured.value.flows:
                 raise NoForm("the gradient of a tensor that meets the scores is a constant")
-            is_made = any(
-                y.op == "capture"
-                and isinstance(y.value, Source)
-                and y.value.name in self.facts.made_of_products
-                for y in walk([captured.value])
-            )
-            if is_made and captured.value.flows and leaves.kind_of(captured.value) != "row":
-                raise NoForm("a tensor with keys that is made of scores meets them")
+            kind = leaves.kind_of(captured.value)
+            if kind != "row" and (captured.value.flows or kind == "pair"):
+                for y in walk([captured.value]):
+                    name = y.value.name if isinstance(y.value, Source) else None
+                    if name in self.facts.made_of_products:
+                        raise NoForm("a tensor with keys that is made of scores meets them", y)
 
     def _around(
         self, groups: RowAxes, slots: Sequence[int], outputs: Sequence[Node]

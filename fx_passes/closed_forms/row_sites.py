@@ -69,21 +69,28 @@ class Binding:
 
 
 def bindings_of(roots: Iterable[Node]) -> list[Binding]:
-    """Returns the reductions and softmaxes over axes of products, inner ones first."""
+    """Returns the reductions and softmaxes over axes of products, inner ones first.
+
+    What a logarithm of probabilities is normalised along, as over heads, are no keys.
+    """
     inside: dict[Node, frozenset[Node]] = {}
+    said: dict[Node, bool] = {}
     found = []
     for x in walk(roots, is_entered):
         if x.op == CONTRACT:
-            inside[x] = frozenset((x,))
+            inside[x], said[x] = frozenset((x,)), False
             continue
         args = x.args if is_entered(x) else ()
         inside[x] = frozenset[Node]().union(*(inside[a] for a in args))
+        said[x] = any(said[a] for a in args)
         if x.op not in ("reduce", "log_softmax"):
             continue
         axis = x.value if x.op == "log_softmax" else x.value.axis
         products = sorted((p for p in inside[x] if axis in p.axes), key=lambda p: p.digest)
         if products:
             says = x.op == "log_softmax" or x.value.kind in (LOGSUMEXP, MAX)
+            says = says and not said[x]
+            said[x] |= says
             found.append(Binding(x, axis, tuple(products), says))
     return found
 
@@ -126,6 +133,19 @@ def key_position(product: Node, keys: frozenset[Place]) -> tuple[int, int] | Non
     names = tuple(map(name_of, product.args))
     found = [(side, d) for n, side, d in keys if n == names]
     return min(found) if found else None
+
+
+def has_entries(product: Node, place: tuple[int, int]) -> bool:
+    """Returns whether the ids at which keys are read have an axis of their own."""
+    side, d = place
+    others = [
+        at
+        for s, operand in enumerate(product.args)
+        for i, at in enumerate(operand.args)
+        if (s, i) != place
+    ]
+    rest = frozenset[Axis]().union(*(at.axes for at in others))
+    return not product.args[side].args[d].axes <= rest
 
 
 def sites_of(root: Node, keys: frozenset[Place]) -> list[Node]:

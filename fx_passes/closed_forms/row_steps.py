@@ -515,12 +515,13 @@ class Steps:
     def _over_heads(self, x: Node, body: Node) -> Node:
         axes, _ = self._summed(x)
         heads = next((h for h in self.axes.heads if set(h) == set(axes)), None)
-        if heads is None or not self.axes.is_summed or x.value.kind != SUM:
+        is_log = x.value.kind == LOGSUMEXP and x.args[0].range[1] <= 0.0  # of probabilities
+        if heads is None or not self.axes.is_summed or not (x.value.kind == SUM or is_log):
             raise NoForm("a sum over rows or some heads comes before the sum over the keys", x)
-        body = cast(body, FLOAT)
+        body = apply("exp", body) if is_log else cast(body, FLOAT)
         if body.head != self.axes.numbers[heads]:
             raise NoForm("a sum over heads of what does not vary with them", x)
-        return sum_heads(body)
+        return apply("log", sum_heads(body)) if is_log else sum_heads(body)
 
 
 def may_be_masked(exponent: Node) -> bool:

@@ -95,13 +95,19 @@ def _is_of_product(x: Node) -> bool:
 
 def read(score: Node, key: Axis) -> ScoreForm:
     """Returns a score as an operator's arguments; raises NoForm at a step without one."""
-    steps: list[Step] = []
+    steps: list[tuple[Step, Node]] = []
     x = _with_shift(score, key)
     while x.op != CONTRACT:
-        x = _inside(x, key, steps)
+        own: list[Step] = []
+        inside = _inside(x, key, own)
+        steps += [(step, x) for step in own]
+        x = inside
     form = ScoreForm(x)
-    for step in reversed(steps):
-        form = step(form)
+    for step, at in reversed(steps):
+        try:
+            form = step(form)
+        except NoForm as reason:
+            raise NoForm(str(reason), at) from None
     if form.softcap < 0.0:  # an odd function: the sign moves inside
         form = replace(
             form,
@@ -138,8 +144,8 @@ def _inside(x: Node, key: Axis, steps: list[Step]) -> Node:
             return x.args[0]
         case "reduce" if x.value.kind == SUM and has_product(x, key):
             return _product_of_computed(x, key)
-        case "exp":
-            raise NoForm("a softmax of probabilities", x)
+        case "exp" if x.args[0].op == "log_softmax":
+            raise NoForm("softmax of values that are probabilities already (double softmax)", x)
         case "round":
             raise NoForm(f"scores are rounded to {x.value}", x)
         case "capture":
@@ -287,7 +293,7 @@ def _scaled(form: ScoreForm, number: float) -> ScoreForm:
     if not math.isfinite(number):
         raise NoForm(f"scores multiplied by {number}")
     if number < 0.0 and form.mask and form.fill <= ABSORBING:
-        raise NoForm("masked scores multiplied by a negative number")
+        raise NoForm(f"masked scores have the value {form.fill * number:g}")
     inner = form.softcap != 0.0
     return replace(
         form,
@@ -307,19 +313,13 @@ def _multiplied(form: ScoreForm, factor: Factor) -> ScoreForm:
     """Multiplies by a tensor: a scalar, or one value per row."""
     low, _ = factor.value.range
     if form.softcap:
-        raise NoForm("scores are multiplied by a tensor after a softcap", factor.value)
+        raise NoForm("scores are multiplied by a tensor after a softcap")
     if form.biases and factor.value.axes:
-        raise NoForm(
-            "scores are multiplied by a tensor that is no scalar after a bias was added",
-            factor.value,
-        )
+        raise NoForm("scores are multiplied by a tensor that is no scalar after a bias was added")
     if form.mask and form.fill > ABSORBING:
-        raise NoForm(
-            "scores are multiplied by a tensor after a finite mask value was filled in",
-            factor.value,
-        )
+        raise NoForm("scores are multiplied by a tensor after a finite mask value was filled in")
     if form.mask and form.fill != -math.inf and low < 0.0:
-        raise NoForm("masked scores are multiplied by a tensor that may be negative", factor.value)
+        raise NoForm("masked scores are multiplied by a tensor that may be negative")
     return replace(
         form,
         factors=(*form.factors, factor),
@@ -350,9 +350,7 @@ def _with_bias(form: ScoreForm, bias: Bias, has_key: bool) -> ScoreForm:
     if not has_key:  # a softmax ignores it; what comes later may not
         return replace(form, row_shift=True)
     if form.mask and form.fill > ABSORBING:
-        raise NoForm(
-            "a tensor is added to scores after a finite mask value was filled in", bias.value
-        )
+        raise NoForm("a tensor is added to scores after a finite mask value was filled in")
     # the tensor may be a mask: keys of a row without any allowed key may go to -inf
     exact = form.exact_fill and (not form.mask or form.fill == -math.inf)
     return replace(form, biases=(*form.biases, bias), exact_fill=exact)
@@ -360,7 +358,7 @@ def _with_bias(form: ScoreForm, bias: Bias, has_key: bool) -> ScoreForm:
 
 def _with_term(form: ScoreForm, term: Term) -> ScoreForm:
     if form.softcap or form.mask:
-        raise NoForm("a product is added to scores after a tanh or a mask", term.product)
+        raise NoForm("a product is added to scores after a tanh or a mask")
     return replace(form, terms=(*form.terms, term))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys
 from torch_streamkl.fx_passes.lowering.writer import Writer
+from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.program.canonical import all_of, choose, product, quotient
 from torch_streamkl.program.divergences import DIVERGENCES, Functional
@@ -26,6 +27,7 @@ from torch_streamkl.program.graph import Node, const
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
 PARTLY = "a mask varies along some of the dimensions that are flattened into one"
 NAMES = ("teacher", "student")
+Types = Mapping[frozenset[object], ProductType]  # by the names of products' operands
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,16 @@ class Places:
         return self.batch, self.heads, self.rows, self.keys
 
 
-def emit(writer: Writer, call: Call) -> fx.Node:
+def emit(writer: Writer, call: Call, types: Types) -> fx.Node:
     """Inserts a call, and returns its values as [batch, heads, rows]."""
-    return _Lowering(writer, call).emit()
+    return _Lowering(writer, call, types).emit()
 
 
 class _Lowering:
     """Inserts the tensors of one call."""
 
-    def __init__(self, writer: Writer, call: Call) -> None:
-        self.writer, self.build, self.call = writer, writer.build, call
+    def __init__(self, writer: Writer, call: Call, types: Types) -> None:
+        self.writer, self.build, self.call, self.types = writer, writer.build, call, types
         self.places = Places.of(call)
 
     def emit(self) -> fx.Node:
@@ -96,10 +98,18 @@ class _Lowering:
         made: dict[str, fx.Node] = {}
         for name, side in zip(NAMES, self.call.sides, strict=True):
             made[f"{name}_q"], made[f"{name}_k"] = self._queries(side), self._keys(side)
-        dtype = _widest([_dtype(x) for x in made.values()])
+        dtype = _widest([*map(_dtype, made.values()), *self._widened()])
         for name, side in zip(NAMES, self.call.sides, strict=True):
             made[f"{name}_q"] = self._multiplied(made[f"{name}_q"], side.product.factors)
         return {name: self._cast(x, dtype) for name, x in made.items()}, dtype
+
+    def _widened(self) -> Iterator[torch.dtype]:
+        """The types of the user's operands, which may be wider than those of captured tensors."""
+        for side in self.call.sides:
+            sources = [x.source for x in (side.product.rows, side.product.keys)]
+            found = self.types.get(frozenset(s.name for s in sources if s is not None))
+            if found is not None:
+                yield found.operands
 
     def _queries(self, side: Side) -> fx.Node:
         places, x = self.places, side.product.rows

@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
 from torch_streamkl.fx_passes.lowering import attention_call, linear_call
-from torch_streamkl.fx_passes.lowering.linear_call import Types
+from torch_streamkl.fx_passes.lowering.attention_call import Types
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.reading import arrays
@@ -69,7 +69,7 @@ def _rows(writer: Writer, form: ClosedForm, number: int, types: Types) -> Node:
         if call.operator == LINEAR:
             writer.values[name] = linear_call.emit(writer, call, types)
         else:
-            writer.values[name] = attention_call.emit(writer, call)
+            writer.values[name] = attention_call.emit(writer, call, types)
         at = [arrays.position(dim) for dim in _dims(call)]
         value = capture(Source(name, 0, form.site.flows), at=at)
         terms.append((1.0, product(call.weight, value)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch_streamkl.fx_passes.closed_forms.form import Bias, Call, Operand, Prod
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.lowering.attention_call import DEFAULT, NAMES
+from torch_streamkl.fx_passes.lowering.attention_call import DEFAULT, NAMES, Types
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.canonical import all_of, choose
@@ -26,7 +26,6 @@ from torch_streamkl.program.graph import Axis, Node, const, index
 from torch_streamkl.program.reductions import substitute
 
 STUDENT = "streamkl_student"  # of a call's metadata: the closed form, for passes after it
-Types = Mapping[frozenset[object], torch.dtype]  # of products, by the names of their operands
 
 
 def emit(writer: Writer, call: Call, types: Types) -> fx.Node:
@@ -72,7 +71,7 @@ class _Lowering:
         found = self.types.get(frozenset(s.name for s in sources))
         if found is None:
             raise Unsupported("the type of the logits is not known")
-        return found
+        return found.result
 
     def _hidden(self, product: Product, dtype: torch.dtype) -> fx.Node:
         """Rows as [tokens, hidden_size], times what multiplies all logits of a row."""

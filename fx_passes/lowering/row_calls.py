@@ -117,18 +117,18 @@ def _checked_dim(c: Captured) -> int | None:
     return None
 
 
-def _values(writer: Writer, form: RowForm, call: fx.Node) -> dict[object, tuple[fx.Node, Dim]]:
+def _values(writer: Writer, form: RowForm, call: fx.Node) -> dict[object, fx.Node]:
     """The values of rows, with a dimension for each of their axes."""
     build = writer.build
     results = {slot: build.call(operator.getitem, call, slot) for slot in form.program.outputs}
-    found: dict[object, tuple[fx.Node, Dim]] = {}
+    found: dict[object, fx.Node] = {}
     for number, value in enumerate(form.values):
         axes = tuple(a for dim in value.axes for a in dim)
         x = results[value.number]
         shape = tuple(writer.size(size_of(_known(a))) for a in axes)
         if [len(dim) for dim in value.axes] != [1] * len(value.axes):
             x = build.method("reshape", x, shape or ())
-        found[RowValue(number)] = (x, axes)
+        found[RowValue(number)] = x
     return found
 
 
@@ -137,13 +137,11 @@ def _known(axis: Axis) -> object:
     return axis.size
 
 
-def _result(
-    writer: Writer, output: RowOutput, values: Mapping[object, tuple[fx.Node, Dim]]
-) -> fx.Node:
+def _result(writer: Writer, output: RowOutput, values: Mapping[object, fx.Node]) -> fx.Node:
     """What the user's node computes of the rows' values, as the user's code has it."""
     build, like = writer.build, _value(output.node)
     if not like.is_floating_point():  # counts, which a float would round
-        values = {k: (build.method("to", x, like.dtype), axes) for k, (x, axes) in values.items()}
+        values = {k: build.method("to", x, like.dtype) for k, x in values.items()}
     around = Writer(build, writer.reading, writer.outer, (), values)
     around.tensors = around.arranging.tensors = writer.tensors
     x = around.tensor(output.around, output.dims, expand=range(len(output.dims)))

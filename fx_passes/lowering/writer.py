@@ -19,11 +19,24 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.captured import Captures
+from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import ANY, BOOL, INT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
+from torch_streamkl.program.graph import (
+    ANY,
+    BOOL,
+    CONTRACT,
+    INT,
+    LOGSUMEXP,
+    MAX,
+    SUM,
+    Axis,
+    Node,
+    Source,
+    size_of,
+)
 from torch_streamkl.program.walks import walk
 
 UNARY: dict[str, Callable[..., Any]] = {
@@ -45,11 +58,14 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
 }  # fmt: skip
 
+COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
+
 
 class Writer:
     """Inserts the tensors that expressions are.
 
-    ``values`` has results of operators by the names of their sources. ``tensors`` are nodes of the user's graph in which symbolic sizes are looked for.
+    ``values`` has results of operators by the names of their sources. ``tensors`` are nodes of
+    the user's graph in which symbolic sizes are looked for.
     """
 
     def __init__(
@@ -65,6 +81,7 @@ class Writer:
         self.tensors = self.tensors_of(*exprs)
         self.arranging = Arranging(build, self.tensors)
         self.captures = Captures(self.arranging, reading.sizes, outer)
+        self.live = LiveTensors(reading, outer)
         self._tensors: dict[object, fx.Node] = {}
         self._made: dict[tuple[Node, torch.dtype | None], Placed] = {}
 
@@ -116,12 +133,36 @@ class Writer:
 
     def value(self, x: Node, least: torch.dtype | None = None) -> Placed:
         """Returns an expression as a tensor, in the dimensions that it has anyhow."""
-        order = walk([x], lambda y: y.op != "capture" and (y, least) not in self._made)
-        for y in order:
-            if (y, least) not in self._made:
-                given = [] if y.op == "capture" else [self._made[a, least] for a in y.args]
-                self._made[y, least] = self._written(y, given, least, is_root=y is x)
+        if any(y.op in COMPUTED for y in walk([x])):
+            self._find_live(x, least)
+        stack = [x]
+        while stack:
+            y = stack[-1]
+            inputs = [] if y.op == "capture" else _inputs(y)
+            waiting = [a for a in inputs if (a, least) not in self._made]
+            if (y, least) in self._made or not waiting:
+                stack.pop()
+                if (y, least) not in self._made:
+                    given = [self._made[a, least] for a in inputs]
+                    self._made[y, least] = self._written(y, given, least, is_root=y is x)
+            else:
+                stack += waiting
         return self._made[x, least]
+
+    def _find_live(self, x: Node, least: torch.dtype | None) -> None:
+        """Takes the user's tensors for what is computed from products."""
+        todo = [x]
+        while todo:
+            y = todo.pop()
+            if y.op == "capture" or (y, least) in self._made:
+                continue
+            placed = self.live.find(y)
+            if placed is None:
+                todo += y.args
+                continue
+            if not y.flows and getattr(placed.value, "requires_grad", False):
+                placed = Placed(self.build.method("detach", placed.node), placed.dims)
+            self._made[y, least] = placed
 
     # ------------------------------------------------------------------------- one operation
 
@@ -162,7 +203,7 @@ class Writer:
             case "float":
                 return args[0]
             case "reduce":
-                return self._reduced(x.value.kind, x.value.axis, args[0])
+                return self._reduced(x.value.kind, _axes_of(x), args[0])
         if x.op in UNARY:
             return self._pointwise(UNARY[x.op], args)
         if x.op in BINARY:
@@ -249,7 +290,7 @@ class Writer:
             total = self._joined(torch.add, operator.add, total, Placed(number))
         return total
 
-    def _scaled(self, a: Placed, c: float) -> Placed:
+    def _scaled(self, a: Placed, c: Any) -> Placed:
         return self._joined(torch.mul, operator.mul, a, Placed(c))
 
     def _joined(
@@ -268,16 +309,24 @@ class Writer:
         narrow = self.build.method("to", x.node, dtype)
         return Placed(self.build.method("to", narrow, value.dtype), x.dims)
 
-    def _reduced(self, kind: str, axis: Axis, x: Placed) -> Placed:
-        if axis not in x.axes:
-            if kind != SUM:
-                raise Unsupported(f"{kind} of a value of rows, inside of an operation")
-            return self._scaled(x, self.arranging.inserted_size(axis.size))  # type: ignore[arg-type]
-        x = self.arranging.squeezed(self.arranging.split(x))
-        d = x.axes.index(axis)
-        dims = tuple(dim for dim in x.dims if axis not in dim)
-        method = {SUM: "sum", LOGSUMEXP: "logsumexp", MAX: "amax", ANY: "any"}[kind]
-        return Placed(self.build.method(method, x.node, d), dims)
+    def _reduced(self, kind: str, axes: Sequence[Axis], x: Placed) -> Placed:
+        over = [a for a in axes if a in x.axes]
+        if len(over) < len(axes) and kind != SUM:
+            raise Unsupported(f"{kind} of a value of rows, inside of an operation")
+        if over:
+            kept = [dim for dim in x.dims if set(dim) <= set(over)]
+            x = self.arranging.squeezed(self.arranging.split(x, kept))
+            places = tuple(d for d, dim in enumerate(x.dims) if set(dim) <= set(over))
+            dims = tuple(dim for d, dim in enumerate(x.dims) if d not in places)
+            method = {SUM: "sum", LOGSUMEXP: "logsumexp", MAX: "amax", ANY: "any"}[kind]
+            at: tuple[Any, ...] = () if not dims and kind == SUM else (places,)
+            if at and len(places) == 1:
+                at = places
+            x = Placed(self.build.method(method, x.node, *at), dims)
+        for a in axes:
+            if a not in over:
+                x = self._scaled(x, self.arranging.inserted_size(a.size))
+        return x
 
     # ------------------------------------------------------------------------- captured tensors
 
@@ -291,8 +340,9 @@ class Writer:
         if not isinstance(example(node), Tensor):
             return Placed(node)
         tensor = self.captures.tensor(source)
-        tensor, at, whole = self._selected_by_masks(tensor, x.args)
-        index = {p: self.value(p) for p in at if self.captures.affine(p) is None}
+        tensor, at = self._flattened(tensor, x.args)
+        tensor, at, whole = self._selected_by_masks(tensor, at)
+        index = {p: self._index(p) for p in at if self.captures.affine(p) is None}
         placed = self.captures.placed(tensor, at, index, whole)
         value = placed.value
         if least is not None and value.dtype.is_floating_point:
@@ -307,6 +357,26 @@ class Writer:
         if not x.value.grad_flows and getattr(example(node), "requires_grad", False):
             node = self.build.method("detach", node)
         return self.captures.placed(node, x.args, {}, range(len(x.args)))
+
+    def _index(self, at: Node) -> Placed:
+        """Positions that a tensor holds, as indices."""
+        if not any(y.op == "capture" for y in walk([at])):
+            raise Unsupported("reshape that mixes the axes of the scores")
+        placed = self.value(at)
+        if placed.value.dtype in (torch.int64, torch.int32):
+            return placed
+        return Placed(self.build.method("long", placed.node), placed.dims)
+
+    def _flattened(self, tensor: fx.Node, at: Sequence[Node]) -> tuple[fx.Node, Sequence[Node]]:
+        """A tensor with one dimension for those that are read at the digits of a position."""
+        at = list(at)
+        for d in reversed(range(len(at) - 1)):
+            size = self.reading.sizes.of(example(tensor).shape[d + 1])  # type: ignore[attr-defined]
+            whole = _undivided(at[d], at[d + 1], size_of(size))
+            if whole is not None:
+                tensor = self.build.method("flatten", tensor, d, d + 1)
+                at[d : d + 2] = [whole]
+        return tensor, at
 
     # ------------------------------------------------------------------------- rows of a mask
 
@@ -352,6 +422,38 @@ class Writer:
             flat = self.build.call(torch.remainder, flat, self.build.size(shape[name.dim], [mask]))
         (place,) = x.args
         return Placed(flat, ((place.value,),))
+
+
+def _axes_of(x: Node) -> list[Axis]:
+    """The axes of a reduction, and of sums in a sum."""
+    axes = [x.value.axis]
+    while x.value.kind == SUM and _is_sum(x.args[0]):
+        x = x.args[0]
+        axes.append(x.value.axis)
+    return axes
+
+
+def _inputs(x: Node) -> tuple[Node, ...]:
+    """The arguments of an operation; of a sum of sums, those of the innermost."""
+    while _is_sum(x) and _is_sum(x.args[0]):
+        x = x.args[0]
+    return x.args
+
+
+def _is_sum(x: Node) -> bool:
+    return x.op == "reduce" and x.value.kind == SUM
+
+
+def _undivided(above: Node, below: Node, size: Node) -> Node | None:
+    """The position of which two are the quotient and the remainder by a size."""
+    digits = above.op, below.op
+    if digits != ("floor_divide", "remainder") or above.args != below.args:
+        return None
+    return above.args[0] if _is_size(above.args[1], size) else None
+
+
+def _is_size(x: Node, size: Node) -> bool:
+    return x is size or (x.op == size.op and x.value == size.value)
 
 
 def _positions(at: Node) -> Positions | None:

@@ -25,7 +25,17 @@ from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 
 MakeBuilder = Callable[[fx.Node], Builder]
-VIEWS = {"reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to"}
+VIEWS = {
+    "reshape",
+    "view",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "contiguous",
+    "float",
+    "to",
+}
 PERMUTATIONS = {"transpose", "permute", "t"}
 PRODUCTS = {
     "mul",

@@ -2,6 +2,12 @@
 
 Most trainers add the two. An unfused cross-entropy keeps the student's logits alive, which
 `linear_kl` avoids. With ``labels`` the operator returns the cross-entropy per token as well.
+
+NOTE [The same logits]
+The student of a call is an expression of the call's own axes. The input of a cross-entropy is one
+of the user's dimensions, which `arrays.met` makes the same axes. Then both are sums of the same
+expressions: the coefficients of one are those of the other times the temperature. A number that is
+added to all logits changes neither loss.
 """
 
 from __future__ import annotations
@@ -9,23 +15,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.domain import layout as lay
-from torch_streamkl.fx_passes.domain.scores import (
-    Masking,
-    Scale,
-    Scores,
-    leading_scale,
-    nearly_equal,
-)
-from torch_streamkl.fx_passes.domain.tensor_ref import grad_flows
+from torch_streamkl.fx_passes.closed_forms.form import Call
+from torch_streamkl.fx_passes.closed_forms.recompute import score_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED
 from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_by
@@ -37,9 +34,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     named_arguments,
     storage_of,
 )
-from torch_streamkl.fx_passes.lowering.lm_head import STUDENT
+from torch_streamkl.fx_passes.lowering.linear_call import STUDENT
+from torch_streamkl.fx_passes.reading.arrays import Array, NoView, met
+from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.walks import walk
 
 MEAN, SUM = 1, 2
 # their results have the types of their operands, under autocast as without
@@ -50,10 +51,7 @@ NEVER_CAST = {
 
 
 def share_cross_entropy(
-    graph: fx.Graph,
-    trace: Trace,
-    recognised: ScoreInterpreter,
-    builder: Callable[[fx.Node], Builder],
+    graph: fx.Graph, trace: Trace, reading: Reading, builder: Callable[[fx.Node], Builder]
 ) -> list[str]:
     """Replaces cross-entropies of the logits of a `linear_kl` call by the call's second output.
 
@@ -66,8 +64,8 @@ def share_cross_entropy(
         node = trace.outer.get(inner)
         if node is None or node._erased:
             continue
-        logits = recognised.values.get(inner.args[0])
-        if not isinstance(logits, Scores) or len(logits.layout) != 2:
+        logits = reading.arrays.get(inner.args[0])  # type: ignore[arg-type]  # its input, a node
+        if not isinstance(logits, Array) or len(logits.dims) != 2:
             continue
         if not _grad_flows_like(node, logits):
             continue
@@ -156,34 +154,35 @@ def _is_plain(inner: fx.Node, node: fx.Node) -> bool:
     )
 
 
-def _grad_flows_like(node: fx.Node, logits: Scores) -> bool:
+def _grad_flows_like(node: fx.Node, logits: Array) -> bool:
     """Whether the cross-entropy has the gradient of its logits: it may be under no_grad."""
     value = example(node)
-    return isinstance(value, Tensor) and value.requires_grad == grad_flows(logits)
+    return isinstance(value, Tensor) and value.requires_grad == logits.expr.flows
 
 
 def _labels(node: fx.Node) -> Any:
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("target")
 
 
-def _temperature(call: fx.Node, logits: Scores) -> float | None:
+def _temperature(call: fx.Node, logits: Array) -> float | None:
     """Returns the number by which the call divides the logits; None if its logits are others."""
-    key, pieces = call.meta[STUDENT]
-    if "labels" in call.kwargs:
+    if "labels" in call.kwargs or any(x.op == "where" for x in walk([logits.expr])):
+        return None  # logits that are masked are no tensor of the call
+    form: Call = call.meta[STUDENT]
+    score = Array(
+        score_of(form.student, form.axes.key), (form.axes.rows, (form.axes.key,)), logits.sizes
+    )
+    try:
+        (ours, theirs), _ = met(score, logits)
+    except NoView:
         return None
-    rows, vocab = logits.layout
-    if lay.merged(tuple(pieces)) != lay.merged(rows) or len(vocab) != 1:
+    terms, wanted = terms_of(ours)[1], {x: c for c, x in terms_of(theirs)[1]}
+    if not terms or {x for _, x in terms} != set(wanted):
         return None
-    if vocab[0].axis not in {p.axis for d in key.rhs.layout + key.lhs.layout for p in d}:
-        return None
-    ours, theirs = key, logits.key.split_shift()[0]
-    if any(isinstance(step, Masking) for step in theirs.steps):
-        return None
-    temperature = leading_scale(theirs.steps) / leading_scale(ours.steps)
+    temperature = wanted[terms[0][1]] / terms[0][0]
     if not 0.0 < temperature < math.inf:
         return None
-    theirs = theirs.then(Scale(1.0 / temperature))
-    alike = replace(theirs, steps=ours.steps) == ours and nearly_equal(theirs.steps, ours.steps)
+    alike = all(math.isclose(wanted[x], c * temperature, rel_tol=1e-12) for c, x in terms)
     return temperature if alike else None
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.closed_forms.form import Call, Matched, NotClosed
+from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.closed_forms.rows import sites
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import CONTRACT, SUM, Node, Source
@@ -31,8 +31,12 @@ class Divergence:
     matched: Matched
 
     @property
+    def forms(self) -> tuple[ClosedForm, ...]:
+        return tuple(self.matched.closed.values())
+
+    @property
     def calls(self) -> tuple[Call, ...]:
-        return tuple(c for form in self.matched.closed.values() for c in form.calls)
+        return tuple(call for form in self.forms for call in form.calls)
 
 
 def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], Plans]:
@@ -100,28 +104,32 @@ def _planned(array: Array) -> Matched | str:
     return matched if matched.closed else "the sum over keys is a known constant"
 
 
-def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], torch.dtype]:
-    """Returns the types of the user's products, by the names of their operands.
+@dataclass(frozen=True)
+class ProductType:
+    """Holds the types of a product: of the user's, which autocast decides, and of its operands."""
 
-    Autocast decides them, which the trace knows nothing of.
-    """
-    found: dict[frozenset[object], torch.dtype] = {}
+    result: torch.dtype
+    operands: torch.dtype
+
+
+def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], ProductType]:
+    """Returns the types of the user's products, by the names of their operands."""
+    found: dict[frozenset[object], ProductType] = {}
     for node in trace.graph.nodes:
         array = reading.arrays.get(node)
         if node.op != "call_function" or not isinstance(array, Array):
             continue
         if name_of(node) not in MATMULS:
             continue
-        user = trace.outer.get(node)
-        value = (user if user is not None else node).meta.get(
-            "example_value" if user is not None else "val"
-        )
-        if not isinstance(value, Tensor):
-            continue
+        made, own = example(trace.outer.get(node, node)), node.meta["val"]
+        assert isinstance(own, Tensor)
+        types = made.dtype if isinstance(made, Tensor) else own.dtype, own.dtype
         for x in walk([array.expr], lambda x: x.op not in (CONTRACT, "capture")):
             if x.op == CONTRACT:
                 names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
-                before = found.get(names)
-                wide = value.dtype if before is None else torch.promote_types(before, value.dtype)
-                found[names] = wide
+                before = found.get(names, ProductType(*types))
+                found[names] = ProductType(
+                    torch.promote_types(before.result, types[0]),
+                    torch.promote_types(before.operands, types[1]),
+                )
     return found

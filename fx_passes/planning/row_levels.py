@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
+    has_entries,
     key_position,
     places_of_keys,
     products_in,
@@ -123,7 +124,7 @@ def _is_at_one_key(product: Node, places: frozenset[Place]) -> bool:
     at = product.args[side].args[d]
     if at.op == "index":
         return at.value in product.value  # summed
-    return any(y.op == "capture" for y in walk([at]))
+    return any(y.op == "capture" for y in walk([at])) and not has_entries(product, place)
 
 
 def _is_large(expr: Node, products: Collection[Node]) -> bool:

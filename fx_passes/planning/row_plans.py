@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
-from torch_streamkl.fx_passes.closed_forms.form import NotClosed, Product, sources_in
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, Product, sources_in
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
 from torch_streamkl.fx_passes.closed_forms.row_program import Facts, RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
@@ -56,6 +56,12 @@ class ProgramPlan:
     dtypes: frozenset[torch.dtype] = frozenset()
 
     @property
+    def operands(self) -> list[fx.Node]:
+        """Returns the tensors of the trace that the products are made of."""
+        every = (x.source for p in self.form.products for x in (p.rows, p.keys))
+        return [x.name for x in every if x is not None and isinstance(x.name, fx.Node)]
+
+    @property
     def first(self) -> fx.Node:
         """Returns the user's node before which the program must be inserted."""
         nodes = {o.node for o in self.outputs}
@@ -69,13 +75,13 @@ def may_have_programs(trace: Trace) -> bool:
 
 
 class RowPlanner:
-    """Plans the row programs of a trace; ``reasons`` says why a sum has none."""
+    """Plans the row programs of a trace; ``refused`` says why a sum has none, and at what."""
 
     def __init__(self, trace: Trace, reading: Reading, region: Region) -> None:
         self.trace, self.reading, self.region = trace, reading, region
         self.facts: Facts = facts_of(reading)
         self.levels = Levels(trace, reading)
-        self.reasons: dict[fx.Node, str] = {}
+        self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
         self._matmuls = self._products()
 
@@ -97,7 +103,7 @@ class RowPlanner:
         order = [a for x in arrays for d in x.dims for a in d]
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), self.facts)
         if isinstance(form, NotClosed):
-            raise Unsupported(form.reason)
+            raise NoForm(form.reason, form.at)
         self._check_types(roots, form)
         outputs = tuple(
             RowOutput(r, self.trace.outer[r], around, x.dims)
@@ -144,7 +150,8 @@ class RowPlanner:
             try:
                 alone = self.plan([root])
             except Unsupported as blocked:
-                self.reasons[root] = str(blocked)
+                at = blocked.at if isinstance(blocked, NoForm) else None
+                self.refused[root] = NotClosed(str(blocked), at)
                 continue
             for i, plan in enumerate(plans):
                 joined = self._joined(plan, root)
@@ -161,7 +168,7 @@ class RowPlanner:
         for plan in plans:
             reason = why_small(plan) or self.why_kept(plan, replaced)
             for output in plan.outputs if reason else ():
-                self.reasons[output.inner] = reason
+                self.refused[output.inner] = NotClosed(reason)
             if not reason:
                 found.append(plan)
         return found
@@ -226,6 +233,13 @@ class RowPlanner:
             if outputs & set(inner) and len(outputs) > 1 and outputs <= roots:
                 found.append(plan)
         return found
+
+    def compared(self) -> set[fx.Node]:
+        """Returns the sums without a program that compare two products."""
+        exprs = {n: self.reading.arrays.get(n) for n in self.refused}
+        return {
+            n for n, x in exprs.items() if isinstance(x, Array) and len(products_in([x.expr])) > 1
+        }
 
     # ------------------------------------------------------------------------ readers
 
@@ -349,7 +363,7 @@ def _hint(size: Size | None) -> int | None:
     return None if hint is None else int(hint)
 
 
-def describe(plan: ProgramPlan) -> str:
+def describe_program(plan: ProgramPlan) -> str:
     """Returns the form of a row program."""
     form, products = plan.form, len(plan.form.products)
     levels = max(form.program.levels)

@@ -42,7 +42,7 @@ from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Resul
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.fx_passes.reading.writes import Writes
-from torch_streamkl.program.graph import FLOAT, INT, Node, Size, Source, capture, const
+from torch_streamkl.program.graph import FLOAT, INT, Extent, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
 
 UNFORESEEN = "its rule failed"
@@ -61,7 +61,7 @@ class Reading:
     ``reasons`` says why a result was captured, for those that were. ``reads_products`` are nodes
     that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
     infinity from numbers, or that became a number: there, identities of real numbers may differ
-    from what eager computes.
+    from what eager computes. ``selected`` has the masks that select rows, by how many they select.
     """
 
     arrays: dict[fx.Node, Result] = field(default_factory=dict)
@@ -69,6 +69,7 @@ class Reading:
     observers: dict[fx.Node, str] = field(default_factory=dict)
     reads_products: set[fx.Node] = field(default_factory=set)
     sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
+    selected: dict[Extent, fx.Node] = field(default_factory=dict)
 
     def array(self, node: fx.Node) -> Array:
         """Returns the array of a node with one result."""
@@ -122,10 +123,19 @@ def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
         else:  # also of a user's operation that returns nothing, such as setitem
             is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
             may = not isinstance(value, Tensor) or value.requires_grad
-            flows = may and not is_cut and any(found[a] for a in node.all_input_nodes)
+            flows = may and not is_cut and any(found[a] for a in _given_by(node))
         # a write that autograd does not see leaves a tensor its gradient
         found[node] = (is_on and flows) or any(found[x] for x in written_by(node))
     return found
+
+
+def _given_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a result may have its gradient from: of broadcast tensors, its own."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and source.target is torch.ops.aten.broadcast_tensors.default:
+        tensors: Any = source.args[0]
+        return [tensors[node.args[1]]]
+    return node.all_input_nodes
 
 
 class Reader:

@@ -66,6 +66,12 @@ class SymbolicSizes(Sizes):
         if isinstance(extent, Extent) and isinstance(expression, sympy.Symbol):
             self._same[expression] = self._expression(_size(extent))
 
+    def equal_names(self, extent: Extent) -> list[str]:
+        """Returns the texts of the sizes that are this extent."""
+        expression = self._expression(extent.size)
+        equal = [symbol for symbol, other in self._same.items() if other == expression]
+        return [str(expression), *map(str, equal)]
+
     def are_equal(self, a: Size, b: Size) -> bool:
         """Returns whether sizes are provably equal."""
         if a is b or a == b:

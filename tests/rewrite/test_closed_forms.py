@@ -216,7 +216,7 @@ REFUSED = {
     "teacher and student are masked differently": lambda t: n.mean(
         n.kl(n.filled(n.scores(t, "s"), n.padding(t), -math.inf), n.scores(t, "t"))
     ),
-    "a tensor with a value for each key": lambda t: n.mean(
+    "weights that vary along the keys": lambda t: n.mean(
         n.total(
             n.times(
                 n.times(n.softmax(n.scores(t, "t")), n.log_softmax(n.scores(t, "s"))),
@@ -225,9 +225,7 @@ REFUSED = {
             -1,
         )
     ),
-    "a softmax of probabilities": lambda t: n.mean(
-        n.kl(n.softmax(n.scores(t, "s")), n.scores(t, "t"))
-    ),
+    "double softmax": lambda t: n.mean(n.kl(n.softmax(n.scores(t, "s")), n.scores(t, "t"))),
     "tanh of scores that were capped before": lambda t: n.mean(
         n.kl(n.tanh(n.tanh(n.scores(t, "s"))), n.scores(t, "t"))
     ),

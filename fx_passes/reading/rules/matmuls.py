@@ -1,8 +1,8 @@
 """Reads matmuls: an element is a contraction of two captured tensors.
 
 What multiplies an operand, and does not vary along what is summed over, multiplies the scores. An
-operand that is more than that is captured, unless it is made of products: those are summed as an
-expression, so that no map has to exist.
+operand that is more than that is captured, unless it is a map, made of products: those are summed
+as an expression, so that no map has to exist.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, rule
 from torch_streamkl.fx_passes.reading.rules.reductions import over
 from torch_streamkl.program.canonical import linear, product, quotient, terms_of
-from torch_streamkl.program.graph import SUM, Axis, Node, const
+from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, const
 from torch_streamkl.program.reductions import contraction, reduced
+from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
 
@@ -64,8 +65,9 @@ def contracted(
         node = operands[i][1]
         if rest.op == "capture" and frozenset(along) & rest.axes:
             continue
-        reads_products = node in call.reader.reading.reads_products
-        if reads_products or not isinstance(node, fx.Node):
+        if not isinstance(node, fx.Node):
+            return _summed(call, exprs, dims, len(out))
+        if node in call.reader.reading.reads_products and _is_map(rest, frozenset(along)):
             return _summed(call, exprs, dims, len(out))
         others = list(operands)
         others[i] = call.reader.captured(node), None
@@ -74,6 +76,14 @@ def contracted(
     below = product(*(p[1] for p in parts))
     score = contraction(parts[0][2], parts[1][2], along)
     return call.made(quotient(product(above, score), below), dims[: len(out)])
+
+
+def _is_map(x: Node, along: frozenset[Axis]) -> bool:
+    """Whether an operand is made of products with an element for each that is summed over.
+
+    What is summed over keys before, as the output of attention, is a tensor like any other.
+    """
+    return any(y.op == CONTRACT and y.axes & along for y in walk([x]))
 
 
 def _summed(call: Call, exprs: Sequence[Node], dims: Sequence[arrays.Dim], rank: int) -> Array:

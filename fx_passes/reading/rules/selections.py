@@ -22,6 +22,7 @@ from torch_streamkl.program.graph import (
     INT,
     SUM,
     Axis,
+    Extent,
     Node,
     Size,
     Source,
@@ -166,6 +167,8 @@ def _selection(call: Call, mask: fx.Node, count: Any) -> tuple[fx.Node, int, Siz
     if known is None or reader.writes.version(known[0]) != known[1]:  # the mask was written
         known = mask, reader.writes.version(mask), reader.sizes.of(count)
         reader.selections[key] = known
+        if isinstance(known[2], Extent):
+            reader.reading.selected[known[2]] = mask
     if known[0] is not mask:
         reader.sizes.equate(count, known[2])
     return known

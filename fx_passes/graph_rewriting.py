@@ -1,0 +1,264 @@
+"""Rewrites one graph: finds its losses, replaces them, and reports what became of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.aliases import Aliases
+from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
+from torch_streamkl.fx_passes.capture.region import find_region
+from torch_streamkl.fx_passes.capture.retrace import fake_mode_of, trace_region
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
+from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
+from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view
+from torch_streamkl.fx_passes.lowering.fusing import Fusing
+from torch_streamkl.fx_passes.options import RewriteOptions
+from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
+from torch_streamkl.fx_passes.passes.late_writes import read_after_writes
+from torch_streamkl.fx_passes.passes.loss_sum import sum_in_forward
+from torch_streamkl.fx_passes.passes.row_sums import sum_rows_in_forward
+from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
+from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, reread_counts
+from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
+from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
+from torch_streamkl.fx_passes.planning.divergences import Divergence
+from torch_streamkl.fx_passes.planning.losses import Losses, reads_ids
+from torch_streamkl.fx_passes.planning.readers import Readers
+from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan
+from torch_streamkl.fx_passes.planning.worth import why_program_is_left
+from torch_streamkl.fx_passes.reporting.execution import (
+    how_sites_run,
+    shared_with,
+    sum_in_any_order,
+)
+from torch_streamkl.fx_passes.reporting.remaining import large_tensors_left
+from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.savings import savings_of
+from torch_streamkl.fx_passes.reporting.score_families import score_sized_nodes
+from torch_streamkl.fx_passes.reporting.unfused import (
+    not_fused,
+    reasons_of_programs,
+    unfused_sites,
+)
+from torch_streamkl.fx_passes.validation.refusal import Refused
+
+
+@dataclass(frozen=True)
+class Given:
+    """Holds a copy of a graph to rewrite, and how."""
+
+    owner: fx.GraphModule
+    graph: fx.Graph
+    refused: Refused
+    options: RewriteOptions
+    outside: Readers
+    is_compiled: bool
+
+
+def rewrite_graph(given: Given) -> tuple[Report, dict[str, str]]:
+    """Returns the report and losses to refuse; if any, discard this graph, retry without them."""
+    reason = why_unsupported(given.graph)
+    if reason:
+        return not_fused(reason, given.graph), {}
+    region = find_region(given.graph)
+    if region is None:
+        return Report(), {}
+    try:
+        trace = trace_region(given.owner, region)
+    except Unsupported as blocked:
+        return not_fused(str(blocked), given.graph), {}
+    losses = Losses(trace, region, given.options.row_programs)
+    return (Report(), {}) if losses.is_empty else _Rewriting(given, losses).run()
+
+
+@dataclass
+class _Rewriting:
+    """Replaces the losses of one graph, and notes what the report says of them."""
+
+    given: Given
+    losses: Losses
+    report: Report = field(default_factory=Report)
+    fused: list[tuple[fx.Node, Site]] = field(default_factory=list)  # with nodes of the trace
+    stayed: list[tuple[Divergence, Site]] = field(default_factory=list)
+    handled: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        losses, graph = self.losses, self.given.graph
+        region, trace, reading = losses.region, losses.trace, losses.reading
+        self.mode = fake_mode_of(region)
+        self.selections = Selections(masks_of_counts(trace, reading))
+        aliases = Aliases(graph, region)
+        given = self.given
+        self.fusing = Fusing(
+            losses, self.builder, aliases, given.refused, given.outside, given.options.min_mib
+        )
+        self.unfused = losses.unfused
+        self.path = [d.inner for d in losses.divergences]
+        self.operands = losses.operands()
+        self.unused = {n for n in region.nodes if not n.users}
+        self.views = {n for n in graph.nodes if is_view(n)}
+        from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
+
+        self.recognised = ScoreInterpreter(trace)
+        self.outer = dict(trace.outer)  # before later passes replace nodes
+
+    def builder(self, before: fx.Node) -> Builder:
+        return Builder(before, self.mode, self.selections)
+
+    def run(self) -> tuple[Report, dict[str, str]]:
+        self._fuse()
+        self.report.sites += [site for _, site in self.stayed]
+        losses, levels = self.losses, self.losses.refusals.levels
+        sites = [*self.path, *self.unfused]
+        products = score_sized_nodes(losses.trace, levels, sites, self.operands)
+        sizes = {n: i for n, i in products.items() if not is_view(n) and not _is_scalar(n)}
+        reread_counts(sizes, self.selections, self.builder)
+        removed, kept = self._clean(sizes)
+        read_again = read_after_writes(self.given.graph, self.fusing.late)
+        if read_again:
+            return self.report, read_again
+        self._report_fused(sizes, removed)
+        self._report_rest(sizes, kept)
+        return self.report, {}
+
+    # ------------------------------------------------------------------------- replacing
+
+    def _fuse(self) -> None:
+        """Replaces divergences, and then what row programs compute.
+
+        What one of those may compute as well waits for them.
+        """
+        divergences, planner = self.losses.divergences, self.losses.planner
+        waiting: list[Divergence] = []
+        sharing: dict[fx.Node, Divergence] = {}
+        if planner is not None:
+            waiting = [d for d in divergences if reads_ids(d)]
+            sharing = {d.inner: d for d in self._sharing() if d not in waiting}
+            waiting = [d for d in divergences if d in waiting or d.inner in sharing]
+        for divergence in divergences:
+            if divergence not in waiting:
+                self._fuse_divergence(divergence)
+        if planner is not None:
+            plans = planner.find(self.handled)
+            fused = [p for p in plans if self._fuse_program(p, sharing, waiting)]
+            computed = {a for p in fused for o in p.outputs for a in ancestors(o.inner)}
+            waiting = [d for d in waiting if d.inner not in computed]
+            self.unfused = [n for n in self.unfused if planner.reads_products(n, fused)]
+        for divergence in waiting:
+            self._fuse_divergence(divergence)
+
+    def _fuse_divergence(self, divergence: Divergence) -> None:
+        site = self.fusing.divergence(divergence)
+        if site.skipped:
+            self.report.sites.append(site)
+        elif not site.fused:
+            self.stayed.append((divergence, site))
+            return
+        else:
+            self.fused.append((divergence.inner, site))
+        self.handled |= ancestors(divergence.inner)
+
+    def _sharing(self) -> list[Divergence]:
+        found = self.losses.sharing()
+        min_mib = self.given.options.min_mib
+        planner = self.losses.planner
+        if planner is None or not found:
+            return []
+        shared = set()
+        for plan in planner.sharing([d.inner for d in found]):
+            value = example(plan.outputs[0].node)
+            assert isinstance(value, Tensor)
+            if not why_program_is_left(plan.form.products, value.device.type, min_mib):
+                shared |= {o.inner for o in plan.outputs}
+        return [d for d in found if d.inner in shared]
+
+    def _fuse_program(
+        self, plan: ProgramPlan, sharing: dict[fx.Node, Divergence], waiting: list[Divergence]
+    ) -> bool:
+        """Inserts a row program; returns whether it or its report takes the place of its sums."""
+        inner = [o.inner for o in plan.outputs]
+        if len(inner) == 1 and inner[0] in sharing:
+            return False  # a divergence after all
+        computed = {a for n in inner for a in ancestors(n)}
+        sites = self.fusing.program(plan)
+        named = [sharing.get(n) for n in inner]
+        sites = [
+            site if d is None else self.fusing.named(site, d)
+            for site, d in zip(sites, named, strict=True)
+        ]
+        if sites[0].reason and any(d.inner in computed for d, _ in self.stayed):
+            return False  # why the divergence stays says more
+        if not sites[0].fused and any(d.inner in computed for d in waiting):
+            return False  # it is fused as a divergence, later
+        is_new = computed.isdisjoint(self.losses.sites)
+        if sites[0].reason and is_new and sites[0].node not in self.given.refused:
+            sites = [replace(s, is_required=False) for s in sites]
+        self.fused += [x for x in zip(inner, sites, strict=True) if x[1].fused]
+        self.report.sites += [site for site in sites if not site.fused]
+        self.path += inner
+        self.operands += plan.operands
+        self.unfused = [n for n in self.unfused if n not in computed]
+        self.stayed = [(d, site) for d, site in self.stayed if d.inner not in computed]
+        return True
+
+    def _clean(self, sizes: dict[fx.Node, fx.Node]) -> tuple[list[fx.Node], list[str]]:
+        """Runs the passes after the operators; returns what was removed, and notes."""
+        graph, region, losses = self.given.graph, self.losses.region, self.losses
+        if self.fused:
+            shapes_as_sizes(region, sizes, self.builder)
+        removed = remove_dead(graph, region.nodes, self.unused, self.views)
+        if not self.fused:
+            return removed, []
+        kept = replace_attention(
+            graph,
+            losses.trace,
+            self.recognised.values,  # TODO
+            self.fusing.aliases,
+            self.builder,
+            self.given.refused,
+            self.given.options.min_mib,
+        )
+        self.report.notes += share_cross_entropy(graph, losses.trace, losses.reading, self.builder)
+        sum_in_forward(graph, self.builder)
+        sum_rows_in_forward(graph, self.builder)
+        if not has_dtensors(graph):  # of which AOTAutograd keeps shards
+            refuse_second_derivatives(graph, self.builder)
+        return removed + remove_dead(graph, region.nodes, self.unused, self.views), kept
+
+    # ------------------------------------------------------------------------- reporting
+
+    def _report_fused(self, sizes: dict[fx.Node, fx.Node], removed: list[fx.Node]) -> None:
+        graph = self.given.graph
+        gone = {n: sizes[n] for n in removed if n in sizes}
+        savings = savings_of(gone, [inner for inner, _ in self.fused])
+        if not self.given.options.deterministic:
+            sum_in_any_order(graph)
+        runs = how_sites_run(graph, self.mode, self.given.is_compiled)
+        shared = shared_with(graph)
+        for (_, site), saving in zip(self.fused, savings, strict=True):
+            site = replace(site, bytes_saved=saving.num_bytes, num_sharing=saving.num_sharing)
+            how, also = runs.get(site.node, ""), shared.get(site.node, "")
+            self.report.sites.append(replace(site, runs=how, also=also))
+
+    def _report_rest(self, sizes: dict[fx.Node, fx.Node], kept: list[str]) -> None:
+        losses, planner = self.losses, self.losses.planner
+        of_programs = losses.refusals.of_programs(planner.refused) if planner else {}
+        self.report.sites += unfused_sites(self.unfused, losses.refusals, of_programs)
+        if not self.report.sites and planner is not None:
+            compared = losses.refusals.places_of(planner.refused, planner.compared())
+            self.report.unrecognized += reasons_of_programs(losses.trace, of_programs, compared)
+        self.report.remaining = large_tensors_left(
+            self.given.graph, sizes, losses.refusals, self.outer
+        )
+        if self.report.remaining:  # else it is attention whose maps nobody distils
+            self.report.notes += kept
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """Whether a value is a scalar, which has no score-sized memory even if scores lead to it."""
+    value = example(node)
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -1,0 +1,139 @@
+"""Replaces losses by operators in the user's graph, one loss or row program at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
+from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of
+from torch_streamkl.fx_passes.lowering import divergences, row_calls
+from torch_streamkl.fx_passes.planning.divergences import Divergence
+from torch_streamkl.fx_passes.planning.losses import Losses
+from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
+from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, describe_program, why_special
+from torch_streamkl.fx_passes.planning.special_values import (
+    Scores,
+    check_masked_logarithms,
+    check_nan_readers,
+    check_replaced,
+)
+from torch_streamkl.fx_passes.planning.worth import why_left, why_program_is_left
+from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
+from torch_streamkl.fx_passes.reporting.execution import mark_site
+from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
+from torch_streamkl.fx_passes.reporting.report import Site
+from torch_streamkl.fx_passes.validation.refusal import Refused
+
+
+@dataclass
+class Fusing:
+    """Inserts operators into one graph.
+
+    ``refused`` has the sites that an attempt before has refused, by name. ``late`` gets what is
+    written after a site, of what its operators read.
+    """
+
+    losses: Losses
+    builder: Callable[[fx.Node], Builder]
+    aliases: Aliases
+    refused: Refused
+    outside: Readers
+    min_mib: float | None
+    late: dict[str, list[LateWrite]] = field(default_factory=dict)
+
+    def divergence(self, found: Divergence) -> Site:
+        """Inserts the operators of one loss and moves its users over, or changes nothing."""
+        node, build = found.node, self.builder(found.node)
+        site = self._described(found)
+        small = why_left(found.forms, _device(node), self.min_mib)
+        if small:
+            return replace(site, fused=False, skipped=small, hint=FORCE_SIZE, roles="", warning="")
+        try:
+            with build.undone_if_unsupported():
+                if node.name in self.refused:
+                    raise Unsupported(self.refused[node.name])
+                self._check(found)
+                replacement = divergences.emit(
+                    build,
+                    found,
+                    self.losses.reading,
+                    self.losses.trace.outer,
+                    self.losses.product_types,
+                )
+                self.late[node.name] = self.aliases.check(
+                    build.added, build.selecting, before=node
+                )
+                mark_site(build.added, node.name)
+        except Unsupported as blocked:
+            reason = str(blocked)
+            return replace(
+                site, fused=False, reason=reason, hint=hint_for(reason), roles="", warning=""
+            )
+        node.replace_all_uses_with(replacement)
+        return site
+
+    def _described(self, found: Divergence) -> Site:
+        kind, form = describe(found.calls)
+        site = Site(True, kind, form, "", *location_of(found.node), node=found.node.name)
+        roles = roles_of(found.calls, self.losses.refusals)
+        return replace(site, warning=warning_of(found.calls), roles=roles)
+
+    def _check(self, found: Divergence) -> None:
+        """Raises Unsupported if code would see another number than in eager code."""
+        scores = Scores(found.inner, found.forms, self.losses.reading)
+        check_masked_logarithms(scores)
+        check_replaced(scores)
+        check_nan_readers(found.node, scores, self.outside)
+
+    def named(self, site: Site, found: Divergence) -> Site:
+        """Describes a result of a program as the divergence that it is."""
+        described = self._described(found)
+        return replace(site, form=described.form, roles=described.roles, warning=described.warning)
+
+    def program(self, plan: ProgramPlan) -> list[Site]:
+        """Inserts one row program, or changes nothing; returns a site for each of its sums.
+
+        All of them are known by the first one's name: they are refused together.
+        """
+        nodes, build = [o.node for o in plan.outputs], self.builder(plan.first)
+        name, form = plan.first.name, describe_program(plan)
+        small = why_program_is_left(plan.form.products, _device(nodes[0]), self.min_mib)
+        reason = ""
+        try:
+            with build.undone_if_unsupported():
+                if name in self.refused:
+                    raise Unsupported(self.refused[name])
+                found = readers_behind(nodes, self.outside)
+                special = why_special(plan, found.special, found.infinite)
+                if special:
+                    raise Unsupported(special)
+                if not small:
+                    self._insert(build, plan, name)
+        except Unsupported as blocked:
+            reason, small = str(blocked), ""
+        site = Site(not reason and not small, "row_program", form, reason, "", node=name)
+        hint = hint_for(reason) if reason else FORCE_SIZE if small else ""
+        site = replace(site, skipped=small, hint=hint)
+        places = (location_of(node) for node in nodes)
+        return [replace(site, location=location, code=code) for location, code in places]
+
+    def _insert(self, build: Builder, plan: ProgramPlan, name: str) -> None:
+        losses = self.losses
+        replacements = row_calls.emit(
+            build, plan, losses.reading, losses.trace.outer, self.aliases.writes
+        )
+        self.aliases.check(build.added, build.selecting)
+        mark_site(build.added, name)
+        for node, replacement in replacements.items():
+            node.replace_all_uses_with(replacement)
+
+
+def _device(node: fx.Node) -> str:
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value.device.type

@@ -1,0 +1,58 @@
+"""Finds the user's tensors that hold what is computed from products, such as probabilities."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import cached_property
+
+from torch import fx
+
+from torch_streamkl.fx_passes.lowering.placed import Placed
+from torch_streamkl.fx_passes.reading.arrays import Array, Dim
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import Axis, Node, index
+from torch_streamkl.program.reductions import substitute
+
+MOST_AXES = 5
+
+
+class LiveTensors:
+    """Looks for expressions among the values of a trace, whatever their axes are called."""
+
+    def __init__(self, reading: Reading, outer: Mapping[fx.Node, fx.Node]) -> None:
+        self.reading, self.outer = reading, outer
+
+    @cached_property
+    def _known(self) -> dict[Node, tuple[fx.Node, tuple[Dim, ...]]]:
+        """The user's nodes by their expressions, with axes that are numbered by dimension."""
+        found: dict[Node, tuple[fx.Node, tuple[Dim, ...]]] = {}
+        for inner, node in self.outer.items():
+            x = self.reading.arrays.get(inner)
+            if inner.op != "call_function" or not isinstance(x, Array):
+                continue
+            if inner in self.reading.reads_products and inner not in self.reading.reasons:
+                order = [a for dim in x.dims for a in dim]
+                if x.expr.axes <= set(order):
+                    found.setdefault(_numbered(x.expr, order), (node, x.dims))
+        return found
+
+    def find(self, x: Node) -> Placed | None:
+        """Returns the user's tensor with the values of an expression."""
+        if len(x.axes) > MOST_AXES:
+            return None
+        for order in itertools.permutations(sorted(x.axes, key=repr)):
+            found = self._known.get(_numbered(x, order))
+            if found is None:
+                continue
+            node, dims = found
+            own = [a for dim in dims for a in dim]
+            if len(own) == len(order):
+                names = dict(zip(own, order, strict=True))
+                return Placed(node, tuple(tuple(names[a] for a in dim) for dim in dims))
+        return None
+
+
+def _numbered(x: Node, order: tuple[Axis, ...] | list[Axis]) -> Node:
+    names = {a: index(Axis(("live", i), a.size)) for i, a in enumerate(order)}
+    return substitute(x, names)

@@ -1,0 +1,78 @@
+"""Reads the number of rows that a boolean mask selects from the positions, not from large tensors.
+
+Dynamo asserts at run time what it has assumed of such sizes. It reads them from the selected
+logits, which would keep these alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_unknown
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import Extent
+
+
+def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, fx.Node]:
+    """Returns the masks that select rows, nodes of the trace, by the symbols of their counts.
+
+    The symbols are those of the trace and of the user's graph.
+    """
+    if not reading.selected:
+        return {}
+    found = {
+        name: mask
+        for count, mask in reading.selected.items()
+        for name in reading.sizes.equal_names(count)
+    }
+    for inner, node in trace.outer.items():
+        made, value = inner.meta.get("val"), example(node)
+        if not isinstance(made, Tensor) or not isinstance(value, Tensor):
+            continue
+        for size, of_user in zip(made.shape, value.shape, strict=True):
+            count = reading.sizes.of(size) if is_unknown(of_user) else None
+            if isinstance(count, Extent) and count in reading.selected:
+                found[str(expression(of_user))] = reading.selected[count]
+    return found
+
+
+def reread_counts(
+    quadratic: Iterable[fx.Node], selections: Selections, builder: Callable[[fx.Node], Builder]
+) -> None:
+    """Makes run-time checks of row counts read the positions, not large tensors."""
+    for node in quadratic:
+        value = example(node)
+        for user in list(node.users):
+            if user.target is not torch.ops.aten.sym_size.int or not isinstance(value, Tensor):
+                continue
+            size = value.shape[user.args[1]]  # type: ignore[index]  # sym_size's dimension
+            if is_unknown(size):
+                _reread(user, size, selections, builder(user))
+
+
+def _reread(user: fx.Node, size: Size, selections: Selections, build: Builder) -> None:
+    symbols = expression(size).free_symbols
+    if not any(selections.positions_of(str(s)) for s in symbols):
+        return
+    positions = selections.positions_of(str(expression(size)))
+    if positions is not None:
+        user.args = (positions, 0)
+        return
+    tensors = [n for n in user.graph.nodes if n.op == "placeholder" and _is_tensor(n)]
+    try:
+        with build.undone_if_unsupported():
+            entries = build.size(size, tensors)
+    except Unsupported:
+        return  # a size that is no input's: the large tensor stays, and the report says so
+    user.replace_all_uses_with(entries)  # type: ignore[arg-type]  # a node: not all is known
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(example(node), Tensor)

@@ -1,0 +1,130 @@
+"""Finds the losses of a region: divergences, other sums over keys, and what is none of these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.planning.divergences import (
+    Divergence,
+    Plans,
+    ProductType,
+    find_divergences,
+    product_types,
+)
+from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, may_have_programs
+from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
+from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.program.graph import ANY, Node
+from torch_streamkl.program.walks import walk
+
+# what a divergence reads that is computed besides a planned operator
+DISTRIBUTIONS = MATMULS | {
+    "_softmax", "softmax", "_log_softmax", "log_softmax", "logsumexp", "kl_div",
+    "cross_entropy_loss",
+}  # fmt: skip
+
+
+@dataclass
+class Losses:
+    """Holds what was found in a region, before anything is replaced."""
+
+    trace: Trace
+    region: Region
+    row_programs: bool  # whether sums that are no divergence may become row programs
+    reading: Reading = field(init=False)
+    sites: list[fx.Node] = field(init=False)  # where two distributions meet
+    divergences: list[Divergence] = field(init=False)
+    plans: Plans = field(init=False)
+    refusals: Refusals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reading = read_trace(self.trace)
+        self.sites = divergence_sites(self.trace, self.reading)
+        self.divergences, self.plans = find_divergences(self.trace, self.reading)
+        self.refusals = Refusals(self.trace, self.reading)
+        self.row_programs = self.row_programs and may_have_programs(self.trace)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.sites or self.divergences or self.row_programs)
+
+    @cached_property
+    def planner(self) -> RowPlanner | None:
+        """Returns what plans row programs, None if there are to be none."""
+        return RowPlanner(self.trace, self.reading, self.region) if self.row_programs else None
+
+    @cached_property
+    def product_types(self) -> dict[frozenset[object], ProductType]:
+        return product_types(self.trace, self.reading)
+
+    @property
+    def unfused(self) -> list[fx.Node]:
+        """Returns the sites that no operator is planned for."""
+        handled: set[fx.Node] = set()
+        for divergence in self.divergences:
+            handled |= ancestors(divergence.inner)
+        values = {divergence.inner for divergence in self.divergences}
+        return [n for n in self.sites if n not in handled and not _is_made_of(n, values)]
+
+    def operands(self) -> list[fx.Node]:
+        """Returns the tensors of the trace that the divergences' products are made of."""
+        found = [
+            x
+            for divergence in self.divergences
+            for call in divergence.calls
+            for side in call.sides
+            for x in side.operands
+        ]
+        nodes = (
+            x.source.name if x.source is not None else self.refusals.first_with(x.element)
+            for x in found
+        )
+        return [x for x in nodes if isinstance(x, fx.Node)]
+
+    def sharing(self) -> list[Divergence]:
+        """Returns divergences of LM heads that one row program computes with other sums."""
+        heads = {
+            d.inner: d for d in self.divergences if all(c.operator == LINEAR for c in d.calls)
+        }
+        if self.planner is None or not heads:
+            return []
+        plans = self.planner.sharing(list(heads))
+        return [heads[o.inner] for p in plans for o in p.outputs if o.inner in heads]
+
+
+def reads_ids(divergence: Divergence) -> bool:
+    """Returns whether a divergence with a dense mask or bias is also a program that reads ids."""
+    dense: list[Node] = []
+    for call in divergence.calls:
+        if call.operator == ATTENTION:
+            dense += call.masks.tensors
+        dense += [bias.value for side in call.sides for bias in side.added]
+    return any(x.op == "reduce" and x.value.kind == ANY for x in walk(dense))
+
+
+def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:
+    """Whether a node reads distributions only as values of planned operators.
+
+    The logarithm of a Bhattacharyya coefficient is arithmetic on rows and no second loss.
+    """
+    stack, seen, meets_value = [node], {node}, False
+    while stack:
+        current = stack.pop()
+        if current in values:
+            meets_value = True
+            continue
+        if current.op == "call_function" and name_of(current) in DISTRIBUTIONS:
+            return False
+        new = [a for a in current.all_input_nodes if a not in seen]
+        seen.update(new)
+        stack += new
+    return meets_value

@@ -1,0 +1,148 @@
+"""Finds code that makes numbers of NaN and infinity: what reads the value of a node.
+
+It replaces NaN by 0, counts it, compares with it or ranks by it; or it computes a number from
+infinity, as a quotient does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    name_of,
+    nodes_in,
+    storage_of,
+    subgraphs_of,
+)
+
+ASK = {"nan_to_num", "isnan", "isfinite", "isinf", "isneginf", "isposinf", "equal", "allclose"}
+ASK |= {"nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign", "sgn", "copysign"}
+ASK |= {"sort", "msort", "topk", "kthvalue", "unique", "mode", "is_nonzero"}
+COMPARE = {"gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"}
+COMPARE |= {"not_equal", *(f"__{x}__" for x in ("gt", "lt", "ge", "le", "eq", "ne"))}
+# numbers, where infinity is given
+BOUNDED = {"clamp_max", "minimum", "min", "amin", "aminmax", "median", "quantile", "hardtanh"}
+BOUNDED |= {"relu6", "hardsigmoid", "tanh", "sigmoid", "erf", "erfc", "atan", "arctan", "atan2"}
+BOUNDED |= {"arctan2", "exp", "exp2", "expm1", "reciprocal", "rsqrt", "rpow", "__rpow__"}
+BOUNDED |= {"softmax", "softmin", "softplus", "logsigmoid", "elu", "silu", "gelu"}
+BOUNDED |= {"nextafter", "sinc", "logaddexp", "logsumexp", "__rtruediv__", "rtruediv"}
+DIVISIONS = {"div", "divide", "true_divide", "truediv", "floordiv", "floor_divide", "fmod"}
+DIVISIONS |= {"remainder", "mod", "__truediv__", "__floordiv__"}
+# a result without the values of the arguments, and one with those of the first alone
+NO_VALUES = {f"{x}_like" for x in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
+NO_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+OF_FIRST = {"expand_as", "view_as", "reshape_as", "type_as"}
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Lists operations, by name, that make numbers of NaN and infinity, and of infinity alone."""
+
+    special: frozenset[str] = frozenset()
+    infinite: frozenset[str] = frozenset()
+
+    def __or__(self, other: Readers) -> Readers:
+        return Readers(self.special | other.special, self.infinite | other.infinite)
+
+
+NO_READERS = Readers()
+
+
+def readers_of_body(owner: fx.GraphModule, name: str, outside: Readers) -> Readers:
+    """Returns the readers, in the graph that calls a body, of what the body returns."""
+    subgraphs = [n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name]
+    return readers_behind([user for body in subgraphs for user in body.users], outside)
+
+
+def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> Readers:
+    """Returns the readers of the nodes' values, also of what these are written to."""
+    if not nodes:
+        return NO_READERS
+    graph, found = nodes[0].graph, NO_READERS
+    reached = set(nodes)
+    written: set[int | None] = set()
+    for node in graph.nodes:
+        sources = [a for a in _inputs(node) if a in reached or storage_of(a) in written]
+        if not sources:
+            continue
+        if node.op == "output":
+            return found | outside
+        written |= {storage_of(x) for x in written_by(node)} - {None}
+        if node.op in ("call_function", "call_method"):
+            found |= _of_operation(node, sources)
+        if _has_values(example(node)):
+            reached.add(node)
+    return found
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose values a result depends on."""
+    name = name_of(node)
+    if name in NO_VALUES:
+        return []
+    return nodes_in(node.args[:1]) if name in OF_FIRST else node.all_input_nodes
+
+
+def _of_operation(node: fx.Node, sources: Sequence[fx.Node]) -> Readers:
+    name = name_of(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _of_subgraphs(node)
+    value = example(node)
+    is_discrete = isinstance(value, Tensor) and not (
+        value.dtype.is_floating_point or value.dtype.is_complex
+    )
+    if is_discrete and name == "getitem":  # indices next to values
+        name = name_of(sources[0])
+    if is_discrete or name in ASK or name.removesuffix("_") in ASK | COMPARE:
+        return Readers(special=frozenset({name}))
+    if (
+        name.removesuffix("_") in BOUNDED
+        or _divides_by(node, sources)
+        or _has_maximum(node)
+        or _has_other_power(node)
+    ):
+        return Readers(infinite=frozenset({name}))
+    return NO_READERS
+
+
+def _of_subgraphs(node: fx.Node) -> Readers:
+    """Readers in the graphs that an operator runs, of whatever is passed to them."""
+    found = NO_READERS
+    for body in subgraphs_of(node):
+        found |= readers_behind([n for n in body.graph.nodes if n.op == "placeholder"])
+    return found
+
+
+def _divides_by(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """A number over infinity is 0."""
+    if name_of(node).removesuffix("_") not in DIVISIONS:
+        return False
+    divisor = node.args[1] if len(node.args) > 1 else node.kwargs.get("other")
+    return divisor in sources
+
+
+def _has_maximum(node: fx.Node) -> bool:
+    if name_of(node).removesuffix("_") not in ("clamp", "clip"):
+        return False
+    maximum = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+    return maximum is not None
+
+
+def _has_other_power(node: fx.Node) -> bool:
+    """A power of which infinity has a finite one, unlike a square."""
+    if name_of(node).removesuffix("_") not in ("pow", "__pow__", "__ipow__", "float_power"):
+        return False
+    exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
+    return not (isinstance(exponent, (int, float)) and exponent > 0)
+
+
+def _has_values(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_values(x) for x in value)
+    return isinstance(value, (Tensor, float, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,213 @@
+"""Finds losses of which eager code has NaN or infinity where an operator has a number.
+
+Eager code has NaN if a masked key has the probability 0 and the logarithm -inf, and infinity if a
+probability is 0 by underflow. An operator gives the limit. Code that makes numbers of these
+(readers.py) must see what eager has, after the loss and in it.
+
+NOTE [What an expression does not say]
+The normal form is that of real numbers: what cancels, as a value per row that is added to scores
+before a softmax, is not in it. So `Scores` looks at the nodes of the trace, too: all that are
+computed between the products and the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from torch_streamkl.fx_passes.capture.region import MATMULS
+from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NoForm
+from torch_streamkl.fx_passes.closed_forms.heads import Variables
+from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
+from torch_streamkl.fx_passes.closed_forms.worlds import World, value_at
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
+from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.graph import CONTRACT, Axis, Node
+from torch_streamkl.program.walks import walk
+
+aten = torch.ops.aten
+HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
+# of which argument an operation takes the logarithm, and where that is -inf
+LOGARITHMS = {
+    aten.log.default: (0, 0.0), aten.log2.default: (0, 0.0), aten.log10.default: (0, 0.0),
+    aten.log1p.default: (0, -1.0), aten.xlogy.Tensor: (1, 0.0), aten.xlogy.Scalar_Self: (1, 0.0),
+}  # fmt: skip
+# they make a number of what is infinite or NaN
+REPLACES = {"nan_to_num", "isnan", "isinf", "isfinite"}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Holds what a loss is computed from: the sums over keys that are matched, and its nodes."""
+
+    inner: fx.Node
+    sites: tuple[ClosedForm, ...]
+    reading: Reading
+
+    @cached_property
+    def forms(self) -> list[ScoreForm]:
+        """The scores of each softmax that is summed."""
+        return [form for site in self.sites for form in forms_of(site)]
+
+    @cached_property
+    def nodes(self) -> set[fx.Node]:
+        """The nodes between the products and the loss."""
+        return reached([self.inner], lambda n: [] if _is_product(n) else n.all_input_nodes)
+
+    def expression(self, node: object) -> Node | None:
+        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
+        return found.expr if isinstance(found, Array) else None
+
+    def logarithms(self) -> Iterator[tuple[Node, float]]:
+        """Expressions of probabilities whose logarithm is taken, and where that is -inf."""
+        for node in ancestors(self.inner):
+            place, lowest = LOGARITHMS.get(node.target, (0, None))  # type: ignore[call-overload]
+            if lowest is None or len(node.args) <= place:
+                continue
+            x = self.expression(node.args[place])
+            if x is not None and is_of_keys(x):
+                yield x, lowest
+
+    @cached_property
+    def may_be_infinite(self) -> bool:
+        """Whether some scores may be -inf; a tensor that is added may hold anything."""
+        return any(map(may_be_infinite, self.forms)) or any(map(self._adds_to_scores, self.nodes))
+
+    @cached_property
+    def drops_absent_keys(self) -> bool:
+        """Whether keys that all distributions lack contribute 0: fused, 0 * -inf is 0."""
+        every = [(x.mask, x.biases, x.inner_biases) for x in self.forms]
+        if any(x != every[0] for x in every):
+            return False
+        return all(call.functional.absent == 0.0 for site in self.sites for call in site.calls)
+
+    def _adds_to_scores(self, node: fx.Node) -> bool:
+        """Whether a tensor is added to scores: a softmax ignores a value per row, unless that is
+        infinite.
+        """
+        x = self.expression(node)
+        if x is None or x.op != "linear":
+            return False
+        terms = [t for _, t in terms_of(x)[1]]
+        made = [_has_product(t) for t in terms]
+        is_of_scores = any(m and _is_score(t) for m, t in zip(made, terms, strict=True))
+        return is_of_scores and any(
+            not m and not t.is_finite for m, t in zip(made, terms, strict=True)
+        )
+
+
+def check_nan_readers(node: fx.Node, loss: Scores, outside: Readers = NO_READERS) -> None:
+    """Raises Unsupported if code after ``node`` would see another number than in eager code."""
+    found = readers_behind([node], outside)
+    if found.special and loss.may_be_infinite:
+        name = min(found.special)
+        why = "NaN where a key is masked (0 times the logarithm of 0) or a row has no key"
+    elif (found.special or found.infinite) and any(
+        x.range[0] <= lowest for x, lowest in loss.logarithms()
+    ):
+        name = min(found.special or found.infinite)
+        why = "infinity where a probability underflows (the logarithm of 0)"
+    else:
+        return
+    raise Unsupported(f"{name} reads the divergence, and eager has {why}")
+
+
+def check_masked_logarithms(loss: Scores) -> None:
+    """Raises Unsupported if the logarithm of a probability that a finite mask makes 0 counts."""
+    if loss.drops_absent_keys or all(form.mask or form.biases for form in loss.forms):
+        return
+    for x, lowest in loss.logarithms():
+        axes = softmax_axes(x)
+        hides = any(map(_may_hide_keys, _forms_in([x], axes)))
+        if hides and not at_absent_keys(x, axes) > lowest:
+            raise Unsupported(
+                "the logarithm of probabilities that a mask of one side alone makes 0, which is "
+                "infinite in eager code"
+            )
+
+
+def check_replaced(loss: Scores) -> None:
+    """Raises Unsupported if the loss itself replaces what is infinite in eager code alone."""
+    if loss.drops_absent_keys or not loss.may_be_infinite:
+        return
+    if any(loss.reading.observers.get(n) in REPLACES for n in loss.nodes):
+        raise Unsupported("values after the softmax that are infinite are replaced")
+
+
+# ------------------------------------------------------------------------ expressions
+
+
+def forms_of(site: ClosedForm) -> list[ScoreForm]:
+    """Returns the scores of the softmaxes in a sum over keys."""
+    return list(_forms_in(site.site.args, {site.site.value.axis}))
+
+
+def _forms_in(exprs: Iterable[Node], axes: set[Axis]) -> Iterator[ScoreForm]:
+    for x in walk(exprs):
+        if x.op == "log_softmax" and x.value in axes:
+            try:
+                yield read(x.args[0], x.value)
+            except NoForm:
+                continue  # scores of no operator: those of attention before the loss
+
+
+def softmax_axes(x: Node) -> set[Axis]:
+    """Returns the axes of an expression along which a softmax in it is taken."""
+    return {y.value for y in walk([x]) if y.op == "log_softmax"} & x.axes
+
+
+def is_of_keys(x: Node) -> bool:
+    """Returns whether an expression has a value for each key, made of what may underflow."""
+    return bool(softmax_axes(x)) or any(
+        y.op == "exp" and y.axes <= x.axes and _has_product(y) for y in walk([x])
+    )
+
+
+def may_be_infinite(form: ScoreForm) -> bool:
+    """Returns whether some scores may be -inf; a tensor that is added may hold anything."""
+    is_removed = bool(form.mask) and form.fill == -math.inf
+    return is_removed or any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
+
+
+def _may_hide_keys(form: ScoreForm) -> bool:
+    """Whether a finite number stands in place of scores, or a tensor like a mask is added."""
+    return (bool(form.mask) and HIDES <= abs(form.fill) < math.inf) or any(
+        not bias.value.flows and len(bias.value.axes) > 1 for bias in form.biases
+    )
+
+
+def at_absent_keys(x: Node, axes: set[Axis]) -> float:
+    """Evaluates an expression where probabilities are 0; NaN if it is no function of them."""
+    if len(axes) != 1:
+        return math.nan
+    (key,) = axes
+    variables = Variables(key)
+    try:
+        expr = variables.of(x)
+    except NoForm:
+        return math.nan
+    logs = dict.fromkeys(range(len(variables.parts)), -math.inf)
+    found = value_at(expr, World(key, logs=logs))
+    return math.nan if found is None else found
+
+
+def _has_product(x: Node) -> bool:
+    return any(y.op == CONTRACT for y in walk([x]))
+
+
+def _is_score(x: Node) -> bool:
+    """Whether an expression is made of a product, and of no softmax, exponential or sum of it."""
+    return not any(y.op in ("log_softmax", "exp", "reduce") for y in walk([x]))
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.op == "call_function" and name_of(node) in MATMULS

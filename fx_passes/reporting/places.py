@@ -1,0 +1,194 @@
+"""Says where what a loss compares is made, written to, or ended, and where a node stands."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, fx
+
+from torch_streamkl.fx_passes.capture.region import MATMULS
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    UNKNOWN,
+    ancestors,
+    example,
+    location_of,
+    name_of,
+)
+from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
+from torch_streamkl.fx_passes.reporting.graph_breaks import (
+    break_after,
+    break_before,
+    called_apart,
+)
+from torch_streamkl.fx_passes.reporting.large_tensors import numel
+from torch_streamkl.fx_passes.reporting.reasons import LEAVES
+from torch_streamkl.fx_passes.reporting.refusals import ELSEWHERE, NOT_MADE, Refusals, near
+from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unrecognized import CHECKPOINT, called
+
+_OUTSIDE = re.compile(r"(not made (?:from scores )?in this graph).*")
+
+
+def with_place(reason: str, site: fx.Node, blocker: fx.Node, refusals: Refusals) -> str:
+    """Returns a reason, with where that is made which is not made in the graph, or written to."""
+    origin = node_of(refusals.trace, site)
+    if "modified in place" in reason:
+        return _with_write(reason, site, refusals.trace)
+    if reason == LEAVES and origin is not None:
+        return f"{reason}: {_where_graph_ends(origin.graph)}"
+    if origin is None or not _OUTSIDE.search(reason):
+        return reason
+    ended = break_before(origin)
+    if ended is not None:
+        said = f"a graph break at {shown(ended.location)} lies between"
+        apart = called_apart(origin)
+        if apart:
+            said = f"Dynamo compiles {apart}() apart from its caller, because it has the graph "
+            said += f"break at {shown(ended.location)} in it"
+        said += f": {ended.code}" if ended.code else ""
+    elif not _reads_input(origin):
+        source = _source(blocker, refusals)
+        if source is None:
+            return reason.replace(ELSEWHERE, NOT_MADE)
+        name, at = called(source), shown(location_of(source)[0])
+        before = values_of(source) - {source}
+        is_known = name in (CHECKPOINT, "register_hook")
+        if not is_known and any(name_of(a) in MATMULS for a in before if _is_call(a)):
+            return (
+                f"{name} at {at} is applied to a product in a way that the rewrite does not read"
+            )
+        said = f"it comes from {name} at {at}, which is no matrix product"
+        if name == CHECKPOINT:
+            said = f"it is a result of the checkpoint at {at}, which the loss is not in"
+    elif _is_body(origin.graph):
+        said = "it is an input of the checkpoint that the loss is in"
+    else:
+        said = "it is an input of the compiled function"
+    return _OUTSIDE.sub(lambda found: f"{found[1]}: {said}", reason, count=1)
+
+
+def _where_graph_ends(graph: fx.Graph) -> str:
+    owner = graph.owning_module
+    ended = break_after(owner) if owner is not None else None
+    if ended is None:
+        return "it is an output"
+    return f"a graph break at {shown(ended.location)} ends it" + (
+        f": {ended.code}" if ended.code else ""
+    )
+
+
+def _with_write(reason: str, site: fx.Node, trace: Trace) -> str:
+    """The reason, with the last write to what a site is made of."""
+    made_of = ancestors(site)
+    for node in reversed(trace.graph.nodes):
+        if node.op == "call_function" and any(x in made_of for x in written_by(node)):
+            place, code = place_of(node, trace)
+            return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
+    origin = node_of(trace, site)
+    made_of = ancestors(origin) if origin is not None else set()
+    for node in reversed(origin.graph.nodes) if origin is not None else ():
+        if any(x in made_of for x in written_by(node)):  # through a view of it
+            place, code = location_of(node)
+            return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
+    return reason
+
+
+def _reads_input(site: fx.Node) -> bool:
+    """Whether a tensor as large as what a site compares is an input of its graph."""
+    values = [example(a) for a in (site, *site.all_input_nodes)]
+    sizes = [numel(x) for x in values if isinstance(x, Tensor)]
+    stack, seen, least = [site], {site}, max(sizes, default=0)
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            value = example(a)
+            if a in seen or name_of(a) in MATMULS:
+                continue
+            is_large = isinstance(value, Tensor) and numel(value) >= least
+            if a.op == "placeholder" and is_large:
+                return True
+            seen.add(a)
+            stack.append(a)
+    return False
+
+
+def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
+    """The user's operation that makes what a site compares and that the analysis does not know.
+
+    It is as large as what the site compares. None where an input of the graph is.
+    """
+    trace, is_known = refusals.trace, refusals.levels.is_known
+    made_of = ancestors(site) - {site}
+    least = max((numel(a.meta["val"]) for a in site.all_input_nodes if _is_tensor(a)), default=0)
+    large = [
+        n
+        for n in trace.graph.nodes
+        if n in made_of and _is_tensor(n) and numel(n.meta["val"]) >= least
+    ]
+    for node in near(site, "all_input_nodes"):
+        outer = node_of(trace, node) if node.op == "placeholder" and node in large else None
+        if outer is not None and outer.op != "placeholder":
+            return outer.all_input_nodes[0] if name_of(outer) == "getitem" else outer
+    for node in large:
+        if node.op == "call_function" and not is_known(node):
+            if all(is_known(a) for a in node.all_input_nodes if a in large):
+                return node_of(trace, node)
+    return None
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _is_body(graph: fx.Graph) -> bool:
+    """Whether a higher-order operator runs the graph: Dynamo marks the inputs of all others."""
+    inputs = graph.find_nodes(op="placeholder")
+    owner = graph.owning_module
+    is_marked = any("grapharg" in n.meta for n in inputs)
+    return owner is not None and bool(inputs) and not is_marked and _is_of_dynamo(graph)
+
+
+def _is_of_dynamo(graph: fx.Graph) -> bool:
+    return any("example_value" in n.meta for n in graph.nodes)
+
+
+def is_shared_by_hand(site: fx.Node) -> bool:
+    """Returns whether a collective adds up parts of softmaxes between a site and its matmuls."""
+    stack, seen = [site], {site}
+    while stack:
+        node = stack.pop()
+        written = node.users if node is not site else ()  # dist.all_reduce works in place
+        if any(_holds_reduction(n) for n in (node, *written)):
+            return True
+        if name_of(node) in MATMULS:
+            continue
+        stack += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    return False
+
+
+def _holds_reduction(node: fx.Node) -> bool:
+    if "all_reduce" in name_of(node):
+        return True
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    subgraphs = [getattr(node.graph.owning_module, str(a.target), None)
+              for a in node.all_input_nodes if a.op == "get_attr"]  # fmt: skip
+    return any(
+        "all_reduce" in name_of(n)
+        for body in subgraphs
+        if isinstance(body, fx.GraphModule)
+        for n in body.graph.nodes
+    )
+
+
+def place_of(node: fx.Node, trace: Trace) -> tuple[str, str]:
+    """Returns location and code of a node of the trace."""
+    origin = node_of(trace, node)
+    return location_of(origin) if origin is not None else (UNKNOWN, "")

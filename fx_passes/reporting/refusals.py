@@ -1,0 +1,324 @@
+"""Says why operations and sums of a trace are no operator's, and at which node.
+
+A value is captured if no rule reads it, and a sum over keys may have no closed form. Both have
+their reasons as short phrases, which hints compare and `wording.py` says in sentences. An
+expression is found again in the graph by its form: sums over it have other names for its axes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.form import NotClosed
+from torch_streamkl.fx_passes.closed_forms.match import match
+from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reporting.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
+from torch_streamkl.program.graph import CONTRACT, Node, Source
+from torch_streamkl.program.walks import walk
+
+NOT_MADE = "is not made from scores in this graph"
+ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
+DROPOUT = "dropout changes the probabilities after the softmax"
+PROBABILITIES = "attention or vocabulary probabilities"
+SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
+OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
+SOME_KEYS = "only some of the keys are used after the softmax"
+SELECTED_KEYS = "keys are selected after the softmax"
+CONSTANT = "a gradient flows through what is a constant"
+BY_ZERO = "scores multiplied by 0"
+DOUBLE = "softmax of values that are probabilities already (double softmax)"
+NO_PRODUCT = "the scores of a softmax are no product"
+NOT_IN_GRAPH = "scores that no product in the graph makes"
+SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
+RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+# operations after which the keys of a softmax are no dimension any more
+OF_KEYS = {
+    "slice": SOME_KEYS, "narrow": SOME_KEYS, "select": SOME_KEYS,
+    "index_select": SELECTED_KEYS, "index": SELECTED_KEYS, "masked_select": SINGLE_ENTRIES,
+}  # fmt: skip
+# reasons of the reader that say less than the operation does
+_TECHNICAL = re.compile(
+    r"has no rule$|^a view of |^axes of |^tensors of sizes |^a result |^its rule failed|"
+    r"^a gradient flows through what is a constant"
+)
+_OPERATION = re.compile(r"^(\S+) (?:of scores|is part of the sum)$")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Holds a reason and the node that it is about, None if it is about the whole loss."""
+
+    reason: str
+    node: fx.Node | None = None
+
+
+@dataclass
+class Refusals:
+    """Finds the reasons of one trace; what is asked for once is kept."""
+
+    trace: Trace
+    reading: Reading
+    levels: ScoreLevels = field(init=False)
+    _found: dict[fx.Node, Refusal | None] = field(default_factory=dict)
+    _matched: dict[Node, NotClosed | None] = field(default_factory=dict)
+    _forms: _Forms | None = None
+    _first: dict[int, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.levels = ScoreLevels(self.reading)
+
+    def of(self, node: fx.Node) -> Refusal | None:
+        """Returns why a node's value is no operator's, if its own operation is the reason."""
+        if node not in self._found:
+            self._found[node] = (
+                self.captured(node)
+                or self._of_keys(node)
+                or self._of_sum(node)
+                or self._of_reduction(node)
+            )
+        return self._found[node]
+
+    def before(self, node: fx.Node) -> Refusal | None:
+        """Returns why the nearest operation before a node has no form, the node included."""
+        for earlier in near(node, "all_input_nodes"):
+            found = self.captured(earlier) or self._of_keys(earlier) or self._of_softmax(earlier)
+            if found is not None:
+                return found
+        return None
+
+    def noted(self) -> dict[fx.Node, str]:
+        """Returns the nodes that were found to be the reasons of others, with those reasons."""
+        every = [x for x in self._found.values() if x is not None]
+        return {x.node: x.reason for x in every if x.node is not None}
+
+    # ------------------------------------------------------------------------- row programs
+
+    def of_programs(self, refused: Mapping[fx.Node, NotClosed]) -> dict[fx.Node, str]:
+        """Returns the nodes that row programs do not take, in order, and why.
+
+        These are operations on scores that are not read, and where each sum was ``refused``.
+        """
+        found = {}
+        for root, why in refused.items():
+            placed = self.placed(why, root)
+            found[placed.node or root] = placed.reason
+        for node in self.trace.graph.nodes:
+            captured = self.captured(node)
+            if captured is not None and captured.node is node:
+                found[node] = captured.reason
+        return {n: found[n] for n in self.trace.graph.nodes if n in found}
+
+    def places_of(
+        self, refused: Mapping[fx.Node, NotClosed], roots: Iterable[fx.Node]
+    ) -> set[fx.Node]:
+        """Returns the nodes at which some of these sums were refused."""
+        return {self.placed(refused[root], root).node or root for root in roots}
+
+    # ------------------------------------------------------------------------- captured
+
+    def captured(self, node: fx.Node) -> Refusal | None:
+        """Returns why an operation on scores is not read, in terms of scores."""
+        reason = self.reading.reasons.get(node)
+        if reason is None or node.op != "call_function":
+            return None
+        found = [self.levels.of(a) for a in node.all_input_nodes]
+        level = max((x for x in found), key=lambda x: x.value, default=Level.OTHER)
+        if level in (Level.OTHER, Level.ROWS):
+            before = (self.captured(a) for a in node.all_input_nodes)
+            return next((x for x in before if x is not None), None)
+        name = name_of(node)
+        if reason == CONSTANT and any(a == 0 for a in node.args if isinstance(a, (int, float))):
+            return Refusal(BY_ZERO, node)
+        if name == "dropout" and level is Level.PROBABILITIES:
+            return Refusal(DROPOUT, node)
+        if name in RESHAPES:
+            return Refusal("reshape that mixes the axes of the scores", node)
+        if name == "dropout" or _TECHNICAL.search(reason):
+            what = "scores" if level is Level.SCORES else PROBABILITIES
+            return Refusal(f"{name} of {what}", node)
+        return Refusal(reason, node)
+
+    # ------------------------------------------------------------------------- keys
+
+    def _of_keys(self, node: fx.Node) -> Refusal | None:
+        """An operation after which the keys that a softmax was over are no dimension any more."""
+        if node.op != "call_function" or self.levels.of(node) is not Level.PROBABILITIES:
+            return None
+        before = [a for a in node.all_input_nodes if self.levels.keys_of(a)]
+        if not before or self.levels.keys_of(node):
+            return None
+        name = name_of(node)
+        if name in SUMS:
+            return None
+        if name in RESHAPES:
+            return Refusal(f"reshape that splits the keys: {OF_BLOCKS}", node)
+        return Refusal(OF_KEYS.get(name, f"{name} of scores"), node)
+
+    def _of_softmax(self, node: fx.Node) -> Refusal | None:
+        if node.op != "call_function" or name_of(node) not in SOFTMAXES | LOG_SOFTMAXES:
+            return None
+        is_double = self.levels.of(node.args[0]) is Level.PROBABILITIES
+        return Refusal(DOUBLE, node) if is_double else None
+
+    # ------------------------------------------------------------------------- sums
+
+    def _of_sum(self, node: fx.Node) -> Refusal | None:
+        """A sum over keys that begins at a node and has no closed form."""
+        found = self.reading.arrays.get(node)
+        if node.op != "call_function" or not isinstance(found, Array):
+            return None
+        order = [a for d in found.dims for a in d]
+        for site in self._new_sums(node, found.expr):
+            if site not in self._matched:
+                result = match(site, order)
+                self._matched[site] = result if isinstance(result, NotClosed) else None
+            refused = self._matched[site]
+            if refused is not None:
+                return self.placed(refused, node)
+        return None
+
+    def _of_reduction(self, node: fx.Node) -> Refusal | None:
+        """An operation that leaves no keys, and is no sum over those of a softmax."""
+        before = [a for a in node.all_input_nodes if self.levels.of(a) is Level.PROBABILITIES]
+        if node.op != "call_function" or not before or self.levels.keys_of(node):
+            return None
+        found = self.reading.arrays.get(node)
+        if not isinstance(found, Array) or sums_over_keys([found.expr]):
+            return None
+        if name_of(node) in SUMS:
+            return self.before(node)
+        is_row = self.levels.of(node) is Level.ROWS
+        return Refusal(f"{name_of(node)} of scores", node) if is_row else None
+
+    def _new_sums(self, node: fx.Node, x: Node) -> list[Node]:
+        """The sums over keys of an expression that no input of its node has."""
+        if not sums_over_keys([x]):
+            return []
+        found = sites(keys_first(x))
+        forms = self._all_forms()
+        before = {
+            forms.of(y)
+            for a in node.all_input_nodes
+            if isinstance(given := self.reading.arrays.get(a), Array)
+            for y in sums_over_keys([given.expr])
+        }
+        return [y for y in found if forms.of(y) not in before]
+
+    def placed(self, refused: NotClosed, default: fx.Node | None = None) -> Refusal:
+        """Returns the reason of a sum, and the node at which it stopped."""
+        at = refused.at
+        if at is None:
+            return Refusal(refused.reason, default)
+        for x in walk([at]):
+            name = x.value.name if isinstance(x.value, Source) else None
+            inside = self.captured(name) if isinstance(name, fx.Node) else None
+            if inside is not None:
+                return inside
+        node = self.first_with(at)
+        if node is None:
+            return Refusal(refused.reason, default)
+        if self.levels.of(node) is Level.OTHER:  # a mask or factor: where scores meet it
+            node = self._first_that_reads(at, node, default) or default
+        assert node is not None or default is None
+        if node is not None and _OPERATION.match(refused.reason):
+            return Refusal(f"{name_of(node)} of scores", node)
+        return Refusal(refused.reason, node)
+
+    # ------------------------------------------------------------------------- places
+
+    def first_with(self, x: Node) -> fx.Node | None:
+        """Returns the first node of the trace whose value has an expression of this form."""
+        self._all_forms()
+        assert self._forms is not None
+        return self._first.get(self._forms.of(x))
+
+    def _first_that_reads(self, x: Node, after: fx.Node, before: fx.Node | None) -> fx.Node | None:
+        """The first node between two that is made of scores and has an expression of this form."""
+        forms, wanted, is_after = self._all_forms(), self._all_forms().of(x), False
+        for node in self.trace.graph.nodes:
+            is_after |= node is after
+            found = self.reading.arrays.get(node)
+            if not is_after or not isinstance(found, Array) or not self.levels.has_product(node):
+                continue
+            if any(forms.of(y) == wanted for y in walk([found.expr])):
+                return node
+            if node is before:
+                break
+        return None
+
+    def _all_forms(self) -> _Forms:
+        if self._forms is None:
+            self._forms = _Forms()
+            seen: set[Node] = set()
+            for node in self.trace.graph.nodes:
+                found = self.reading.arrays.get(node)
+                if node.op != "call_function" or not isinstance(found, Array):
+                    continue
+                for x in walk([found.expr], lambda y: y not in seen):
+                    if x not in seen:
+                        seen.add(x)
+                        self._first.setdefault(self._forms.of(x), node)
+        return self._forms
+
+
+class _Forms:
+    """Numbers expressions that are equal but for the names of axes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, int] = {}
+        self._numbers: dict[object, int] = {}
+
+    def of(self, x: Node) -> int:
+        for y in walk([x], lambda y: y not in self._known):
+            if y not in self._known:
+                key = y.op, _value_of(y), self._arguments(y)
+                self._known[y] = self._numbers.setdefault(key, len(self._numbers))
+        return self._known[x]
+
+    def _arguments(self, x: Node) -> tuple[object, ...]:
+        known = [self._known[a] for a in x.args]
+        if x.op == "linear":
+            return tuple(sorted(zip(x.value[1], known, strict=True)))
+        return tuple(sorted(known) if x.op in ("product", CONTRACT, "and", "or") else known)
+
+
+def _value_of(x: Node) -> object:
+    """What else an expression is, without the names of axes."""
+    match x.op:
+        case "index":
+            return x.value.size
+        case "log_softmax":
+            return x.value.size
+        case "reduce":
+            return x.value.kind, x.value.axis.size
+        case "contract":
+            return tuple(sorted(str(a.size) for a in x.value))
+        case "linear":
+            return x.value[0]
+    return x.value
+
+
+def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
+    """Yields nodes in one direction, the nearest first, the node itself included."""
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop(0)
+        yield current
+        for other in getattr(current, direction):
+            if other not in seen:
+                seen.add(other)
+                queue.append(other)
+
+
+def first_with_reason(node: fx.Node, reasons: Mapping[fx.Node, str]) -> tuple[str, fx.Node] | None:
+    """Returns the nearest of a node's inputs that has a reason."""
+    return next(((reasons[n], n) for n in near(node, "all_input_nodes") if n in reasons), None)

@@ -1,0 +1,107 @@
+"""Says of expressions which axes of scores they have: a value per query and key, or per row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+from torch import fx
+
+from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node
+from torch_streamkl.program.walks import walk
+
+Pair = tuple[frozenset[Axis], frozenset[Axis]]  # axes that one operand of a product has alone
+
+
+class Level(Enum):
+    """Says what a value is computed from, and what it has a value for."""
+
+    OTHER = 0  # no product of this graph, or none that is read
+    ROWS = 1  # summed over the keys
+    SCORES = 2  # a value per query and key, before a softmax
+    PROBABILITIES = 3  # the same after a softmax
+
+
+class ScoreLevels:
+    """Finds the levels of nodes; each expression is looked at once."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self._pairs: dict[Node, frozenset[Pair]] = {}
+        self._has_product: dict[Node, bool] = {}
+        self._is_after_softmax: dict[Node, bool] = {}
+
+    def of(self, node: object) -> Level:
+        """Returns the level of a node of the trace."""
+        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
+        return self.of_expression(found.expr) if isinstance(found, Array) else Level.OTHER
+
+    def of_expression(self, x: Node) -> Level:
+        """Returns the level of an expression."""
+        self._visit(x)
+        if not self._has_product[x]:
+            return Level.OTHER
+        if not self._pairs[x]:
+            return Level.ROWS
+        return Level.PROBABILITIES if self._is_after_softmax[x] else Level.SCORES
+
+    def has_product(self, node: fx.Node) -> bool:
+        """Returns whether a node is computed from a product, in a way that is read."""
+        return self.of(node) is not Level.OTHER
+
+    def is_known(self, node: fx.Node) -> bool:
+        """Returns whether a node is computed from a product in a way that is read, or a number."""
+        found = self.reading.arrays.get(node)
+        is_number = isinstance(found, Array) and not any(
+            x.op == "capture" for x in walk([found.expr])
+        )
+        return is_number or self.has_product(node)
+
+    def keys_of(self, node: object) -> frozenset[Axis]:
+        """Returns the axes that softmaxes inside of a node are over, if it still has them."""
+        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
+        if not isinstance(found, Array):
+            return frozenset()
+        inside = walk([found.expr], lambda x: x.op not in ("capture", CONTRACT))
+        return frozenset(x.value for x in inside if x.op == "log_softmax") & found.expr.axes
+
+    def are_chosen(self, node: fx.Node) -> bool:
+        """Returns whether a node has scores of chosen keys, such as a top-k's."""
+        return any(_is_chosen(x) for x in self.products_of(node))
+
+    def products_of(self, node: object) -> list[Node]:
+        """Returns the products that a node is computed from."""
+        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
+        if not isinstance(found, Array) or self.of(node) is Level.OTHER:
+            return []
+        return [x for x in walk([found.expr]) if x.op == CONTRACT]
+
+    def _visit(self, x: Node) -> None:
+        for y in walk([x], lambda y: y not in self._pairs):
+            if y not in self._pairs:
+                self._pairs[y] = self._pairs_of(y)
+                self._has_product[y] = y.op == CONTRACT or any(map(self._has_product.get, y.args))
+                is_softmax = y.op == "log_softmax" or (
+                    y.op == "reduce" and y.value.kind == LOGSUMEXP
+                )
+                after = any(map(self._is_after_softmax.get, y.args))
+                self._is_after_softmax[y] = is_softmax or after
+
+    def _pairs_of(self, x: Node) -> frozenset[Pair]:
+        if x.op == CONTRACT:
+            a, b = (y.axes - set(x.value) for y in x.args)
+            return _free([(a - b, b - a)], x)
+        return _free((pair for a in x.args for pair in self._pairs[a]), x)
+
+
+def _is_chosen(product: Node) -> bool:
+    a, b = (x.axes - set(product.value) for x in product.args)
+    positions = [at for x in product.args for at in x.args]
+    return not (a - b and b - a) and any(x.op == "capture" for x in walk(positions))
+
+
+def _free(pairs: Iterable[Pair], x: Node) -> frozenset[Pair]:
+    """Those of which an expression has an axis of either operand."""
+    return frozenset(p for p in pairs if any(p) and all(not own or own & x.axes for own in p))

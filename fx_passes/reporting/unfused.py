@@ -1,0 +1,147 @@
+"""Describes the losses that are not fused, with reasons, places and hints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from torch_streamkl.fx_passes.capture.preconditions import divergence_like
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    descendants,
+    example,
+    location_of,
+    name_of,
+)
+from torch_streamkl.fx_passes.reporting import data_parallel
+from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
+from torch_streamkl.fx_passes.reporting.operations import in_users_terms
+from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
+from torch_streamkl.fx_passes.reporting.reasons import reason_of
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
+
+
+def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
+    """Returns sites of a graph that is not analysed.
+
+    ``is_body``: of a higher-order operator's body, whose tensors have the sizes that they say.
+    """
+    hint = hint_for(reason)
+    sites = [
+        Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
+    ]
+    return Report(sites, not_analysed=int(bool(sites) and not is_body))
+
+
+def unfused_sites(
+    found: Sequence[fx.Node], refusals: Refusals, of_programs: Mapping[fx.Node, str]
+) -> list[Site]:
+    """Returns losses without an operator, each with the first operation that is unsupported.
+
+    ``of_programs`` are the nodes that row programs do not take, and why.
+    """
+    trace = refusals.trace
+    sites: dict[tuple[str, str], Site] = {}
+    for node in found:
+        refused = reason_of(node, refusals)
+        reason, blocker = refused.reason, refused.node
+        # what a row program may have: what keeps that?
+        if _NO_OPERATION.search(reason) and blocker not in of_programs:
+            other = _first_of_programs(node, of_programs)
+            if other is not None and other[0].split()[0] not in {reason.split()[0], *ORDERED}:
+                reason, blocker = other
+        elif _NO_OPERATION.search(reason) and blocker is not None:
+            of_program = of_programs[blocker]  # such as ids that may be repeated
+            reason = reason if _NO_OPERATION.search(of_program) else of_program
+        origin = node_of(trace, node)
+        if _UNKNOWN_NUMBER.search(reason) and origin is not None:
+            reason = _symbolic_number(origin) or reason
+        if origin is not None and is_shared_by_hand(origin):
+            reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
+        if blocker is not None:
+            reason = in_users_terms(reason, blocker, trace)
+        reason = with_place(reason, node, blocker or node, refusals)
+        location, code = place_of(node, trace)
+        elsewhere, line = place_of(blocker, trace) if blocker is not None else (location, "")
+        sites.setdefault(
+            (location, reason),
+            Site(
+                False,
+                "",
+                "",
+                reason,
+                location,
+                code,
+                hint=hint_for(reason),
+                unsupported_at="" if elsewhere == location else elsewhere,
+                unsupported_code="" if elsewhere == location else line,
+            ),
+        )
+    return data_parallel.named(sites.values(), [node_of(trace, node) for node in found])
+
+
+TOLD = ORDERED | {"gather", "index", "cross_entropy_loss"}  # by what reads large tensors
+_NO_OPERATION = re.compile(
+    r"of scores$|of attention or vocabulary probabilities$|vary along the keys|row weights"
+    "|averaged over their own rows or keys"
+)
+_UNKNOWN_NUMBER = re.compile(
+    r"number that is not known|exponent is not known|row weights|with a tensor"
+    "|neither a tensor nor a number|vary along the keys"
+)
+_IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
+
+
+def _first_of_programs(
+    site: fx.Node, of_programs: Mapping[fx.Node, str]
+) -> tuple[str, fx.Node] | None:
+    """The first operation before a site that row programs do not have either, and why."""
+    made_of = ancestors(site)
+    for node, reason in of_programs.items():
+        if node in made_of and not any(a in of_programs for a in node.all_input_nodes):
+            written = _IN_PLACE.match(reason)
+            return (f"in-place {reason}" if written else reason), node
+    # a sum that row programs have, and that something else keeps
+    after = descendants([site])
+    return next(((reason, node) for node, reason in of_programs.items() if node in after), None)
+
+
+def reasons_of_programs(
+    trace: Trace, of_programs: Mapping[fx.Node, str], compared: Collection[fx.Node]
+) -> list[str]:
+    """Returns the operations that keep a graph without any loss from a row program, as
+    sentences.
+
+    If there are none, other reasons of sums that compare two products, which ``compared`` are.
+    """
+    found: dict[str, None] = {}
+    for node, reason in of_programs.items():
+        name = name_of(node) if node.op == "call_function" else ""
+        if not _NO_OPERATION.search(reason) or name in TOLD:
+            continue
+        if not any(a in of_programs for a in node.all_input_nodes):
+            written = _IN_PLACE.match(reason)
+            reason = f"in-place {reason}" if written else in_users_terms(reason, node, trace)
+            hint = hint_for(reason)
+            sentence = f"{reason} at {shown(place_of(node, trace)[0])}"
+            found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
+    for node, reason in of_programs.items() if not found else ():
+        if node not in compared or advice_for(reason) in (None, ADVICE[-1]):
+            continue
+        place = shown(place_of(node, trace)[0])
+        found[f"a sum at {place} is not fused: {reason}. Hint: {hint_for(reason)}"] = None
+    return list(found)
+
+
+def _symbolic_number(origin: fx.Node) -> str:
+    """Finds a Python number of the user's code that is symbolic, if there is one."""
+    if any(isinstance(example(node), torch.SymFloat) for node in ancestors(origin)):
+        return "a Python number that changes between calls is symbolic in this graph"
+    return ""
