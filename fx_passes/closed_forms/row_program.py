@@ -101,7 +101,7 @@ class RowForm:
     ``around`` has an expression for each root, in which `RowValue` n is ``values[n]``.
     """
 
-    program: Program
+    program: Program | None  # None: of entries alone
     products: tuple[Product, ...]
     axes: RowAxes
     captures: tuple[Captured, ...]
@@ -113,6 +113,11 @@ class RowForm:
     @property
     def requires_grad(self) -> bool:
         return any(x.grad_flows for x in self.values)
+
+    @property
+    def replaced(self) -> tuple[Product, ...]:
+        """Returns all products that need not be there as a whole: those of entries, too."""
+        return (*self.products, *(x.product for x in self.entries))
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ def row_form(
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
     roots, entries = without_entries(roots, facts.is_unique, facts.extent)
+    if entries and not products_in(roots):
+        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
     form = _of_sums(roots, order, facts)
     return form if isinstance(form, NotClosed) else replace(form, entries=entries)
 

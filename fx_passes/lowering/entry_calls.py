@@ -16,14 +16,9 @@ from torch_streamkl.program.graph import Axis, Size, size_of
 from torch_streamkl.topk.logits import entry_logits
 
 
-def emit(
-    writer: Writer, every: Sequence[Entries]
-) -> dict[object, tuple[fx.Node, tuple[Axis, ...]]]:
+def emit(writer: Writer, every: Sequence[Entries]) -> dict[object, fx.Node]:
     """Inserts the calls, and returns values with a dimension for each of their axes."""
-    found: dict[object, tuple[fx.Node, tuple[Axis, ...]]] = {}
-    for number, entries in enumerate(every):
-        found[EntryValue(number)] = _emit(writer, entries), entries.axes
-    return found
+    return {EntryValue(n): _emit(writer, entries) for n, entries in enumerate(every)}
 
 
 def _emit(writer: Writer, entries: Entries) -> fx.Node:

@@ -202,6 +202,8 @@ class Writer:
                 return self._rounded(args[0], getattr(torch, x.value))
             case "float":
                 return args[0]
+            case "log_softmax":
+                return self._log_softmax(x.value, args[0])
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
         if x.op in UNARY:
@@ -327,6 +329,13 @@ class Writer:
             if a not in over:
                 x = self._scaled(x, self.arranging.inserted_size(a.size))
         return x
+
+    def _log_softmax(self, axis: Axis, x: Placed) -> Placed:
+        """Of entries that an operator returns: of scores, operators compute it."""
+        x = self.arranging.squeezed(self.arranging.split(x, ()))
+        if (axis,) not in x.dims:
+            raise Unsupported("log_softmax of a value of rows, inside of an operation")
+        return Placed(self.build.method("log_softmax", x.node, x.dims.index((axis,))), x.dims)
 
     # ------------------------------------------------------------------------- captured tensors
 

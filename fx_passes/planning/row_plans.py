@@ -109,11 +109,11 @@ class RowPlanner:
             RowOutput(r, self.trace.outer[r], around, x.dims)
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
-        every = [x.element for p in form.products for x in (p.rows, p.keys)]
-        at_ids = [x for entries in form.entries for x in entries.sources]
+        every = [x.element for p in form.replaced for x in (p.rows, p.keys)]
+        at_ids = [entries.ids for entries in form.entries]
         sources = sources_of([*every, *at_ids, *(c.value for c in form.captures), *form.around])
         dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
-        matmuls = tuple(self._matmul(p) for p in form.products)
+        matmuls = tuple(self._matmul(p) for p in form.replaced)
         return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
@@ -125,7 +125,7 @@ class RowPlanner:
         of = self.facts.dtypes
         assert of is not None
         operands = {
-            of(s) for p in form.products for s in sources_in(p.rows.element, p.keys.element)
+            of(s) for p in form.replaced for s in sources_in(p.rows.element, p.keys.element)
         }
         behind = set().union(*(ancestors(r) for r in roots)) | set(roots)
         for node in behind & self.reading.reads_products:
@@ -303,7 +303,11 @@ def why_small(plan: ProgramPlan) -> str:
     which are no larger than what they are computed from.
     """
     form = plan.form
-    if form.program.logsumexps or any(n.op == "exp" for n in form.program.nodes):
+    if (
+        form.program is None
+        or form.program.logsumexps
+        or any(n.op == "exp" for n in form.program.nodes)
+    ):
         return ""
     for product in form.products:
         axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
@@ -329,6 +333,8 @@ def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collectio
 
     ``special`` and ``infinite`` name what reads NaN and infinity after them, and infinity alone.
     """
+    if plan.form.program is None:  # entries have the numbers of the whole product
+        return ""
     names = special
     if not names and not is_never_infinite(plan.form.program, plan.dtypes):
         names = infinite
@@ -344,7 +350,7 @@ def mib_of(plan: ProgramPlan) -> float | None:
     Sizes that vary count as they are when the graph is compiled.
     """
     mib = 0.0
-    for product in plan.form.products:
+    for product in plan.form.replaced:
         total = 1
         for a in {*product.rows.axes, *product.keys.axes} - set(product.contracted):
             hint = _hint(a.size)
@@ -366,6 +372,8 @@ def _hint(size: Size | None) -> int | None:
 def describe_program(plan: ProgramPlan) -> str:
     """Returns the form of a row program."""
     form, products = plan.form, len(plan.form.products)
+    if form.program is None:
+        return "entries of a product at given ids"
     levels = max(form.program.levels)
     what = "the product" if products == 1 else f"{products} products"
     sizes = sorted({r.size for r in form.program.reductions if r.size})

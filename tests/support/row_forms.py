@@ -72,6 +72,8 @@ def computed(
             shape.append(n)
         return value
 
+    if form.program is None:
+        return entries_of(form, tensors, sizes)
     axes = form.axes
     given: list[Tensor] = []
     for product, heads in zip(form.products, axes.heads, strict=True):
