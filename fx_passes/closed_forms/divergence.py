@@ -228,6 +228,8 @@ def _renumbered(x: Node, number: Mapping[int, int]) -> Node:
 def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair]:
     """Returns the divergences that a polynomial is the sum of."""
     used = variables_of(polynomial)
+    if len(used) == 1 and len(parts) > 1:  # at some rows alone, next to a divergence at others
+        return [_of_one(polynomial, used[0], parts)]
     if len(used) < 2:
         raise NoForm(
             "the sum involves one distribution only, which is an entropy and no divergence"
@@ -258,6 +260,20 @@ def _is_negative(expr: Node) -> bool:
         found = [evaluate(expr, {k: exact(x) for k, x in each.items()}) for each in numbers]
         return all(float(x) < 0.0 for x in found)
     return False
+
+
+def _of_one(polynomial: Polynomial, own: int, parts: Sequence[Distribution]) -> Pair:
+    """A sum of one distribution as a divergence from another of its rows, which it does not read.
+
+    Where a target is a number at some rows, such as those that a shift has padded.
+    """
+    others = [i for i in range(len(parts)) if i != own and not aligned(parts, i, own)]
+    if not others or any(parts[i].averaged for i in (own, others[0])):
+        raise NoForm(
+            "the sum involves one distribution only, which is an entropy and no divergence"
+        )
+    expr = _written_polynomial(polynomial, others[0], own)
+    return Pair(expr, others[0], own)
 
 
 def _roles(

@@ -44,6 +44,7 @@ from torch_streamkl.fx_passes.closed_forms.rows import (
     keys_first,
     renamed_apart,
     replaced,
+    shortened,
     sites,
 )
 from torch_streamkl.fx_passes.closed_forms.score_form import (
@@ -77,7 +78,7 @@ def match(site: Node, order: Sequence[Axis] = ()) -> ClosedForm | NotClosed:
 
 def match_program(root: Node, order: Sequence[Axis] = ()) -> Matched:
     """Matches every sum over keys of a program, alone or together with others."""
-    root = in_pairs(keys_first(root), order)
+    root = in_pairs(keys_first(shortened(root)), order)
     found = {site: match(site, order) for site in sites(root)}
     changes: dict[Node, Node] = {}
     for group in joined(root, found) if found else ():

@@ -16,13 +16,21 @@ from tests.support.of_2026 import LOSSES
 from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, ROW
 from tests.support.of_2026.table import OPTIONS
 from tests.support.read_programs import Case, examine
+from tests.support.row_forms import made_of
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
+from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 
 QUICK = {
     "cross_entropy_at_ids", "pairs_of_crops", "rolled_logits", "filled_in_place",
     "patches_by_a_mask", "guided_negatives", "megatron_indexer", "gram",
 }  # fmt: skip
+QUICK_ROWS = {
+    "repeated_ids", "padded_ids", "tail_bucket", "verl_clamped", "nemo_renormalised",
+    "pairs_of_rows_and_ids", "megatron_indexer",
+}  # fmt: skip
+
+OF_ROWS = [name for name, loss in LOSSES.items() if loss.by == (ROW,)]
 
 
 def test_there_are_forty_that_are_no_findings() -> None:
@@ -51,6 +59,17 @@ def test_are_matched(name: str) -> None:
     assert operators == set(loss.by) & {ATTENTION, LINEAR}
     left = [x.reason for x in found.found if isinstance(x, NotClosed)]
     assert not left or {ROW, EAGER} & set(loss.by), left
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", only(QUICK_ROWS, [n for n, x in LOSSES.items() if x.by == (ROW,)])
+)
+def test_are_row_programs(name: str) -> None:
+    loss = LOSSES[name]
+    made = made_of(Case(name, loss.fn, loss.inputs()))
+    assert not made.wrong
+    assert any(isinstance(form, RowForm) for form in made.forms), made.forms
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from tests.support.of_2026.registry import (
     ROW,
     TOKENS,
     TOP,
-    TOPK,
     VOCAB,
     loss,
 )
@@ -26,31 +25,31 @@ OF_ANSWERS = LABELS.masked_fill(~KEEP, -100)
 
 
 # ------------------------------------------------------------------ entries at given ids
-@loss(TOPK, style="Cartridges", findings=True)
+@loss(ROW, style="Cartridges", findings=True)
 def cross_entropy_at_ids(h, w):
     return -(LOG_P.exp() * (h @ w.T).log_softmax(-1).gather(-1, IDS)).sum(-1).mean()
 
 
-@loss(TOPK, style="NeMo-RL: the normaliser by hand", findings=True)
+@loss(ROW, style="NeMo-RL: the normaliser by hand", findings=True)
 def entries_minus_logsumexp(h, w):
     z = h @ w.T
     at_ids = z.gather(-1, IDS) - z.logsumexp(-1, keepdim=True)
     return -(LOG_P.exp() * at_ids).sum(-1).mean()
 
 
-@loss(TOPK, style="EasyDistill: kl_div of entries", findings=True)
+@loss(ROW, style="EasyDistill: kl_div of entries", findings=True)
 def kl_div_at_ids(h, w):
     s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
     return F.kl_div(s, LOG_P, log_target=True, reduction="batchmean")
 
 
-@loss(TOPK, style="an id that stands twice", findings=True)
+@loss(ROW, style="an id that stands twice", findings=True)
 def repeated_ids(h, w):
     s = (h @ w.T).log_softmax(-1).gather(-1, REPEATED)
     return (LOG_P.exp() * (LOG_P - s)).sum(-1).mean()
 
 
-@loss(TOPK, style="entries of padding have a log-probability of -inf", findings=True)
+@loss(ROW, style="entries of padding have a log-probability of -inf", findings=True)
 def padded_ids(h, w):
     s = (h @ w.T).log_softmax(-1).gather(-1, PADDED)
     p = LOG_P_PADDED.exp()
@@ -64,7 +63,7 @@ def pairs_of_rows_and_ids(h, w):
     return -(LOG_P.exp().flatten() * s[rows, IDS.flatten()]).sum() / TOKENS
 
 
-@loss(TOPK, style="TRL's SDPO: a bucket for the tail", findings=True)
+@loss(ROW, style="TRL's SDPO: a bucket for the tail", findings=True)
 def tail_bucket(h, w):
     def with_tail(x):
         rest = x.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
@@ -82,7 +81,8 @@ def ghost_token(h, w):
     return -(p * s.clamp_min(1e-8).log()).sum(-1).mean()
 
 
-@loss(ROW, style="chunks of tokens into a buffer", findings=True)
+@loss(EAGER, style="chunks of tokens into a buffer", findings=True,
+      reason="the buffer is read after writes to its parts")  # fmt: skip
 def chunks_into_a_buffer(h, w):
     kept = torch.empty(TOKENS, TOP)
     for i in range(0, TOKENS, TOKENS // 2):
@@ -91,7 +91,13 @@ def chunks_into_a_buffer(h, w):
     return -(LOG_P.exp() * kept).sum(-1).mean()
 
 
-@loss(ROW, style="NeMo-RL: the top-k of the teacher in the graph", findings=True)
+@loss(
+    ROW,
+    EAGER,
+    style="NeMo-RL: the top-k of the teacher in the graph",
+    findings=True,
+    reason="top-k reads whole logits",
+)
 def top_of_the_teacher(h, w, g, v):
     t = (g @ v.T).detach()
     values, ids = t.topk(TOP, dim=-1)
@@ -99,7 +105,7 @@ def top_of_the_teacher(h, w, g, v):
     return -(values.softmax(-1) * s).sum(-1).mean()
 
 
-@loss(TOPK, style="verl: metrics next to the loss", findings=True)
+@loss(ROW, style="verl: metrics next to the loss", findings=True)
 def with_masses(h, w):
     s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
     losses = (LOG_P.exp() * (LOG_P - s)).sum(-1)
@@ -113,14 +119,14 @@ def scattered_target(h, w):
 
 
 # ------------------------------------------------------------------ trainers' own
-@loss(TOPK, style="verl: clamped log-probabilities")
+@loss(ROW, style="verl: clamped log-probabilities")
 def verl_clamped(h, w):
     s = (h @ w.T)[None].log_softmax(-1).gather(-1, IDS[None]).clamp_min(-10.0)
     t = LOG_P[None].clamp_min(-10.0)
     return (t.exp() * (t - s)).sum(-1).masked_select(KEEP[None]).mean()
 
 
-@loss(TOPK, style="NeMo-RL: renormalised to the entries, temperature")
+@loss(ROW, style="NeMo-RL: renormalised to the entries, temperature")
 def nemo_renormalised(h, w):
     s = ((h @ w.T).gather(-1, IDS) / 2.0).log_softmax(-1)
     t = (LOG_P / 2.0).log_softmax(-1)
@@ -139,14 +145,14 @@ def nemo_mixed(h, w):
     return (0.5 * forward + 0.5 * reverse)[KEEP].mean()
 
 
-@loss(TOPK, style="VeOmni: reverse KL of renormalised entries")
+@loss(ROW, style="VeOmni: reverse KL of renormalised entries")
 def veomni_reverse(h, w):
     s = (h @ w.T).gather(-1, IDS).log_softmax(-1)
     t = LOG_P - LOG_P.logsumexp(-1, keepdim=True)
     return (s.exp() * (s - t)).sum(-1).mean()
 
 
-@loss(TOPK, style="SDPO: JS of entries and a tail")
+@loss(ROW, style="SDPO: JS of entries and a tail")
 def sdpo_js(h, w):
     def with_tail(x):
         rest = x.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
@@ -159,14 +165,19 @@ def sdpo_js(h, w):
     return (0.5 * (kl_s + kl_t)).mean()
 
 
-@loss(ROW, style="SDPO: the student's own top-k in the graph")
+@loss(
+    ROW,
+    EAGER,
+    style="SDPO: the student's own top-k in the graph",
+    reason="top-k reads whole logits",
+)
 def sdpo_students_top(h, w, g, v):
     s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
     top, ids = s.topk(TOP, dim=-1)
     return (top.exp() * (top - t.gather(-1, ids))).sum(-1).mean()
 
 
-@loss(TOPK, ROW, style="axolotl: cached entries and labels")
+@loss(ROW, style="axolotl: cached entries and labels")
 def axolotl_with_labels(h, w):
     z = h @ w.T
     entries = torch.gather(z, -1, IDS).to(torch.float32) - torch.logsumexp(z, -1, keepdim=True)
@@ -174,7 +185,11 @@ def axolotl_with_labels(h, w):
     return 0.7 * kd + 0.3 * F.cross_entropy(z, OF_ANSWERS)
 
 
-@loss(ROW, style="overlap of the student's and the teacher's top entries")
+@loss(
+    EAGER,
+    reason="top-k reads whole logits",
+    style="overlap of the student's and the teacher's top entries",
+)
 def with_overlap(h, w):
     s = (h @ w.T).log_softmax(-1)
     chosen = s.detach().topk(TOP, dim=-1).indices
@@ -182,7 +197,7 @@ def with_overlap(h, w):
     return -(LOG_P.exp() * s.gather(-1, IDS)).sum(-1).mean(), overlap
 
 
-@loss(TOPK, style="chunks of tokens, concatenated")
+@loss(ROW, style="chunks of tokens, concatenated")
 def chunks_concatenated(h, w):
     parts = [
         (a @ w.T).log_softmax(-1).gather(-1, i)
@@ -191,13 +206,13 @@ def chunks_concatenated(h, w):
     return -(LOG_P.exp() * torch.cat(parts)).sum(-1).mean()
 
 
-@loss(TOPK, style="by indexing: rows of an arange")
+@loss(ROW, style="by indexing: rows of an arange")
 def by_advanced_indexing(h, w):
     s = (h @ w.T).log_softmax(-1)[torch.arange(TOKENS)[:, None], IDS]
     return -(LOG_P.exp() * s).sum(-1).mean()
 
 
-@loss(TOPK, style="by take_along_dim, sequences of a batch")
+@loss(ROW, style="by take_along_dim, sequences of a batch")
 def by_take_along_dim(h, w):
     z = (h @ w.T).view(2, TOKENS // 2, VOCAB)
     ids, p = IDS.view(2, -1, TOP), LOG_P.exp().view(2, -1, TOP)

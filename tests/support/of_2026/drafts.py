@@ -24,24 +24,24 @@ DECAY = torch.exp(-torch.arange(LENGTH) / 4.0)
 # ------------------------------------------------------------------ a teacher shifted by rows
 @loss(LINEAR, style="EAGLE-3: probabilities shifted by cat", findings=True)
 def shifted_probabilities(h, w, g, v):
-    p = (g @ v.T).view(2, LENGTH, VOCAB).softmax(-1).detach()
+    p = (g.view(2, LENGTH, -1) @ v.T).softmax(-1).detach()
     p = torch.cat([p[:, 1:], torch.zeros_like(p[:, :1])], 1)
-    s = (h @ w.T).view(2, LENGTH, VOCAB).log_softmax(-1)
+    s = (h.view(2, LENGTH, -1) @ w.T).log_softmax(-1)
     return -(p * s).sum(-1).mean()
 
 
 @loss(LINEAR, style="EAGLE-3: logits shifted by cat", findings=True)
 def shifted_logits(h, w, g, v):
-    t = (g @ v.T).view(2, LENGTH, VOCAB)
+    t = g.view(2, LENGTH, -1) @ v.T
     t = torch.cat([t[:, 1:], torch.zeros(2, 1, VOCAB)], 1)
-    s = (h @ w.T).view(2, LENGTH, VOCAB).log_softmax(-1)
+    s = (h.view(2, LENGTH, -1) @ w.T).log_softmax(-1)
     return -(t.softmax(-1) * s)[:, :-1].sum(-1).mean()
 
 
 @loss(LINEAR, style="logits shifted by roll, the last row masked", findings=True)
 def rolled_logits(h, w, g, v):
-    t = torch.roll((g @ v.T).view(2, LENGTH, VOCAB), -1, dims=1)
-    s = (h @ w.T).view(2, LENGTH, VOCAB).log_softmax(-1)
+    t = torch.roll((g.view(2, LENGTH, -1) @ v.T), -1, dims=1)
+    s = (h.view(2, LENGTH, -1) @ w.T).log_softmax(-1)
     rows = F.kl_div(s, t.softmax(-1), reduction="none").sum(-1)
     rows[:, -1] = 0.0
     return rows.sum() / (2 * (LENGTH - 1))
@@ -50,9 +50,9 @@ def rolled_logits(h, w, g, v):
 @loss(LINEAR, style="SpecForge: padded once, sliced a step", findings=True)
 def padded_and_sliced(h, w, g, v):
     with torch.no_grad():
-        p = (g @ v.T).view(2, LENGTH, VOCAB).float().softmax(dim=2)
+        p = (g.view(2, LENGTH, -1) @ v.T).float().softmax(dim=2)
         p = F.pad(p, pad=(0, 0, 0, STEPS), mode="constant", value=1 / VOCAB)
-    z = (h @ w.T).view(2, LENGTH, VOCAB)
+    z = h.view(2, LENGTH, -1) @ w.T
     total = 0.0
     for step in range(STEPS):
         target = p[:, step : step + LENGTH].contiguous()
@@ -60,12 +60,13 @@ def padded_and_sliced(h, w, g, v):
     return total
 
 
-@loss(LINEAR, style="SpecForge: the draft's vocabulary by a mask, a position mask")
+@loss(LINEAR, EAGER, style="SpecForge: the draft's vocabulary by a mask, a position mask",
+      reason="argmax reads whole logits")  # fmt: skip
 def draft_vocabulary(h, w, g, v):
-    target = (g @ v.T).view(2, LENGTH, VOCAB)
+    target = g.view(2, LENGTH, -1) @ v.T
     keep = IN_DRAFT[target.argmax(-1)][..., None].int() * KEEP.view(2, LENGTH, 1)
     p = target[..., IN_DRAFT].float().softmax(dim=2).detach()
-    s = (h @ w[OF_DRAFT].T).view(2, LENGTH, -1).log_softmax(dim=2)
+    s = (h.view(2, LENGTH, -1) @ w[OF_DRAFT].T).log_softmax(dim=2)
     return -torch.sum(keep * (p * s), 2).mean()
 
 
@@ -79,7 +80,7 @@ def speculators_decayed(h, w, g, v):
     return (rows * mask).sum(1).div(mask.sum(1) + 1e-5).mean()
 
 
-@loss(ROW, style="LK losses: a KL weighted by the overlap", findings=True)
+@loss(LINEAR, style="LK losses: a KL weighted by the overlap", findings=True)
 def weighted_by_overlap(h, w, g, v):
     p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
     lam = torch.exp(-3 * torch.minimum(p, q).sum(-1).detach())
@@ -126,7 +127,11 @@ def selected_teacher_rows(h, w, g, v):
     return -(t * (h @ w.T).log_softmax(-1)[:-1]).sum(-1).mean()
 
 
-@loss(LINEAR, style="draft logits scattered into the target's vocabulary")
+@loss(
+    EAGER,
+    reason="scores are sliced with a step",
+    style="draft logits scattered into the target's vocabulary",
+)
 def scattered_draft(h, w, g, v):
     z = torch.full((TOKENS, VOCAB), -1e9)
     z[:, ::2] = h @ w[::2].T

@@ -100,7 +100,7 @@ def token_wise_directions(h, w, g, v):
     return (a * t.exp() * (t - s) + (1 - a) * s.exp() * (s - t)).sum(-1).mean()
 
 
-@loss(ROW, style="TAID: a target between student and teacher")
+@loss(LINEAR, style="TAID: a target between student and teacher")
 def interpolated_target(h, w, g, v):
     t = 0.4
     s = h @ w.T

@@ -15,6 +15,7 @@ from tests.support.of_2026.registry import (
     EAGER,
     FUTURE,
     HEADS,
+    LINEAR,
     ROW,
     ROWS,
     loss,
@@ -104,7 +105,8 @@ def megatron_sparse(iq, ik, iw, r, u):
     return (p * (torch.log(p + 1e-10) - torch.log(scores.softmax(-1) + 1e-10))).sum(-1).mean()
 
 
-@loss(ROW, style="VeOmni: keys chosen by gather, both sides normalised over them")
+@loss(EAGER, style="VeOmni: keys chosen by gather, both sides normalised over them",
+      reason="keys are chosen for each query")  # fmt: skip
 def indexer_of_chosen_keys(iq, ik, iw, r, u):
     p = (r @ u.mT * DIM**-0.5).softmax(-1).mean(1).gather(-1, CHOSEN).detach()
     p = p / p.sum(-1, keepdim=True).clamp_min(1e-9)
@@ -237,14 +239,14 @@ def relational_angles(x, y):
 
 
 # ------------------------------------------------------------------ embedding models
-@loss(ATTENTION, style="sentence-transformers: DistillKLDivLoss over in-batch passages")
+@loss(LINEAR, style="sentence-transformers: DistillKLDivLoss over in-batch passages")
 def in_batch_passages(x, y):
     a, b, c, d = x.flatten(0, 1)[::2], x.flatten(0, 1)[1::2], y[0], y[1]
     s, t = (a @ b.T / 2.0).log_softmax(-1), (c @ d.T / 2.0).softmax(-1)
     return F.kl_div(s, t, reduction="batchmean") * 4.0
 
 
-@loss(ATTENTION, style="both directions of a similarity matrix, CLIP-KD")
+@loss(LINEAR, style="both directions of a similarity matrix, CLIP-KD")
 def both_directions(x, y):
     a, b = (F.normalize(z, dim=-1) for z in (x[0], x[1]))
     c, d = (F.normalize(z, dim=-1) for z in (y[0], y[1]))

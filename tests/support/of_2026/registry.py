@@ -18,9 +18,7 @@ from torch import Tensor
 
 TOKENS, VOCAB, HIDDEN, TEACHER_HIDDEN, TOP = 12, 30, 4, 5, 3
 BATCH, HEADS, ROWS, DIM, INDEX_HEADS = 2, 2, 12, 4, 3
-ATTENTION, LINEAR, TOPK, ROW, EAGER = (
-    "attention_kl", "linear_kl", "linear_topk_kl", "row_program", "eager"
-)  # fmt: skip
+ATTENTION, LINEAR, ROW, EAGER = "attention_kl", "linear_kl", "row_program", "eager"
 
 SIZES = {
     "h": (TOKENS, HIDDEN), "w": (VOCAB, HIDDEN),
@@ -71,7 +69,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def loss(*by: str, style: str, reason: str = "", findings: bool = False) -> Callable[[F], F]:
     """Registers a loss; ``findings``: it is a program of the review that started this list."""
-    assert all(x in (ATTENTION, LINEAR, TOPK, ROW, EAGER) for x in by)
+    assert all(x in (ATTENTION, LINEAR, ROW, EAGER) for x in by)
     assert bool(reason) == (EAGER in by)
 
     def register(fn: F) -> F:
