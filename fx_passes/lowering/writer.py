@@ -206,6 +206,8 @@ class Writer:
                 return self._log_softmax(x.value, args[0])
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
+        if x.op == "norm":
+            return self._norm(args[0])
         if x.op in UNARY:
             return self._pointwise(UNARY[x.op], args)
         if x.op in BINARY:
@@ -243,6 +245,15 @@ class Writer:
         if all(a.is_number for a in args):
             raise Unsupported("an operation on numbers alone")
         return Placed(self.build.call(call, *given), dims)
+
+    def _norm(self, x: Placed) -> Placed:
+        """The root of a sum of squares, whose gradient at 0 is 0, as that of torch's norms."""
+        build = self.build
+        is_above = build.call(torch.gt, x.node, 0.0)
+        root = build.call(torch.sqrt, build.call(torch.where, is_above, x.node, 1.0))
+        return Placed(
+            build.call(torch.where, is_above, root, build.call(torch.mul, x.node, 0.0)), x.dims
+        )
 
     def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:
         if any(isinstance(n, fx.Node) for n in numbers):

@@ -189,7 +189,7 @@ def elements_by_a_mask(h, w, g, v):
       reason="probabilities are normalised over rows and entries in turn")  # fmt: skip
 def sinkhorn_targets(h, w, g, v):
     with torch.no_grad():
-        p = ((g @ v.T) / 0.07).exp().T
+        p = ((g @ v.T) / 0.7).exp().T
         p = p / p.sum()
         for _ in range(3):
             p = p / p.sum(1, keepdim=True) / VOCAB
@@ -208,7 +208,7 @@ def normalised_prototypes(h, w, g, v):
 
 @loss(LINEAR, style="RoPE-DINO, MSN: a mean entropy of the anchors next to the loss")
 def mean_entropy(h, w, g, v):
-    s, t = (h @ w.T / 0.1).softmax(-1), (g @ v.T / 0.025).softmax(-1).detach()
+    s, t = (h @ w.T).softmax(-1), (g @ v.T / 0.5).softmax(-1).detach()
     ce = -(t * s.log()).sum(-1).mean()
     entropy = (s * s.log()).sum(-1).mean()
     return ce + 0.1 * entropy

@@ -128,7 +128,8 @@ def pooled_maps(q, k, r, u):
     return F.kl_div(s, p / p.sum(-1, keepdim=True), reduction="batchmean")
 
 
-@loss(ROW, style="NSA gates: sums of blocks of keys against compressed keys")
+@loss(EAGER, style="NSA gates: sums of blocks of keys against compressed keys",
+      reason="probabilities are summed over blocks of keys")  # fmt: skip
 def sums_of_blocks(q, k, r, u):
     p = (r @ u.mT).softmax(-1).view(BATCH, HEADS, ROWS, ROWS // 3, 3).sum(-1).detach()
     s = (q @ k.view(BATCH, HEADS, ROWS // 3, 3, DIM).mean(3).mT).log_softmax(-1)
@@ -173,7 +174,8 @@ def without_the_sink(q, k, r, u):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
 
 
-@loss(ROW, style="an attention sink as a logit of each head")
+@loss(EAGER, style="an attention sink as a logit of each head",
+      reason="a column of the scores is no product")  # fmt: skip
 def sinks_as_logits(q, k, r, u):
     sink = torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1).expand(BATCH, HEADS, ROWS, 1)
     s, t = (torch.cat([x, sink], -1).log_softmax(-1)[..., :-1] for x in (q @ k.mT, r @ u.mT))
@@ -256,7 +258,8 @@ def both_directions(x, y):
     return (forth + back) / 2
 
 
-@loss(ROW, style="CachedGIST: a guide masks false negatives")
+@loss(EAGER, style="CachedGIST: a guide masks false negatives",
+      reason="the mask is computed from scores")  # fmt: skip
 def guided_negatives(x, y):
     a, b = (F.normalize(z, dim=-1) for z in (x[0], x[1]))
     guide = F.normalize(y[0], dim=-1) @ F.normalize(y[1], dim=-1).T
@@ -273,7 +276,8 @@ def margins(x, y):
     return F.mse_loss(s, t)
 
 
-@loss(ROW, style="ColBERT: the largest product of each query's token")
+@loss(EAGER, style="ColBERT: the largest product of each query's token",
+      reason="scores are summed after a maximum")  # fmt: skip
 def late_interaction(x, y):
     s = (x[0] @ x.mT).amax(-1).sum(-1)
     t = (y[0] @ y.mT).amax(-1).sum(-1)
