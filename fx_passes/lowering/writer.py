@@ -380,7 +380,7 @@ class Writer:
 
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
-        if not any(y.op == "capture" for y in walk([at])):
+        if not any(y.op == "capture" or _moves_around(y) for y in walk([at])):
             raise Unsupported("reshape that mixes the axes of the scores")
         placed = self.value(at)
         if placed.value.dtype in (torch.int64, torch.int32):
@@ -482,3 +482,8 @@ def _positions(at: Node) -> Positions | None:
         return None
     is_row = len(at.args) == 1 and at.args[0].op == "index"
     return at.value.name if isinstance(at.value.name, Positions) and is_row else None
+
+
+def _moves_around(x: Node) -> bool:
+    """Whether positions are shifted and begin anew, as of `roll`."""
+    return x.op == "remainder" and x.args[0].op == "linear" and x.args[0].value[0] != 0.0

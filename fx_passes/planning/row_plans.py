@@ -309,13 +309,18 @@ def why_small(plan: ProgramPlan) -> str:
         or any(n.op == "exp" for n in form.program.nodes)
     ):
         return ""
-    for product in form.products:
-        axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
-        made = _extent(axes)
-        operands = [_extent(x.axes) for x in (product.rows, product.keys)]
-        if made is None or any(n is None or made < 2 * n for n in operands):
-            return "products that are not larger than what they are computed from"
-    return ""
+    return (
+        "products that are not larger than what they are computed from"
+        if all(map(_is_small, form.products))
+        else ""
+    )
+
+
+def _is_small(product: Product) -> bool:
+    axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
+    made = _extent(axes)
+    operands = [_extent(x.axes) for x in (product.rows, product.keys)]
+    return made is None or any(n is None or made < 2 * n for n in operands)
 
 
 def _extent(axes: Collection[object]) -> int | None:

@@ -341,9 +341,14 @@ class Reader:
             return x.map(detached)
         is_filled = bool(written_by(node))  # autograd records a write of a number
         is_recorded = value.dtype.is_floating_point and self.records(node)
-        if is_recorded and not x.expr.flows and not is_filled:
+        if is_recorded and not x.expr.flows and not is_filled and not self._is_written_later(node):
             raise NoRule("a gradient flows through what is a constant")
         return x
+
+    def _is_written_later(self, node: fx.Node) -> bool:
+        """Whether a tensor that is made of no other has the gradient of what is written to it."""
+        is_leaf = any(name_of(user) == "requires_grad_" for user in node.users)
+        return not is_leaf and not _read_by(node) and storage_of(node) in self.written_storages
 
     def _shaped(self, x: Array, value: Tensor) -> Array:
         shape = [self.sizes.of(n) for n in value.shape]

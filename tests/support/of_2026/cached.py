@@ -197,7 +197,8 @@ def with_overlap(h, w):
     return -(LOG_P.exp() * s.gather(-1, IDS)).sum(-1).mean(), overlap
 
 
-@loss(ROW, style="chunks of tokens, concatenated")
+@loss(EAGER, style="chunks of tokens, concatenated",
+      reason="sums over different rows")  # fmt: skip
 def chunks_concatenated(h, w):
     parts = [
         (a @ w.T).log_softmax(-1).gather(-1, i)
@@ -220,7 +221,8 @@ def by_take_along_dim(h, w):
     return -(p * s).sum(-1).mean(-1).mean()
 
 
-@loss(ROW, style="a loop over entries")
+@loss(EAGER, style="a loop over entries",
+      reason="sums are added to a tensor in place")  # fmt: skip
 def a_loop_over_entries(h, w):
     s = (h @ w.T).log_softmax(-1)
     total = s.new_zeros(TOKENS)
