@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
+from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     NotClosed,
@@ -108,17 +109,23 @@ class RowForm:
     ``around`` has an expression for each root, in which `RowValue` n is ``values[n]``.
     """
 
-    program: Program
+    program: Program | None  # None: of entries alone
     products: tuple[Product, ...]
     axes: RowAxes
     captures: tuple[Captured, ...]
     values: tuple[RowOutput, ...]
     around: tuple[Node, ...]
     sites: tuple[Node, ...] = field(repr=False, default=())  # opened, of each value
+    entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
 
     @property
     def requires_grad(self) -> bool:
         return any(x.grad_flows for x in self.values)
+
+    @property
+    def replaced(self) -> tuple[Product, ...]:
+        """Returns all products that need not be there as a whole: those of entries, too."""
+        return (*self.products, *(x.product for x in self.entries))
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,14 @@ def row_form(
     roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = Facts()
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
+    roots, entries = without_entries(roots, facts.is_unique, facts.extent)
+    if entries and not products_in(roots):
+        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
+    form = _of_sums(roots, order, facts)
+    return form if isinstance(form, NotClosed) else replace(form, entries=entries)
+
+
+def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
     found = places_of_keys(bindings_of(roots))
     failed: NoForm | None = None
     if not found:

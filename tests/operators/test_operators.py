@@ -38,6 +38,7 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import KEY, Capture, Program
 from torch_streamkl.rows.trace import Tracer, trace
 from torch_streamkl.topk import ops as topk_ops
+from torch_streamkl.topk.logits import entry_logits, entry_logits_backward
 
 ALL = [True, True, True, True]
 Arguments = tuple[Any, ...]
@@ -185,6 +186,10 @@ def chosen_backward(arguments: Arguments) -> Arguments:
 
 
 LINEAR = linear_arguments()
+ENTRIES: Arguments = (
+    torch.randn(5, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True),
+    torch.randint(31, (5, 3)),
+)  # fmt: skip
 # sums over heads, columns of ids, their values, labels
 VARIANTS_OF_ROWS = ("indexer", "top_k_with_ghost", "cached_top_k", "dkd")
 FUNCTIONALS = {
@@ -273,6 +278,10 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
+    ),
+    "entry_logits": (entry_logits, ENTRIES, {}),
+    "entry_logits_backward": (
+        entry_logits_backward, (torch.rand(5, 3), [True, True], *detached(ENTRIES)), {},
     ),
     "checked_ids": (bounds.checked_ids, (torch.tensor([[0, 4, 2]]), 5, 1), {}),
     "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), {}),

@@ -109,8 +109,6 @@ def test_reasons_name_what_blocks(name: str) -> None:
 
 UNRECOGNIZED = {
     "universal_logit_distillation": "feeds sort at",
-    "tail_bucket": "feeds gather at",
-    "cosine": "feeds cosine_similarity at",
     "cross_entropy_alone": "cross-entropy with labels alone",
     "attention_alone": "attention probabilities that are compared with no other distribution",
 }
