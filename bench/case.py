@@ -18,6 +18,7 @@ from torch import Tensor
 Loss = Callable[..., Tensor]
 Inputs = tuple[Tensor, ...]
 Build = Callable[["Case", "Problem"], "Problem"]
+PIECE = 2**25  # elements that an error is computed of at a time
 
 
 def _nothing() -> None:
@@ -117,6 +118,10 @@ class Case:
         """What the gate looks at of the inputs, or of the gradients: usually everything."""
         return tuple(tensors)
 
+    def budget(self, device: torch.device) -> float:
+        """What a provider may be off by the first one, where nothing exact is known."""
+        return math.inf
+
     gate_scale = 1.0  # the whole's gradient over that of the gated part alone
 
     def truth(self, problem: Problem) -> Truth:
@@ -161,11 +166,18 @@ def worst_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def total_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Returns the error of all tensors together: some may be zero but for rounding."""
-    pairs = list(zip(given, exact, strict=True))
-    off = torch.stack([(g.double() - e).square().sum() for g, e in pairs]).sum()
-    norm = torch.stack([e.double().square().sum() for _, e in pairs]).sum()
-    return float((off / norm).sqrt())
+    """Returns the error of all tensors together: some may be zero but for rounding.
+
+    It is computed where ``given`` is, in pieces: float64 copies of gradients may not fit.
+    """
+    off = norm = 0.0
+    for g, e in zip(given, exact, strict=True):
+        parts = (x.detach().flatten().split(PIECE) for x in (g, e))
+        for mine, its in zip(*parts, strict=True):
+            wide = its.to(mine.device).double()
+            off += float((mine.double() - wide).square().sum())
+            norm += float(wide.square().sum())
+    return math.sqrt(off / norm) if norm else math.nan
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from bench.table import markdown_lines, number
 
 FOLDER = ROOT / "bench" / "results"
 TARGET = ROOT / "bench" / "RESULTS.md"
-NOTES = "hopper_"  # records of these are shown in bench/notes alone
+NOTES = ("hopper_", "gloo-")  # records of these are shown in bench/notes alone
 COLUMNS = ("eager", "inductor", "streamkl", "direct")
 FAMILIES = {
     "attention": "Attention KL", "heads": "LM heads", "programs": "Row programs",
-    "steps": "Training steps", "shared": "Several GPUs", "host": "Small calls",
+    "steps": "Training steps", "first steps": "First step of a process",
+    "shared": "Several GPUs", "host": "Small calls",
     "matrix": "attention_kl by head_dim, mask and dtype: TFLOP/s",
 }  # fmt: skip
 INTRODUCTION = """# Results

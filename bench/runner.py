@@ -117,10 +117,13 @@ class _Judge:
         if self.case.is_exact and self.truth is not None:
             checked = loss if self.case.gate_scale == 1.0 else None
             return self.truth.judge(checked, self.case.gated(gradients))
-        on_cpu = [g.detach().cpu() for g in gradients]
-        if self.truth is None:
-            self.truth = Truth(loss, on_cpu, math.inf, math.inf, total_error)
-        found = self.truth.judge(loss, on_cpu)
+        if self.truth is None:  # on the CPU: a GPU has room for one provider's
+            budget = self.case.budget(gradients[0].device)
+            on_cpu = [g.detach().cpu() for g in gradients]
+            self.truth = Truth(loss, on_cpu, budget, budget, total_error)
+        found = self.truth.judge(loss, gradients)
+        if self.truth.gradient_budget < math.inf:
+            return found
         return {k: v for k, v in found.items() if not k.endswith("budget")}  # there is none
 
 

@@ -1,34 +1,28 @@
-"""Defines cases that ranks share: a vocabulary, a sequence, or batches of data-parallel training.
+"""Defines problems that ranks share: a vocabulary, or a sequence.
 
 A provider's problem is this rank's part. Its gradients are compared with those of the case's first
-provider on the same ranks.
+provider on the same ranks. `sharded_models.py` has training steps of models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 
 from bench.case import Build, Case, Inputs, Loss, Problem, random_tensors
+from bench.costs import ONE_GPU, Cost, all_gather, all_reduce, all_to_all
 from bench.measure import MIB, usual_dtype
-from bench.providers import named
-from bench.steps import OBJECTIVES, PAIRS, LlamaStep, random_ids
 from torch_streamkl import attention_kl, linear_kl
-from torch_streamkl.distributed import (
-    attention_kl_context_parallel,
-    shard_sequence,
-    trace_fully_shard,
-)
+from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
 
 Part = Callable[[list[Tensor]], list[Tensor]]
@@ -40,7 +34,9 @@ class SharedCase(Case):
 
     sizes: str = ""
     make: tuple[tuple[str, Callable[[], Problem]], ...] = ()
+    costs: dict[str, Cost] = field(default_factory=dict, hash=False)
     interleaves: bool = True  # all providers' steps fit side by side
+    roundings: float = 2.0  # of the dtype, that two providers may differ by
 
     family = "shared"
     is_shared = False
@@ -60,19 +56,26 @@ class SharedCase(Case):
     def own(self) -> dict[str, Build]:
         return {name: lambda case, problem, make=make: make() for name, make in self.make}
 
+    def budget(self, device: torch.device) -> float:
+        """Returns what two providers may differ by, relative in norm.
 
-def _problem(
-    loss: Loss, inputs: Sequence[Tensor], part: Part = list, received_mib: float | None = None
-) -> Callable[[], Problem]:
+        In bfloat16 each rounds its gradients once, and sums are float32. In float32 itself sums
+        of some thousand terms differ by their order.
+        """
+        dtype = usual_dtype(device)
+        order = 1.0 if dtype == torch.bfloat16 else 32.0
+        return self.roundings * order * torch.finfo(dtype).eps
+
+
+def _problem(loss: Loss, inputs: Sequence[Tensor], part: Part = list) -> Callable[[], Problem]:
     """The gradients of the first two tensors, of which ``part`` takes those of this rank."""
 
     def make() -> Problem:
         mine: Inputs = tuple(x.detach().requires_grad_(i < 2) for i, x in enumerate(inputs))
-        more = {} if received_mib is None else {"received_mib": received_mib}
         whole = [mine]
         return Problem(
             mine[0].device, lambda *x: _whole(loss(*x)), whole,
-            part=lambda gradients: part([_whole(g) for g in gradients]), more=more,
+            part=lambda gradients: part([_whole(g) for g in gradients]),
         )  # fmt: skip
 
     return make
@@ -82,16 +85,45 @@ def _whole(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def vocabulary(mesh: DeviceMesh, device: torch.device) -> SharedCase:
+# -------------------------------------------------------------------------------------- vocabulary
+@dataclass(frozen=True)
+class Head:
+    """The sizes of both sides' LM heads."""
+
+    tokens: int
+    width: int
+    teacher_width: int
+    vocab: int
+
+    @staticmethod
+    def of(device: torch.device, tokens: int) -> Head:
+        """A Qwen 7B student and a 32B teacher, or something small."""
+        if device.type == "cuda":
+            return Head(tokens or 8192, 3584, 5120, 152064)
+        return Head(tokens or 64, 32, 48, 512)
+
+    def tensors(self, device: torch.device) -> Inputs:
+        """Hidden states and weight of the student, then of the teacher."""
+        widths = (self.width, self.teacher_width)
+        shapes = [(size, w) for w in widths for size in (self.tokens, self.vocab)]
+        scales = [scale for w in widths for scale in (1.0, 2 * w**-0.5)]
+        dtype = usual_dtype(device)
+        return random_tensors(shapes, device, dtype, scales=scales, learning=0)
+
+    def hidden_mib(self, device: torch.device) -> float:
+        return self.tokens * self.width * usual_dtype(device).itemsize / MIB
+
+    def __str__(self) -> str:
+        widths = f"widths {self.width} and {self.teacher_width}"
+        return f"{self.tokens} tokens, {widths}, {self.vocab} vocabulary entries"
+
+
+def vocabulary(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> SharedCase:
     """LM heads of a Qwen 7B student and a 32B teacher whose vocabulary entries ranks share."""
-    sizes = (8192, 3584, 5120, 152064) if device.type == "cuda" else (64, 32, 48, 512)
-    tokens, width, teacher_width, vocab = sizes
-    dtype = usual_dtype(device)
-    shapes = [(tokens, width), (vocab, width), (tokens, teacher_width), (vocab, teacher_width)]
-    scales = (1.0, 2 * width**-0.5, 1.0, 2 * teacher_width**-0.5)
-    whole = random_tensors(shapes, device, dtype, scales=scales, learning=0)
+    head = Head.of(device, tokens)
+    whole = head.tensors(device)
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    mine = slice(vocab // size * rank, vocab // size * (rank + 1))
+    mine = slice(head.vocab // size * rank, head.vocab // size * (rank + 1))
     shards = tuple(x[mine] if i % 2 else x for i, x in enumerate(whole))
     dtensors = [
         DTensor.from_local(x, mesh, [Shard(0) if i % 2 else Replicate()], run_check=False)
@@ -104,28 +136,27 @@ def vocabulary(mesh: DeviceMesh, device: torch.device) -> SharedCase:
     def naive(x: Tensor, w: Tensor, t: Tensor, u: Tensor) -> Tensor:
         log_s = F.linear(x, w).float().log_softmax(-1)
         log_t = F.linear(t, u).float().log_softmax(-1)
-        return (log_t.exp() * (log_t - log_s)).sum() / tokens
+        return (log_t.exp() * (log_t - log_s)).sum() / head.tokens
 
-    def ours(*x: Tensor, **options: Any) -> Tensor:
-        return linear_kl(*x, reduction="mean", **options)
-
-    away = (size - 1) / size / MIB  # by arithmetic: what a rank's collectives receive
-    d_hidden = 2 * tokens * width * dtype.itemsize * away
     make = {
-        "one GPU": _problem(ours, whole, of_vocab),
-        "streamkl": _problem(
-            partial(ours, group=group), shards, received_mib=24 * size * tokens * away + d_hidden
-        ),
-        "five all-reduces": _problem(
-            lambda *x: kl_of_shards(*x, group).mean(), shards,
-            received_mib=40 * tokens * away + d_hidden,
-        ),
-        "DTensor": _problem(
-            naive, dtensors, of_vocab, received_mib=8 * tokens * vocab * away + d_hidden
-        ),
-    }  # fmt: skip
-    shape = f"{tokens} tokens, widths {width} and {teacher_width}, {vocab} vocabulary entries"
-    return SharedCase("vocabulary", sizes=shape, make=tuple(make.items()))
+        ONE_GPU: _problem(_mean_kl, whole, of_vocab),
+        "streamkl": _problem(partial(_mean_kl, group=group), shards),
+        "five all-reduces": _problem(lambda *x: kl_of_shards(*x, group).mean(), shards),
+        "DTensor": _problem(naive, dtensors, of_vocab),
+    }
+    d_hidden = all_reduce(head.hidden_mib(device), size)
+    states, logits = (x * head.tokens / MIB for x in (24 * size, 8 * head.vocab))
+    costs = {
+        "streamkl": Cost(all_gather(states, size) + d_hidden, d_hidden, waits=1),
+        "five all-reduces": Cost(all_reduce(20 * head.tokens / MIB, size) + d_hidden),
+        "DTensor": Cost(all_gather(logits, size) + d_hidden),
+    }
+    label = "vocabulary" if not tokens or tokens == 8192 else f"vocabulary {tokens}"
+    return SharedCase(label, sizes=str(head), make=tuple(make.items()), costs=costs)
+
+
+def _mean_kl(*x: Tensor, **options: Any) -> Tensor:
+    return linear_kl(*x, reduction="mean", **options)
 
 
 def kl_of_shards(
@@ -165,11 +196,95 @@ def _log_softmax(x: Tensor, group: Any) -> Tensor:
     return x - mass.log()
 
 
-def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 65536) -> SharedCase:
+# -------------------------------------------------------------------------- mesh of two dimensions
+class _Heads(nn.Module):
+    """LM heads whose vocabularies are sharded over ``tp``, and whose weights FSDP2 shards."""
+
+    def __init__(self, student: Tensor, teacher: Tensor, mesh: DeviceMesh) -> None:
+        super().__init__()
+        shards = (DTensor.from_local(x, mesh["tp"], [Shard(0)], run_check=False)
+                  for x in (student, teacher))  # fmt: skip
+        self.student, self.teacher = (nn.Parameter(x) for x in shards)
+        self.teacher.requires_grad_(False)
+        self.tp = mesh["tp"]
+        fully_shard(self, mesh=mesh["dp"])
+
+    def forward(self, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+        x, t = (
+            DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
+            for x in (hidden, teacher_hidden)
+        )
+        value: Any = linear_kl(x, self.student, t, self.teacher, reduction="mean")
+        return value.to_local().clone()  # FSDP2 warns of views
+
+
+def mesh_shape(num_ranks: int) -> tuple[int, int]:
+    """Returns ranks that have tokens of their own, and ranks that share a vocabulary."""
+    data_parallel = 2 if num_ranks >= 4 else 1
+    return data_parallel, num_ranks // data_parallel
+
+
+def two_dimensions(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> SharedCase:
+    """The LM heads of `vocabulary` on a mesh of 2 x n: FSDP2 x TP."""
+    dp, tp = mesh_shape(mesh.size())
+    both = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+    head = Head.of(device, tokens)
+    x, w, t, u = head.tensors(device)
+    my_dp, my_tp = both["dp"].get_local_rank(), both["tp"].get_local_rank()
+    rows = slice(head.tokens // dp * my_dp, head.tokens // dp * (my_dp + 1))
+    vocab = slice(head.vocab // tp * my_tp, head.vocab // tp * (my_tp + 1))
+
+    def one_gpu() -> Problem:
+        made = _problem(_mean_kl, (x, w, t, u))()
+        # of the whole weight the part that FSDP2 leaves to this rank
+        step = -(-(vocab.stop - vocab.start) // dp)
+        start = vocab.start + step * my_dp
+        mine = slice(start, min(start + step, vocab.stop))
+        made.part = lambda gradients: [gradients[1][mine]]
+        return made
+
+    def shared() -> Problem:
+        module = _Heads(w[vocab].clone(), u[vocab].clone(), both)
+
+        def local(gradients: list[Any]) -> list[Tensor]:
+            return [g.to_local() for g in gradients]
+
+        def mean(*inputs: Tensor) -> Tensor:
+            return _MeanOfRanks.apply(module(*inputs), both["dp"].get_group())
+
+        return Problem(device, mean, [(x[rows].clone().requires_grad_(), t[rows])], module,
+                       part=local)  # fmt: skip
+
+    weights = (head.width + head.teacher_width, head.width)  # both gathered, one reduced
+    weight_mib = sum(weights) * (vocab.stop - vocab.start) * x.dtype.itemsize / MIB
+    d_hidden = all_reduce(head.hidden_mib(device) / dp, tp)
+    states = all_gather(24 * tp * head.tokens / dp / MIB, tp)
+    exposed = all_gather(weight_mib, dp) + d_hidden
+    make = {ONE_GPU: one_gpu, "FSDP2 x TP": shared}
+    costs = {"FSDP2 x TP": Cost(exposed + states, exposed, waits=1)}
+    return SharedCase(f"mesh {dp} x {tp}", sizes=str(head), make=tuple(make.items()), costs=costs)
+
+
+class _MeanOfRanks(torch.autograd.Function):
+    """The mean of a loss over data-parallel ranks, to show; FSDP2 averages gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
+        value = loss.clone()
+        distributed.all_reduce(value, group=group)
+        return value / group.size()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+# ---------------------------------------------------------------------------------------- sequence
+def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 0) -> SharedCase:
     """Causal attention maps of 32 heads whose rows ranks share."""
-    on_gpu = device.type == "cuda"
-    heads, kv, dim = (32, 8, 128) if on_gpu else (4, 2, 16)
-    num_rows = num_rows if on_gpu else 128
+    size = mesh.size()
+    heads, kv, dim = (32, 8, 128) if device.type == "cuda" else (16, 8, 16)
+    num_rows = num_rows or (65536 if device.type == "cuda" else 128)
     dtype = usual_dtype(device)
     shapes = [(1, h, num_rows, dim) for h in (heads, kv, heads, kv)]
     whole = random_tensors(shapes, device, dtype, learning=0)
@@ -183,111 +298,22 @@ def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 65536) -> S
     def shared(method: str) -> Loss:
         return partial(attention_kl_context_parallel, mesh=mesh, method=method, **options)
 
-    away = (mesh.size() - 1) / mesh.size() * num_rows * dim * dtype.itemsize / MIB
-    received = {
-        "gather": 3 * kv * away,  # keys of both sides, the student's gradient
-        "heads": 3 * (heads + kv) * away / mesh.size(),
-        # keys of both sides twice, the student's gradient in float32 once around
-        "ring": 4 * kv * away + kv * num_rows * dim * 4 / MIB,
+    head_mib = num_rows * dim * dtype.itemsize / MIB  # of all ranks
+    rows_mib = heads * num_rows * 4 / MIB / size  # values of a rank's rows, in float32
+    keys, sums = kv * head_mib, kv * head_mib * 4 / dtype.itemsize
+    # queries and keys of both sides go, values come back; a gradient of the values goes, and the
+    # student's gradients come back
+    by_heads = all_to_all((3 * (heads + kv) * head_mib) / size + 2 * rows_mib, size)
+    costs = {
+        # keys of both sides, the student's gradient
+        "gather": Cost(all_gather(3 * keys, size), all_gather(3 * keys, size), waits=3),
+        "heads": Cost(by_heads, by_heads, waits=8),
+        # keys of both sides twice, which computation hides; the student's gradient in float32 once
+        # around, of which the last step shows
+        "ring": Cost(all_gather(4 * keys, size) + sums, sums / size, waits=1),
     }
-    make = {"one GPU": _problem(partial(attention_kl, **options), whole, of_rank)}
-    make |= {m: _problem(shared(m), parts, received_mib=mib) for m, mib in received.items()}
+    make = {ONE_GPU: _problem(partial(attention_kl, **options), whole, of_rank)}
+    make |= {method: _problem(shared(method), parts) for method in costs}
     shape = f"{heads} heads, {kv} key heads, {num_rows} rows, head_dim {dim}"
-    return SharedCase("sequence", sizes=shape, make=tuple(make.items()))
-
-
-class Distillation(nn.Module):
-    """The loss of a Llama pair as a module with the student's parameters."""
-
-    def __init__(self, device: torch.device, objective: str) -> None:
-        super().__init__()
-        step = LlamaStep("pair", pair=PAIRS[device.type], objective=objective)
-        self.student, teacher = step.models(device)
-        self.teacher = [teacher]  # no module of this one
-        # a head that takes no part has no gradient, which DDP would wait for
-        self.student.lm_head.requires_grad_(objective == "attention+logits")
-        self._loss_of = step.loss_of(self.student, teacher)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self._loss_of(ids)
-        return loss
-
-
-Wrap = Callable[[Distillation], Loss]
-
-
-def _of_pair(device: torch.device, objective: str, context: int, wrap: Wrap) -> Problem:
-    """Each rank has a batch of its own."""
-    torch._dynamo.reset()
-    module = Distillation(device, objective)
-    vocab = PAIRS[device.type].vocabulary
-    ids = random_ids(vocab, 1, context, device, seed=distributed.get_rank())
-
-    def local(gradients: list[Tensor]) -> list[Tensor]:
-        return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-
-    return Problem(device, wrap(module), [(ids,)], module, part=local)
-
-
-def ddp(mesh: DeviceMesh, device: torch.device, context: int = 0) -> SharedCase:
-    """A Llama pair under DistributedDataParallel."""
-    context = context or (4096 if device.type == "cuda" else 64)
-    ids_of = [device.index] if device.type == "cuda" else None
-
-    def wrapped(provider: str, module: Distillation) -> Loss:
-        inner = Problem(device, DistributedDataParallel(module, ids_of), [])
-        return named(provider).build(Case("ddp"), inner).loss
-
-    make = {
-        p: partial(_of_pair, device, OBJECTIVES[0], context, partial(wrapped, p))
-        for p in ("eager", "inductor", "streamkl")
-    }
-    sizes = f"KL of attention, {context} tokens a rank"
-    return SharedCase("ddp", sizes=sizes, make=tuple(make.items()), interleaves=False)
-
-
-# Inductor's own passes that join collectives and move them away from who waits for them
-BUCKETED: dict[str, Any] = {
-    "bucket_all_gathers_fx": "all",
-    "bucket_reduce_scatters_fx": "all",
-    "reorder_for_compute_comm_overlap": True,
-}
-
-
-def layers(mesh: DeviceMesh, device: torch.device, context: int = 0) -> SharedCase:
-    """A Llama pair under FSDP2, sharded at every layer."""
-    context = context or (4096 if device.type == "cuda" else 64)
-
-    def wrapped(provider: str, module: Distillation) -> Loss:
-        (teacher,) = module.teacher
-        for model in (module.student, teacher):
-            for layer in model.model.layers:
-                if provider == "FSDP2, compiled layers":
-                    layer.compile(dynamic=False)
-                fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-        if not provider.startswith("traced"):
-            return module
-        trace_fully_shard(module)
-        trace_fully_shard(teacher)  # the step does not hold it as a module
-        backend, _, bucketed = provider.partition(", ")[2].partition(", ")
-        options: dict[str, Any] = {"streamkl.strict": True} if backend == "streamkl" else {}
-        options |= BUCKETED if bucketed else {}
-        return torch.compile(
-            module, backend=backend, options=options, dynamic=False, fullgraph=True
-        )
-
-    # the comparison that is asked for comes first: each of these compiles for half a minute
-    names = (
-        "traced, streamkl", "FSDP2, compiled layers", "traced, streamkl, bucketed",
-        "traced, inductor",
-    )  # fmt: skip
-    make = {
-        name: partial(_of_pair, device, "attention", context, partial(wrapped, name))
-        for name in names
-    }
-    sizes = f"{context} tokens a rank"
-    return SharedCase("layers", sizes=sizes, make=tuple(make.items()), interleaves=False)
-
-
-CASES = {"vocabulary": vocabulary, "sequence": sequence, "layers": layers, "ddp": ddp}
+    label = "sequence" if num_rows in (128, 65536) else f"sequence {num_rows}"
+    return SharedCase(label, sizes=shape, make=tuple(make.items()), costs=costs)

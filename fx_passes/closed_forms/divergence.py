@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
+from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import choose, product, quotient, terms_of
 from torch_streamkl.program.divergences import (
@@ -73,7 +74,11 @@ def by_factor(x: Node, key: Axis) -> dict[Node, Polynomial]:
             _check_atom(y, has_variables)
             found[y] = {ONE: {(y,): 1.0}}
         else:
-            found[y] = _combined(y, [found[a] for a in y.args])
+            made = _combined(y, [found[a] for a in y.args])
+            if made is None:  # as it is written
+                _check_atom(y, has_variables)
+                made = {ONE: {(y,): 1.0}}
+            found[y] = made
     return {f: p for f, p in found[x].items() if p}
 
 
@@ -85,7 +90,14 @@ def _check_atom(x: Node, has_variables: Mapping[Node, bool]) -> None:
             raise NoForm(AFTER_SOFTMAX if y.dtype == BOOL else reason, y)
 
 
-def _combined(x: Node, args: list[dict[Node, Polynomial]]) -> dict[Node, Polynomial]:
+MOST_TERMS = 64  # of a polynomial; one of more is no sum of divergences
+
+
+def _combined(x: Node, args: list[dict[Node, Polynomial]]) -> dict[Node, Polynomial] | None:
+    """An operation on polynomials, None if it has too many terms."""
+    sizes = [sum(map(len, part.values())) for part in args]
+    if (math.prod(sizes) if x.op == "product" else sum(sizes)) > MOST_TERMS:
+        return None
     match x.op:
         case "linear":
             total: dict[Node, Polynomial] = {ONE: {(): x.value[0]}} if x.value[0] else {}
@@ -193,7 +205,7 @@ def _joined(
     needed &= set(twins)
     live = [v for v in twins if _flows_more(parts[v], [parts[w] for w in twins])]
     if not simple or len(needed) > 1 or not (needed or set(twins)) & set(live):
-        raise NoForm("a distribution is detached in one place and not in another")
+        raise NoForm(_why_twins(polynomial, parts, twins))
     v = min(needed, default=k)
     parts[other] = parts[v]
     renamed: Polynomial = {}
@@ -201,6 +213,20 @@ def _joined(
         m = tuple(sorted((_renumbered(x, {k: other}) for x in m), key=lambda y: y.digest))
         renamed[m] = renamed.get(m, 0.0) + c
     return renamed, parts
+
+
+def _why_twins(
+    polynomial: Polynomial, parts: Sequence[Distribution], twins: tuple[int, int]
+) -> str:
+    """Says why two uses of a distribution are not one: a condition on it has no gradient."""
+    atoms = [x for m in polynomial for x in m]
+    for x in walk(atoms):
+        if x.op == "where" and x.args[1].op != x.args[2].op:
+            inside = {int(y.value) for y in walk([x.args[0]]) if y.op == LOG} & set(twins)
+            fill = next((a.value for a in x.args[1:] if a.op == "const"), None)
+            if fill is not None and any(not parts[k].requires_grad for k in inside):
+                return f"values after the softmax are filled with {fill:g}"
+    return "a distribution is detached in one place and not in another"
 
 
 def _flows_more(part: Distribution, twins: Sequence[Distribution]) -> bool:
@@ -227,6 +253,8 @@ def _renumbered(x: Node, number: Mapping[int, int]) -> Node:
 def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair]:
     """Returns the divergences that a polynomial is the sum of."""
     used = variables_of(polynomial)
+    if len(used) == 1 and len(parts) > 1:  # at some rows alone, next to a divergence at others
+        return [_of_one(polynomial, used[0], parts)]
     if len(used) < 2:
         raise NoForm(
             "the sum involves one distribution only, which is an entropy and no divergence"
@@ -234,6 +262,10 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
     if len(used) > 2:
         return _split(polynomial, parts, used)
     teacher, student = _roles(polynomial, parts, used)
+    polynomial = normalised(polynomial)
+    mixture = jensen_shannon(polynomial, teacher, student)
+    if mixture is not None:
+        return [Pair(mixture[0], teacher, student, mixture[1])]
     c = _coefficients(polynomial)
     if c is not None:
         expr, factor = _bilinear(c, teacher, student)
@@ -253,6 +285,20 @@ def _is_negative(expr: Node) -> bool:
         found = [evaluate(expr, {k: exact(x) for k, x in each.items()}) for each in numbers]
         return all(float(x) < 0.0 for x in found)
     return False
+
+
+def _of_one(polynomial: Polynomial, own: int, parts: Sequence[Distribution]) -> Pair:
+    """A sum of one distribution as a divergence from another of its rows, which it does not read.
+
+    Where a target is a number at some rows, such as those that a shift has padded.
+    """
+    others = [i for i in range(len(parts)) if i != own and not aligned(parts, i, own)]
+    if not others or any(parts[i].averaged for i in (own, others[0])):
+        raise NoForm(
+            "the sum involves one distribution only, which is an entropy and no divergence"
+        )
+    expr = _written_polynomial(polynomial, others[0], own)
+    return Pair(expr, others[0], own)
 
 
 def _roles(
@@ -428,6 +474,9 @@ def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, 
             return apply("logaddexp", *sorted(args, key=lambda a: teacher not in walk([a])))
         case "logaddexp":
             raise NoForm("a mixture of more than two distributions", x)
+        case "minimum" | "maximum" if set(args) == {P, S}:
+            sign = const(-1.0 if x.op == "minimum" else 1.0)
+            return const(0.5) * (P + S + sign * apply("abs", P - S))
         case "pow":
             return apply("exp", apply("log", args[0]) * const(x.value))
         case "not":

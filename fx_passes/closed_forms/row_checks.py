@@ -180,7 +180,7 @@ def _scale(x: Node, behind: Collection[Node], scaled: Mapping[Node, float]) -> f
     None if it is a sum or difference of them.
     """
     if x.op == "reduce" and x.value.kind == SUM:
-        return scaled.get(x.args[0])
+        return scaled.get(x.args[0], 1.0)
     if x.op != "linear":
         return 0.0
     terms = [(c, t) for c, t in zip(x.value[1], x.args, strict=True) if t in behind]

@@ -60,11 +60,18 @@ def axes_of_products(products: Sequence[Product], common: Sequence[Axis], keys: 
         for x, product in zip(every, products, strict=True)
     ]
 
+    rows_before = [
+        a for a in common if any(a in x - y for x, y in zip(rows_of, columns_of, strict=True))
+    ]
+
     def shared_last(heads: Iterable[Axis], of: Iterable[int]) -> Dim:
         """Axes that the keys lack at the end: query head h uses key head h // group."""
         return tuple(sorted(heads, key=lambda a: any(a not in columns_of[i] for i in of)))
 
     numbers = range(len(products))
+    if any(mine and not set(rows_before) <= x for mine, x in zip(own, every, strict=True)):
+        # each row would compute the products of all rows again
+        raise NoForm("a sum over rows or some heads comes before the sum over the keys")
     if any(own):
         alike: dict[frozenset[Axis], Dim] = {}
         for x in own:

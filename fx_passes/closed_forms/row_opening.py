@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     places_of,
     products_in,
 )
+from torch_streamkl.fx_passes.reading.arrays import position as position_of
 from torch_streamkl.program.canonical import choose, compare, linear, log_softmax, terms_of
 from torch_streamkl.program.graph import (
     ANY,
@@ -83,11 +84,15 @@ class Opening:
     """Holds the axes of a program, and the products that were found with them."""
 
     def __init__(
-        self, places: frozenset[Place], keys: tuple[Axis, ...], is_unique: Callable[[Node], bool]
+        self,
+        places: frozenset[Place],
+        keys: tuple[Axis, ...],
+        why_repeated: Callable[[Node, Axis, Axis], str],
     ) -> None:
         self.places, self.keys = places, keys
-        self.is_unique = is_unique  # ids, along an axis
+        self.why_repeated = why_repeated  # whether a row may have an id twice along an axis
         self.whole = keys[0] if len(keys) == 1 else fresh_axis(None)
+        self.parts: dict[tuple[Axis, ...], Axis] = {}  # of the keys, and the axis of their sums
         self.products: dict[Node, None] = {}
         self._known: dict[Node, Node] = {}
 
@@ -134,7 +139,7 @@ class Opening:
         done: dict[Node, Node] = {}
         for y in walk([x], lambda y: is_entered(y) and y.op != "reduce"):
             if y.op == "reduce":
-                is_open = y.value.axis in (self.whole, *self.keys)
+                is_open = y.value.axis in (self.whole, *self.keys, *self.parts.values())
                 inside = self.of(y.args[0]) if is_open else y
                 done[y] = with_args(y, (inside,)) if is_open else self._reduction(y)
             elif y.op == CONTRACT:
@@ -176,14 +181,12 @@ class Opening:
     @property
     def position(self) -> Node:
         """The position of a key."""
-        from torch_streamkl.fx_passes.reading.arrays import position
-
-        return position(self.keys)
+        return position_of(self.keys)
 
     def _summed(self, kind: str, body: Node, axis: Axis | None = None) -> Node:
         axis = self.whole if axis is None else axis
-        removed = set(self.keys) if axis == self.whole else {axis}
-        axes = body.axes - removed
+        part = next((part for part, a in self.parts.items() if a == axis), (axis,))
+        axes = body.axes - set(self.keys if axis == self.whole else part)
         about = Reduction(kind, axis)
         return intern("reduce", (body,), about, body.dtype, axes, True)
 
@@ -200,6 +203,9 @@ class Opening:
             free = self._heads(axis, inside)
             opened = self.of(substitute(body, {axis: index(free)}))
             return self._summed(x.value.kind, opened, free)
+        outside = set(self.keys) & x.axes
+        if outside and outside & set(self.part_of(inside, axis) or self.keys):
+            raise NoForm("an axis of the scores meets itself in another place", x)
         chosen = self._chosen_ids(inside, axis)
         if chosen is not None:
             return self._of_chosen(x, chosen)
@@ -221,28 +227,36 @@ class Opening:
         return fresh_axis(axis.size)
 
     def _of_blocks(self, x: Node, inside: list[Node]) -> Node:
-        axis, body = x.value.axis, x.args[0]
+        axis, body, kind = x.value.axis, x.args[0], x.value.kind
         part = self.part_of(inside, axis)
         if part is None:
             if axis.size != product_of(self.keys):
                 raise NoForm(SOME_KEYS, x)
-            return self._summed(x.value.kind, self.of(substitute(body, {axis: self.position})))
-        opened = self.of(substitute(body, {axis: index(self.keys[part])}))
+            return self._summed(kind, self.of(substitute(body, {axis: self.position})))
+        opened = self.of(substitute(body, {axis: position_of(part)}))
+        rest = tuple(a for a in self.keys if a not in part)
         inner = opened.value if opened.op == "reduce" else None
-        if part == 0 and inner and inner.axis == self.keys[1] and inner.kind == x.value.kind:
-            return self._summed(inner.kind, opened.args[0])
-        return self._summed(x.value.kind, opened, self.keys[part])
+        if inner and inner.axis == self.parts.get(rest) and inner.kind == kind:
+            return self._summed(kind, opened.args[0])  # blocks, of all in each
+        return self._summed(kind, opened, self.parts.setdefault(part, fresh_axis(axis.size)))
 
-    def part_of(self, products: list[Node], axis: Axis) -> int | None:
-        """Returns which part of the keys an axis is: of blocks, or inside of them."""
+    def part_of(self, products: list[Node], axis: Axis) -> tuple[Axis, ...] | None:
+        """Returns which axes of the keys an axis is: of blocks, or inside of them."""
         for product in products:
             for names, side, d in places_of(product, axis):
                 if (names, side, d) not in self.places:
                     continue
                 _, terms = terms_of(product.args[side].args[d])
-                if len(terms) == 2:
-                    own = next((c for c, t in terms if t is index(axis)), None)
-                    return None if own is None else int(own == 1.0)
+                own = next((c for c, t in terms if t is index(axis)), None)
+                others = {t.value for _, t in terms if t.op == "index"} - {axis}
+                if own is None or not others or not (len(terms) == 2 or others <= set(self.keys)):
+                    return None
+                for n in range(1, len(self.keys)):
+                    leading, trailing = self.keys[:n], self.keys[n:]
+                    if own == 1.0 and product_of(trailing) == axis.size:
+                        return trailing
+                    if own == product_of(trailing) and product_of(leading) == axis.size:
+                        return leading
         return None
 
     # ------------------------------------------------------------------------ chosen entries
@@ -259,12 +273,9 @@ class Opening:
     def _of_chosen(self, x: Node, ids: Node) -> Node:
         """A reduction of chosen entries, as a masked one over all keys."""
         axis = x.value.axis
-        if not self.is_unique(ids):
-            raise NoForm(
-                "gather reads entries of each row by ids that are no top-k of this graph: an id "
-                "may be there twice",
-                x,
-            )
+        why = self.why_repeated(ids, axis, self.whole)
+        if why:
+            raise NoForm(why, x)
         free = fresh_axis(axis.size)
         at = substitute(ids, {axis: index(free)})
         body = substitute(x.args[0], {axis: index(free)})

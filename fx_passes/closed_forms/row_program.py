@@ -15,11 +15,13 @@ for. What has to be found is which axis is which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
+from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     NotClosed,
@@ -50,6 +52,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
 )
 from torch_streamkl.fx_passes.closed_forms.row_steps import Captured, Leaves, Steps
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
+from torch_streamkl.fx_passes.reading.arrays import position
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.derive import HeadJacobianError
 from torch_streamkl.program.graph import CONTRACT, Axis, HeadsError, Node, Source, capture, index
@@ -60,25 +63,31 @@ from torch_streamkl.rows import derive
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import Tracer
 
+NOT_RANKED = (
+    "gather reads entries of each row by ids that are no top-k of this graph: an id may be there "
+    "twice"
+)
 
-def _never(ids: Node) -> bool:
-    return False
+
+def _always(ids: Node, entries: Axis, keys: Axis) -> str:
+    return NOT_RANKED
 
 
 @dataclass(frozen=True)
 class Facts:
     """Says what expressions do not: of the user's graph that they were read from.
 
-    ``is_unique`` tells ids of which no row has one twice. ``logarithms`` are expressions of
+    ``why_repeated`` says why a row of ids may have one twice. ``logarithms`` are expressions of
     logarithms of probabilities, which are -inf in eager code where a probability underflows;
     ``made_of_products`` are captured tensors that are computed from matmuls.
     """
 
-    is_unique: Callable[[Node], bool] = _never
+    why_repeated: Callable[[Node, Axis, Axis], str] = _always
     logarithms: tuple[Node, ...] = ()
     made_of_products: Collection[Any] = ()
     dtypes: Callable[[Any], Any] | None = None  # of captured tensors
     extent: Callable[[Any, int], Any] | None = None  # of their dimensions
+    product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
 
 
 @dataclass(frozen=True)
@@ -100,17 +109,23 @@ class RowForm:
     ``around`` has an expression for each root, in which `RowValue` n is ``values[n]``.
     """
 
-    program: Program
+    program: Program | None  # None: of entries alone
     products: tuple[Product, ...]
     axes: RowAxes
     captures: tuple[Captured, ...]
     values: tuple[RowOutput, ...]
     around: tuple[Node, ...]
     sites: tuple[Node, ...] = field(repr=False, default=())  # opened, of each value
+    entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
 
     @property
     def requires_grad(self) -> bool:
         return any(x.grad_flows for x in self.values)
+
+    @property
+    def replaced(self) -> tuple[Product, ...]:
+        """Returns all products that need not be there as a whole: those of entries, too."""
+        return (*self.products, *(x.product for x in self.entries))
 
 
 @dataclass(frozen=True)
@@ -120,12 +135,21 @@ class _Site:
     node: Node
     names: dict[Axis, Axis]
     opened: Node
+    blocks: Dim  # the axis of blocks of keys
 
 
 def row_form(
     roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = Facts()
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
+    roots, entries = without_entries(roots, facts.is_unique, facts.extent)
+    if entries and not products_in(roots):
+        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
+    form = _of_sums(roots, order, facts)
+    return form if isinstance(form, NotClosed) else replace(form, entries=entries)
+
+
+def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
     found = places_of_keys(bindings_of(roots))
     failed: NoForm | None = None
     if not found:
@@ -150,26 +174,26 @@ class _Planner:
         keys = _keys_of(roots, places, facts)
         self.roots = [with_whole_rows(root, places, keys) for root in roots]
         self.order, self.facts = order, facts
-        self.opening = Opening(places, keys, facts.is_unique)
+        self.opening = Opening(places, keys, facts.why_repeated)
         self.sites: list[_Site] = []
         nodes = dict.fromkeys(x for root in self.roots for x in sites_of(root, places))
         for node in _connected(list(nodes)):
-            names = self.opening.names_of(node)
-            names |= self._blocks(node, places)
-            renamed = substitute(node, {a: index(b) for a, b in names.items()})
-            self.sites.append(_Site(node, names, self.opening.of(renamed)))
+            names, blocks = self.opening.names_of(node), self._blocks(node)
+            places_of_axes = {a: index(b) for a, b in names.items()}
+            places_of_axes |= {a: position(part) for a, part in blocks.items()}
+            opened = self.opening.of(substitute(node, places_of_axes))
+            self.sites.append(_Site(node, names, opened, tuple(blocks)))
         if not self.sites:
             raise NoForm("a sum of what is not made from scores")
         self.opened = list(dict.fromkeys(site.opened for site in self.sites))
 
-    def _blocks(self, node: Node, places: frozenset[Place]) -> dict[Axis, Axis]:
-        """The axis of blocks that a sum over parts of the keys leaves."""
-        keys = self.opening.keys
-        if len(keys) == 1:
+    def _blocks(self, node: Node) -> dict[Axis, Dim]:
+        """The axis of blocks that a sum over parts of the keys leaves, as axes of the keys."""
+        if len(self.opening.keys) == 1:
             return {}
         inside = products_in([node])
-        free = (a for a in node.axes if self.opening.part_of(inside, a) == 0)
-        return dict.fromkeys(free, keys[0])
+        parts = {a: self.opening.part_of(inside, a) for a in node.axes}
+        return {a: part for a, part in parts.items() if part is not None}
 
     def form(self) -> RowForm:
         """Returns the program."""
@@ -213,6 +237,8 @@ class _Planner:
         for site in self.sites:
             for a, b in site.names.items():
                 original.setdefault(b, a)
+        if not common[0] <= original.keys():
+            raise NoForm("sums over different rows")
         wanted = [original[a] for a in common[0]]
         ordered = ordered_rows(wanted, self.order)
         back = {original[a]: a for a in common[0]}
@@ -230,6 +256,7 @@ class _Planner:
         tracer = Tracer(tuple(heads[h] for h in groups.heads), (), Keys(), {})
         leaves = Leaves(groups, detached)
         twins, whole = _twins(detached), self.opening.whole
+        leaves.parts = {axis: part for part, axis in self.opening.parts.items()}
         logs = self._logarithms(detached)
         steps = Steps(tracer, leaves, numbers, whole, twins, logs, are_exact=are_exact)
         outputs = [steps.output(x) for x in self.opened]
@@ -269,26 +296,22 @@ class _Planner:
     ) -> tuple[tuple[RowOutput, ...], tuple[Node, ...]]:
         """The values of rows, and the roots as expressions of them."""
         by_number = {number: heads for heads, number in groups.numbers.items()}
-        values = []
-        for opened, slot, made in zip(self.opened, slots, outputs, strict=True):
-            blocks = tuple(a for a in groups.keys if a in opened.axes)
-            dims = (
-                groups.batch,
-                by_number[made.head],
-                groups.rows,
-                *((blocks,) if blocks else ()),
-            )
-            values.append(RowOutput(slot, dims, opened.flows))
-        changes = {}
+        values, changes = dict[Node, RowOutput](), dict[Node, Node]()
+        made_of = dict(zip(self.opened, zip(slots, outputs, strict=True), strict=True))
         for site in self.sites:
+            slot, made = made_of[site.opened]
             number = self.opened.index(site.opened)
-            original = {b: a for a, b in site.names.items()}
-            flat = [a for d in values[number].axes for a in d]
-            at = [index(original[a]) for a in flat if a in original]
-            if len(at) < len(flat):
+            dims = (groups.batch, by_number[made.head], groups.rows)
+            dims = (*dims, site.blocks) if site.blocks else dims
+            values.setdefault(site.opened, RowOutput(slot, dims, site.opened.flows))
+            original = {b: a for a, b in site.names.items() if a not in site.blocks}
+            flat = [a for d in dims[:3] for a in d]
+            if any(a not in original for a in flat):
                 raise NoForm("sums over different rows")
+            at = [*(index(original[a]) for a in flat), *map(index, site.blocks)]
             changes[site.node] = capture(Source(RowValue(number), 0, site.opened.flows), at=at)
-        return tuple(values), tuple(replaced(root, changes) for root in self.roots)
+        found = tuple(values[x] for x in self.opened)
+        return found, tuple(replaced(root, changes) for root in self.roots)
 
 
 def _connected(sites: list[Node]) -> list[Node]:
@@ -313,30 +336,62 @@ def _products_of(site: Node) -> set[Any]:
 
 def _keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
     """New axes for the keys: one, or those of blocks and of the keys inside of one."""
-    sizes: list[Any] = []
+    plain: list[Any] = []
     chosen: list[Any] = []
+    blocks: dict[int, int] = {}  # how many, by their size
     for b in bindings_of(roots):
-        if not b.places & places:
-            continue
-        for product in b.products:
+        for product in b.products if b.places & places else ():
             place = key_position(product, places)
-            if place is None or b.axis not in product.args[place[0]].args[place[1]].axes:
+            at = product.args[place[0]].args[place[1]] if place is not None else None
+            if place is None or at is None or b.axis not in at.axes:
                 continue
-            at = product.args[place[0]].args[place[1]]
-            constant, terms = terms_of(at)
-            plain = all(t.op == "index" for _, t in terms)
-            if len(terms) == 2 and plain and not constant:
-                ordered = sorted(terms, key=lambda item: -item[0])
-                sizes_of = [t.value.size for _, t in ordered]
-                if ordered[1][0] == 1.0 and ordered[0][0] == sizes_of[1]:
-                    return tuple(fresh_axis(n) for n in sizes_of)
-            if at.op != "capture":
-                sizes.append(b.axis.size)
+            size = _block_size(at)
+            if size:
+                blocks[size] = _num_keys(at)
+            elif at.op != "capture":
+                plain.append(b.axis.size)
             elif facts.extent is not None:  # all keys are those of the operand
                 chosen.append(facts.extent(product.args[place[0]].value, place[1]))
-    for size in (*sizes, *chosen):
+    if blocks:
+        return _split_keys(blocks)
+    for size in (*plain, *chosen):
         return (fresh_axis(size),)
     raise NoForm("a sum of what is not made from scores")
+
+
+def _block_size(at: Node) -> int:
+    """The size of blocks, of a position of ``size * block + index``; 0 for any other position."""
+    constant, terms = terms_of(at)
+    if len(terms) != 2 or constant:
+        return 0
+    if any(t.op == "product" and any(f.op == "size" for f in t.args) for _, t in terms):
+        raise NoForm("blocks of keys of a size that varies")
+    (c, outer), (one, inner) = sorted(terms, key=lambda item: -item[0])
+    is_plain = outer.op == inner.op == "index" and one == 1.0
+    return int(c) if is_plain and inner.value.size == c else 0
+
+
+def _num_keys(at: Node) -> int:
+    size = 1
+    for _, t in terms_of(at)[1]:
+        if not isinstance(t.value.size, int):
+            raise NoForm("blocks of keys of a size that varies")
+        size *= t.value.size
+    return size
+
+
+def _split_keys(blocks: dict[int, int]) -> tuple[Axis, ...]:
+    """Axes of keys of which each size of blocks is a product of the last ones."""
+    (total,) = set(blocks.values()) if len(set(blocks.values())) == 1 else (0,)
+    sizes, found = [total, *sorted(blocks, reverse=True), 1], list[Axis]()
+    for outer, inner in itertools.pairwise(sizes):
+        if not total or outer % inner:
+            raise NoForm(
+                "an axis of the scores is split into parts of sizes that do not divide it"
+            )
+        if outer != inner:
+            found.append(fresh_axis(outer // inner))
+    return tuple(found)
 
 
 def _numbered(
@@ -406,7 +461,9 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 
 
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
-    """Returns the types of a product's operands."""
+    """Returns the types of a product's operands, and its own, which autocast decides."""
     sources = [y.source for y in (x.rows, x.keys)]
-    of = facts.dtypes
-    return [of(s) for s in sources if s is not None] if of is not None else []
+    of, found = facts.dtypes, [s for s in sources if s is not None]
+    made = facts.product_types.get(frozenset(s.name for s in found))
+    own = [of(s) for s in found] if of is not None else []
+    return own if made is None else [*own, made]

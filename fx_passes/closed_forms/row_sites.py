@@ -9,6 +9,7 @@ over keys, each of them is tried, the outermost first.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +30,22 @@ def products_in(roots: Iterable[Node]) -> list[Node]:
     return [x for x in walk(roots, is_entered) if x.op == CONTRACT]
 
 
+_products: weakref.WeakKeyDictionary[Node, frozenset[Node]] = weakref.WeakKeyDictionary()
+
+
+def products_of(x: Node) -> frozenset[Node]:
+    """Returns the products in an expression, each of which is looked at once."""
+    for y in walk([x], lambda y: is_entered(y) and y not in _products):
+        if y not in _products:
+            inside = [_products[a] for a in y.args] if is_entered(y) else []
+            own = frozenset([y]) if y.op == CONTRACT else frozenset()
+            _products[y] = own.union(*inside)
+    return _products[x]
+
+
 def has_products(x: Node) -> bool:
     """Returns whether an expression is made of products."""
-    return bool(products_in([x]))
+    return bool(products_of(x))
 
 
 def name_of(x: Node) -> tuple[Any, ...]:
@@ -124,7 +138,7 @@ def is_of_keys(x: Node, keys: frozenset[Place], products: Iterable[Node] | None 
     """Returns whether a reduction is over keys."""
     if x.op != "reduce":
         return False
-    inside = products_in(x.args) if products is None else products
+    inside = products_of(x) if products is None else products
     return any(places_of(p, x.value.axis) & keys for p in inside)
 
 

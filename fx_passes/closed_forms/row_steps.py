@@ -65,6 +65,7 @@ class Leaves:
     axes: RowAxes
     detached: Mapping[Node, Node]
     captured: dict[Node, Captured] = field(default_factory=dict)
+    parts: dict[Axis, Dim] = field(default_factory=dict)  # of the keys, by the axis of their sums
 
     def kind_of(self, x: Node) -> str:
         by_key = bool(x.axes & set(self.axes.keys))
@@ -205,10 +206,10 @@ class Steps:
             raise NoForm("whether any key meets a condition leaves the elements", x)
         if about.axis == self.whole:
             return self.tracer.reduce(about.kind, body)
-        inner = self.axes.keys[-1]
-        if about.axis != inner or about.kind != SUM or not isinstance(inner.size, int):
-            raise NoForm("blocks of keys of a size that varies", x)
-        return self.tracer.reduce(BLOCK_SUM, body, inner.size)
+        part = self.leaves.parts.get(about.axis, ())
+        if not part or part != self.axes.keys[-len(part) :] or about.kind != SUM:
+            raise NoForm("a sum over keys that are not next to each other", x)
+        return self.tracer.reduce(BLOCK_SUM, body, about.axis.size)  # type: ignore[arg-type]
 
     def is_made(self, x: Node) -> bool:
         """Returns whether an expression is made of products."""
@@ -319,11 +320,29 @@ class Steps:
         return self.tracer.capture(number)
 
     def _index(self, x: Node) -> Node:
-        if (x.value,) == self.axes.keys:
+        if (x.value,) == self.axes.keys or x.value == KEYS:
             return index(KEYS)
         if (x.value,) == self.axes.rows:
             return index(ROWS)
         raise NoForm("a mask that depends on the index of a batch or head", x)
+
+    def _places(self, terms: Sequence[tuple[float, Node]]) -> list[tuple[float, Node]]:
+        """Terms in which the axes of keys that code splits are one position."""
+        keys = self.axes.keys
+        by_axis = {t.value: c for c, t in terms if t.op == "index" and t.value in keys}
+        if len(keys) == 1 or not by_axis:
+            return list(terms)
+        stride, scale = 1.0, by_axis.get(keys[-1], 0.0)
+        for axis in reversed(keys):
+            if by_axis.get(axis) != scale * stride or not isinstance(axis.size, int):
+                raise NoForm("a tensor of blocks of keys meets the scores")
+            stride *= axis.size
+        rest = [(c, t) for c, t in terms if not (t.op == "index" and t.value in keys)]
+        return [(scale, self._whole_key), *rest]
+
+    @property
+    def _whole_key(self) -> Node:
+        return index(KEYS)
 
     def _choice(self, x: Node) -> Node | None:
         """One of two numbers by a condition, which is the smaller tensor."""
@@ -346,7 +365,7 @@ class Steps:
             before = sides[is_left]
             sides[is_left] = term if before is None else apply("add", before, term)
 
-        for c, t in sorted(terms, key=lambda item: item[1].op != "index"):
+        for c, t in sorted(self._places(terms), key=lambda item: item[1].op != "index"):
             if t.op == "size":
                 raise NoForm("a mask whose place depends on a size that varies", x)
             place = self._index(t) if t.op == "index" else self.of(t)
@@ -494,7 +513,7 @@ class Steps:
             if kind == MAX and x.args[0].flows:
                 raise NoForm("the gradient of a maximum over the keys", x)
             return self.tracer.reduce(kind, body)
-        if axis in self.axes.keys:
+        if axis in self.leaves.parts:
             raise NoForm("elements use sums over blocks of keys", x)
         return self._over_heads(x, body)
 
@@ -502,10 +521,10 @@ class Steps:
         """The axes of a reduction, and what it is of: of a sum of sums over heads, all of them."""
         axes, inner = [x.value.axis], x.args[0]
         while (
-            not set(axes) & {self.whole, *self.axes.keys}
+            not set(axes) & {self.whole, *self.leaves.parts}
             and inner.op == "reduce"
             and x.value.kind == inner.value.kind == SUM
-            and inner.value.axis not in (self.whole, *self.axes.keys)
+            and inner.value.axis not in (self.whole, *self.leaves.parts)
             and self.is_made(inner)
         ):
             axes.append(inner.value.axis)

@@ -19,9 +19,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm
-from torch_streamkl.program.canonical import linear, literals, negation, product, terms_of
-from torch_streamkl.program.graph import CONTRACT, FLOAT, SUM, Axis, Node, intern
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.canonical import (
+    FALSE,
+    all_of,
+    choose,
+    linear,
+    literals,
+    negation,
+    product,
+    terms_of,
+)
+from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, SUM, Axis, Node, intern
+from torch_streamkl.program.reductions import remade
+from torch_streamkl.program.walks import rebuilt, walk
 
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,
 # unless every key of the row has it: adding it to a score gives the fill itself.
@@ -31,6 +41,8 @@ IMPROBABLE = -1e4
 # In float32, scores next to a larger number have less than three decimals left.
 LARGEST_SHIFT = 1e4
 LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
+
+NOT_NUMBERS = {"isinf": "infinite", "isnan": "NaN"}  # of conditions on scores
 
 Condition = frozenset[Node]  # all of these hold
 
@@ -85,7 +97,13 @@ Step = Callable[[ScoreForm], ScoreForm]
 
 def has_product(x: Node, key: Axis) -> bool:
     """Returns whether an expression is made of a product that varies with the key."""
-    return any(y.op == CONTRACT and key in y.axes for y in walk([x]))
+    return any(key in y.axes and (y.op == CONTRACT or _is_of_product(y)) for y in walk([x]))
+
+
+def _is_of_product(x: Node) -> bool:
+    """Whether a sum is one of products of products, as of an adapter."""
+    is_sum = x.op == "reduce" and x.value.kind == SUM
+    return is_sum and any(y.op == CONTRACT for y in walk(x.args))
 
 
 def read(score: Node, key: Axis) -> ScoreForm:
@@ -228,6 +246,8 @@ def _plain(x: Node, key: Axis) -> tuple[Node, tuple[Factor, ...]]:
     """A term of a sum of products: the product and its factors."""
     if x.op == CONTRACT:
         return x, ()
+    if x.op == "reduce" and x.value.kind == SUM:
+        return _product_of_computed(x, key), ()
     if x.op == "div" and not has_product(x.args[1], key):
         product, factors = _plain(x.args[0], key)
         return product, (*factors, Factor(x.args[1], divides=True))
@@ -262,6 +282,12 @@ def _inside_product(x: Node, key: Axis, steps: list[Step]) -> Node:
 
 def _inside_mask(x: Node, key: Axis, steps: list[Step]) -> Node:
     condition, a, b = x.args
+    known = _without_comparisons(condition, key)
+    if known is not condition:
+        settled = choose(known, a, b)
+        if not has_product(settled, key):
+            raise NoForm("a mask that is computed from scores", x)
+        return settled
     for holds, inside, fill in ((condition, a, b), (negation(condition), b, a)):
         if fill.op == "const":
             steps.append(partial(_filled, layer=Layer(literals(holds), fill.value)))
@@ -269,6 +295,26 @@ def _inside_mask(x: Node, key: Axis, steps: list[Step]) -> Node:
     if has_product(a, key) and has_product(b, key):
         raise NoForm("a part of the scores is computed in another way", x)
     raise NoForm("a tensor is filled into scores", x)
+
+
+def _without_comparisons(condition: Node, key: Axis) -> Node:
+    """A condition that scores are infinite or NaN, as one of masks: products are finite."""
+
+    def change(y: Node, args: tuple[Node, ...]) -> Node:
+        if y.op not in NOT_NUMBERS or not has_product(y, key):
+            return remade(y, args)
+        form = read(y.args[0], key)
+        if y.op == "isnan":
+            return FALSE
+        if form.inner_biases or form.biases or form.factors:  # which may be infinite
+            raise NoForm("infinite scores are replaced before the softmax", y)
+        return negation(all_of(*form.mask)) if math.isinf(form.fill) and form.mask else FALSE
+
+    if not any(y.op in NOT_NUMBERS for y in walk([condition])):
+        return condition
+    return rebuilt([condition], change, lambda y: y.dtype == BOOL and y.op not in NOT_NUMBERS)[
+        condition
+    ]
 
 
 # ------------------------------------------------------------------------ from the product on

@@ -11,13 +11,14 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example
+from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one, is_unknown
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
@@ -26,6 +27,12 @@ from torch_streamkl.program.graph import INT, Axis, Node, Size, Source, const, c
 
 UNKNOWN_PLACE = "scores are sliced at a position of unknown size"
 NO_VIEW = "an operand is read at positions that no view has"
+
+aten = torch.ops.aten
+LIFTED = {
+    aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default,
+    aten.detach.default, aten.alias.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,12 @@ class Captures:
 
     def tensor(self, source: Source) -> fx.Node:
         """Returns the user's tensor, detached if no gradient flows to it."""
-        x = outer_node(source.name, self.outer)
+        name = source.name
+        if name.op == "get_attr" and name not in self.outer:  # a constant, made by the user's code
+            copies = descendants([name])
+            found = (n for n in name.graph.nodes if n in copies and n in self.outer)
+            name = next((n for n in found if n.target in LIFTED), name)
+        x = outer_node(name, self.outer)
         value = example(x)
         if not source.grad_flows and isinstance(value, Tensor) and value.requires_grad:
             return self.build.method("detach", x)
@@ -72,10 +84,12 @@ class Captures:
         at: Sequence[Node],
         index: Mapping[Node, Placed],
         whole: Collection[int] = (),
+        signed: Collection[Node] = (),
     ) -> Placed:
         """Returns a tensor at positions; ``index`` has those that are no views, as tensors.
 
-        ``whole`` are dimensions of which every position is read, whatever their symbols say.
+        ``whole`` are dimensions of which every position is read, whatever their symbols say, and
+        ``signed`` positions that may be counted from the end.
         """
         selected = [d for d, p in enumerate(at) if p in index]
         dims: list[Dim] = [()] * len(at)
@@ -94,7 +108,10 @@ class Captures:
             else:
                 dims[d] = found
         if selected:
-            x, dims = self._selected(x, selected, [index[at[d]] for d in selected], dims)
+            is_signed = any(at[d] in signed for d in selected)
+            x, dims = self._selected(
+                x, selected, [index[at[d]] for d in selected], dims, is_signed
+            )
         for d in reversed(removed):
             x = self.build.method("squeeze", x, d)
             del dims[d]
@@ -155,6 +172,9 @@ class Captures:
                 linear(-1.0, [(1.0, have), (-1.0, at.offset)]),
                 tuple(replace(t, sign=1) for t in at.terms),
             )
+        blocks = self._of_blocks(x, d, at)
+        if blocks is not None:
+            return blocks, at.dim
         step = at.terms[-1].stride
         span: Size = step
         for t in reversed(at.terms):
@@ -165,9 +185,39 @@ class Captures:
         if step != 1:
             return self._stepped(x, d, at, step), at.dim
         length = size_of(span)
-        if at.offset.op == "const" and at.offset.value == 0.0 and length is have:
+        is_first = at.offset.op == "const" and at.offset.value == 0.0
+        if is_first and (length is have or self._is_count(x, d, span)):
             return x, at.dim
         return self._narrowed(x, d, at.offset, have, span), at.dim
+
+    def _is_count(self, x: fx.Node, d: int, span: Size) -> bool:
+        """Whether both sizes are numbers of rows that data decides, with symbols of their own."""
+        size = example(x).shape[d]  # type: ignore[attr-defined]
+        if isinstance(span, int) or not is_unknown(size):
+            return False
+        if not all(isinstance(expression(n), sympy.Symbol) for n in (size, span.size)):
+            return False  # a part of the rows
+        if not is_unknown(span.size):
+            return False
+        self.build.count(span.size, x, d)
+        return True
+
+    def _of_blocks(self, x: fx.Node, d: int, at: Affine) -> fx.Node | None:
+        """A part of each block of a dimension, as ``x.view(batch, length)[:, 1:]`` reads."""
+        have, offset = self.sizes.of(example(x).shape[d]), constant(at.offset)
+        strides = [t.stride for t in at.terms]
+        sizes = [t.axis.size for t in at.terms]
+        if len(strides) != 2 or strides[1] != 1 or offset is None:
+            return None
+        if not (isinstance(strides[0], int) and isinstance(sizes[1], int)):
+            return None
+        blocks = self.sizes.quotient(have, strides[0])
+        is_whole = blocks is not None and self.sizes.are_equal(blocks, sizes[0])
+        if not is_whole or not 0 <= offset <= strides[0] - sizes[1] or sizes[1] == strides[0]:
+            return None
+        x = self.build.method("unflatten", x, d, (-1, strides[0]))
+        x = self.build.method("narrow", x, d + 1, int(offset), sizes[1])
+        return self.build.method("flatten", x, d, d + 1)
 
     def _narrowed(self, x: fx.Node, d: int, offset: Node, have: Node, span: Size) -> fx.Node:
         after = constant(linear(0.0, [(1.0, have), (-1.0, offset), (-1.0, size_of(span))]))
@@ -219,21 +269,33 @@ class Captures:
     # ------------------------------------------------------------------------- selections
 
     def _selected(
-        self, x: fx.Node, places: list[int], index: Sequence[Placed], dims: list[Dim]
+        self,
+        x: fx.Node,
+        places: list[int],
+        index: list[Placed],
+        dims: list[Dim],
+        is_signed: bool,
     ) -> tuple[fx.Node, list[Dim]]:
         """Dimensions read at positions that tensors hold."""
         others = {a for d, dim in enumerate(dims) if d not in places for a in dim}
         shared = {a for p in index for a in p.axes} & others
-        if len(places) == 1 and not shared and len(index[0].dims) == 1:
+        is_one = len(places) == 1 and not is_signed
+        if is_one and not shared and len(index[0].dims) == 1:
             (d,), (p,) = places, index
             dims[d] = p.dims[0]
             return self.build.method("index_select", x, d, p.node), dims
-        if shared and len(places) == 1:
+        if is_one and shared:
             found = self._gathered(x, places[0], index[0], dims)
             if found is not None:
                 return found
-        if shared:
-            raise Unsupported(NO_VIEW)
+        for d, dim in enumerate(dims):  # one position for each index of another dimension
+            if d not in places and set(dim) & shared:
+                device = example(x).device  # type: ignore[attr-defined]
+                stop = self.build.size(example(x).shape[d], [x])  # type: ignore[attr-defined]
+                every = self.build.call(torch.arange, stop, device=device)
+                places, index = [*places, d], [*index, Placed(every, (dim,))]
+        order = sorted(range(len(places)), key=lambda i: places[i])
+        places, index = [places[i] for i in order], [index[i] for i in order]
         tensors, own = self.arranging.aligned(*index)
         first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
         at = dict(zip(places, tensors, strict=True))

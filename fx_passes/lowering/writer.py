@@ -17,12 +17,13 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal
 from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import (
     ANY,
@@ -205,8 +206,12 @@ class Writer:
                 return self._rounded(args[0], getattr(torch, x.value))
             case "float":
                 return args[0]
+            case "log_softmax":
+                return self._log_softmax(x.value, args[0])
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
+        if x.op == "norm":
+            return self._norm(args[0])
         if x.op in UNARY:
             return self._pointwise(UNARY[x.op], args)
         if x.op in BINARY:
@@ -246,6 +251,15 @@ class Writer:
         if all(a.is_number for a in args):
             raise Unsupported("an operation on numbers alone")
         return Placed(self.build.call(call, *given), dims)
+
+    def _norm(self, x: Placed) -> Placed:
+        """The root of a sum of squares, whose gradient at 0 is 0, as that of torch's norms."""
+        build = self.build
+        is_above = build.call(torch.gt, x.node, 0.0)
+        root = build.call(torch.sqrt, build.call(torch.where, is_above, x.node, 1.0))
+        return Placed(
+            build.call(torch.where, is_above, root, build.call(torch.mul, x.node, 0.0)), x.dims
+        )
 
     def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:
         if any(isinstance(n, fx.Node) for n in numbers):
@@ -321,6 +335,14 @@ class Writer:
         narrow = self.build.method("to", x.node, dtype)
         return Placed(self.build.method("to", narrow, value.dtype), x.dims)
 
+    def _log_softmax(self, axis: Axis, x: Placed) -> Placed:
+        """The log-softmax of a tensor without products, such as the logits of a teacher."""
+        if axis not in x.axes:
+            raise Unsupported("log_softmax of a value of rows, inside of an operation")
+        x = self.arranging.squeezed(self.arranging.split(x, [(axis,)]))
+        d = next(i for i, dim in enumerate(x.dims) if axis in dim)
+        return Placed(self.build.call(torch.log_softmax, x.node, d), x.dims)
+
     def _reduced(self, kind: str, axes: Sequence[Axis], x: Placed) -> Placed:
         over = [a for a in axes if a in x.axes]
         if len(over) < len(axes) and kind != SUM:
@@ -340,6 +362,13 @@ class Writer:
                 x = self._scaled(x, self.arranging.inserted_size(a.size))
         return x
 
+    def _log_softmax(self, axis: Axis, x: Placed) -> Placed:
+        """Of entries that an operator returns: of scores, operators compute it."""
+        x = self.arranging.squeezed(self.arranging.split(x, ()))
+        if (axis,) not in x.dims:
+            raise Unsupported("log_softmax of a value of rows, inside of an operation")
+        return Placed(self.build.method("log_softmax", x.node, x.dims.index((axis,))), x.dims)
+
     # ------------------------------------------------------------------------- captured tensors
 
     def _captured(self, x: Node, least: torch.dtype | None) -> Placed:
@@ -348,14 +377,12 @@ class Writer:
             return self._result(x)
         if isinstance(source.name, Positions):
             return self._column(x, source.name)
-        node = outer_node(source.name, self.outer)
-        if not isinstance(example(node), Tensor):
-            return Placed(node)
         tensor = self.captures.tensor(source)
+        if not isinstance(example(tensor), Tensor):
+            return Placed(tensor)
         tensor, at = self._flattened(tensor, x.args)
         tensor, at, whole = self._selected_by_masks(tensor, at)
-        index = {p: self._index(p) for p in at if self.captures.affine(p) is None}
-        placed = self.captures.placed(tensor, at, index, whole)
+        placed = self._at(tensor, at, whole)
         value = placed.value
         if least is not None and value.dtype.is_floating_point:
             wide = torch.promote_types(value.dtype, least)
@@ -370,10 +397,17 @@ class Writer:
             node = self.build.method("detach", node)
         return self.captures.placed(node, x.args, {}, range(len(x.args)))
 
+    def _at(self, tensor: fx.Node, at: Sequence[Node], whole: Collection[int] = ()) -> Placed:
+        """A tensor at positions, those that tensors hold included."""
+        signed = {p: p.args[1] for p in at if _is_signed(p)}
+        index = {p: self._index(signed.get(p, p)) for p in at if self.captures.affine(p) is None}
+        return self.captures.placed(tensor, at, index, whole, signed)
+
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
-        if not any(y.op == "capture" for y in walk([at])):
+        if not any(y.op == "capture" or _moves_around(y) for y in walk([at])):
             raise Unsupported("reshape that mixes the axes of the scores")
+        self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)
         if placed.value.dtype in (torch.int64, torch.int32):
             return placed
@@ -400,40 +434,69 @@ class Writer:
         d = 0
         while d < len(at):
             name = _positions(at[d])
-            rank = len(example(self._mask(name)).shape) if name is not None else 0
+            rank = name.rows.rank if name is not None else 0
             run = at[d : d + rank]
             names = [_positions(p) for p in run]
-            is_whole = name is not None and names == [Positions(name.mask, i) for i in range(rank)]
+            is_whole = name is not None and names == [Positions(name.rows, i) for i in range(rank)]
             if name is not None and is_whole and len({p.args for p in run}) == 1:
-                if rank > 1:
-                    tensor = self.build.method("flatten", tensor, d, d + rank - 1)
-                positions = self._positions(name)
-                tensor = self.build.method("index_select", tensor, d, positions)
+                tensor = self._rows_selected(tensor, d, name)
                 at[d : d + rank] = [run[0].args[0]]
-                whole.add(d)
+                if self.reading.selected.get(run[0].args[0].value.size) == name.rows:
+                    whole.add(d)
             d += 1
         return tensor, at, whole
+
+    def _rows_selected(self, tensor: fx.Node, d: int, name: Positions) -> fx.Node:
+        """The rows that a mask selects, from a dimension on."""
+        rows, mask = name.rows, self._mask(name)
+        for i in range(rows.lacking, rows.rank):
+            size = example(mask).shape[rows.first + i - rows.lacking]  # type: ignore[attr-defined]
+            if not provably_equal(example(tensor).shape[d + i], size):  # type: ignore[attr-defined]
+                length = self.build.size(size, [mask])
+                tensor = self.build.method("narrow", tensor, d + i, 0, length)
+        lacking = example(tensor).shape[d : d + rows.lacking]  # type: ignore[attr-defined]
+        if rows.rank > 1:
+            tensor = self.build.method("flatten", tensor, d, d + rows.rank - 1)
+        return self.build.method("index_select", tensor, d, self._positions(name, lacking))
 
     def _mask(self, name: Positions) -> fx.Node:
         return outer_node(name.mask, self.outer)
 
-    def _positions(self, name: Positions) -> fx.Node:
-        """The positions at which a mask holds, in its flattened entries."""
-        mask = self._mask(name)
-        self.build.selecting.append(([mask], []))
-        return self.build.positions(name.mask, mask, lambda made: mask)
+    def _positions(self, name: Positions, lacking: Sequence[Size] = ()) -> fx.Node:
+        """The positions of the rows that a mask selects, flattened."""
+        rows, mask = name.rows, self._mask(name)
+        if len(lacking) < rows.lacking:
+            raise Unsupported("single entries of scores or probabilities are selected")
+        made_of = self.tensors_of(self.reading.array(name.mask).expr)
+        self.build.selecting.append(([mask], made_of))
+        return self.build.positions(
+            rows, mask, lambda build: _mask_of_rows(build, mask, rows, lacking)
+        )
 
     def _column(self, x: Node, name: Positions) -> Placed:
         """The positions along one dimension of a mask."""
         mask = self._mask(name)
         flat: fx.Node = self._positions(name)
-        shape = example(mask).shape
+        shape = example(mask).shape[name.rows.first : name.rows.last + 1]
         for d in reversed(range(name.dim + 1, len(shape))):
             flat = self.build.call(torch.floor_divide, flat, self.build.size(shape[d], [mask]))
         if name.dim:
             flat = self.build.call(torch.remainder, flat, self.build.size(shape[name.dim], [mask]))
-        (place,) = x.args
-        return Placed(flat, ((place.value,),))
+        return self._at(flat, x.args, {0} if x.args[0].op == "index" else ())
+
+
+def _mask_of_rows(
+    build: Builder, mask: fx.Node, rows: MaskedRows, lacking: Sequence[Size]
+) -> fx.Node:
+    """A mask with one entry for each row; ``lacking`` are sizes that it is broadcast to."""
+    for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
+        if not rows.first <= d <= rows.last:
+            mask = build.method("select", mask, d, 0)
+    if not lacking:
+        return mask
+    inputs = [n for n in build.graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    sizes = [build.size(n, inputs) for n in lacking]
+    return build.method("expand", mask, *sizes, *[-1] * (rows.last - rows.first + 1))
 
 
 def _axes_of(x: Node) -> list[Axis]:
@@ -459,9 +522,16 @@ def _is_sum(x: Node) -> bool:
 def _undivided(above: Node, below: Node, size: Node) -> Node | None:
     """The position of which two are the quotient and the remainder by a size."""
     digits = above.op, below.op
-    if digits != ("floor_divide", "remainder") or above.args != below.args:
+    if digits != ("floor_divide", "remainder") or above.args[0] is not below.args[0]:
         return None
-    return above.args[0] if _is_size(above.args[1], size) else None
+    return above.args[0] if all(_is_size(x.args[1], size) for x in (above, below)) else None
+
+
+def _is_signed(at: Node) -> bool:
+    """Whether a position is one that may be counted from the end."""
+    if at.op != "where" or at.args[0].op != "nonnegative":
+        return False
+    return at.args[0].args[0] is at.args[1] and at.args[1] in at.args[2].args
 
 
 def _is_size(x: Node, size: Node) -> bool:
@@ -474,3 +544,8 @@ def _positions(at: Node) -> Positions | None:
         return None
     is_row = len(at.args) == 1 and at.args[0].op == "index"
     return at.value.name if isinstance(at.value.name, Positions) and is_row else None
+
+
+def _moves_around(x: Node) -> bool:
+    """Whether positions are shifted and begin anew, as of `roll`."""
+    return x.op == "remainder" and x.args[0].op == "linear" and x.args[0].value[0] != 0.0

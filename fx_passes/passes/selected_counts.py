@@ -16,20 +16,21 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_unknown
+from torch_streamkl.fx_passes.reading.positions import MaskedRows
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import Extent
 
 
-def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, fx.Node]:
-    """Returns the masks that select rows, nodes of the trace, by the symbols of their counts.
+def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, MaskedRows]:
+    """Returns the rows that masks of the trace select, by the symbols of their counts.
 
     The symbols are those of the trace and of the user's graph.
     """
     if not reading.selected:
         return {}
     found = {
-        name: mask
-        for count, mask in reading.selected.items()
+        name: rows
+        for count, rows in reading.selected.items()
         for name in reading.sizes.equal_names(count)
     }
     for inner, node in trace.outer.items():

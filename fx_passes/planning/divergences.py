@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
-from torch_streamkl.fx_passes.closed_forms.rows import sites
+from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -68,15 +68,15 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
 
 def _row_values(trace: Trace, reading: Reading) -> Iterator[fx.Node]:
     """Nodes that are sums over keys, or are linear in some."""
-    known: dict[Node, bool] = {}
+    exprs = dict[fx.Node, Node]()
     for node in trace.graph.nodes:
-        found = reading.arrays.get(node)
-        if node.op != "call_function" or not isinstance(found, Array):
-            continue
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
-            continue
-        if _is_linear(found.expr, known):
+        found, value = reading.arrays.get(node), node.meta.get("val")
+        is_number = isinstance(value, Tensor) and value.dtype.is_floating_point
+        if node.op == "call_function" and isinstance(found, Array) and is_number:
+            exprs[node] = found.expr
+    known = dict.fromkeys(sums_over_keys(exprs.values()), True)
+    for node, expr in exprs.items():
+        if _is_linear(expr, known):
             yield node
 
 
@@ -92,7 +92,7 @@ def _is_linear(x: Node, known: dict[Node, bool]) -> bool:
             case "where":
                 known[x] = any(_is_linear(a, known) for a in x.args[1:])
             case "reduce" if x.value.kind == SUM:
-                known[x] = (bool(sites(x)) and x in sites(x)) or _is_linear(x.args[0], known)
+                known[x] = _is_linear(x.args[0], known)
     return known[x]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.closed_forms.row_checks import SMALLEST, SMALLEST_OF_OTHERS
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors
@@ -27,6 +28,11 @@ COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 CASTS = {
     aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default,
 }  # fmt: skip
+WITH_LABELS = {
+    aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default,
+    aten.nll_loss2d.default,
+}  # fmt: skip
+POWERS = {aten.pow.Tensor_Scalar, aten.sqrt.default, aten.rsqrt.default}
 # numbers whose float64 has no digits left for a logarithm of counts, as tests compare them
 ROUNDED = 1e3
 
@@ -43,14 +49,26 @@ def check_eager(
     """
     behind = set(roots).union(*(ancestors(r) for r in roots)) & reading.reads_products
     for node in sorted(behind, key=lambda n: n.name):
+        _check_labels(node)
         _check_type(node, operands)
         _check_comparison(node, reading)
         _check_log_sum_exp(node, reading)
+        _check_power(node, operands, reading)
     for x in walk(captured):
         name = x.value.name if x.op == "capture" and isinstance(x.value, Source) else None
         if isinstance(name, fx.Node) and name in reading.reads_products:
             if name in reading.reasons:
                 raise Unsupported(reading.reasons[name])
+
+
+def _check_labels(node: fx.Node) -> None:
+    """A cross-entropy with labels is computed next to a divergence of the same logits."""
+    if node.target not in WITH_LABELS:
+        return
+    target = node.args[1]
+    value = target.meta.get("val") if isinstance(target, fx.Node) else None
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        raise Unsupported("cross_entropy of labels")
 
 
 def _check_type(node: fx.Node, operands: Collection[torch.dtype]) -> None:
@@ -89,6 +107,19 @@ def _check_log_sum_exp(node: fx.Node, reading: Reading) -> None:
     x = reading.arrays.get(scores)
     if isinstance(x, Array) and has_products(x.expr) and is_filled(x.expr, ROUNDED):
         raise Unsupported("the log-sum-exp of scores that a large number may stand in place of")
+
+
+def _check_power(node: fx.Node, operands: Collection[torch.dtype], reading: Reading) -> None:
+    """A power of a probability has none of its underflow: eager has 0 ** 0.01, a program 0.4."""
+    x = reading.arrays.get(node)
+    if node.target not in POWERS or not isinstance(x, Array) or x.expr.op != "exp":
+        return
+    smallest = max((SMALLEST.get(d, SMALLEST_OF_OTHERS) for d in operands), default=-103.0)
+    eps = torch.finfo(torch.float16 if torch.float16 in operands else torch.float32).eps
+    _, terms = terms_of(x.expr.args[0])
+    scales = [abs(c) for c, t in terms if t.op == "log_softmax"]
+    if scales and 0.0 > min(scales) * smallest > math.log(eps):
+        raise Unsupported("a small power of a probability that may underflow")
 
 
 def is_filled(scores: Node, least: float) -> bool:

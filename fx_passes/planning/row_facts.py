@@ -7,11 +7,12 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.closed_forms.row_program import Facts
+from torch_streamkl.fx_passes.closed_forms.row_program import NOT_RANKED, Facts
+from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Node, Size, Source
+from torch_streamkl.program.graph import Axis, Extent, Node, Size, Source
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def facts_of(reading: Reading) -> Facts:
         return reading.sizes.of(value.shape[d])
 
     found = tuple(dict.fromkeys(logarithms))
-    return Facts(is_unique, found, reading.reads_products, dtype_of, extent)
+    return Facts(why_repeated, found, reading.reads_products, dtype_of, extent)
 
 
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
@@ -60,17 +61,32 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     return [z for z in found if any(s.op == "log_softmax" for s in walk([z]))]
 
 
-def is_unique(ids: Node) -> bool:
-    """Returns whether ids are those of a top-k along their last axis: each once in a row."""
+def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
+    """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
     node = ids.value.name if isinstance(ids.value, Source) else None
-    if not isinstance(node, fx.Node):
-        return False
-    while node.target in SAME:
+    while isinstance(node, fx.Node) and node.target in SAME:
         (node,) = node.all_input_nodes
-    if node.target is not operator.getitem or node.args[1] != 1:
-        return False
+    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
+        return NOT_RANKED
     top = node.args[0]
-    return isinstance(top, fx.Node) and top.target == aten.topk.default
+    if not isinstance(top, fx.Node) or top.target != aten.topk.default:
+        return NOT_RANKED
+    source: Tensor = top.args[0].meta["val"]  # type: ignore[union-attr]
+    given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
+    dim = int(given) % source.dim()  # type: ignore[call-overload]
+    places = [d for d, at in enumerate(ids.args) if entries in at.axes]
+    if places != [dim]:
+        return NOT_RANKED
+    if entries.size == 0:
+        return "no entry of a row is gathered"  # their mean has no gradient, not NaN
+    length, whole = (
+        source.shape[dim],
+        keys.size.size if isinstance(keys.size, Extent) else keys.size,
+    )
+    is_within = isinstance(length, int) and isinstance(whole, int) and length <= whole
+    if not is_within and not provably_equal(length, whole):
+        return "ids of more keys than there are"  # eager code raises
+    return ""
 
 
 def dtype_of(source: object) -> torch.dtype:

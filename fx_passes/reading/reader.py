@@ -33,12 +33,13 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     written_storages,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.constants import Constants
 from torch_streamkl.fx_passes.reading.numbering import Numbering
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
@@ -73,7 +74,7 @@ class Reading:
     observers: dict[fx.Node, str] = field(default_factory=dict)
     reads_products: set[fx.Node] = field(default_factory=set)
     sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
-    selected: dict[Extent, fx.Node] = field(default_factory=dict)
+    selected: dict[Extent, MaskedRows] = field(default_factory=dict)
     vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
 
     def loses_gradient(self, node: fx.Node) -> bool:
@@ -186,12 +187,14 @@ class Reader:
         self.numbering = Numbering(self.written_storages, self.records)
         self.writes = Writes(self)
         self.constants = Constants(self)
-        self.selections: dict[object, tuple[fx.Node, int, Size]] = {}
+        self.selections: dict[object, tuple[MaskedRows, int, Size]] = {}
 
     def run(self) -> Reading:
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.numbering.visit(node)
+                held = getattr(self.module, str(node.target), None)
+                is_held = node.op == "get_attr" and isinstance(held, Tensor)
+                self.numbering.visit(node, held if is_held else None)
                 self._leaf(node)
             elif node.op == "call_function":
                 self.numbering.visit(node)
@@ -395,16 +398,22 @@ class Reader:
             if is_number(x.expr) and any(e.flows for e in given):
                 self.reading.vanished[node] = _trained(given)
                 return x
-        if is_recorded and not x.expr.flows and not is_filled:
+        if is_recorded and not x.expr.flows and not is_filled and not self._is_written_later(node):
             raise NoRule("a gradient flows through what is a constant")
         return x
+
+    def _is_written_later(self, node: fx.Node) -> bool:
+        """Whether a tensor that is made of no other has the gradient of what is written to it."""
+        is_leaf = any(name_of(user) == "requires_grad_" for user in node.users)
+        return not is_leaf and not _read_by(node) and storage_of(node) in self.written_storages
 
     def _shaped(self, x: Array, value: Tensor) -> Array:
         shape = [self.sizes.of(n) for n in value.shape]
         if len(x.dims) != len(shape):
             raise NoRule(f"a result with {len(x.dims)} dimensions in place of {len(shape)}")
         for d, n in enumerate(shape):
-            if x.dims[d] and not self.sizes.are_equal(x.size(d), n):
+            is_count = is_unknown(value.shape[d]) and isinstance(x.size(d), Extent)
+            if x.dims[d] and not is_count and not self.sizes.are_equal(x.size(d), n):
                 raise NoRule(f"a result of size {x.size(d)} in place of {n}")
         x = arrays.expanded(x, shape)
         expr = types.stored(x.expr, value.dtype)

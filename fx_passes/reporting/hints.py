@@ -153,12 +153,6 @@ ADVICE = (
         "write (a * b).sum(-1), or (a * b).sum() over rows as well: the same value",
     ),
     Advice(
-        "scores are standardized by std() or var()",
-        "^(std|var|std_mean|var_mean)\\b|averaged over their own rows or keys",
-        "compute the same value from sums over the n keys: d = s - s.mean(-1, keepdim=True), then "
-        "((d * d).sum(-1, keepdim=True) / (n - 1)).sqrt()",
-    ),
-    Advice(
         "a slice or column of the scores is overwritten",
         "setitem at",
         "write it out of place: torch.where(mask, value, x) or x.masked_fill(mask, value) instead "
@@ -263,11 +257,6 @@ ADVICE = (
         "True, which recompiles for each value",
     ),
     Advice(
-        "cross-entropy with class weights, label smoothing or soft labels keeps logits",
-        "class weights,? (or )?label smoothing",
-        "write the loss as -(p * logits.log_softmax(-1)).sum(-1), with weights per row",
-    ),
-    Advice(
         "logits are padded to another vocabulary size",
         "padded to another|are padded with",
         "if the added entries should have probability 0, pad with float('-inf'). If you do not "
@@ -283,11 +272,6 @@ ADVICE = (
         "scores are sliced, reshaped or flattened so that their axes mix",
         "sliced|mixes the axes|flattened|another shape",
         "slice or reshape the hidden states, q or k before the matmul: the same scores",
-    ),
-    Advice(
-        "rows are selected of something else than the logits",
-        "rows are selected of",
-        "select the rows right after the matmul, in the order that the hidden states have",
     ),
     Advice(
         "the probabilities of both sides are averaged over heads",

@@ -7,8 +7,8 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
-from torch_streamkl.fx_passes.reporting.divergence_sites import CALLS, LOG_SOFTMAXES, SOFTMAXES
-from torch_streamkl.fx_passes.reporting.refusals import (
+from torch_streamkl.fx_passes.planning.divergence_sites import CALLS, LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.planning.refusals import (
     ELSEWHERE,
     NO_PRODUCT,
     NOT_IN_GRAPH,
@@ -18,12 +18,13 @@ from torch_streamkl.fx_passes.reporting.refusals import (
     Refusals,
     near,
 )
-from torch_streamkl.fx_passes.reporting.score_levels import Level
+from torch_streamkl.fx_passes.planning.score_levels import Level
 
 ONE_SIDE = "the scores or probabilities of one side are not made"
 AS_PRODUCT = "the sum over the keys is written as a matrix product"
 LEAVES = "the divergence leaves the graph before it is summed over the keys"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
+OTHER_ROWS = "teacher and student do not share a dimension of query rows"
 PADS = {"pad", "constant_pad_nd"}
 _FROM_BEFORE = (NO_PRODUCT, NOT_IN_GRAPH, SELECTED_KEYS)  # what was before says more
 
@@ -37,8 +38,11 @@ def reason_of(site: fx.Node, refusals: Refusals) -> Refusal:
         found = refusals.of(node)
         if found is None:
             continue
-        if found.reason in _FROM_BEFORE or VARIES in found.reason:
+        is_vague = VARIES in found.reason or found.reason.endswith("part of the sum")
+        if found.reason in _FROM_BEFORE or is_vague:
             found = refusals.before(node) or _elsewhere(site, refusals) or found
+        if found.reason == OTHER_ROWS and name_of(node) in MATMULS:
+            return Refusal(AS_PRODUCT, node)
         return _of_padding(node, refusals) or found if "masked differ" in found.reason else found
     return refusals.before(site) or _elsewhere(site, refusals) or _unsummed(site, refusals)
 

@@ -17,12 +17,12 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     location_of,
     name_of,
 )
+from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import reason_of
-from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
@@ -55,6 +55,8 @@ def unfused_sites(
         # what a row program may have: what keeps that?
         if _NO_OPERATION.search(reason) and blocker not in of_programs:
             other = _first_of_programs(node, of_programs)
+            if other is not None and other[0] in _VAGUE:
+                other = None
             if other is not None and other[0].split()[0] == reason.split()[0]:
                 reason = reason if _NO_OPERATION.search(other[0]) else other[0]
             elif other is not None and other[0].split()[0] not in ORDERED:
@@ -94,6 +96,10 @@ _NO_OPERATION = re.compile(
     r"of scores$|of attention or vocabulary probabilities$|vary along the keys|row weights"
     "|averaged over their own rows or keys"
 )
+_VAGUE = {  # next to an operation's name
+    "sums over different rows", "a sum of what is not made from scores",
+    "the sum is not over an axis of one operand of the matmul",
+}  # fmt: skip
 _UNKNOWN_NUMBER = re.compile(
     r"number that is not known|exponent is not known|row weights|with a tensor"
     "|neither a tensor nor a number|vary along the keys"

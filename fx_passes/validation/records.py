@@ -76,9 +76,9 @@ class Fingerprint:
             return f"{{{', '.join(f'{k}: {self._argument(v)}' for k, v in x.items())}}}"
         if isinstance(x, slice):
             return f"slice{self._argument((x.start, x.stop, x.step))}"
-        if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device)):
+        if x is None or x is ... or isinstance(x, (bool, int, float, complex, str)):
             return repr(x)
-        if isinstance(x, (torch.layout, torch.memory_format)):
+        if isinstance(x, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
             return repr(x)
         self.is_known = False
         return ""

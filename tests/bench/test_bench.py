@@ -14,7 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench import attention, case, heads, indexer, measure, plots, ranks, results, suites, table
+from bench import (
+    at_size,
+    attention,
+    case,
+    costs,
+    heads,
+    indexer,
+    measure,
+    plots,
+    ranks,
+    results,
+    sharded,
+    suites,
+    table,
+)
 from bench.__main__ import main, parser
 from bench.attention import AttentionCase, Heads
 from bench.case import Case, Loss, Problem
@@ -125,6 +139,13 @@ def test_programs_pass_the_gate() -> None:
     assert rows_of(masked, EAGER, seconds=0.0)["eager"].status == "untimed"
     for of in (replace(maps, has_programs=True), indexer.programs("cpu", True)[0]):
         row = rows_of(of, *of_case(of, ["program"]), seconds=0.0)["program"]
+        assert row.status == "untimed", row
+
+
+def test_chosen_keys_pass_the_gate() -> None:
+    (of,) = indexer.chosen_keys("cpu", True)
+    for name in ("eager", "chosen", "torch"):
+        row = rows_of(of, *of_case(of, [name]), seconds=0.0)[name]
         assert row.status == "untimed", row
 
 
@@ -491,6 +512,67 @@ def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
     assert case.total_error(given, expected) == pytest.approx(0.5**0.5)
 
 
+def test_scaling_beside_the_model_of_costs() -> None:
+    """65.0 ms of one GPU, 56 MiB at 173 GB/s and one wait: 32.5 + 0.34 + 0.07 on two."""
+    rows = [
+        Row("x", name, timing={"step": Timing(ms, ms, ms)})
+        for name, ms in (("one GPU", 65.0), ("ours", 33.4), ("others", 60.8))
+    ]
+    received = costs.all_reduce(56.0, 2)
+    assert received == 56.0
+    known = {"ours": costs.Cost(received + 1, received, waits=1), "others": costs.Cost(received)}
+    costs.add_scaling(rows, known, 2)
+    one, ours, others = rows
+    assert one.more == {}
+    assert ours.more == {
+        "received_mib": 57.0,
+        "of_one_gpu": 33.4 / 65.0,
+        "model_of_one_gpu": pytest.approx((32.5 + 56 * 2**20 / 173e6 + 0.07) / 65.0),
+    }
+    assert others.more == {"received_mib": 56.0, "of_one_gpu": 60.8 / 65.0}
+
+
+def test_cases_that_ranks_share_have_sizes_by_the_number_of_ranks() -> None:
+    assert ranks.sizes_of("vocabulary", None, "cuda", 8) == (8192, 32768)
+    assert ranks.sizes_of("sequence", None, "cuda", 4) == (131072, 524288)
+    assert ranks.sizes_of("sequence", None, "cuda", 2) == (65536,)
+    assert ranks.sizes_of("sequence", None, "cpu", 8) == (0,)
+    assert ranks.sizes_of("sequence", [64], "cuda", 8) == (64,)
+    assert [sharded.mesh_shape(n) for n in (1, 2, 4, 8)] == [(1, 1), (1, 2), (2, 2), (2, 4)]
+    with pytest.raises(ValueError, match=r"must be one of vocabulary, .*, got nothing"):
+        main(["shared", "--device", "cpu", "--cases", "nothing"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [4, 8])
+def test_every_case_of_more_ranks_runs(tmp_path: Path, processes: int) -> None:
+    path = tmp_path / "shared.json"
+    arguments = ["shared", "--device", "cpu", "--processes", str(processes), "--json", str(path)]
+    assert main([*arguments, "--limit-s", "400", "--seconds", "0.01", "--rounds", "3"]) == 0
+    record = Record.load(path)
+    assert record.is_complete
+    assert {row.case.split()[0] for row in record.rows} == {
+        "vocabulary", "sequence", "mesh", "fsdp", "layers", "ddp",
+    }  # fmt: skip
+    for row in record.rows:
+        assert row.status == "ok", (row.case, row.provider, row.detail)
+        assert row.gradient_error <= row.gradient_budget < 1e-4
+        assert row.ms() and row.peak_mib
+
+
+@pytest.mark.slow
+def test_a_run_at_size(tmp_path: Path) -> None:
+    """Both ways see the same tokens and learn the same."""
+    path = tmp_path / "at_size.json"
+    given = ["--device", "cpu", "--steps", "3", "--seqlen", "16", "--json", str(path)]
+    assert at_size.main([*given, "--ways", "eager", "linear_topk_kl"]) == 0
+    eager, ours = Record.load(path).rows
+    assert eager.samples == ours.samples == 3
+    assert eager.more["first_loss"] != eager.more["last_loss"]
+    assert ours.loss_error < 1e-4
+    assert ours.more["tokens_per_s"] == pytest.approx(2 * 2 * 16 / ours.ms() * 1e3)
+
+
 def test_rows_of_cases_that_ranks_share(tmp_path: Path) -> None:
     path = tmp_path / "sharded.json"
     arguments = ["shared", "--device", "cpu", "--cases", "vocabulary", "--json", str(path)]
@@ -501,3 +583,4 @@ def test_rows_of_cases_that_ranks_share(tmp_path: Path) -> None:
     for row in rows:
         assert row.status == "ok"
         assert max(row.loss_error, row.gradient_error) < 1e-5
+    assert [row.provider for row in rows if "model_of_one_gpu" in row.more] == ["streamkl"]

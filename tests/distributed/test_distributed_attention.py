@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -14,26 +13,20 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.ranks import (
     Rank,
-    assert_passed,
-    checks_of,
     close,
     counted_collectives,
     keeping_graphs,
     largest_tensor,
+    names_of,
     on_ranks,
-    outcomes,
+    run_check,
     same_error,
 )
 from torch_streamkl import attention_kl, attention_kl_varlen
 from torch_streamkl.attention import ops
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
 
-BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 36, 16  # divides into chunks of 2 and of 3 ranks
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
+BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 48, 16  # divides into chunks of 2, 3, 4 and 8 ranks
 
 
 class Problem:
@@ -287,7 +280,7 @@ def keys_that_go_around(me: Rank) -> None:
 @on_ranks
 def windows_that_go_around(me: Rank) -> None:
     """Of any size next to a chunk's."""
-    for window in ((0, None), (3, None), (9, 1), (None, 12), (17, 17), (1, 0), (0, 0)):
+    for window in ((0, None), (3, None), (12, 1), (None, 12), (23, 23), (1, 0), (0, 0)):
         for balance in ("head_tail", None):
             _context_parallel(Problem(me, 2, window=window), method="ring", load_balance=balance)
 
@@ -295,7 +288,7 @@ def windows_that_go_around(me: Rank) -> None:
 @on_ranks
 def packed_sequences(me: Rank) -> None:
     """Sequences that begin and end in chunks, at their bounds, and empty ones."""
-    offsets = torch.tensor([0, 5, 5, 16, 27, SEQLEN], device=me.device, dtype=torch.int32)
+    offsets = torch.tensor([0, 5, 5, 16, 27, 38, SEQLEN], device=me.device, dtype=torch.int32)
     mine = {"cu_seqlens": offsets, "max_seqlen": 11, "mesh": me.mesh}
     for options, methods in (
         ({}, ("gather", "ring", "heads")),
@@ -440,9 +433,9 @@ def context_parallel_refusals(me: Rank) -> None:
     fewer = {name: x[:, :3] for name, x in inputs.items()}
     same_error(me, call(fewer, method="heads"), "multiple of 2 heads, got 3")
     odd = {name: x[:, :, :-1] for name, x in inputs.items()}
-    same_error(me, call(odd), "two chunks", "17 rows")
+    same_error(me, call(odd), "two chunks", "23 rows")
     same_error(me, call(odd if is_last else None, load_balance=None),
-               "number of rows", "18 (rank 0)", "17 (rank")  # fmt: skip
+               "number of rows", "24 (rank 0)", "23 (rank")  # fmt: skip
     same_error(me, call(is_causal=is_last), "is_causal", "False", "True")
     same_error(me, call({"student_q": inputs["student_q"][0]} if is_last else None),
                "student_q must have 4 dimensions")  # fmt: skip
@@ -467,16 +460,11 @@ ON_THREE_RANKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found_on_three() -> dict[str, list[str]]:
-    return outcomes([__name__], size=3, names=ON_THREE_RANKS)
-
-
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
-def test_on_three_ranks(found_on_three: dict[str, list[str]], name: str) -> None:
-    assert_passed(found_on_three, name)
+def test_on_three_ranks(name: str) -> None:
+    run_check(__name__, name, 3)
 
 
-@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

@@ -6,7 +6,6 @@ The truth is the reference in float64 on whole tensors; the budget is that of on
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,34 +18,20 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.ranks import (
     Rank,
-    assert_passed,
-    checks_of,
     close,
     counted_collectives,
     keeping_graphs,
     largest_tensor,
+    names_of,
     on_ranks,
-    outcomes,
+    run_check,
     same_error,
+    slowly_on_ranks,
 )
 from torch_streamkl import linear_kl
-from torch_streamkl.distributed import reshard_vocab, shard_loops
+from torch_streamkl.distributed import reshard_vocab, shard_rows
 
 NUM_TOKENS, NUM_WORDS, WIDTH, TEACHER_WIDTH = 40, 101, 16, 24
-
-
-SLOW = ["matrix_by_aot_eager", "matrix_by_inductor"]
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    names = checks_of(sys.modules[__name__])
-    return outcomes([__name__], names=[name for name in names if name not in SLOW])
-
-
-@pytest.fixture(scope="module")
-def found_slowly() -> dict[str, list[str]]:
-    return outcomes([__name__], names=SLOW)
 
 
 @dataclass
@@ -226,7 +211,7 @@ def shards_without_words(me: Rank) -> None:
         Problem(me, {**options, **more}, bias=True).check((vocab, vocab))
     # a rank that has vocabulary entries of the teacher only
     cut = slice(0, 60) if me.rank == 0 else slice(60, 60)
-    teacher = slice(0, 60) if me.rank == 0 else slice(60, 104)
+    teacher = slice(0, 60) if me.rank == 0 else slice(60 if me.rank == 1 else 104, 104)
     for reduction in ("none", "sum"):
         problem = Problem(me, {"reduction": reduction}, vocab=(60, 104))
         problem.check((cut, teacher), student_vocab_start=cut.start,
@@ -282,7 +267,7 @@ def numbers_of_collectives(me: Rank) -> None:
 def chunks_of_tokens(me: Rank) -> None:
     """Ranks with shards of other sizes cut the same chunks, and hold no logits of all tokens."""
     buffers: list[tuple[int, ...]] = []
-    original, agree = shard_loops.logits_buffer, shard_loops.Shard.chunks
+    original, agree = shard_rows.logits_buffer, shard_rows.Shard.chunks
     rows = 5
 
     def validated(*args: Any) -> Tensor:
@@ -295,7 +280,7 @@ def chunks_of_tokens(me: Rank) -> None:
         object.__setattr__(shard, "workspace", rows * sum(shard.row_bytes))
         return agree(shard, bytes_per_token)
 
-    shard_loops.logits_buffer, shard_loops.Shard.chunks = validated, small
+    shard_rows.logits_buffer, shard_rows.Shard.chunks = validated, small
     try:
         for options, num_gathers in (
             ({"reduction": "mean"}, None),
@@ -311,7 +296,7 @@ def chunks_of_tokens(me: Rank) -> None:
             assert counts["all_gather"] == num_gathers or num_gathers is None
         assert max(shape[0] for shape in buffers) <= rows
     finally:
-        shard_loops.logits_buffer, shard_loops.Shard.chunks = original, agree
+        shard_rows.logits_buffer, shard_rows.Shard.chunks = original, agree
 
 
 @on_ranks
@@ -537,12 +522,12 @@ def _compiled_matrix(me: Rank, backend: str) -> None:
             _check_form(me, kind, form, options, compiler)
 
 
-@on_ranks
+@slowly_on_ranks
 def matrix_by_aot_eager(me: Rank) -> None:
     _compiled_matrix(me, "aot_eager")
 
 
-@on_ranks
+@slowly_on_ranks
 def matrix_by_inductor(me: Rank) -> None:
     _compiled_matrix(me, "inductor")
 
@@ -668,14 +653,6 @@ def a_killed_rank(me: Rank) -> None:
         linear_kl(**parts, group=me.group)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_slowly_on_two_ranks(found_slowly: dict[str, list[str]], name: str) -> None:
-    assert_passed(found_slowly, name)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in checks_of(sys.modules[__name__]) if name not in SLOW]
-)
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

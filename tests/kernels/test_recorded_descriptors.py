@@ -1,8 +1,8 @@
-"""Recorded launches call Triton's launcher with descriptors of the tensors of each call."""
+"""Recorded launches call what Triton's launcher calls, with tensor maps of each call's tensors."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_streamkl.runtime import capture
+from torch_streamkl.runtime import capture, triton_launcher
 from torch_streamkl.runtime.launch import launch
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
@@ -35,7 +35,10 @@ class Driver:
 class PyCUtensorMap:
     """Stands for an encoded tensor map: equal where it was made of the same."""
 
+    count = 0
+
     def __init__(self, *made_of: Any) -> None:
+        PyCUtensorMap.count += 1
         self.made_of = made_of
 
     def __eq__(self, other: object) -> bool:
@@ -44,16 +47,23 @@ class PyCUtensorMap:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
     utils = SimpleNamespace(
-        fill_tma_descriptor=PyCUtensorMap, fill_tma_descriptor_tiled=PyCUtensorMap
+        fill_tma_descriptor=PyCUtensorMap, fill_tma_descriptor_tiled=PyCUtensorMap, launch=found
     )
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6: a C module for every signature
+        monkeypatch.setattr(nvidia, "library_dirs", list)
+        built = SimpleNamespace(launch=found)
+        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **_: built)
+    monkeypatch.setattr(triton_launcher, "BuiltinFunctionType", (BuiltinFunctionType, Driver))
     monkeypatch.setattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", {10: 10})
     active = SimpleNamespace(
         utils=utils, allocate_default_profile_scratch=lambda *_: None, get_current_device=lambda: 0
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(capture, "runs_directly", lambda: True)
-    return Driver()
+    PyCUtensorMap.count = 0
+    return found
 
 
 def launcher_to(driver: Driver, signature: dict[str, str] = SIGNATURE, **more: Any) -> Any:
@@ -77,6 +87,11 @@ class Kernel:
 
     def __init__(self, launcher: Any) -> None:
         self.run = launcher
+        metas = [META for kind in SIGNATURE.values() if kind.startswith("tensordesc")]
+        self.metadata = SimpleNamespace(tensordesc_meta=metas)
+        self.src = SimpleNamespace(
+            fn=SimpleNamespace(arg_names=[*SIGNATURE]), signature=SIGNATURE, constants={"C": 7}
+        )
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def launch(*arguments: Any, **_: Any) -> Kernel:
@@ -140,7 +155,66 @@ def _compare(driver: Driver, function: Any, program: Any, tensors: list[Tensor])
 @pytest.mark.parametrize("described", [True, False])
 def test_the_driver_is_called_as_without_a_recording(driver: Driver, described: bool) -> None:
     signature = SIGNATURE if described else {"p": "*fp32", "out": "*fp32", "n": "i32"}
-    function, program = _program(Kernel(launcher_to(driver, signature)), described=described)
+    kernel = Kernel(launcher_to(driver, signature))
+    if not described:
+        kernel.metadata.tensordesc_meta = []
+    function, program = _program(kernel, described=described)
     every = [_tensors(i) for i in range(3)]
     for tensors in (*every, *every):
         _compare(driver, function, program, tensors)
+
+
+def _stop(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_maps_are_encoded_once_for_an_address(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, program = _program(Kernel(launcher_to(driver)))
+    every = [_tensors(i) for i in range(3)]
+    for tensors in every:
+        program(*tensors)
+    before = PyCUtensorMap.count
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", _stop)
+    for tensors in (*every, *every):
+        program(*tensors)
+    assert PyCUtensorMap.count == before
+
+
+def test_the_launcher_is_not_called(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, program = _program(Kernel(launcher_to(driver)))
+    monkeypatch.setattr(nvidia.CudaLauncher, "__call__", _stop)
+    program(*_tensors(0))
+
+
+def test_maps_of_many_addresses_are_let_go(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_launcher, "MAX_ADDRESSES", 2)
+    function, program = _program(Kernel(launcher_to(driver)))
+    every = [_tensors(i) for i in range(5)]
+    for tensors in (*every, *every):
+        _compare(driver, function, program, tensors)
+
+
+@pytest.mark.parametrize("needed", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
+def test_what_a_launch_allocates_is_left_to_the_launcher(driver: Driver, needed: str) -> None:
+    launcher, x = launcher_to(driver), _tensors(0)
+    arguments = (_descriptor(x[0]), x[1], 5, 7, _descriptor(x[2]))
+    assert triton_launcher.c_function(Kernel(launcher), arguments) is not None
+    setattr(launcher, needed, 64)
+    assert triton_launcher.c_function(Kernel(launcher), arguments) is None
+
+
+def test_an_unknown_launcher_is_called_itself(driver: Driver) -> None:
+    usual = launcher_to(driver)
+
+    class Unknown:
+        launch = usual.launch
+
+        def __call__(self, *arguments: Any) -> None:
+            usual(*arguments)
+
+    function, program = _program(Kernel(Unknown()))
+    _compare(driver, function, program, _tensors(1))

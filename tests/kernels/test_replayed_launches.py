@@ -454,12 +454,12 @@ STEPS = {  # and what they record: forward and backward, or a sum with its gradi
 def check_repeated_programs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four steps of a row program, with and without recording, are bit-equal."""
     from torch_streamkl.rows import op
-    from torch_streamkl.rows.triton import blocks
+    from torch_streamkl.rows.triton import blocks, gradients
 
     make, step, num_calls = STEPS[name]
     # blocks of rows or chunks of tokens, and shares of the key head's gradient
     monkeypatch.setattr(blocks, "_workspace", lambda problem, _: 20 * problem.num_keys * 4)
-    monkeypatch.setattr(blocks, "MEMBERS", 2)
+    monkeypatch.setattr(gradients, "MEMBERS", 2)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     monkeypatch.setattr(op, "_calls", {})
     with monkeypatch.context() as patch:

@@ -32,9 +32,10 @@ def _all(first: str, *others: str) -> list[Any]:
 def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows, and of vocabulary entries."""
     from torch_streamkl.rows.triton import blocks as row_blocks
+    from torch_streamkl.rows.triton import gradients
 
     monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 100 * problem.num_keys * 4)
-    monkeypatch.setattr(row_blocks, "MEMBERS", 2)  # a gradient to keys in several shares
+    monkeypatch.setattr(gradients, "MEMBERS", 2)  # a gradient to keys in several shares
 
 
 def _leaf(*shape: int) -> Tensor:

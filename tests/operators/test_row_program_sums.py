@@ -203,7 +203,7 @@ def test_many_maps_beside_few_logits() -> None:
                 row_blocks,
                 "loss_and_gradients",
                 lambda p, *a: (
-                    found.append(row_blocks._chunks(p, row_blocks._Gradients(p, a[2])))
+                    found.append(row_blocks._chunks(p, row_blocks.Gradients(p, a[2])))
                     or torch_impl.loss_and_gradients(p, *a)
                 ),
             )

@@ -272,7 +272,7 @@ def test_strict_counts_a_failed_analysis(monkeypatch: pytest.MonkeyPatch) -> Non
     def planted(*_: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("torch_streamkl.fx_passes.pipeline.trace_region", planted)
+    monkeypatch.setattr("torch_streamkl.fx_passes.graph_rewriting.trace_region", planted)
     options = {**EAGER, "streamkl.strict": True}
     with pytest.raises(Exception, match="planted"):
         torch.compile(fused, backend="streamkl", options=options)(*make_inputs())

@@ -162,29 +162,30 @@ def test_what_is_true_of_an_operation(name: str) -> None:
 
 
 def test_parts_of_an_operation_are_not_named() -> None:
-    """huber_loss and smooth_l1_loss broadcast their inputs first."""
+    """gumbel_softmax draws numbers, and scatters ones."""
 
     def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
-        return F.huber_loss((h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1))
+        p = F.gumbel_softmax(g @ v.T, hard=True)
+        return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
 
     text = str(explained(loss))
-    assert "huber_loss is applied to attention or vocabulary probabilities" in text
-    assert "broadcast" not in text
+    assert "gumbel_softmax is applied to scores" in text
+    assert "scatter" not in text and "exponential" not in text
 
 
 def test_an_operation_that_fuses_elsewhere_is_not_blamed() -> None:
-    """tanh and logaddexp are read; sin is not, nor is what needs whole rows."""
+    """tanh and logaddexp are read; atan is not, nor is what needs whole rows."""
 
     def with_tanh(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
         return F.kl_div(
-            ((h @ w.T).tanh() * (h @ w.T).sin()).log_softmax(-1), (g @ v.T).softmax(-1)
+            ((h @ w.T).tanh() * (h @ w.T).atan()).log_softmax(-1), (g @ v.T).softmax(-1)
         )
 
     def with_logaddexp(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
         s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
         return (t.exp() * (t - torch.logaddexp(s, t))).cumsum(-1).mean()
 
-    for fn, name in ((with_tanh, "sin"), (with_logaddexp, "cumsum")):
+    for fn, name in ((with_tanh, "atan"), (with_logaddexp, "cumsum")):
         (site,) = explained(fn).sites
         assert site.reason.startswith(f"{name} is applied to"), site.reason
 
@@ -200,12 +201,20 @@ def test_a_factor_of_0_has_its_line() -> None:
     assert "torch.tensor(0.0)" in site.hint
 
 
-def test_a_sum_written_as_einsum_is_a_comparison() -> None:
-    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+def test_a_sum_written_as_a_product_is_a_comparison() -> None:
+    """An einsum of rows is fused; a product of all rows with all others is not."""
+
+    def of_rows(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
         p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
         return 1 - torch.einsum("tv,tv->t", p, q).mean()
 
-    text = str(explained(loss))
+    def of_all(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        p, q = (g @ v.T).softmax(-1), (h @ w.T).log_softmax(-1)
+        return -(p @ q.T).diagonal().mean()
+
+    (site,) = explained(of_rows).sites
+    assert site.fused and site.form == "sum of P*S"
+    text = str(explained(of_all))
     assert "the sum over the keys is written as a matrix product" in text
     assert "no other distribution" not in text
 

@@ -16,6 +16,7 @@ import tests.support.public_losses  # noqa: F401  # so does this
 import torch_streamkl
 from tests.corpus.naive_losses import BY_NAME
 from tests.support.allocations import Allocations, measure
+from tests.support.covering import every
 from tests.support.user_losses import USER_LOSSES
 from torch_streamkl.fx_passes.reporting.hints import advice_for
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -35,7 +36,8 @@ def assert_true(report: Report, shapes: list[tuple[int, ...]]) -> None:
         assert all(":" in x.location and x.reason for x in listed)
 
 
-@pytest.mark.parametrize("name", USER_LOSSES)
+# others are quick: what blocks each, and why no loss was recognized
+@pytest.mark.parametrize("name", every(2, USER_LOSSES))
 def test_of_users(name: str) -> None:
     loss = USER_LOSSES[name]
     report, shapes = measure(loss.fn, loss.inputs(), loss.large)
@@ -90,7 +92,6 @@ REASONS = {
     "branch_on_values": "lies between: if s.isnan().any():",
     "item_between": "lies between: scale = 1.0 if s.detach().amax().item() < 0 else 2.0",
     "dropout_before_the_loss": "dropout changes the probabilities after the softmax",
-    "indexer_in_place": "add_ writes scores in place",
     "logits_are_returned": "cumsum is applied to attention or vocabulary probabilities",
 }
 
@@ -108,10 +109,7 @@ def test_reasons_name_what_blocks(name: str) -> None:
 
 UNRECOGNIZED = {
     "universal_logit_distillation": "feeds sort at",
-    "tail_bucket": "feeds gather at",
-    "cosine": "feeds cosine_similarity at",
     "cross_entropy_alone": "cross-entropy with labels alone",
-    "shifted_teacher": "cat is applied to attention or vocabulary probabilities at",
     "attention_alone": "attention probabilities that are compared with no other distribution",
 }
 
@@ -266,14 +264,14 @@ def test_probabilities_as_a_log_target_are_warned_of() -> None:
     assert site.fused and "expects log-probabilities as its target" in site.warning
 
 
-def test_a_write_through_a_slice_has_its_line() -> None:
+def test_a_write_through_a_slice_with_a_step_has_its_line() -> None:
     def loss(q: Tensor, k: Tensor, r: Tensor, u: Tensor) -> Tensor:
         s, t = q @ k.mT, r @ u.mT
-        s[..., 0] = -1e4  # here
+        s[..., ::2] = -1e4  # here
         return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
     report = torch_streamkl.explain(loss, *USER_LOSSES["gram"].inputs())
-    assert all("s[..., 0] = -1e4  # here" in site.reason for site in report.sites), report
+    assert all("s[..., ::2] = -1e4  # here" in site.reason for site in report.sites), report
 
 
 def test_a_symbolic_number_is_named() -> None:

@@ -125,6 +125,12 @@ def keys_first(sq, sk, tq, tk, b, w):
     return p.view(BATCH, HEADS, BLOCKS, SIZE, ROWS).sum(-2).square().sum()
 
 
+def a_tensor_of_blocks_meets_the_map(sq, sk, tq, tk, b, w):
+    """It is a factor of each block's sum."""
+    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    return (p * b[:, None, :, :, None]).sum(-1).square().sum()
+
+
 FORMS: list[Callable[..., Any]] = [
     mse_of_blocks,
     scores_of_blocks,
@@ -137,6 +143,7 @@ FORMS: list[Callable[..., Any]] = [
     of_two_sizes,
     pooled_without_a_gradient,
     written_to,
+    a_tensor_of_blocks_meets_the_map,
 ]
 
 
@@ -247,11 +254,6 @@ def softmax_inside_of_blocks(sq, sk, tq, tk, b, w):
     return (p.softmax(-1) * p).sum(-1).square().sum()
 
 
-def a_tensor_of_blocks_meets_the_map(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
-    return (p * b[:, None, :, :, None]).sum(-1).square().sum()
-
-
 def blocks_come_back_to_keys(sq, sk, tq, tk, b, w):
     """A gradient flows into the sums from elements that are summed again."""
     p = probabilities(sq, sk)
@@ -281,7 +283,6 @@ LEFT_ALONE: list[Callable[..., Any]] = [
     some_keys_of_each_block,
     largest_of_blocks,
     softmax_inside_of_blocks,
-    a_tensor_of_blocks_meets_the_map,
     blocks_come_back_to_keys,
     blocks_meet_their_keys,
     nan_is_asked_for,

@@ -158,6 +158,24 @@ def heads_that_are_multiplied(sq, sk, tq, tk, w, pad):
     return F.kl_div((s + 1e-3).log(), t, reduction="batchmean")
 
 
+def elements_are_written(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    el = w * t.softmax(-1) * s.log_softmax(-1)
+    el[..., 0] = 0.0
+    return el.sum(-1).mean()
+
+
+def against_its_transpose(sq, sk, tq, tk, w, pad):
+    s = sq @ sq.mT
+    return (s.softmax(-1) * (s + s.mT.relu()).log_softmax(-1)).sum(-1).mean()
+
+
+def rows_of_what_a_tensor_has_met(sq, sk, tq, tk, w, pad):
+    s, t = scores(sq, sk, tq, tk)
+    bias = sq.mean(-1, keepdim=True).detach() * w
+    return ((t + bias).softmax(-1)[:, :, 1:] ** 2 * s.log_softmax(-1)[:, :, 1:]).sum(-1).mean()
+
+
 FORMS: list[Callable[..., Tensor]] = [
     weights_of_keys,
     renormalised,
@@ -176,6 +194,7 @@ FORMS: list[Callable[..., Tensor]] = [
     of_a_row_of_flattened_products,
     of_some_keys_of_one_sample,
     heads_that_are_multiplied,
+    elements_are_written,
 ]
 
 
@@ -393,24 +412,12 @@ def scores_are_returned(sq, sk, tq, tk, w, pad):
     return (w * t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean(), s, t
 
 
-def elements_are_written(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
-    el = w * t.softmax(-1) * s.log_softmax(-1)
-    el[..., 0] = 0.0
-    return el.sum(-1).mean()
-
-
 def both_axes_are_normalised(sq, sk, tq, tk, w, pad):
     s, t = scores(sq, sk, tq, tk)
     p = s.exp()
     p = p / p.sum(-1, keepdim=True)
     p = p / p.sum(-2, keepdim=True)
     return (t.softmax(-1) * p.log() * w).sum(-1).mean()
-
-
-def against_its_transpose(sq, sk, tq, tk, w, pad):
-    s = sq @ sq.mT
-    return (s.softmax(-1) * (s + s.mT.relu()).log_softmax(-1)).sum(-1).mean()
 
 
 def nan_is_asked_for(sq, sk, tq, tk, w, pad):
@@ -433,12 +440,6 @@ def some_keys_behind_the_softmax(sq, sk, tq, tk, w, pad):
     return (t**2 * s.log()).sum(-1).mean()
 
 
-def rows_of_what_a_tensor_has_met(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
-    bias = sq.mean(-1, keepdim=True).detach() * w
-    return ((t + bias).softmax(-1)[:, :, 1:] ** 2 * s.log_softmax(-1)[:, :, 1:]).sum(-1).mean()
-
-
 def part_of_flattened_heads(sq, sk, tq, tk, w, pad):
     s, t = (x.softmax(-1).flatten(0, 1)[1:4] for x in scores(sq, sk, tq, tk))
     return (t**2 * s.log()).sum(-1).mean()
@@ -452,13 +453,10 @@ def the_other_side_is_an_input_that_is_trained(sq, sk, tq, tk, w, pad):
 
 LEFT_ALONE: list[tuple[Callable[..., Any], str]] = [
     (scores_are_returned, ""),
-    (elements_are_written, ""),
     (both_axes_are_normalised, ""),
-    (against_its_transpose, ""),
     (nan_is_asked_for, ""),
     (a_cumulative_sum, ""),
     (some_keys_behind_the_softmax, ""),
-    (rows_of_what_a_tensor_has_met, ""),
     (part_of_flattened_heads, ""),
     (the_other_side_is_an_input_that_is_trained, "not made"),
 ]

@@ -14,11 +14,9 @@ from tests.support.comparing import compare
 from tests.support.covering import only
 from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
-from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes import pipeline as rewriting
-from torch_streamkl.fx_passes.lowering import calls as emit
-from torch_streamkl.fx_passes.planning import candidates, plan
-from torch_streamkl.fx_passes.planning import masks as mask_plan
+from torch_streamkl.fx_passes import backend, graph_rewriting, pipeline
+from torch_streamkl.fx_passes.lowering import attention_call, fusing, writer
+from torch_streamkl.fx_passes.planning import divergences, losses
 from torch_streamkl.fx_passes.reporting.report import Report
 
 slow = pytest.mark.slow
@@ -194,26 +192,25 @@ def test_exported_program() -> None:
 
 # ------------------------------------------------------------------------------------- faults
 STAGES = [
-    (rewriting, "why_unsupported"),
-    (rewriting, "copied"),
-    (rewriting, "find_region"),
-    (rewriting, "trace_region"),
-    (rewriting, "ScoreInterpreter"),
-    (rewriting, "Aliases"),
-    (rewriting, "divergence_sites"),
-    (rewriting, "find_candidates"),
-    (candidates, "plan"),
-    (rewriting, "score_sized_nodes"),
-    (rewriting, "describe"),
-    (rewriting, "emit"),
-    (rewriting, "shapes_as_sizes"),
-    (rewriting, "remove_dead"),
-    (rewriting, "replace_attention"),
-    (rewriting, "how_sites_run"),
-    (rewriting, "large_tensors_left"),
-    (emit, "canonical"),
-    (plan, "geometry"),
-    (mask_plan, "masks_of"),
+    (pipeline, "copied"),
+    (graph_rewriting, "why_unsupported"),
+    (graph_rewriting, "find_region"),
+    (graph_rewriting, "trace_region"),
+    (losses, "read_trace"),
+    (losses, "divergence_sites"),
+    (losses, "find_divergences"),
+    (divergences, "match_program"),
+    (graph_rewriting, "Aliases"),
+    (graph_rewriting, "score_sized_nodes"),
+    (fusing, "describe"),
+    (fusing.divergences, "emit"),
+    (attention_call, "emit"),
+    (writer.Writer, "tensor"),
+    (graph_rewriting, "shapes_as_sizes"),
+    (graph_rewriting, "remove_dead"),
+    (graph_rewriting, "replace_attention"),
+    (graph_rewriting, "how_sites_run"),
+    (graph_rewriting, "large_tensors_left"),
     (torch.fx.Graph, "lint"),
 ]
 
@@ -236,7 +233,7 @@ def test_fault_leaves_the_graph_as_it_was(
         codes.append(gm.code)
         with monkeypatch.context() as patch:
             patch.setattr(owner, stage, planted)
-            reports.append(rewriting.rewrite(gm))
+            reports.append(pipeline.rewrite(gm))
         codes.append(gm.code)
         return gm.forward
 

@@ -168,17 +168,29 @@ FUSED: dict[str, Callable[..., Tensor]] = {
         torch.zeros(BATCH, TOKENS, dtype=s.dtype).index_put((b, p), rows(s[b, p], t[b, p])).sum()
     ),
     "a loss a sample": one_loss_a_sample,
+    "positions and vocabulary entries": (lambda s, t, b, p: rows(s[b, :, p], t[b, :, p]).sum()),
+    "fewer samples than the logits have": (
+        lambda s, t, each: kd(
+            *(x.gather(1, each[:1, :, None].expand(1, 3, VOCAB)) for x in (s, t))
+        )
+    ),
+    "transposed, then positions": (
+        lambda s, t, b, p: kd(s.transpose(0, 1)[p, b], t.transpose(0, 1)[p, b])
+    ),
+    "a row's temperature, then a mask": (
+        lambda s, t, keep: kd(*((x / (1 + keep.float()[..., None]))[keep] for x in (s, t)))
+    ),
 }
 STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "other masks": (
         lambda s, t, keep: rows(s[keep][:2], t[~keep][:2]).sum(),
-        "unknown size|equal|sizes are read from tensors",  # the last with torch 2.11
+        "unknown size|equal|sizes are read from tensors|kl_div is applied to",  # the last with torch 2.11
     ),
     "entries of some vocabulary entries": (
         lambda s, t: kd(
             *(x.masked_select(torch.arange(VOCAB) % 2 == 0).view(-1, VOCAB // 2) for x in (s, t))
         ),
-        "single entries",
+        "single entries|reshape that mixes|broadcast|is applied to",
     ),
     "entries in rows of two": (
         lambda s, t: kd(
@@ -187,13 +199,13 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
                 for x in (s, t)
             )
         ),
-        "single entries",
+        "single entries|reshape that mixes|broadcast|is applied to",
     ),
     "entries of transposed logits": (
         lambda s, t, keep: kd(
             *(x.mT.masked_select(keep[:, None]).view(-1, VOCAB) for x in (s, t))
         ),
-        "single entries",
+        "single entries|reshape that mixes|broadcast|is applied to",
     ),
     "gathered vocabulary entries": (
         lambda s, t, each: F.kl_div(
@@ -214,24 +226,6 @@ STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
             s.log_softmax(1)[:, p], t[:, p].softmax(1), reduction="batchmean"
         ),
         "keys are selected after the softmax",
-    ),
-    "positions and vocabulary entries": (
-        lambda s, t, b, p: rows(s[b, :, p], t[b, :, p]).sum(),
-        "gathered by index",
-    ),
-    "fewer samples than the logits have": (
-        lambda s, t, each: kd(
-            *(x.gather(1, each[:1, :, None].expand(1, 3, VOCAB)) for x in (s, t))
-        ),
-        "gather",
-    ),
-    "transposed, then positions": (
-        lambda s, t, b, p: kd(s.transpose(0, 1)[p, b], t.transpose(0, 1)[p, b]),
-        "another order",
-    ),
-    "a row's temperature, then a mask": (
-        lambda s, t, keep: kd(*((x / (1 + keep.float()[..., None]))[keep] for x in (s, t))),
-        "after a mask or a tensor was applied",
     ),
 }
 
@@ -327,7 +321,7 @@ WRITES = {
     part_of_mask_written_first: 0,
     negated_mask_written_between: 0,
     mask_of_entries_written_between: 0,
-    positions_written_between: 0,
+    positions_written_between: 1,
     positions_written_first: 0,
     mask_made_in_place: 1,
 }

@@ -289,6 +289,45 @@ def test_passes_are_kept_for_later_processes(tmp_path: Any, monkeypatch: Any) ->
         assert len(list((tmp_path / "streamkl_checks").iterdir())) == 1
 
 
+def test_rotary_embeddings_are_kept_for_later_processes(tmp_path: Any, monkeypatch: Any) -> None:
+    """Their halves are ``x[..., :n]``, whose index has an ellipsis."""
+
+    def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        other = torch.cat((-x[..., half:], x[..., :half]), -1)
+        return x * angles.cos() + other * angles.sin()
+
+    def loss(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        log_s = (turned(q, angles) @ turned(k, angles).mT).log_softmax(-1)
+        p = (q @ k.mT).softmax(-1).detach()
+        return F.kl_div(log_s, p, reduction="none").sum(-1).mean()
+
+    inputs = [torch.randn(1, 2, 6, 8, requires_grad=i < 2) for i in range(2)]
+    inputs.append(torch.randn(6, 8))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch._inductor.config.patch(force_disable_caches=False):
+        assert compiled(loss, inputs).num_fused == 1
+        records.forget()
+        monkeypatch.setattr(check, "isolated", None)  # nothing may be run
+        assert compiled(loss, inputs).sites[0].check == check.PASSED
+
+
+def test_kernels_of_a_check_are_assembled_as_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache has a kernel once for each ptxas, and Inductor brings its own."""
+    from torch._inductor.runtime import compile_tasks
+
+    seen: list[str] = []
+    original = check.isolated
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: seen.append("ptxas"))
+    monkeypatch.setattr(check, "isolated", lambda x: seen.append("check") or original(x))
+    graph = graph_of(PROGRAMS["masked"], inputs_of("masked"))
+    ours = RewriteOptions(**LENIENT)
+    backend.rewrite_and_report(graph, ours)
+    assert seen == ["ptxas", "check"]
+    backend.rewrite_and_report(graph, RewriteOptions(inner="eager", **LENIENT))
+    assert seen.count("ptxas") == 1  # explain() changes no setting
+
+
 # --------------------------------------------------------------------------------------- isolation
 def test_the_process_is_left_as_it_was() -> None:
     inputs = inputs_of("attention")

@@ -53,7 +53,7 @@ def kl(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------- writes
-@program(fused=0)
+@program(fused=1)
 def leaf_modified_later(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     key = k * 2  # modified in place below: legal, as eager saves only what its matmul saved
     wanted = (t @ t.mT).softmax(-1)
@@ -73,7 +73,7 @@ def leaf_modified_between(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return F.kl_div(got, wanted, reduction="none").sum(-1) + q.sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def view_of_leaf_modified(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     teacher = t.clone()
     rows = kl(q, k, teacher)
@@ -81,7 +81,7 @@ def view_of_leaf_modified(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return rows + teacher.sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def setitem_on_leaf(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     teacher = t.clone()
     rows = kl(q, k, teacher)
@@ -89,7 +89,7 @@ def setitem_on_leaf(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return rows + teacher.sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def leaf_written_as_out(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     teacher = t.clone()
     rows = kl(q, k, teacher)
@@ -97,7 +97,7 @@ def leaf_written_as_out(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return rows + teacher.sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def leaf_in_foreach(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     teacher = t.clone()
     rows = kl(q, k, teacher)
@@ -105,7 +105,7 @@ def leaf_in_foreach(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return rows + teacher.sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def leaf_activated_in_place(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     teacher = t.clone()
     rows = kl(q, k, teacher)
@@ -136,7 +136,7 @@ def scores_modified_in_place(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tens
     return F.kl_div(scores.log_softmax(-1), wanted, reduction="none").sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def scores_written_through_a_view(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     scores = q @ k.mT
     scores[..., 0] = 0.0
@@ -144,7 +144,7 @@ def scores_written_through_a_view(q: Tensor, k: Tensor, v: Tensor, t: Tensor) ->
     return F.kl_div(scores.log_softmax(-1), wanted, reduction="none").sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def scores_filled_through_a_view(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     scores = q @ k.mT
     first = scores[..., 0]
@@ -153,7 +153,7 @@ def scores_filled_through_a_view(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> 
     return F.kl_div(scores.log_softmax(-1), wanted, reduction="none").sum(-1)
 
 
-@program(fused=0)
+@program(fused=1)
 def row_weights_modified_later(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     weights = t[..., :1].exp()
     wanted = (t @ t.mT).softmax(-1)

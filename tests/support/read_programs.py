@@ -30,7 +30,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.reader import (
     UNFORESEEN,
     Reading,
@@ -154,12 +154,19 @@ class _Run(fx.Interpreter):
             if not isinstance(value, Tensor):
                 value = torch.tensor(float(value), dtype=torch.float64)
             if isinstance(source.name, Positions):
-                value = value.nonzero()[:, source.name.dim]
+                value = _rows_of(value, source.name.rows).nonzero()[:, source.name.dim]
             with torch.enable_grad():
                 value = value.clone() if source.grad_flows else value.detach().clone()
             self.tensors[source] = value
         self.wanted = left
         return result
+
+
+def _rows_of(mask: Tensor, rows: MaskedRows) -> Tensor:
+    for d in reversed(range(mask.dim())):
+        if not rows.first <= d <= rows.last:
+            mask = mask.select(d, 0)
+    return mask
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any]:
@@ -295,11 +302,13 @@ def _widen(gm: fx.GraphModule) -> bool:
         changed |= x is torch.float32
         return torch.float64 if x is torch.float32 else x
 
+    doubles: dict[int, Tensor] = {}  # two attributes may be one tensor
     for n in gm.graph.nodes:
         n.args, n.kwargs = tree_map(wider, n.args), tree_map(wider, dict(n.kwargs))
         held = getattr(gm, str(n.target), None) if n.op == "get_attr" else None
         if isinstance(held, Tensor) and held.dtype == torch.float32:
-            setattr(gm, str(n.target), held.double())
+            doubles.setdefault(id(held), held.double())
+            setattr(gm, str(n.target), doubles[id(held)])
             changed = True
     gm.recompile()
     return changed

@@ -44,8 +44,6 @@ EVENTS = {
         "The target distribution is written into a tensor in place.",
     "a sum over the keys is written as a product (einsum, @)":
         "One einsum or matmul multiplies two tensors and sums over the keys.",
-    "scores are standardized by std() or var()":
-        "The code calls std() or var() on the scores, or averages them over rows or keys.",
     "a slice or column of the scores is overwritten":
         "An assignment such as x[..., i] = value modifies a part of the scores.",
     "a tensor is modified in place":
@@ -61,8 +59,8 @@ EVENTS = {
     "an operation that is read in another spelling (hardtanh, huber_loss, silu)":
         "The rewrite has no rule for this operation. It knows an equivalent one, which the reason "
         "names.",
-    "an operation that row_program has and the rewrite does not read (sin, expm1, floor)":
-        "The rewrite has no rule for this operation, but `row_program` has it.",
+    "an operation that row programs have and divergences have not (sin, relu, floor)":
+        "`attention_kl` and `linear_kl` do not compute this operation, but row programs do.",
     "torch.vmap":
         "torch.vmap maps the function that computes the loss.",
     "a transform of torch.func":
@@ -87,17 +85,12 @@ EVENTS = {
         "A size depends on the values of a tensor.",
     "a Python number that changes between calls":
         "Dynamo saw a second value of the number, and made it an input of the graph.",
-    "cross-entropy with class weights, label smoothing or soft labels keeps logits":
-        "No operator has these arguments of F.cross_entropy.",
     "logits are padded to another vocabulary size":
         "The padded entries take part in the softmax.",
     "keys are sliced away after the softmax":
         "The loss reads only a slice of the probabilities along the keys.",
     "scores are sliced, reshaped or flattened so that their axes mix":
         "After a slice or reshape, one dimension holds parts of several dimensions of the scores.",
-    "rows are selected of something else than the logits":
-        "Rows are selected after a mask or another tensor was applied to the logits, or in "
-        "another order.",
     "the probabilities of both sides are averaged over heads":
         "The loss compares means over heads on both sides.",
     "NaN or infinity is read by the code after the loss":

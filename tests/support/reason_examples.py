@@ -62,11 +62,7 @@ for _reason, _name in {
     "entries of rows are gathered by ids (a cached or served top-k)": "cached_topk",
     "sort, top-k, cumsum: whole rows in order": "logits_are_returned",
     "dropout changes probabilities": "dropout_before_the_loss",
-    "an in-place write to scores": "indexer_in_place",
-    "scores are sliced, reshaped or flattened so that their axes mix": "crops_by_einsum",
     "a target is filled in place (target[rows, ids] = p)": "target_by_index",
-    "a sum over the keys is written as a product (einsum, @)": "kl_by_einsum",
-    "scores are standardized by std() or var()": "standardized",
     "a hook on logits (register_hook)": "hook_on_logits",
 }.items():
     EXAMPLES[_reason] = USER_LOSSES[_name].fn
@@ -106,7 +102,7 @@ def detached_once(q, k, r, u):
 
 @example("double softmax")
 def softmax_twice(q, k, r, u):
-    t = (r @ u.mT).softmax(-1).softmax(-1).cumsum(-1)
+    t = (r @ u.mT).softmax(-1)
     return F.kl_div((q @ k.mT).softmax(-1).log_softmax(-1), t, reduction="sum")
 
 
@@ -145,11 +141,11 @@ def sliced_keys(q, k, r, u):
 
 
 @example("an operation that is read in another spelling (hardtanh, huber_loss, silu)")
-def huber(q, k, r, u):
-    return F.huber_loss((q @ k.mT).log_softmax(-1), (r @ u.mT).log_softmax(-1))
+def hardtanh(q, k, r, u):
+    return kl(F.hardtanh(q @ k.mT), r @ u.mT)
 
 
-@example("an operation that row_program has and the rewrite does not read (sin, expm1, floor)")
+@example("an operation that row programs have and divergences have not (sin, relu, floor)")
 def sine(q, k, r, u):
     return kl((q @ k.mT).sin(), r @ u.mT)
 
@@ -185,19 +181,38 @@ def written_later(q, k, r, u):
     return loss
 
 
+@example("an in-place write to scores")
+def diagonal_written(q, k, r, u):
+    s, at = q @ k.mT, torch.arange(k.shape[-2])
+    s[..., at, at] = -1e9
+    return kl(s, r @ u.mT)
+
+
 @example("a slice or column of the scores is overwritten")
 def columns_written(q, k, r, u):
     s, t = q @ k.mT, r @ u.mT
-    s[..., 0] = -1e9
-    t[..., 0] = -1e9
+    s[..., ::2] = -1e9
+    t[..., ::2] = -1e9
     return kl(s, t)
+
+
+@example("a sum over the keys is written as a product (einsum, @)")
+def cross_entropy_by_matmul(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1)
+    return -(t @ s.mT).diagonal().mean()
+
+
+@example("scores are sliced, reshaped or flattened so that their axes mix")
+def mixed_axes(h, w, g, v):
+    return kl(*((x @ y.T).view(-1, 96) for x, y in ((h, w), (g, v))))
 
 
 @example("argmax: a hard teacher")
 def hard_teacher(q, k, r, u):
     labels = (r @ u.mT).argmax(-1)
     s = (q @ k.mT).log_softmax(-1)
-    return F.kl_div(s, F.one_hot(labels, s.shape[-1]).to(s.dtype), reduction="batchmean")
+    later = F.one_hot(labels, s.shape[-1]).to(s.dtype).cumsum(-1)
+    return F.kl_div(s, later / later.sum(-1, keepdim=True), reduction="batchmean")
 
 
 @example("another operation than a matrix product makes the scores")
@@ -226,15 +241,6 @@ def scores_are_returned(q, k, r, u):
     return kl(s, t), s, t
 
 
-@example("rows are selected of something else than the logits")
-def rows_of_masked_scores(q, k, r, u):
-    n = q.shape[-2]
-    keep = torch.ones(n, n, dtype=torch.bool).tril()
-    rows = torch.arange(0, n, 2)
-    s, t = ((x @ y.mT).masked_fill(~keep, -1e4)[:, :, rows] for x, y in ((q, k), (r, u)))
-    return kl(s, t)
-
-
 _generator = torch.Generator().manual_seed(2)
 BIAS = torch.randn(LENGTH, LENGTH, generator=_generator).requires_grad_()
 ADAPTERS = [
@@ -259,11 +265,6 @@ def two_adapters(h, w, g, v):
 @example("logits are padded to another vocabulary size")
 def padded_logits(h, w, g, v):
     return kl(F.pad(h @ w[:150].T, (0, VOCAB - 150), value=-1e4), g @ v.T)
-
-
-@example("cross-entropy with class weights, label smoothing or soft labels keeps logits")
-def smoothed_soft_labels(h, w, g, v):
-    return F.cross_entropy(h @ w.T, (g @ v.T).softmax(-1), label_smoothing=0.1)
 
 
 @example("NaN or infinity is read by the code after the loss")
@@ -307,8 +308,9 @@ def lengths_of_data(q, k, r, u, lengths):
 
 
 @example("a size that the inputs do not have", compile={"dynamic": True})
-def mean_of_scores(q, k, r, u):
-    return kl((q @ k.mT).mean(1), (r @ u.mT).mean(1))
+def mean_of_heads(q, k, r, u):
+    s, t = q[:, 0] @ k[:, 0].mT, (r @ u.mT).softmax(-1).mean(1)
+    return F.kl_div(s.log_softmax(-1), t, reduction="batchmean")
 
 
 @example("a Python number that changes between calls", calls=((1.5,), (2.5,)))
@@ -333,13 +335,12 @@ def scaled_after_the_mask(q, k, r, u):
     return kl(s, t)
 
 
+HIDDEN_KEYS = torch.zeros(LENGTH, LENGTH).masked_fill(torch.rand(LENGTH, LENGTH) < 0.1, -torch.inf)
+
+
 @example("infinite values or NaN are replaced by nan_to_num")
-def infinite_logarithms(q, k, r, u):
-    i = torch.arange(LENGTH)
-    keep = (i[:, None] >= i) & (i[:, None] - i < 16)
-    s, t = (torch.where(keep, x @ y.mT, -torch.inf) for x, y in ((q, k), (r, u)))
-    log_s = s.log_softmax(-1).nan_to_num(neginf=0.0)
-    return F.kl_div(log_s, t.softmax(-1), reduction="batchmean")
+def infinite_scores(q, k, r, u):
+    return kl(*((x @ y.mT + HIDDEN_KEYS).nan_to_num(neginf=-5.0) for x, y in ((q, k), (r, u))))
 
 
 @example("another combination of operations")
@@ -351,6 +352,9 @@ def other_normaliser(q, k, r, u):
 
 # those that only a divergence has, and no row program
 OF_DIVERGENCES = {
+    "double softmax",
+    "logits are padded to another vocabulary size",
+    "an operation that row programs have and divergences have not (sin, relu, floor)",
     "a distribution is detached in one place and not in another",
     "teacher and student are masked differently",
     "keys are masked after the softmax",

@@ -42,7 +42,7 @@ def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
-                dtensors = distributed("attention_dtensor")
+                dtensors = distributed("dtensors")
                 value: Tensor = dtensors.attention_kl_dtensor(function, *args, **kwargs)
                 return value
         return function(*args, **kwargs)
@@ -350,7 +350,7 @@ def attention_kl_varlen(
 def _run(inputs: Inputs, settings: Settings) -> Tensor:
     plain = checks.is_plain(inputs)
     if not plain and any(hasattr(x, "device_mesh") for x in inputs if x is not None):
-        placed, settings = distributed("attention_dtensor").prepared(inputs, settings)
+        placed, settings = distributed("dtensors").prepared(inputs, settings)
         inputs = Inputs(*placed)
     if plain:
         verdict = checks.validated(inputs, settings, checked_options)

@@ -270,9 +270,16 @@ def _gathered(row: list[int], group: ProcessGroup, device: torch.device) -> list
         return [row] * group.size()
     with collectives.unseen():
         mine = torch.tensor(row, dtype=torch.int64, device="cpu").to(_device_of(group, device))
-        rows: Tensor = collectives.wait(
-            collectives.all_gather(mine, group.size(), group.group_name)
-        )
+        try:
+            rows: Tensor = collectives.wait(
+                collectives.all_gather(mine, group.size(), group.group_name)
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {group.rank()} could not compare its arguments with the other "
+                f"{group.size() - 1} ranks of its group: one of them has ended, or did not make "
+                f"this call in time; its own error says why ({error})"
+            ) from error
         return [list(map(int, x)) for x in rows.view(-1, len(row)).tolist()]
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torch_streamkl import checks
-from torch_streamkl.distributed.agreement import together_on_mesh
+from torch_streamkl.distributed.agreement import together, together_on_mesh
 
 # of an argument: dimensions in which each rank has a size of its own, or None if the argument is
 # not compared
@@ -104,6 +105,31 @@ def compared(
         lambda: described(bound(function, args, kwargs), own, placed.device),
         check,
         lambda: check_without_numbers(function, bound(function, args, kwargs)),
+    )
+
+
+def on_group(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    group: ProcessGroup,
+    own: Own,
+    call: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """Returns ``call(given)`` of a call's arguments by name, after a group's ranks compared them.
+
+    All ranks compute, or none does: what one of them refuses is raised on all.
+    """
+
+    def given() -> dict[str, Any]:
+        found = dict(bound(function, args, kwargs))
+        return found | found.pop("options", {})
+
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    device = next((x.device for x in tensors), torch.device("cpu"))
+    name = function.__name__
+    return together(
+        group, device, name, lambda: described(given(), own, device), lambda: call(given())
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch_streamkl import checks
 from torch_streamkl.attention import arguments as call_arguments
 from torch_streamkl.attention import interface
 from torch_streamkl.distributed import ring
-from torch_streamkl.distributed.agreement import agree, together
-from torch_streamkl.distributed.arguments import bound, defaults, described
+from torch_streamkl.distributed.agreement import agree
+from torch_streamkl.distributed.arguments import defaults, on_group
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.sequence import LOAD_BALANCES
 from torch_streamkl.divergences.names import divergence_text
@@ -97,24 +98,12 @@ def compare(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     """Checks and compares a call's arguments; what one rank refuses is raised on all of them."""
     mesh: Any = kwargs.get("mesh")
     group = group_of(mesh, "mesh")
-    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    device = next((x.device for x in tensors), torch.device("cpu"))
+    names = inspect.signature(function).parameters
 
-    def arguments() -> tuple[dict[str, Any], dict[str, Any]]:
-        given = bound(function, args, kwargs)
-        return given, {**DEFAULTS, **given.pop("options")}
+    def check(given: dict[str, Any]) -> None:
+        _check(group, given, {name: x for name, x in given.items() if name not in names})
 
-    def describe() -> dict[str, str]:
-        given, options = arguments()
-        return described({**given, **options}, {"mesh": None}, device)
-
-    together(
-        group,
-        device,
-        "attention_kl_context_parallel",
-        describe,
-        lambda: _check(group, *arguments()),
-    )
+    on_group(function, args, {**DEFAULTS, **kwargs}, group, {"mesh": None}, check)
 
 
 def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, Any]) -> None:

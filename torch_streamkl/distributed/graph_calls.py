@@ -20,9 +20,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch_streamkl.attention import ops as attention_ops
 from torch_streamkl.distributed import linear_ops as sharded_ops
 from torch_streamkl.distributed import sharding
-from torch_streamkl.distributed.attention_dtensor import keys_everywhere
-from torch_streamkl.distributed.linear_dtensor import local_hidden, local_vocab
-from torch_streamkl.distributed.placements import HIDDEN, Layout, layout_of, vocab_dim_of
+from torch_streamkl.distributed.dtensors import (
+    HIDDEN,
+    PER_VOCAB_ENTRY,
+    Layout,
+    keys_everywhere,
+    layout_of,
+    local_hidden,
+    local_vocab,
+    replicated,
+    vocab_dim_of,
+)
 from torch_streamkl.linear import ops as linear_ops
 
 _TENSORS = (
@@ -34,7 +42,6 @@ _TENSORS = (
     "teacher_bias",
     "labels",
 )
-_PER_VOCAB_ENTRY = ("student_weight", "teacher_weight", "student_bias", "teacher_bias")
 
 
 def linear_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -139,8 +146,7 @@ def _local_mask(mask: DTensor, placements: tuple[Placement, ...]) -> Tensor:
 
 def replicated_like(x: Tensor, like: DTensor) -> DTensor:
     """Returns a constant, the same on every rank, on the mesh of another DTensor."""
-    mesh = like.device_mesh
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated(x, like.device_mesh)
 
 
 def placed(x: DTensor, placements: list[int | str]) -> DTensor:
@@ -188,23 +194,21 @@ def _local(
         weight = given[name.replace("hidden", "weight")]
         given[name] = replicated_like(x.detach(), weight)
     _check(given, options)
-    dims = {
-        vocab_dim_of(name, given[name]) for name in _PER_VOCAB_ENTRY if given[name] is not None
-    }
+    dims = {vocab_dim_of(name, given[name]) for name in PER_VOCAB_ENTRY if given[name] is not None}
     dims.discard(None)
     if len(dims) > 1:
         raise NotImplementedError(
             "the heads' vocabulary entries must be shared over one dimension of the mesh, got "
-            + " and ".join(f"{name} {given[name].placements}" for name in _PER_VOCAB_ENTRY[:2])
+            + " and ".join(f"{name} {given[name].placements}" for name in PER_VOCAB_ENTRY[:2])
         )
     for vocab_dim in dims:
         assert vocab_dim is not None
-        for name in _PER_VOCAB_ENTRY:
+        for name in PER_VOCAB_ENTRY:
             given[name] = _with_vocab_sharded(given[name], vocab_dim)
     layout = layout_of(given)
     local = {
         **{name: local_hidden(given[name], layout) for name in HIDDEN},
-        **{name: local_vocab(given[name], layout) for name in _PER_VOCAB_ENTRY},
+        **{name: local_vocab(given[name], layout) for name in PER_VOCAB_ENTRY},
         **own,
         "labels": _local_labels(given["labels"], layout),
     }

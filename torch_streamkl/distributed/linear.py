@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_streamkl.distributed import linear_ops, no_tokens
-from torch_streamkl.distributed.agreement import together
-from torch_streamkl.distributed.arguments import Own, bound, described
+from torch_streamkl.distributed.arguments import Own, on_group
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
 from torch_streamkl.distributed.vocab_ranges import BY_RANK
@@ -51,16 +51,9 @@ def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: An
     if torch.compiler.is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = kwargs["group"]
-    group = group.group if isinstance(group, UnsummedGroup) else group_of(group)
-    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    device = next((x.device for x in tensors), torch.device("cpu"))
-    value: Tensor = together(
-        group,
-        device,
-        "linear_kl",
-        lambda: described(bound(function, args, kwargs), OWN, device),
-        lambda: _of_any_tokens(function, bound(function, args, kwargs)),
-    )
+    ranks = group.group if isinstance(group, UnsummedGroup) else group_of(group)
+    run = functools.partial(_of_any_tokens, function)
+    value: Tensor = on_group(function, args, kwargs, ranks, OWN, run)
     return value
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.bounds import check_labels
-from torch_streamkl.distributed import collectives, shard_loops, shard_rows
+from torch_streamkl.distributed import collectives, shard_rows
 from torch_streamkl.distributed.agreement import agree
-from torch_streamkl.distributed.shard_loops import Shard
+from torch_streamkl.distributed.shard_rows import Shard
 from torch_streamkl.distributed.vocab_ranges import Shards
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.ops import (
@@ -123,7 +123,7 @@ def _shard(
         group_name=group_name,
         num_ranks=len(facts),
         student_vocab_size=shards.student_vocab_size,
-        row_bytes=shard_loops.row_bytes(problem, largest),
+        row_bytes=shard_rows.row_bytes(problem, largest),
         max_workspace_mib=max_workspace_mib,
         workspace=min(fact["workspace"] for fact in facts),
         rows=_shard_functions(rows),
@@ -172,7 +172,7 @@ def _forward(
         problem, workspace, impl, [], group_name, student_vocab_start, teacher_vocab_start
     )
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
-    out = shard_loops.forward(shard)
+    out = shard_rows.forward(shard)
     return out.value, out.hard, out.statistics, _local_labels(shard.problem)
 
 
@@ -211,7 +211,7 @@ def _sum(
         problem, workspace, impl, needs_grad, group_name, student_vocab_start, teacher_vocab_start
     )
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
-    rows, grads = shard_loops.forward_with_gradients(shard, weights, NeedsGrad(*needs_grad))
+    rows, grads = shard_rows.forward_with_gradients(shard, weights, NeedsGrad(*needs_grad))
     return sum_results(problem, rows, weights, grads[: len(INPUTS)])  # of no adapters
 
 

@@ -19,7 +19,7 @@ from torch_streamkl import checks
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.agreement import agree, together, together_on_mesh
 from torch_streamkl.distributed.arguments import Own, bound, described
-from torch_streamkl.distributed.placements import vocab_dim_of
+from torch_streamkl.distributed.dtensors import vocab_dim_of
 
 _P = ParamSpec("_P")
 

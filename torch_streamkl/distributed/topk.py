@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_streamkl.distributed import agreement, collectives
-from torch_streamkl.distributed.arguments import Own, bound, described
+from torch_streamkl.distributed.arguments import Own, on_group
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
 from torch_streamkl.distributed.vocab_ranges import BY_RANK, ranges_of
 from torch_streamkl.linear.problem import row_bytes, workspace_bytes
@@ -27,16 +26,7 @@ def together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = collectives.group_of(kwargs["group"])
-    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    device = next((x.device for x in tensors), torch.device("cpu"))
-
-    def describe() -> dict[str, str]:
-        given = bound(function, args, kwargs)
-        return described(given | given.pop("options", {}), OWN, device)
-
-    return agreement.together(
-        group, device, "linear_topk_kl", describe, lambda: function(*args, **kwargs)
-    )
+    return on_group(function, args, kwargs, group, OWN, lambda given: function(**given))
 
 
 def shared(tensors: list[Any], options: Options) -> tuple[list[Any], tuple[str, int]]:

@@ -46,7 +46,7 @@ def _on_several_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and hasattr(x, "device_mesh"):
-                dtensors = distributed("linear_dtensor")
+                dtensors = distributed("dtensors")
                 value: Tensor = dtensors.linear_kl_dtensor(call, *args, **kwargs)
                 return value
         if kwargs.get("group") is None:

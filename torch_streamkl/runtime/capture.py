@@ -30,6 +30,7 @@ from torch_streamkl.runtime.descriptors import Address, is_descriptor, with_base
 from torch_streamkl.runtime.devices import matmul_precision
 from torch_streamkl.runtime.events import Events
 from torch_streamkl.runtime.launch import observed_by, on_device
+from torch_streamkl.runtime.triton_launcher import TensorMaps, c_function
 
 Program = Callable[
     ..., Any
@@ -233,19 +234,40 @@ class Recorder(Events):
             if self._by_pointer not in (None, by_pointer):
                 raise NotCapturable("some kernels are compiled, others interpreted")
             self._by_pointer = by_pointer
-            values = ", ".join(map(self._address_of if by_pointer else self._value, arguments))
             if by_pointer:
-                self._compiled(compiled, grid, values)
+                self._compiled(compiled, grid, arguments)
             else:
+                values = ", ".join(map(self._value, arguments))
                 start = self._constant(kernel[grid])
                 self._line(f"{start}({values}, **{self._constant(options)})")
 
-    def _compiled(self, kernel: Any, grid: tuple[int, int, int], values: str) -> None:
-        """Write the call down that Triton makes of its launcher."""
-        function, metadata = self._plain(kernel.function), self._constant(kernel.packed_metadata)
-        sizes = ", ".join(map(repr, grid))
-        given = f"{sizes}, stream, {function}, {metadata}, None, None, None, {values}"
-        self._line(f"{self._constant(kernel.run)}({given})")
+    def _compiled(
+        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+    ) -> None:
+        """Writes down the call of the C function, or of Triton's launcher if that is unknown."""
+        given = f"{', '.join(map(repr, grid))}, stream, {self._plain(kernel.function)}"
+        found = c_function(kernel, arguments)
+        if found is None:
+            values = ", ".join(map(self._address_of, arguments))
+            metadata = self._constant(kernel.packed_metadata)
+            start = self._constant(kernel.run)
+            self._line(f"{start}({given}, {metadata}, None, None, None, {values})")
+            return
+        each = zip(arguments, found.descriptors, strict=True)
+        values = ", ".join([self._c_argument(x, described) for x, described in each])
+        values = f"({values},)" if found.takes_tuple else values
+        options = ", ".join(
+            repr(x) if x is None or type(x) in (int, bool) else self._constant(x)
+            for x in found.options
+        )
+        self._line(f"{self._constant(found.function)}({given}, {options}, {values})")
+
+    def _c_argument(self, x: Any, described: tuple[TensorMaps, tuple[int, ...]] | None) -> str:
+        if described is None:
+            return self._address_of(x)
+        maps, numbers = described
+        encoded = f"{self._constant(maps)}[{self._pointer(x.base)}]"
+        return ", ".join([encoded, *map(repr, numbers)])
 
     # ------------------------------------------------------------------------------- values
     def _named(self, x: Tensor) -> str:

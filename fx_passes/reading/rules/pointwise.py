@@ -14,11 +14,13 @@ from torch_streamkl.program.canonical import (
     all_of,
     any_of,
     choose,
+    compare,
     exponential,
     function,
     linear,
     log_add_exp,
     logarithm,
+    negation,
     product,
     quotient,
     scaled,
@@ -103,8 +105,8 @@ def binary(*overloads: object) -> Callable[[Callable[[Node, Node], Node]], None]
     return register
 
 
-binary(aten.minimum.default)(applied("minimum"))
-binary(aten.maximum.default)(applied("maximum"))
+binary(aten.minimum.default, aten.min.other)(applied("minimum"))
+binary(aten.maximum.default, aten.max.other)(applied("maximum"))
 binary(aten.logaddexp.default)(log_add_exp)
 binary(aten.remainder.Tensor, aten.remainder.Scalar)(applied("remainder"))
 binary(aten.floor_divide.default)(applied("floor_divide"))
@@ -231,9 +233,34 @@ def clamp(call: Call) -> Array:
 @rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
 def x_log_y(call: Call) -> Array:
     """Reads x log y, which is 0 where x is."""
-    return call.pointwise(
-        lambda a, b: product(number_of(a), logarithm(number_of(b))), *call.arrays("self", "other")
-    )
+
+    def made(a: Node, b: Node) -> Node:
+        a, b = number_of(a), number_of(b)
+        values = product(a, logarithm(b))
+        if _vanishes_with_gradient(a):
+            return values
+        # torch's gradient to x is 0 where both are 0, not the infinite logarithm
+        zero = const(0.0)
+        both = all_of(compare("eq", a, zero), negation(compare("gt", b, zero)))
+        return choose(both, zero, values)
+
+    return call.pointwise(made, *call.arrays("self", "other"))
+
+
+def _vanishes_with_gradient(x: Node) -> bool:
+    """Whether an element that is 0 has a gradient of 0 as well, as a probability has."""
+    stack, seen = [x], {x}
+    while stack:
+        y = stack.pop()
+        if not y.flows or y.op == "exp":
+            continue
+        is_multiple = y.op == "linear" and y.value[0] == 0.0 and len(y.args) == 1
+        if not is_multiple and y.op not in ("product", "div", "pow", "sqrt", "where"):
+            return False
+        factors = {"div": y.args[:1], "where": y.args[1:]}.get(y.op, y.args)
+        stack += [a for a in factors if a not in seen]
+        seen.update(factors)
+    return True
 
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
@@ -246,6 +273,37 @@ def interpolate(call: Call) -> Array:
         return linear(0.0, [(1.0, a), (1.0, product(w, subtracted(b, a)))])
 
     return call.pointwise(mix, *call.arrays("self", "end", "weight"))
+
+
+@rule(aten.addcmul.default, aten.addcdiv.default)
+def add_product(call: Call) -> Array:
+    """Reads ``self + value * tensor1 * tensor2``, or the quotient of both."""
+    value = call.number("value", 1)
+    make = product if call.name == "addcmul" else quotient
+
+    def add(x: Node, a: Node, b: Node) -> Node:
+        return linear(0.0, [(1.0, number_of(x)), (1.0, product(value, make(a, b)))])
+
+    return call.pointwise(add, *call.arrays("self", "tensor1", "tensor2"))
+
+
+@rule(aten.elu.default, aten.leaky_relu.default)
+def below_zero(call: Call) -> Array:
+    """Reads a function that is the identity above 0."""
+    if call.name == "leaky_relu":
+        slope = float(call.known("negative_slope", 0.01))
+        return call.array("self").map(lambda x: _above_zero(x, scaled(slope, x)))
+    alpha, scale, inner = (float(call.known(n, 1)) for n in ("alpha", "scale", "input_scale"))
+
+    def elu(x: Node) -> Node:
+        low = scaled(alpha, linear(-1.0, [(1.0, exponential(scaled(inner, x)))]))
+        return scaled(scale, _above_zero(x, low))
+
+    return call.array("self").map(elu)
+
+
+def _above_zero(x: Node, below: Node) -> Node:
+    return choose(compare("gt", x, const(0.0)), x, below)
 
 
 @rule(aten.softplus.default)

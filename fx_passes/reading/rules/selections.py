@@ -13,9 +13,17 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
-from torch_streamkl.program.canonical import all_of, choose, compare, function, truth
+from torch_streamkl.fx_passes.reading.rules.views import part_written, start_of
+from torch_streamkl.program.canonical import (
+    all_of,
+    choose,
+    compare,
+    linear,
+    nonnegative,
+    truth,
+)
 from torch_streamkl.program.graph import (
     ANY,
     INT,
@@ -129,58 +137,95 @@ def index(call: Call) -> Array:
 
 def _from_front(at: Node, size: Size) -> Node:
     """A position that may be counted from the end."""
-    return at if at.range[0] >= 0.0 else function("remainder", at, size_of(size))
+    if at.range[0] >= 0.0:
+        return at
+    return choose(nonnegative(at), at, linear(0.0, [(1.0, at), (1.0, size_of(size))]))
 
 
 # ------------------------------------------------------------------------ rows of a mask
 
 
-def _where(call: Call, x: Array, d: int, mask: fx.Node) -> Array:
-    """Rows at which a mask holds: equal masks select the same rows."""
-    rank = mask.meta["val"].dim()
+def _where(call: Call, x: Array, d: int, mask: fx.Node, lacking: int = 0) -> Array:
+    """Rows at which a mask holds: equal masks select the same rows.
+
+    Dimensions before and after those along which it varies are selected as a whole, and so are
+    ``lacking`` leading ones that the mask is broadcast along.
+    """
+    condition = call.reader.array(mask)
     assert isinstance(call.value, Tensor)
-    if rank == 0:
-        raise NoRule("a mask without dimensions")
-    first, version, count = _selection(call, mask, call.value.shape[d])
+    varying = [i for i, own in enumerate(condition.dims) if set(own) & condition.expr.axes]
+    if not varying:
+        raise NoRule("a mask that is the same for all rows")
+    first, last = varying[0], varying[-1]
+    if (first or lacking) and not isinstance(call.reader.sizes.of(call.value.shape[d]), int):
+        first = 0  # how many rows each of the leading positions has is not known
+    in_rows = lacking if first == 0 else 0
+    sizes, shape = call.reader.sizes, condition.shape
+    for i in range(first, last + 1):
+        if not sizes.are_equal(shape[i], x.size(d + lacking + i)):
+            raise NoRule("masked_select with a mask that is broadcast")
+    places = range(d + lacking - in_rows + first, d + lacking + last + 1)
+    whole = [i for i in range(d, d + lacking + len(shape)) if i not in places]
+    every = [x.size(i) for i in whole]
+    rows = MaskedRows(mask, first, last, in_rows)
+    rows, version, count = _selection(call, condition, rows, (d, every))
     axis = arrays.own_axis(x, d, count)
-    taken = {a for i, own in enumerate(x.dims) if not d <= i < d + rank for a in own}
+    taken = {a for i, own in enumerate(x.dims) if i not in places for a in own}
     axis = fresh_axis(count) if axis in taken else axis
     theta: dict[Axis, Node] = {}
-    for i, size in enumerate(first.meta["val"].shape):
-        x = arrays.with_one_axis(x, d + i)
-        if x.dims[d + i]:
+    for k, i in enumerate(places):
+        x = arrays.with_one_axis(x, i)
+        if x.dims[i]:
+            size = x.size(i)
             bounds = 0.0, float(size - 1) if isinstance(size, int) else math.inf
-            source = Source(Positions(first, i), version)
+            source = Source(Positions(rows, k), version)
             at = [position_along(axis)]
-            theta[x.dims[d + i][0]] = capture(source, INT, at=at, bounds=bounds)
+            theta[x.dims[i][0]] = capture(source, INT, at=at, bounds=bounds)
     own: Dim = () if count == 1 else (axis,)
-    return call.made(substitute(x.expr, theta), (*x.dims[:d], own, *x.dims[d + rank :]))
+    before = tuple(a for i in whole if i < places[0] for a in x.dims[i])
+    after = tuple(a for i in whole if i > places[-1] for a in x.dims[i])
+    dims = (*x.dims[:d], (*before, *own, *after), *x.dims[d + lacking + len(shape) :])
+    return call.made(substitute(x.expr, theta), dims)
 
 
-def _selection(call: Call, mask: fx.Node, count: Any) -> tuple[fx.Node, int, Size]:
-    """The first of equal masks, its version, and how many rows it selects."""
-    reader = call.reader
-    condition = reader.array(mask)
-    key = condition.map(truth).expr, tuple(condition.dims)
+def _selection(
+    call: Call,
+    condition: Array,
+    rows: MaskedRows,
+    counted: tuple[int, Sequence[Size]],
+) -> tuple[MaskedRows, int, Size]:
+    """The rows of the first of equal masks, its version, and how many rows it selects.
+
+    ``counted`` is the dimension of the result, and the sizes that its number is a multiple of.
+    """
+    reader, (d, sizes) = call.reader, counted
+    dims = condition.dims[rows.first : rows.last + 1]
+    key = condition.map(truth).expr, tuple(dims), rows.lacking
     known = reader.selections.get(key)
-    if known is None or reader.writes.version(known[0]) != known[1]:  # the mask was written
-        known = mask, reader.writes.version(mask), reader.sizes.of(count)
-        reader.selections[key] = known
-        if isinstance(known[2], Extent):
-            reader.reading.selected[known[2]] = mask
-    if known[0] is not mask:
-        reader.sizes.equate(count, known[2])
+    assert isinstance(call.value, Tensor)
+    count = call.value.shape[d]
+    if known is not None and reader.writes.version(known[0].mask) == known[1]:
+        if known[0].mask is not rows.mask:
+            reader.sizes.equate(count, reader.sizes.product([*sizes, known[2]]))
+        return known
+    number: Any = count
+    for size in sizes:
+        number = number // (size.size if isinstance(size, Extent) else size)
+    known = rows, reader.writes.version(rows.mask), reader.sizes.of(number)
+    reader.selections[key] = known
+    if isinstance(known[2], Extent):
+        reader.reading.selected[known[2]] = rows
     return known
 
 
 @rule(aten.masked_select.default)
 def masked_select(call: Call) -> Array:
-    """Reads elements at which a mask of the same shape holds."""
+    """Reads elements at which a mask holds; both are broadcast."""
     x, mask = call.array("self"), call.get("mask")
-    shapes = [call.shape_of(n.meta["val"]) for n in (call.get("self"), mask)]
-    if shapes[0] != shapes[1]:
+    condition = call.reader.array(mask)
+    if len(condition.dims) > len(x.dims):
         raise NoRule("masked_select with a mask that is broadcast")
-    return _where(call, x, 0, mask)
+    return _where(call, x, 0, mask, len(x.dims) - len(condition.dims))
 
 
 # ------------------------------------------------------------------------ scatter
@@ -276,15 +321,55 @@ def topk(call: Call) -> tuple[Array | None, ...]:
 def index_put(call: Call) -> Array:
     """Reads a number that is written where a mask holds."""
     x, given = call.array("self"), call.get("indices")
-    mask = given[0] if len(given) == 1 else None
+    masks = [i for i in given if i is not None]
+    mask = masks[0] if len(masks) == 1 else None
     if mask is None or mask.meta["val"].dtype != torch.bool or call.get("accumulate"):
         raise NoRule("index_put at positions")
     value = call.array("values")
     if value.expr.axes:
         raise NoRule("index_put of a tensor")
-    condition = call.reader.array(mask)
-    dims = (*condition.dims, *((),) * (len(x.dims) - len(condition.dims)))
+    condition, before = call.reader.array(mask), list(given).index(mask)
+    after = len(x.dims) - len(condition.dims) - before
+    dims = (*((),) * before, *condition.dims, *((),) * after)
     new = call.made(value.expr)
     return call.pointwise(
         lambda c, v, e: choose(truth(c), v, e), call.made(condition.expr, dims), new, x
     )
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(call: Call) -> Array:
+    """Reads values that are written where two positions are equal."""
+    x, new = call.arrays("self", "src")
+    places = [call.known(n, d) % len(x.dims) for n, d in (("dim1", 0), ("dim2", 1))]
+    if call.known("offset", 0) or places[0] == places[1]:
+        raise NoRule("a diagonal that is not the first is written")
+    x = arrays.with_one_axis(arrays.with_one_axis(x, places[0]), places[1])
+    here = compare("eq", *(arrays.position(x.dims[d]) for d in places))
+    rest = iter(new.dims[:-1])
+    for short in places:  # the values run along the shorter of both
+        if call.reader.sizes.are_equal(x.size(short), new.size(-1)):
+            dims = [
+                new.dims[-1] if d == short else () if d in places else next(rest)
+                for d in range(len(x.dims))
+            ]
+            condition = call.made(here, [y if d in places else () for d, y in enumerate(x.dims)])
+            return call.pointwise(choose, condition, call.made(new.expr, dims), x)
+    raise NoRule("a diagonal of symbolic sizes is written")
+
+
+@rule(aten.select_scatter.default, aten.slice_scatter.default)
+def part_scatter(call: Call) -> Array:
+    """Reads values that replace a position or a range of a dimension."""
+    x, new = call.arrays("self", "src")
+    d = call.dim(default=0, rank=len(x.dims))
+    size = call.get("self").meta["val"].shape[d]
+    if call.name == "select_scatter":
+        start, count = start_of(call, call.get("index"), size, 1), None
+    elif call.known("step", 1) != 1:
+        raise NoRule("a slice with a step is written")
+    else:
+        length = call.get("src").meta["val"].shape[d]
+        start = start_of(call, call.get("start"), size, length)
+        count = call.reader.array(length).expr
+    return part_written(call, (d, start, count), new, x)

@@ -9,7 +9,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node
+from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
 Pair = tuple[frozenset[Axis], frozenset[Axis]]  # axes that one operand of a product has alone
@@ -59,6 +59,13 @@ class ScoreLevels:
         )
         return is_number or self.has_product(node)
 
+    def sources_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Returns the captured nodes that nodes are computed from."""
+        arrays = (self.reading.arrays.get(n) for n in nodes)
+        inside = walk([x.expr for x in arrays if isinstance(x, Array)])
+        names = (x.value.name for x in inside if isinstance(x.value, Source))
+        return [x for x in dict.fromkeys(names) if isinstance(x, fx.Node)]
+
     def keys_of(self, node: object) -> frozenset[Axis]:
         """Returns the axes that softmaxes inside of a node are over, if it still has them."""
         found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
@@ -70,6 +77,13 @@ class ScoreLevels:
     def are_chosen(self, node: fx.Node) -> bool:
         """Returns whether a node has scores of chosen keys, such as a top-k's."""
         return any(_is_chosen(x) for x in self.products_of(node))
+
+    def are_entries(self, node: fx.Node) -> bool:
+        """Returns whether a node has single entries of scores, which a mask selects."""
+        products = self.products_of(node)
+        rest = (set(x.value) for x in products)
+        free = ([y.axes - own for y in x.args] for x, own in zip(products, rest, strict=True))
+        return any(a == b and len(a) == 1 for a, b in free)
 
     def products_of(self, node: object) -> list[Node]:
         """Returns the products that a node is computed from."""

@@ -7,6 +7,7 @@ expression is found again in the graph by its form: sums over it have other name
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,11 +19,11 @@ from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.planning.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.writes import STALE
-from torch_streamkl.fx_passes.reporting.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
-from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.program.graph import CONTRACT, Node, Source
 from torch_streamkl.program.walks import walk
 
@@ -30,6 +31,7 @@ NOT_MADE = "is not made from scores in this graph"
 ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 DROPOUT = "dropout changes the probabilities after the softmax"
 PROBABILITIES = "attention or vocabulary probabilities"
+OTHER_SIZES = "two distributions whose sizes are not known to be equal are combined"
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
@@ -50,7 +52,7 @@ OF_KEYS = {
 }  # fmt: skip
 # reasons of the reader that say less than the operation does
 _TECHNICAL = re.compile(
-    r"has no rule$|^a view of |^axes of |^tensors of sizes |^a result |^its rule failed|"
+    r"has no rule$|^a view of |^axes of |^a result |^its rule failed|"
     r"^a gradient flows through what is a constant"
 )
 _OPERATION = re.compile(r"^(\S+) (?:of scores|is part of the sum)$")
@@ -72,6 +74,7 @@ class Refusals:
     reading: Reading
     levels: ScoreLevels = field(init=False)
     _found: dict[fx.Node, Refusal | None] = field(default_factory=dict)
+    _captured: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _matched: dict[Node, NotClosed | None] = field(default_factory=dict)
     _forms: _Forms | None = None
     _first: dict[int, fx.Node] = field(default_factory=dict)
@@ -93,7 +96,12 @@ class Refusals:
     def before(self, node: fx.Node) -> Refusal | None:
         """Returns why the nearest operation before a node has no form, the node included."""
         for earlier in near(node, "all_input_nodes"):
-            found = self.captured(earlier) or self._of_keys(earlier) or self._of_softmax(earlier)
+            found = (
+                self.captured(earlier)
+                or self._of_keys(earlier)
+                or self._of_ids(earlier)
+                or self._of_softmax(earlier)
+            )
             if found is not None:
                 return found
         return None
@@ -110,7 +118,7 @@ class Refusals:
 
         These are operations on scores that are not read, and where each sum was ``refused``.
         """
-        found = {}
+        found: dict[fx.Node, str] = {}
         for root, why in refused.items():
             placed = self._of_steps(root) if why.reason == NO_GRADIENT else None
             placed = placed or self.placed(why, root)
@@ -138,22 +146,45 @@ class Refusals:
     # ------------------------------------------------------------------------- captured
 
     def captured(self, node: fx.Node) -> Refusal | None:
-        """Returns why an operation on scores is not read, in terms of scores."""
+        """Returns why an operation on scores is not read, or one that it is computed from."""
+        queue, seen = [node], {node}
+        while queue:
+            current = queue.pop(0)
+            if current not in self._captured:
+                self._captured[current] = self._of_operation(current)
+            found = self._captured[current]
+            if found is not None:
+                return found
+            if current in self.reading.reasons:
+                sources = self.levels.sources_of(current.all_input_nodes)
+                queue += [x for x in sources if x not in seen and x in self.reading.reasons]
+                seen.update(queue)
+        return None
+
+    def _of_operation(self, node: fx.Node) -> Refusal | None:
+        """Why an operation on scores is not read, in terms of scores."""
         reason = self.reading.reasons.get(node)
         if reason is None or node.op != "call_function":
             return None
+        if node.target is operator.getitem:  # one of several results
+            node = node.all_input_nodes[0]
         found = [self.levels.of(a) for a in node.all_input_nodes]
         level = max((x for x in found), key=lambda x: x.value, default=Level.OTHER)
         if level in (Level.OTHER, Level.ROWS):
-            before = (self.captured(a) for a in node.all_input_nodes)
-            return next((x for x in before if x is not None), None)
+            return None
         name = name_of(node)
         if reason == CONSTANT and any(a == 0 for a in node.args if isinstance(a, (int, float))):
             return Refusal(BY_ZERO, node)
         if name == "dropout" and level is Level.PROBABILITIES:
             return Refusal(DROPOUT, node)
+        if name == "masked_select" or any(
+            self.levels.are_entries(a) for a in node.all_input_nodes
+        ):
+            return Refusal(SINGLE_ENTRIES, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
+        if reason.startswith("tensors of sizes "):
+            return Refusal(OTHER_SIZES, node)
         if name == "dropout" or name.endswith("_") or _TECHNICAL.search(reason):
             what = "scores" if level is Level.SCORES else PROBABILITIES
             return Refusal(f"{name} of {what}", node)
@@ -174,6 +205,14 @@ class Refusals:
         if name in RESHAPES:
             return Refusal(f"reshape that splits the keys: {OF_BLOCKS}", node)
         return Refusal(OF_KEYS.get(name, f"{name} of scores"), node)
+
+    def _of_ids(self, node: fx.Node) -> Refusal | None:
+        """An operation that reads scores at ids of each row or key."""
+        if node.op != "call_function" or not self.levels.are_chosen(node):
+            return None
+        if any(self.levels.are_chosen(a) for a in node.all_input_nodes):
+            return None
+        return Refusal(f"{name_of(node)} of scores", node)
 
     def _of_softmax(self, node: fx.Node) -> Refusal | None:
         if node.op != "call_function" or name_of(node) not in SOFTMAXES | LOG_SOFTMAXES:
@@ -338,8 +377,3 @@ def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
             if other not in seen:
                 seen.add(other)
                 queue.append(other)
-
-
-def first_with_reason(node: fx.Node, reasons: Mapping[fx.Node, str]) -> tuple[str, fx.Node] | None:
-    """Returns the nearest of a node's inputs that has a reason."""
-    return next(((reasons[n], n) for n in near(node, "all_input_nodes") if n in reasons), None)
