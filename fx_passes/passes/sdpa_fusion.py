@@ -254,7 +254,8 @@ class RemainingAttention:
 def _read_by(found: Attention) -> list[Node]:
     """The expressions of all that attention reads."""
     side, biases = found.side, (*found.form.biases, *found.form.inner_biases)
-    factors = [f.value for x in (side.product, *biases) for f in x.factors]
+    of_biases = [f.value for b in biases for f in b.factors]
+    factors = [*(f.value for f in side.product.factors), *of_biases]
     operands = [x.element for x in side.operands]
     return [*operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
 

@@ -64,7 +64,7 @@ def share_cross_entropy(
         node = trace.outer.get(inner)
         if node is None or node._erased:
             continue
-        logits = reading.arrays.get(inner.args[0])  # type: ignore[arg-type]  # its input, a node
+        logits = reading.arrays.get(inner.args[0])
         if not isinstance(logits, Array) or len(logits.dims) != 2:
             continue
         if not _grad_flows_like(node, logits):
