@@ -142,7 +142,11 @@ def row_form(
     roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = Facts()
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
-    roots, entries = without_entries(roots, facts.is_unique, facts.extent)
+
+    def is_unique(ids: Node) -> bool:
+        return any(not facts.why_repeated(ids, axis, axis) for axis in ids.axes)
+
+    roots, entries = without_entries(roots, is_unique, facts.extent)
     if entries and not products_in(roots):
         return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
     form = _of_sums(roots, order, facts)
