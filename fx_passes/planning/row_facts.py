@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.closed_forms.row_program import NOT_RANKED, Facts
+from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -73,16 +74,15 @@ def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
         return NOT_RANKED
     source: Tensor = top.args[0].meta["val"]  # type: ignore[union-attr]
     given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    dim = int(given) % source.dim()  # type: ignore[call-overload]
+    assert isinstance(given, int)
+    dim = given % source.dim()
     places = [d for d, at in enumerate(ids.args) if entries in at.axes]
     if places != [dim]:
         return NOT_RANKED
     if entries.size == 0:
         return "no entry of a row is gathered"  # their mean has no gradient, not NaN
-    length, whole = (
-        source.shape[dim],
-        keys.size.size if isinstance(keys.size, Extent) else keys.size,
-    )
+    length: Any = source.shape[dim]
+    whole: Any = keys.size.size if isinstance(keys.size, Extent) else keys.size
     is_within = isinstance(length, int) and isinstance(whole, int) and length <= whole
     if not is_within and not provably_equal(length, whole):
         return "ids of more keys than there are"  # eager code raises
