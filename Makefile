@@ -12,7 +12,7 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install -qq
 
 LANES := test-operators test-kernels test-rewrite test-report test-distributed test-packaging test-bench test-fuzz
 
-.PHONY: everything demo docs test test-slow test-all test-integrations test-matrix $(LANES) dist bench lint clean
+.PHONY: everything demo docs test test-slow test-all test-integrations test-mutations test-matrix $(LANES) dist bench lint clean
 
 # The site, into build/site; links are strict.
 docs: $(VENV)/.docs
@@ -35,12 +35,16 @@ $(LANES): test-%: $(VENV)/.test $(VENV)/.libraries
 # symbolic sizes or through AOTAutograd, more random programs, and all kernels in the interpreter again with sums
 # of integers that overflow found.
 test-slow: $(VENV)/.test $(VENV)/.libraries
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	STREAMKL_VECTORIZED=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(PYTEST_ARGS)
+
+# Plants every mutation of tests/support/mutations.py in a copy, and writes which test fails.
+test-mutations: $(VENV)/.test $(VENV)/.libraries
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m tests.mutations --jobs 2 $(MUTATIONS_ARGS)
 
 # Also what takes hours: tests marked slow, the whole corpus in every mode, 5,000 generated programs.
 test-all: $(VENV)/.test
-	STREAMKL_FULL_CORPUS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	STREAMKL_VECTORIZED=1 STREAMKL_FULL_CORPUS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN)/python -m tests.fuzz --programs 5000
 
 # Each pair in an environment of its own; a Python that is not here is left out and said.

@@ -178,6 +178,10 @@ SUITES: dict[str, Suite] = {
         "row programs next to what they replace", programs,
         providers=("inductor", "direct"),
     ),
+    "chosen": Suite(
+        "an indexer's KL over the chosen keys of a query, next to that over all keys",
+        indexer.chosen_keys,
+    ),
     "compiled": Suite("row programs in graphs, from small sizes on", compiled, providers=SMALL),
     "steps": Suite(
         "training steps of pairs of models", steps.steps,

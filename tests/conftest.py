@@ -3,16 +3,19 @@
 A replacement whose check fails is an error of every test that does not say that it expects one.
 """
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from hypothesis import settings
 
-from tests.support import covering, quick
+from tests.support import covering, durations, quick, slow
 from torch_streamkl import checks
 from torch_streamkl.fx_passes.validation.check import LISTENERS, CheckResult
 from torch_streamkl.rows import op
@@ -25,9 +28,8 @@ quick.nothing_is_traced()
 quick.devices_that_are_not_here_have_no_seed()
 quick.compilations_collect_no_garbage()
 quick.sites_are_fused_whatever_their_size()
-# what starts processes of its own takes longest
-FIRST = ("test_in_the_interpreter", "test_on_two_ranks", "test_changed_code_or_option")
-
+quick.instruction_sets_are_not_tried_out()
+quick.inductor_writes_scalar_code()
 
 DESELECTED = pytest.StashKey[Counter[str]]()
 
@@ -36,19 +38,28 @@ DESELECTED = pytest.StashKey[Counter[str]]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects what cannot run here, and puts long tests first.
 
-    A skip then says something: what needs another machine is a count in the summary instead. At
-    the end of a run, a long test would leave the other process without work.
+    A skip then says something: what needs another machine is a count in the summary instead.
     """
+    slow.mark(items)
     covering.mark_slow(items)
     reasons = {item: covering.reason_not_to_run(item) for item in items}
     missing = [item for item in items if reasons[item]]
     config.stash[DESELECTED] = Counter(str(reasons[item]) for item in missing)
     if missing:
         config.hook.pytest_deselected(items=missing)
-    items[:] = sorted(
-        (item for item in items if not reasons[item]),
-        key=lambda item: not item.name.startswith(FIRST),
-    )
+    items[:] = durations.longest_first([item for item in items if not reasons[item]])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Appends a test's CPU seconds to the file that STREAMKL_DURATIONS names, if it does."""
+    before = durations.used()
+    try:
+        return (yield)
+    finally:
+        if path := os.environ.get("STREAMKL_DURATIONS"):
+            with Path(path).open("a") as file:
+                file.write(f"{durations.used() - before:.2f}\t{item.nodeid}\n")
 
 
 @pytest.hookimpl(trylast=True)
@@ -88,6 +99,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _what_stays_is_no_garbage() -> None:
     quick.what_stays_is_no_garbage()
+
+
+@pytest.fixture(autouse=True)
+def _vectorized(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Inductor writes loops with vector instructions in tests with this mark."""
+    if request.node.get_closest_marker("vectorized") is None:
+        yield
+        return
+    with torch._inductor.config.patch({"cpp.simdlen": None}):
+        yield
 
 
 @pytest.fixture(autouse=True)

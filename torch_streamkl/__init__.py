@@ -1,7 +1,7 @@
 """Computes distillation losses without score- or logit-sized tensors.
 
-- Operators: `attention_kl`, `attention_kl_varlen`, `linear_kl`, `LinearKL`, `linear_topk_kl` and
-  `row_program`.
+- Operators: `attention_kl`, `attention_kl_varlen`, `attention_topk_kl`, `linear_kl`, `LinearKL`,
+  `linear_topk_kl` and `row_program`.
 - Compiling: ``torch.compile(step, backend="streamkl")`` replaces naive losses by operators.
   `inductor_options` and `enable` do the same for compiler options and for trainers.
 - Reports: `explain`, `reports` and `verify` say what is fused, and whether it is right.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_streamkl.attention.interface import attention_kl, attention_kl_varlen
+from torch_streamkl.attention_topk.interface import attention_topk_kl
 from torch_streamkl.linear.interface import LinearKL, linear_kl
 from torch_streamkl.rows.interface import row_program
 from torch_streamkl.topk.interface import linear_topk_kl
@@ -37,6 +38,7 @@ __all__ = [
     "__version__",
     "attention_kl",
     "attention_kl_varlen",
+    "attention_topk_kl",
     "disable",
     "enable",
     "explain",

@@ -35,6 +35,9 @@ OPERAND_VIEWS = DTYPES | {
 }  # fmt: skip
 PRODUCTS, QUOTIENTS = {"mul", "multiply"}, {"truediv", "div", "divide", "true_divide"}
 DIFFERENCES = {"sub", "subtract"}
+COMPARISONS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity"}
+MEASURES = {"pow", "square", "abs", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
+            "linalg_matrix_norm", "linalg_norm"}  # fmt: skip
 CASTS = DTYPES | {"_to_copy", "contiguous", "detach"}
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
@@ -151,9 +154,13 @@ def _is_softmax_by_hand(node: fx.Node) -> bool:
 
 
 def _compares_products(node: fx.Node) -> bool:
-    """Whether a node is ``mse_loss`` of two matmuls, as they are."""
+    """Whether a node compares two matmuls: a loss of both, or what measures their difference."""
     tensors = node.all_input_nodes
-    return name_of(node) == "mse_loss" and len(tensors) == 2 and all(map(_is_of_product, tensors))
+    if len(tensors) != 2 or not all(map(_is_of_product, tensors)):
+        return False
+    if name_of(node) in COMPARISONS:
+        return True
+    return name_of(node) in DIFFERENCES and any(name_of(u) in MEASURES for u in node.users)
 
 
 def _is_of_product(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
+from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import choose, product, quotient, terms_of
 from torch_streamkl.program.divergences import (
@@ -252,6 +253,8 @@ def _renumbered(x: Node, number: Mapping[int, int]) -> Node:
 def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair]:
     """Returns the divergences that a polynomial is the sum of."""
     used = variables_of(polynomial)
+    if len(used) == 1 and len(parts) > 1:  # at some rows alone, next to a divergence at others
+        return [_of_one(polynomial, used[0], parts)]
     if len(used) < 2:
         raise NoForm(
             "the sum involves one distribution only, which is an entropy and no divergence"
@@ -259,6 +262,10 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
     if len(used) > 2:
         return _split(polynomial, parts, used)
     teacher, student = _roles(polynomial, parts, used)
+    polynomial = normalised(polynomial)
+    mixture = jensen_shannon(polynomial, teacher, student)
+    if mixture is not None:
+        return [Pair(mixture[0], teacher, student, mixture[1])]
     c = _coefficients(polynomial)
     if c is not None:
         expr, factor = _bilinear(c, teacher, student)
@@ -278,6 +285,20 @@ def _is_negative(expr: Node) -> bool:
         found = [evaluate(expr, {k: exact(x) for k, x in each.items()}) for each in numbers]
         return all(float(x) < 0.0 for x in found)
     return False
+
+
+def _of_one(polynomial: Polynomial, own: int, parts: Sequence[Distribution]) -> Pair:
+    """A sum of one distribution as a divergence from another of its rows, which it does not read.
+
+    Where a target is a number at some rows, such as those that a shift has padded.
+    """
+    others = [i for i in range(len(parts)) if i != own and not aligned(parts, i, own)]
+    if not others or any(parts[i].averaged for i in (own, others[0])):
+        raise NoForm(
+            "the sum involves one distribution only, which is an entropy and no divergence"
+        )
+    expr = _written_polynomial(polynomial, others[0], own)
+    return Pair(expr, others[0], own)
 
 
 def _roles(
@@ -453,6 +474,9 @@ def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, 
             return apply("logaddexp", *sorted(args, key=lambda a: teacher not in walk([a])))
         case "logaddexp":
             raise NoForm("a mixture of more than two distributions", x)
+        case "minimum" | "maximum" if set(args) == {P, S}:
+            sign = const(-1.0 if x.op == "minimum" else 1.0)
+            return const(0.5) * (P + S + sign * apply("abs", P - S))
         case "pow":
             return apply("exp", apply("log", args[0]) * const(x.value))
         case "not":

@@ -112,9 +112,10 @@ class Variables:
         while inner.op == "reduce" and inner.value.kind == kind:
             bound.append(inner.value.axis)
             inner = inner.args[0]
+        is_softmax = kind == LOGSUMEXP or inner.op == "exp"
         if kind == SUM and inner.op == "exp":
             inner = inner.args[0]
-        if inner.op != "log_softmax" or inner.value != self.key:
+        if not is_softmax or inner.op != "log_softmax" or inner.value != self.key:
             raise NoForm(_why_no_mean(inner, self.key, bound), x)
         place = inner.args[0], tuple(bound)
         if place not in self._means:

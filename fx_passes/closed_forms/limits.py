@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
+from torch_streamkl.fx_passes.closed_forms.axes import ABSENT, ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import (
     LINEAR,
     Axes,
@@ -41,7 +41,8 @@ def _is_head(side: Side, axes: Axes, is_masked: bool) -> bool:
     on_keys = side.product.keys.axes - set(side.product.contracted)
     return (
         bool(axes.rows)
-        and all(kind_of(side, a) == ROW_ONLY for a in axes.rows)
+        and all(kind_of(side, a) in (ROW_ONLY, ABSENT) for a in axes.rows)
+        and any(kind_of(side, a) == ROW_ONLY for a in axes.rows)
         and on_keys == {axes.key}
         and len(side.product.contracted) == 1
         and not side.averaged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.axes import (
@@ -40,13 +40,16 @@ from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
 from torch_streamkl.fx_passes.closed_forms.rows import (
+    distributed,
     keys_first,
     renamed_apart,
     replaced,
+    shortened,
     sites,
 )
 from torch_streamkl.fx_passes.closed_forms.score_form import (
     ABSORBING,
+    IMPROBABLE,
     NOT_NUMBERS,
     Condition,
     ScoreForm,
@@ -57,6 +60,7 @@ from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import negation, scaled
 from torch_streamkl.program.divergences import Functional, evaluate
 from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, Source, capture, index
+from torch_streamkl.program.identities import LOG_P, LOG_S
 from torch_streamkl.program.operations import exact
 from torch_streamkl.program.reductions import fresh_axis, opened
 from torch_streamkl.program.walks import walk
@@ -75,21 +79,52 @@ def match(site: Node, order: Sequence[Axis] = ()) -> ClosedForm | NotClosed:
 
 def match_program(root: Node, order: Sequence[Axis] = ()) -> Matched:
     """Matches every sum over keys of a program, alone or together with others."""
-    root = keys_first(root)
+    root = in_pairs(keys_first(shortened(root)), order)
     found = {site: match(site, order) for site in sites(root)}
-    failed = [site for site, result in found.items() if isinstance(result, NotClosed)]
     changes: dict[Node, Node] = {}
-    for group in joined(root, failed) if failed else ():
-        forms = {part: match(part, order) for part in sites(group.whole)}
-        if not forms or not all(isinstance(form, ClosedForm) for form in forms.values()):
-            continue
+    for group in joined(root, found) if found else ():
         if group.total in changes:  # another group of its terms has become one sum
+            continue
+        forms = {part: match(part, order) for part in sites(group.whole)}
+        if not _is_better(forms, [found.get(part) for part in group.parts]):
             continue
         changes[group.total] = group.replacement
         for site in group.parts:
             found.pop(site, None)
         found |= forms
     return Matched(replaced(root, changes) if changes else root, found)
+
+
+def in_pairs(root: Node, order: Sequence[Axis]) -> Node:
+    """Returns a program with sums over pairs of distributions in place of products of sums.
+
+    ``einsum("sbk,tbk->", log_p, p)`` over crops s and t is a divergence of each pair.
+    """
+    changes = {}
+    for site in sites(root):
+        pairs = distributed(site)
+        if pairs is not None and isinstance(match(site, order), NotClosed):
+            changes[site] = pairs
+    return replaced(root, changes) if changes else root
+
+
+def _is_better(
+    forms: Mapping[Node, ClosedForm | NotClosed], parts: Sequence[ClosedForm | NotClosed | None]
+) -> bool:
+    """Whether sums as one are calls where some alone are none, or a single call of a form that one
+    pass computes.
+    """
+    closed = [form for form in forms.values() if isinstance(form, ClosedForm)]
+    if not closed or len(closed) < len(forms):
+        return False
+    if any(isinstance(part, NotClosed) for part in parts):
+        return True
+    calls = [call for form in closed for call in form.calls]
+    count = sum(len(part.calls) for part in parts if isinstance(part, ClosedForm))
+    if len(calls) != 1 or count < 2:
+        return False
+    functional = calls[0].functional
+    return functional.bilinear is not None or functional.mixture is not None
 
 
 def around(matched: Matched) -> Node:
@@ -149,6 +184,7 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
     _check_conditions(conditions[TEACHER] | conditions[STUDENT])
     axes = axes_of(sides, conditions, site.rows, key)
     stricter = None
+    _check_improbable(pair, sides, forms)
     if judgement.within in (pair.teacher, pair.student):
         of = TEACHER if judgement.within == pair.teacher else STUDENT
         extra = conditions[of] - conditions[1 - of]
@@ -197,9 +233,27 @@ def _sides(
         num_keys, conditions = None, form.mask
         for condition in form.mask - other.mask:
             bound = num_keys_of(condition, key)
-            if bound is not None and form.fill == -math.inf and num_keys is None:
+            if bound is not None and form.fill <= IMPROBABLE and num_keys is None:
                 num_keys, conditions = bound, conditions - {condition}
         yield _side(part, form, key, num_keys), conditions
+
+
+def _check_improbable(pair: Pair, sides: Sequence[Side], forms: Sequence[ScoreForm]) -> None:
+    """Raises NoForm if the logarithm of a filled key's probability has a part in the divergence.
+
+    The operator removes such keys. Their probability is 0 either way.
+    """
+    for variable, side, form in zip((LOG_P, LOG_S), sides, forms, strict=True):
+        if side.num_keys is None or form.fill == -math.inf:
+            continue
+        logs = {"logP": exact(-2.0), "logS": exact(-2.0)}
+        values = []
+        for log in (-math.inf, form.fill):
+            given = {**logs, variable.op: exact(log)}
+            given |= {"P": given["logP"].exp(), "S": given["logS"].exp()}
+            values.append(float(evaluate(pair.expr, given)))
+        if values[0] != values[1]:
+            raise NoForm(f"scores are padded with {form.fill:g}, whose logarithm is in the sum")
 
 
 def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
@@ -17,6 +17,10 @@ NOT_RANKED = (
     "gather reads entries of each row by ids that are no top-k of this graph: an id may be there "
     "twice"
 )
+
+
+def _never(ids: Node) -> bool:
+    return False
 
 
 def _always(ids: Node, entries: Axis, keys: Axis) -> str:
@@ -37,6 +41,8 @@ class Facts:
     made_of_products: Collection[Any] = ()
     dtypes: Callable[[Any], Any] | None = None  # of captured tensors
     extent: Callable[[Any, int], Any] | None = None  # of their dimensions
+    product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
+    is_ranked: Callable[[Node], bool] = _never  # ids of a top-k of the graph
 
 
 NO_FACTS = Facts()

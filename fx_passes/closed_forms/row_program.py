@@ -16,10 +16,11 @@ for. What has to be found is which axis is which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
+from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     NotClosed,
@@ -81,17 +82,23 @@ class RowForm:
     ``around`` has an expression for each root, in which `RowValue` n is ``values[n]``.
     """
 
-    program: Program
+    program: Program | None  # None: of entries alone
     products: tuple[Product, ...]
     axes: RowAxes
     captures: tuple[Captured, ...]
     values: tuple[RowOutput, ...]
     around: tuple[Node, ...]
     sites: tuple[Node, ...] = field(repr=False, default=())  # opened, of each value
+    entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
 
     @property
     def requires_grad(self) -> bool:
         return any(x.grad_flows for x in self.values)
+
+    @property
+    def replaced(self) -> tuple[Product, ...]:
+        """Returns all products that need not be there as a whole: those of entries, too."""
+        return (*self.products, *(x.product for x in self.entries))
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,14 @@ def row_form(
     roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = NO_FACTS
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
+    roots, entries = without_entries(roots, facts.is_ranked, facts.extent)
+    if entries and not products_in(roots):
+        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
+    form = _of_sums(roots, order, facts)
+    return form if isinstance(form, NotClosed) else replace(form, entries=entries)
+
+
+def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
     found = places_of_keys(bindings_of(roots))
     failed: NoForm | None = None
     if not found:
@@ -359,7 +374,9 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 
 
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
-    """Returns the types of a product's operands."""
+    """Returns the types of a product's operands, and its own, which autocast decides."""
     sources = [y.source for y in (x.rows, x.keys)]
-    of = facts.dtypes
-    return [of(s) for s in sources if s is not None] if of is not None else []
+    of, found = facts.dtypes, [s for s in sources if s is not None]
+    made = facts.product_types.get(frozenset(s.name for s in found))
+    own = [of(s) for s in found] if of is not None else []
+    return own if made is None else [*own, made]

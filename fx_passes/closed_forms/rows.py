@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch_streamkl.program.graph import BOUND, CONTRACT, SUM, Axis, Node, index
+from torch_streamkl.fx_passes.closed_forms.masks import num_keys_of
+from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE
+from torch_streamkl.program.canonical import product, scaled, terms_of
+from torch_streamkl.program.graph import BOUND, CONTRACT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
 
@@ -60,6 +63,52 @@ def _swapped(x: Node) -> Node:
     for axis in reversed(axes):
         body = reduced(SUM, axis, body)
     return body
+
+
+def shortened(root: Node) -> Node:
+    """Returns a program whose log-sum-exps leave out keys that are filled with a low number.
+
+    Of logits that are padded to a larger vocabulary, and then sliced, the normaliser is that of
+    the logits before.
+    """
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        x = remade(x, args)
+        if x.op != "reduce" or x.value.kind != LOGSUMEXP:
+            return x
+        key = fresh_axis(x.value.axis.size)
+        body = opened(x, key)
+        if body.op != "where" or body.args[2].op != "const" or body.args[2].value > IMPROBABLE:
+            return x
+        count = num_keys_of(body.args[0], key)
+        if count is None or count.op != "const" or count.value < 1.0:
+            return x
+        own = fresh_axis(int(count.value))
+        return reduced(LOGSUMEXP, own, substitute(body.args[1], {key: index(own)}))
+
+    is_there = (x.op == "reduce" and x.value.kind == LOGSUMEXP for x in walk([root]))
+    return rebuilt([root], change, is_outside)[root] if any(is_there) else root
+
+
+def distributed(site: Node) -> Node | None:
+    """Returns a sum over keys of a product of sums as sums of sums over keys, if it is one."""
+    key, axes = fresh_axis(site.value.axis.size), list[Axis]()
+    body = opened(site, key)
+    constant, terms = terms_of(body)
+    if constant or len(terms) != 1 or terms[0][1].op != "product":
+        return None
+    factors = list[Node]()
+    for x in terms[0][1].args:
+        while x.op == "reduce" and x.value.kind == SUM and key in x.axes:
+            axes.append(fresh_axis(x.value.axis.size))
+            x = opened(x, axes[-1])
+        factors.append(x)
+    if not axes:
+        return None
+    total = scaled(terms[0][0], reduced(SUM, key, product(*factors)))
+    for axis in axes:
+        total = reduced(SUM, axis, total)
+    return total
 
 
 def sites(root: Node) -> list[Node]:

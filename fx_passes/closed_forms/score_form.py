@@ -97,7 +97,13 @@ Step = Callable[[ScoreForm], ScoreForm]
 
 def has_product(x: Node, key: Axis) -> bool:
     """Returns whether an expression is made of a product that varies with the key."""
-    return any(y.op == CONTRACT and key in y.axes for y in walk([x]))
+    return any(key in y.axes and (y.op == CONTRACT or _is_of_product(y)) for y in walk([x]))
+
+
+def _is_of_product(x: Node) -> bool:
+    """Whether a sum is one of products of products, as of an adapter."""
+    is_sum = x.op == "reduce" and x.value.kind == SUM
+    return is_sum and any(y.op == CONTRACT for y in walk(x.args))
 
 
 def read(score: Node, key: Axis) -> ScoreForm:
@@ -240,6 +246,8 @@ def _plain(x: Node, key: Axis) -> tuple[Node, tuple[Factor, ...]]:
     """A term of a sum of products: the product and its factors."""
     if x.op == CONTRACT:
         return x, ()
+    if x.op == "reduce" and x.value.kind == SUM:
+        return _product_of_computed(x, key), ()
     if x.op == "div" and not has_product(x.args[1], key):
         product, factors = _plain(x.args[0], key)
         return product, (*factors, Factor(x.args[1], divides=True))

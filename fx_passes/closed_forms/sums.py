@@ -39,9 +39,9 @@ class _Term:
         return len(_chain(self.inside)) - (self.reduction.value.kind == SUM)
 
 
-def joined(root: Node, failed: Iterable[Node]) -> list[Joined]:
-    """Returns groups of added sums over keys, of which some are no divergence alone."""
-    wanted, found = set(failed), list[Joined]()
+def joined(root: Node, of: Iterable[Node]) -> list[Joined]:
+    """Returns groups of added sums over keys, some of which are among these."""
+    wanted, found = set(of), list[Joined]()
     every = sums_over_keys([root])
     for x in walk([root], lambda x: is_outside(x) and x not in every):
         if x.op != "linear":

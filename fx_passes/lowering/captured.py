@@ -172,6 +172,9 @@ class Captures:
                 linear(-1.0, [(1.0, have), (-1.0, at.offset)]),
                 tuple(replace(t, sign=1) for t in at.terms),
             )
+        blocks = self._of_blocks(x, d, at)
+        if blocks is not None:
+            return blocks, at.dim
         step = at.terms[-1].stride
         span: Size = step
         for t in reversed(at.terms):
@@ -198,6 +201,23 @@ class Captures:
             return False
         self.build.count(span.size, x, d)
         return True
+
+    def _of_blocks(self, x: fx.Node, d: int, at: Affine) -> fx.Node | None:
+        """A part of each block of a dimension, as ``x.view(batch, length)[:, 1:]`` reads."""
+        have, offset = self.sizes.of(example(x).shape[d]), constant(at.offset)
+        strides = [t.stride for t in at.terms]
+        sizes = [t.axis.size for t in at.terms]
+        if len(strides) != 2 or strides[1] != 1 or offset is None:
+            return None
+        if not (isinstance(strides[0], int) and isinstance(sizes[1], int)):
+            return None
+        blocks = self.sizes.quotient(have, strides[0])
+        is_whole = blocks is not None and self.sizes.are_equal(blocks, sizes[0])
+        if not is_whole or not 0 <= offset <= strides[0] - sizes[1] or sizes[1] == strides[0]:
+            return None
+        x = self.build.method("unflatten", x, d, (-1, strides[0]))
+        x = self.build.method("narrow", x, d + 1, int(offset), sizes[1])
+        return self.build.method("flatten", x, d, d + 1)
 
     def _narrowed(self, x: fx.Node, d: int, offset: Node, have: Node, span: Size) -> fx.Node:
         after = constant(linear(0.0, [(1.0, have), (-1.0, offset), (-1.0, size_of(span))]))

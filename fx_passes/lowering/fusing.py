@@ -107,7 +107,7 @@ class Fusing:
         """
         nodes, build = [o.node for o in plan.outputs], self.builder(plan.first)
         name, form = plan.first.name, describe_program(plan)
-        small = why_program_is_left(plan.form.products, _device(nodes[0]), self.min_mib)
+        small = why_program_is_left(plan.form.replaced, _device(nodes[0]), self.min_mib)
         reason = ""
         try:
             with build.undone_if_unsupported():

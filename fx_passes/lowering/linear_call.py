@@ -66,12 +66,14 @@ class _Lowering:
         return self.build.call(operator.getitem, result, 0)
 
     def _dtype(self, side: Side) -> torch.dtype:
-        """The type of the user's product."""
-        sources = [x.source for x in (side.product.rows, side.product.keys)]
+        """The type of the user's product; without a record of it, that of both operands."""
+        operands = side.product.rows, side.product.keys
+        sources = [x.source for x in operands if x.source is not None]
         found = self.types.get(frozenset(s.name for s in sources))
-        if found is None:
-            raise Unsupported("the type of the logits is not known")
-        return found.result
+        if found is not None and len(sources) == len(operands):
+            return found.result
+        dtypes = [self.writer.value(x.element).value.dtype for x in operands]
+        return torch.promote_types(*dtypes)
 
     def _hidden(self, product: Product, dtype: torch.dtype) -> fx.Node:
         """Rows as [tokens, hidden_size], times what multiplies all logits of a row."""

@@ -18,12 +18,13 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
+from torch_streamkl.fx_passes.lowering import entry_calls
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import Axis, Size, Source, size_of
 from torch_streamkl.rows import op
-from torch_streamkl.rows.program import COLUMNS, PAIR
+from torch_streamkl.rows.program import COLUMNS, PAIR, Program
 
 aten = torch.ops.aten
 CHECKED = {aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_.value}
@@ -43,16 +44,11 @@ def emit(
     code gets a copy. Outputs never alias each other.
     """
     form = plan.form
-    inputs = [x.element for p in form.products for x in (p.rows, p.keys)]
+    inputs = [x.element for p in form.replaced for x in (p.rows, p.keys)]
     inputs += [c.value for c in form.captures]
+    inputs += [entries.ids for entries in form.entries]
     writer = Writer(build, reading, outer, [*inputs, *form.around])
-    tensors: list[fx.Node] = []
-    for product, heads in zip(form.products, form.axes.heads, strict=True):
-        tensors += _operands(writer, form, product, heads)
-    tensors = _of_one_type(build, tensors)
-    tensors += [_captured(writer, form, c) for c in form.captures]
-    call = build.call(op.row_program, tensors, form.program.text, form.requires_grad, "auto")
-    values = _values(writer, form, call)
+    values = _of_program(writer, form) | entry_calls.emit(writer, form.entries)
     results: dict[fx.Node, fx.Node] = {}
     returned = {storage_of(x) for x in build.graph.output_node().all_input_nodes}
     made: set[int | None] = set()
@@ -64,6 +60,20 @@ def emit(
         made.add(storage_of(x))
         results[output.node] = x
     return results
+
+
+def _of_program(writer: Writer, form: RowForm) -> dict[object, fx.Node]:
+    """Inserts the call, and returns the values of rows."""
+    if form.program is None:
+        return {}
+    tensors: list[fx.Node] = []
+    for product, heads in zip(form.products, form.axes.heads, strict=True):
+        tensors += _operands(writer, form, product, heads)
+    tensors = _of_one_type(writer.build, tensors)
+    tensors += [_captured(writer, form, c) for c in form.captures]
+    arguments = tensors, form.program.text, form.requires_grad, "auto"
+    call = writer.build.call(op.row_program, *arguments)
+    return _values(writer, form, form.program, call)
 
 
 def _operands(writer: Writer, form: RowForm, product: Product, heads: Dim) -> list[fx.Node]:
@@ -117,10 +127,12 @@ def _checked_dim(c: Captured) -> int | None:
     return None
 
 
-def _values(writer: Writer, form: RowForm, call: fx.Node) -> dict[object, fx.Node]:
+def _values(
+    writer: Writer, form: RowForm, program: Program, call: fx.Node
+) -> dict[object, fx.Node]:
     """The values of rows, with a dimension for each of their axes."""
     build = writer.build
-    results = {slot: build.call(operator.getitem, call, slot) for slot in form.program.outputs}
+    results = {slot: build.call(operator.getitem, call, slot) for slot in program.outputs}
     found: dict[object, fx.Node] = {}
     for number, value in enumerate(form.values):
         axes = tuple(a for dim in value.axes for a in dim)

@@ -210,6 +210,8 @@ class Writer:
                 return self._log_softmax(x.value, args[0])
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
+        if x.op == "norm":
+            return self._norm(args[0])
         if x.op in UNARY:
             return self._pointwise(UNARY[x.op], args)
         if x.op in BINARY:
@@ -249,6 +251,15 @@ class Writer:
         if all(a.is_number for a in args):
             raise Unsupported("an operation on numbers alone")
         return Placed(self.build.call(call, *given), dims)
+
+    def _norm(self, x: Placed) -> Placed:
+        """The root of a sum of squares, whose gradient at 0 is 0, as that of torch's norms."""
+        build = self.build
+        is_above = build.call(torch.gt, x.node, 0.0)
+        root = build.call(torch.sqrt, build.call(torch.where, is_above, x.node, 1.0))
+        return Placed(
+            build.call(torch.where, is_above, root, build.call(torch.mul, x.node, 0.0)), x.dims
+        )
 
     def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:
         if any(isinstance(n, fx.Node) for n in numbers):
@@ -351,6 +362,13 @@ class Writer:
                 x = self._scaled(x, self.arranging.inserted_size(a.size))
         return x
 
+    def _log_softmax(self, axis: Axis, x: Placed) -> Placed:
+        """Of entries that an operator returns: of scores, operators compute it."""
+        x = self.arranging.squeezed(self.arranging.split(x, ()))
+        if (axis,) not in x.dims:
+            raise Unsupported("log_softmax of a value of rows, inside of an operation")
+        return Placed(self.build.method("log_softmax", x.node, x.dims.index((axis,))), x.dims)
+
     # ------------------------------------------------------------------------- captured tensors
 
     def _captured(self, x: Node, least: torch.dtype | None) -> Placed:
@@ -387,7 +405,7 @@ class Writer:
 
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
-        if not any(y.op == "capture" for y in walk([at])):
+        if not any(y.op == "capture" or _moves_around(y) for y in walk([at])):
             raise Unsupported("reshape that mixes the axes of the scores")
         self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)
@@ -526,3 +544,8 @@ def _positions(at: Node) -> Positions | None:
         return None
     is_row = len(at.args) == 1 and at.args[0].op == "index"
     return at.value.name if isinstance(at.value.name, Positions) and is_row else None
+
+
+def _moves_around(x: Node) -> bool:
+    """Whether positions are shifted and begin anew, as of `roll`."""
+    return x.op == "remainder" and x.args[0].op == "linear" and x.args[0].value[0] != 0.0

@@ -12,6 +12,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
     Divergence,
     Plans,
@@ -19,10 +20,9 @@ from torch_streamkl.fx_passes.planning.divergences import (
     find_divergences,
     product_types,
 )
+from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, may_have_programs
 from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
-from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
-from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
 

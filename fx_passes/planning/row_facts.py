@@ -37,7 +37,8 @@ def facts_of(reading: Reading) -> Facts:
         return reading.sizes.of(value.shape[d])
 
     found = tuple(dict.fromkeys(logarithms))
-    return Facts(why_repeated, found, reading.reads_products, dtype_of, extent)
+    made = reading.reads_products
+    return Facts(why_repeated, found, made, dtype_of, extent, is_ranked=is_ranked)
 
 
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
@@ -62,15 +63,26 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     return [z for z in found if any(s.op == "log_softmax" for s in walk([z]))]
 
 
-def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
-    """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
+def _top_of(ids: Node) -> fx.Node | None:
+    """The top-k that computes ids."""
     node = ids.value.name if isinstance(ids.value, Source) else None
     while isinstance(node, fx.Node) and node.target in SAME:
         (node,) = node.all_input_nodes
     if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
-        return NOT_RANKED
+        return None
     top = node.args[0]
-    if not isinstance(top, fx.Node) or top.target != aten.topk.default:
+    return top if isinstance(top, fx.Node) and top.target == aten.topk.default else None
+
+
+def is_ranked(ids: Node) -> bool:
+    """Returns whether ids are those of a top-k of the graph."""
+    return _top_of(ids) is not None
+
+
+def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
+    """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
+    top = _top_of(ids)
+    if top is None:
         return NOT_RANKED
     source: Tensor = top.args[0].meta["val"]  # type: ignore[union-attr]
     given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)

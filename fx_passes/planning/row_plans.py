@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
+from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.row_eager import check_eager
 from torch_streamkl.fx_passes.planning.row_facts import facts_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
@@ -81,7 +82,9 @@ class RowPlanner:
 
     def __init__(self, trace: Trace, reading: Reading, region: Region) -> None:
         self.trace, self.reading, self.region = trace, reading, region
-        self.facts: Facts = facts_of(reading)
+        types = product_types(trace, reading)
+        made = {names: found.result for names, found in types.items()}
+        self.facts: Facts = replace(facts_of(reading), product_types=made)
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
@@ -112,11 +115,12 @@ class RowPlanner:
             RowOutput(r, self.trace.outer[r], around, x.dims)
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
-        every = [x.element for p in form.products for x in (p.rows, p.keys)]
-        sources = sources_of([*every, *(c.value for c in form.captures), *form.around])
+        every = [x.element for p in form.replaced for x in (p.rows, p.keys)]
+        at_ids = [entries.ids for entries in form.entries]
+        sources = sources_of([*every, *at_ids, *(c.value for c in form.captures), *form.around])
         dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
         check_eager(roots, [*(c.value for c in form.captures), *form.around], dtypes, self.reading)
-        matmuls = tuple(self._matmul(p) for p in form.products)
+        matmuls = tuple(self._matmul(p) for p in form.replaced)
         return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
@@ -293,15 +297,24 @@ def why_small(plan: ProgramPlan) -> str:
     which are no larger than what they are computed from.
     """
     form = plan.form
-    if form.program.logsumexps or any(n.op == "exp" for n in form.program.nodes):
+    if (
+        form.program is None
+        or form.program.logsumexps
+        or any(n.op == "exp" for n in form.program.nodes)
+    ):
         return ""
-    for product in form.products:
-        axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
-        made = _extent(axes)
-        operands = [_extent(x.axes) for x in (product.rows, product.keys)]
-        if made is None or any(n is None or made < 2 * n for n in operands):
-            return "products that are not larger than what they are computed from"
-    return ""
+    return (
+        "products that are not larger than what they are computed from"
+        if all(map(_is_small, form.products))
+        else ""
+    )
+
+
+def _is_small(product: Product) -> bool:
+    axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
+    made = _extent(axes)
+    operands = [_extent(x.axes) for x in (product.rows, product.keys)]
+    return made is None or any(n is None or made < 2 * n for n in operands)
 
 
 def _extent(axes: Collection[object]) -> int | None:
@@ -319,6 +332,8 @@ def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collectio
 
     ``special`` and ``infinite`` name what reads NaN and infinity after them, and infinity alone.
     """
+    if plan.form.program is None:  # entries have the numbers of the whole product
+        return ""
     names = special
     if not names and not is_never_infinite(plan.form.program, plan.dtypes):
         names = infinite
@@ -338,7 +353,7 @@ def mib_of(plan: ProgramPlan) -> float | None:
     Sizes that vary count as they are when the graph is compiled.
     """
     mib = 0.0
-    for product in plan.form.products:
+    for product in plan.form.replaced:
         total = 1
         for a in {*product.rows.axes, *product.keys.axes} - set(product.contracted):
             hint = _hint(a.size)
@@ -360,6 +375,8 @@ def _hint(size: Size | None) -> int | None:
 def describe_program(plan: ProgramPlan) -> str:
     """Returns the form of a row program."""
     form, products = plan.form, len(plan.form.products)
+    if form.program is None:
+        return "entries of a product at given ids"
     levels = max(form.program.levels)
     what = "the product" if products == 1 else f"{products} products"
     sizes = sorted({r.size for r in form.program.reductions if r.size})

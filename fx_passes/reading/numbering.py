@@ -23,9 +23,15 @@ class Numbering:
         self._written, self._records = written, records
         self._known: dict[object, fx.Node] = {}
 
-    def visit(self, node: fx.Node) -> None:
-        """Numbers the next node of the graph."""
-        self.canonical[node] = self._first(node)
+    def visit(self, node: fx.Node, held: Tensor | None = None) -> None:
+        """Numbers the next node of the graph; ``held`` is the tensor that an attribute has."""
+        self.canonical[node] = self._first(node) if held is None else self._attribute(node, held)
+
+    def _attribute(self, node: fx.Node, held: Tensor) -> fx.Node:
+        """The first of attributes that are one tensor."""
+        if storage_of(node) in self._written:
+            return node
+        return self._known.setdefault(("attribute", id(held)), node)
 
     def _first(self, node: fx.Node) -> fx.Node:
         if node.op != "call_function" or not is_pure(node):

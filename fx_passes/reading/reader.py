@@ -192,7 +192,9 @@ class Reader:
     def run(self) -> Reading:
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.numbering.visit(node)
+                held = getattr(self.module, str(node.target), None)
+                is_held = node.op == "get_attr" and isinstance(held, Tensor)
+                self.numbering.visit(node, held if is_held else None)
                 self._leaf(node)
             elif node.op == "call_function":
                 self.numbering.visit(node)
@@ -396,9 +398,14 @@ class Reader:
             if is_number(x.expr) and any(e.flows for e in given):
                 self.reading.vanished[node] = _trained(given)
                 return x
-        if is_recorded and not x.expr.flows and not is_filled:
+        if is_recorded and not x.expr.flows and not is_filled and not self._is_written_later(node):
             raise NoRule("a gradient flows through what is a constant")
         return x
+
+    def _is_written_later(self, node: fx.Node) -> bool:
+        """Whether a tensor that is made of no other has the gradient of what is written to it."""
+        is_leaf = any(name_of(user) == "requires_grad_" for user in node.users)
+        return not is_leaf and not _read_by(node) and storage_of(node) in self.written_storages
 
     def _shaped(self, x: Array, value: Tensor) -> Array:
         shape = [self.sizes.of(n) for n in value.shape]

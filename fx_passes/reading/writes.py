@@ -24,9 +24,14 @@ from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, Result
-from torch_streamkl.fx_passes.reading.rules.views import ORDERS, RESHAPES, SAME, order_of, part_of
-from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative
-from torch_streamkl.program.graph import index
+from torch_streamkl.fx_passes.reading.rules.views import (
+    ORDERS,
+    RESHAPES,
+    SAME,
+    order_of,
+    part_of,
+    part_written,
+)
 
 if TYPE_CHECKING:
     from torch_streamkl.fx_passes.reading.reader import Reader
@@ -173,25 +178,5 @@ class Writes:
         if target in RESHAPES:
             return arrays.reshaped(new, old.shape)
         if target in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
-            return _part_written(call, new, old)
+            return part_written(call, part_of(call, old), new, old)
         raise NoRule(STALE)
-
-
-def _part_written(call: Call, new: Array, old: Array) -> Array:
-    d, start, count = part_of(call, old)
-    base = arrays.with_one_axis(old, d)
-    if not base.dims[d]:
-        return new if len(new.dims) == len(old.dims) else call.made(new.expr, old.dims)
-    j = index(base.dims[d][0])
-    if count is None:
-        here = compare("eq", j, start)
-        dims = (*new.dims[:d], (), *new.dims[d:])
-        inside = call.made(new.expr, dims)
-    else:
-        at = linear(0.0, [(1.0, j), (-1.0, start)])
-        last = linear(-1.0, [(1.0, count), (-1.0, at)])
-        here = all_of(nonnegative(at), nonnegative(last))
-        inside = arrays.indexed(new, d, at, [base.dims[d]])
-    position = [()] * len(base.dims)
-    condition = call.made(here, [base.dims[d] if i == d else x for i, x in enumerate(position)])
-    return call.pointwise(choose, condition, inside, base)

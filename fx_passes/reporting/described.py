@@ -13,7 +13,7 @@ from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, Product, Side, Stricter
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.user_names import user_name
-from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.spoken import (
     has_exp_of_probability,
     has_log_of_log,

@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
 )
 from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
+from torch_streamkl.fx_passes.planning.refusals import ELSEWHERE, NOT_MADE, Refusals, near
 from torch_streamkl.fx_passes.reporting.graph_breaks import (
     break_after,
     break_before,
@@ -25,7 +26,6 @@ from torch_streamkl.fx_passes.reporting.graph_breaks import (
 )
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.reasons import LEAVES
-from torch_streamkl.fx_passes.reporting.refusals import ELSEWHERE, NOT_MADE, Refusals, near
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unrecognized import CHECKPOINT, called
 

@@ -7,8 +7,8 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
-from torch_streamkl.fx_passes.reporting.divergence_sites import CALLS, LOG_SOFTMAXES, SOFTMAXES
-from torch_streamkl.fx_passes.reporting.refusals import (
+from torch_streamkl.fx_passes.planning.divergence_sites import CALLS, LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.planning.refusals import (
     ELSEWHERE,
     NO_PRODUCT,
     NOT_IN_GRAPH,
@@ -18,7 +18,7 @@ from torch_streamkl.fx_passes.reporting.refusals import (
     Refusals,
     near,
 )
-from torch_streamkl.fx_passes.reporting.score_levels import Level
+from torch_streamkl.fx_passes.planning.score_levels import Level
 
 ONE_SIDE = "the scores or probabilities of one side are not made"
 AS_PRODUCT = "the sum over the keys is written as a matrix product"

@@ -16,7 +16,8 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     num_bytes,
 )
 from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one, provably_equal
-from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.fx_passes.planning.refusals import Refusals
+from torch_streamkl.fx_passes.planning.score_levels import ScoreLevels
 from torch_streamkl.fx_passes.reporting.report import Remaining
 from torch_streamkl.fx_passes.reporting.score_families import (
     by_user,
@@ -24,7 +25,6 @@ from torch_streamkl.fx_passes.reporting.score_families import (
     num_elements,
     operands_of,
 )
-from torch_streamkl.fx_passes.reporting.score_levels import ScoreLevels
 from torch_streamkl.fx_passes.reporting.unfused_memory import (
     OF_AN_INPUT,
     ORDERED,

@@ -12,11 +12,10 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, is_view, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
+from torch_streamkl.fx_passes.planning.divergence_sites import SOFTMAXES
+from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reporting.divergence_sites import SOFTMAXES
-from torch_streamkl.fx_passes.reporting.refusals import Refusals
-from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
-from torch_streamkl.program.graph import Node, Source
+from torch_streamkl.program.graph import Source
 
 ORIGINS = SOFTMAXES | {"log_softmax", "log"}  # also of logits from elsewhere
 
@@ -49,14 +48,6 @@ def score_sized_nodes(
         if (known and not families.sums_keys(inner)) or is_large:
             result[node] = inner
     return result
-
-
-def nodes_of(elements: Iterable[Node], refusals: Refusals) -> list[fx.Node]:
-    """Returns the nodes of the trace that operands of calls are elements of."""
-    found = (
-        x.value.name if isinstance(x.value, Source) else refusals.first_with(x) for x in elements
-    )
-    return [x for x in found if isinstance(x, fx.Node)]
 
 
 def _products_of(trace: Trace, operands: set[fx.Node]) -> set[fx.Node]:

@@ -142,6 +142,13 @@ def test_programs_pass_the_gate() -> None:
         assert row.status == "untimed", row
 
 
+def test_chosen_keys_pass_the_gate() -> None:
+    (of,) = indexer.chosen_keys("cpu", True)
+    for name in ("eager", "chosen", "torch"):
+        row = rows_of(of, *of_case(of, [name]), seconds=0.0)[name]
+        assert row.status == "untimed", row
+
+
 def test_gate_rejects_wrong_providers_and_prints_no_ratio() -> None:
     wrong = [provider(f.__name__, f) for f in (half, gradient_to_one_side, not_a_number)]
     rows = list(rows_of(ATTENTION, EAGER, *wrong).values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -14,14 +13,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.ranks import (
     Rank,
-    assert_passed,
-    checks_of,
     close,
     counted_collectives,
     keeping_graphs,
     largest_tensor,
+    names_of,
     on_ranks,
-    outcomes,
+    run_check,
     same_error,
 )
 from torch_streamkl import attention_kl, attention_kl_varlen
@@ -29,11 +27,6 @@ from torch_streamkl.attention import ops
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 48, 16  # divides into chunks of 2, 3, 4 and 8 ranks
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
 
 
 class Problem:
@@ -467,16 +460,11 @@ ON_THREE_RANKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found_on_three() -> dict[str, list[str]]:
-    return outcomes([__name__], size=3, names=ON_THREE_RANKS)
-
-
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
-def test_on_three_ranks(found_on_three: dict[str, list[str]], name: str) -> None:
-    assert_passed(found_on_three, name)
+def test_on_three_ranks(name: str) -> None:
+    run_check(__name__, name, 3)
 
 
-@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

@@ -6,7 +6,6 @@ The truth is the reference in float64 on whole tensors; the budget is that of on
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,34 +18,20 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.ranks import (
     Rank,
-    assert_passed,
-    checks_of,
     close,
     counted_collectives,
     keeping_graphs,
     largest_tensor,
+    names_of,
     on_ranks,
-    outcomes,
+    run_check,
     same_error,
+    slowly_on_ranks,
 )
 from torch_streamkl import linear_kl
 from torch_streamkl.distributed import reshard_vocab, shard_rows
 
 NUM_TOKENS, NUM_WORDS, WIDTH, TEACHER_WIDTH = 40, 101, 16, 24
-
-
-SLOW = ["matrix_by_aot_eager", "matrix_by_inductor"]
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    names = checks_of(sys.modules[__name__])
-    return outcomes([__name__], names=[name for name in names if name not in SLOW])
-
-
-@pytest.fixture(scope="module")
-def found_slowly() -> dict[str, list[str]]:
-    return outcomes([__name__], names=SLOW)
 
 
 @dataclass
@@ -537,12 +522,12 @@ def _compiled_matrix(me: Rank, backend: str) -> None:
             _check_form(me, kind, form, options, compiler)
 
 
-@on_ranks
+@slowly_on_ranks
 def matrix_by_aot_eager(me: Rank) -> None:
     _compiled_matrix(me, "aot_eager")
 
 
-@on_ranks
+@slowly_on_ranks
 def matrix_by_inductor(me: Rank) -> None:
     _compiled_matrix(me, "inductor")
 
@@ -668,14 +653,6 @@ def a_killed_rank(me: Rank) -> None:
         linear_kl(**parts, group=me.group)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_slowly_on_two_ranks(found_slowly: dict[str, list[str]], name: str) -> None:
-    assert_passed(found_slowly, name)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in checks_of(sys.modules[__name__]) if name not in SLOW]
-)
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

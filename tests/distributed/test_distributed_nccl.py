@@ -12,7 +12,7 @@ import importlib
 import pytest
 import torch
 
-from tests.support.ranks import assert_passed, checks_of, outcomes
+from tests.support.ranks import checks_of, run_check
 
 MODULES = [  # what takes longest comes last
     "tests.distributed.test_traced_fsdp",
@@ -21,20 +21,13 @@ MODULES = [  # what takes longest comes last
     "tests.distributed.test_rewritten_attention_dtensors",
     "tests.distributed.test_distributed_linear",
 ]
-NAMES = [name for module in MODULES for name in checks_of(importlib.import_module(module))]
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes(MODULES, "cuda")
-
-
-def test_names_are_unique() -> None:
-    assert len(set(NAMES)) == len(NAMES)
+CHECKS = [
+    (module, name) for module in MODULES for name in checks_of(importlib.import_module(module))
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_gpus(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize(("module", "name"), CHECKS)
+def test_on_two_gpus(module: str, name: str) -> None:
+    run_check(module, name, device="cuda")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.ranks import Rank, assert_passed, on_ranks, outcomes, same_error
+from tests.support.ranks import Rank, on_ranks, run_check, same_error
 from torch_streamkl import LinearKL, attention_kl, linear_kl, nitrobrew, row_program
 from torch_streamkl.distributed import (
     attention_kl_context_parallel,
@@ -345,21 +345,11 @@ ALL = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_ranks"
 ON_THREE = ["learned_scales_of_shared_sequences", "weights_of_tokens_on_a_mesh"]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
-
-
-@pytest.fixture(scope="module")
-def found_on_three() -> dict[str, list[str]]:
-    return outcomes([__name__], size=3, names=ON_THREE)
-
-
 @pytest.mark.parametrize("name", ALL)
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)
 
 
 @pytest.mark.parametrize("name", ON_THREE)
-def test_on_three_ranks(found_on_three: dict[str, list[str]], name: str) -> None:
-    assert_passed(found_on_three, name)
+def test_on_three_ranks(name: str) -> None:
+    run_check(__name__, name, 3)

@@ -5,7 +5,6 @@ The truth is a formula in float64 on whole tensors; the budget is that of one pr
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -15,23 +14,17 @@ from torch import Tensor, distributed
 from tests.operators.test_linear_topk_kl import DIVERGENCES, TAILS, entries, formula, head, leaves
 from tests.support.ranks import (
     Rank,
-    assert_passed,
-    checks_of,
     close,
     counted_collectives,
+    names_of,
     on_ranks,
-    outcomes,
+    run_check,
     same_error,
 )
 from torch_streamkl import linear_topk_kl
 
 NUM_TOKENS, VOCAB = 20, 53
 NAMES = ("hidden", "weight", "bias")
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
 
 
 def cut_of(me: Rank, tensors: dict[str, Tensor], vocab: slice) -> dict[str, Tensor]:
@@ -143,6 +136,6 @@ def what_ranks_differ_in(me: Rank) -> None:
     same_error(me, call(weight=placed), "plain tensors", "to_local()")
 
 
-@pytest.mark.parametrize("name", checks_of(sys.modules[__name__]))
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.ranks import Rank, assert_passed, on_ranks, outcomes
+from tests.support.ranks import Rank, on_ranks, run_check
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.distributed import attention_kl_context_parallel, reshard_vocab
 
@@ -246,32 +246,17 @@ NAMES = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_rank
 ON_THREE = ["linear_kl_of_a_group", "linear_kl_of_shared_tokens", "context_parallel_by_gathering"]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
-
-
-@pytest.fixture(scope="module")
-def found_on_three() -> dict[str, list[str]]:
-    return outcomes([__name__], size=3, names=ON_THREE)
-
-
-@pytest.fixture(scope="module")
-def all_found_on_three() -> dict[str, list[str]]:
-    return outcomes([__name__], size=3)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)
 
 
 @pytest.mark.parametrize("name", ON_THREE)
-def test_on_three_ranks(found_on_three: dict[str, list[str]], name: str) -> None:
-    assert_passed(found_on_three, name)
+def test_on_three_ranks(name: str) -> None:
+    run_check(__name__, name, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_all_on_three_ranks(all_found_on_three: dict[str, list[str]], name: str) -> None:
-    assert_passed(all_found_on_three, name)
+def test_all_on_three_ranks(name: str) -> None:
+    run_check(__name__, name, 3)

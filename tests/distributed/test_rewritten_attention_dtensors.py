@@ -6,7 +6,6 @@ The truth is the same code in float64 on whole tensors of one process.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.torch_version import TorchVersion
 
 from tests.distributed.test_rewritten_dtensors import AS_IT_IS, Case, all_close, kl, mesh_of, whole
-from tests.support.ranks import (
-    Rank,
-    assert_passed,
-    checks_of,
-    keeping_graphs,
-    largest_tensor,
-    on_ranks,
-    outcomes,
-)
+from tests.support.ranks import Rank, keeping_graphs, largest_tensor, names_of, on_ranks, run_check
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.dtensors import rewriting
 
@@ -37,11 +28,6 @@ BY_BATCH, BY_HEADS, BY_QUERIES = (Shard(0),), (Shard(1),), (Shard(2),)
 # before, DTensor has no matmul of four dimensions but for the batch: no naive code to rewrite
 ANY_DIMENSION = TorchVersion(torch.__version__) >= "2.13"
 WAYS = (BY_BATCH, BY_HEADS) if ANY_DIMENSION else (BY_BATCH,)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
 
 
 @dataclass
@@ -273,6 +259,6 @@ def a_rank_that_fails_late(me: Rank) -> None:
         assert "rank 1: IndexError: of a test" in str(report), str(report)
 
 
-@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

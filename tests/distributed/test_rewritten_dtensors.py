@@ -6,7 +6,6 @@ The truth is the same code in float64 on whole tensors of one process.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.ranks import (
     Rank,
-    assert_passed,
-    checks_of,
     close,
     keeping_graphs,
     largest_tensor,
+    names_of,
     on_ranks,
-    outcomes,
+    run_check,
+    slowly_on_ranks,
 )
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.dtensors import agreement
@@ -41,20 +40,6 @@ NUM_TOKENS, NUM_WORDS, WIDTH = 12, 23, 8  # vocabulary entries that two ranks do
 Program = Callable[..., Any]
 AS_IT_IS = {"streamkl.inner": "aot_eager"}
 UNEVEN = TorchVersion(torch.__version__) >= "2.13"
-
-
-SLOW = ["all_placements", "more_on_two_mesh_dimensions"]
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    names = checks_of(sys.modules[__name__])
-    return outcomes([__name__], names=[name for name in names if name not in SLOW])
-
-
-@pytest.fixture(scope="module")
-def found_slowly() -> dict[str, list[str]]:
-    return outcomes([__name__], names=SLOW)
 
 
 def kl(student: Any, teacher: Any, reduction: str = "batchmean") -> Any:
@@ -281,7 +266,7 @@ def placements(me: Rank) -> None:
     Case(on_whole_logits, vocab_size=3).fuses(me)
 
 
-@on_ranks
+@slowly_on_ranks
 def all_placements(me: Rank) -> None:
     for hidden, student, teacher in PLACEMENTS[4:]:
         case = {"x_s": hidden, "x_t": hidden, "w_s": student, "w_t": teacher}
@@ -336,7 +321,7 @@ def two_mesh_dimensions(me: Rank) -> None:
             _on_two_mesh_dimensions(me, program, mesh, other)
 
 
-@on_ranks
+@slowly_on_ranks
 def more_on_two_mesh_dimensions(me: Rank) -> None:
     for mesh, programs in (
         ((1, me.size), {summed_on_dtensors: Replicate(), on_whole_logits: Shard(0)}),
@@ -661,14 +646,6 @@ def a_rank_that_does_not_compile(me: Rank) -> None:
         alone.refusals([], {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_slowly_on_two_ranks(found_slowly: dict[str, list[str]], name: str) -> None:
-    assert_passed(found_slowly, name)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in checks_of(sys.modules[__name__]) if name not in SLOW]
-)
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

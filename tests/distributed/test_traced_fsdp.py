@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,17 @@ from torch.distributed.tensor import DTensor
 from tests.support.distilled_step import WIDTH, Step
 from tests.support.ranks import (
     Rank,
-    assert_passed,
-    checks_of,
     keeping_graphs,
+    names_of,
     on_ranks,
-    outcomes,
+    run_check,
     same_error,
+    slowly_on_ranks,
 )
 from torch_streamkl.distributed import trace_fully_shard
 from torch_streamkl.fx_passes import backend
 
 SEQLEN = 12
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
 
 
 class Tied(nn.Module):
@@ -117,6 +111,10 @@ def compare(
 @on_ranks
 def the_same_steps_as_fsdp2(me: Rank) -> None:
     compare(me)
+
+
+@slowly_on_ranks  # parameters_are_gathered_again sees how often each gathers
+def the_same_steps_without_resharding(me: Rank) -> None:
     compare(me, reshard_after_forward=False)
 
 
@@ -127,15 +125,19 @@ def tied_weights_and_accumulated_gradients(me: Rank) -> None:
 
 @on_ranks
 def mixed_precision(me: Rank) -> None:
-    for reduce_dtype in (torch.float32, None):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        compare(me, limit=0.02, mp_policy=policy)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    compare(me, limit=0.02, mp_policy=policy)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     model = trace_fully_shard(sharded(me, dtype=torch.float32, mp_policy=policy))
     loss = compiled(model)(torch.randn(3, SEQLEN, WIDTH, device=me.device))
     assert loss.dtype == torch.float64
     loss.backward()
     assert all(p.grad.dtype == torch.float32 for p in model.student.parameters())
+
+
+@slowly_on_ranks  # gradients_travel_in_the_dtype_of_the_policy sees the dtype of both
+def mixed_precision_of_gradients_as_well(me: Rank) -> None:
+    compare(me, limit=0.02, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 @on_ranks
@@ -156,11 +158,17 @@ def gradients_travel_in_the_dtype_of_the_policy(me: Rank) -> None:
 @on_ranks
 def hybrid_sharding(me: Rank) -> None:
     """With four ranks, two replicas of two shards: gradients are means over both dimensions."""
-    for shape in ((2, 2),) if me.size == 4 else ((me.size, 1), (1, me.size)):
-        mesh = device_mesh.init_device_mesh(
-            me.device.type, shape, mesh_dim_names=("replicate", "shard")
-        )
-        compare(me, mesh=mesh)
+    compare(me, mesh=hybrid_mesh(me, (me.size // 2, 2) if me.size == 4 else (me.size, 1)))
+
+
+@slowly_on_ranks  # fully_shard of one dimension is tested above, and of two with four ranks
+def hybrid_sharding_of_one_replica(me: Rank) -> None:
+    compare(me, mesh=hybrid_mesh(me, (1, me.size)))
+
+
+def hybrid_mesh(me: Rank, shape: tuple[int, int]) -> Any:
+    names = ("replicate", "shard")
+    return device_mesh.init_device_mesh(me.device.type, shape, mesh_dim_names=names)
 
 
 @on_ranks
@@ -248,9 +256,9 @@ def modules_stay_modules(me: Rank) -> None:
 
 @pytest.mark.slow  # two ranks have each of the dimensions
 def test_on_four_ranks() -> None:
-    assert_passed(outcomes([__name__], size=4, names=["hybrid_sharding"]), "hybrid_sharding")
+    run_check(__name__, "hybrid_sharding", 4)
 
 
-@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

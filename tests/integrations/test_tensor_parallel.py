@@ -6,7 +6,6 @@ The truth is the same models and code without torch.compile.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,12 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from tests.integrations.libraries import needs, optional
-from tests.support.ranks import Rank, assert_passed, checks_of, on_ranks, outcomes
+from tests.support.ranks import Rank, names_of, on_ranks, run_check
 from torch_streamkl.fx_passes import backend
 
 transformers: Any = optional("transformers")
 NUM_WORDS = 49  # vocabulary entries that two ranks do not share evenly
 pytestmark = [needs("transformers", "accelerate"), pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    return outcomes([__name__])
 
 
 def _models(me: Rank, kind: str) -> tuple[Any, Any]:
@@ -109,6 +103,6 @@ def maps_of_tp_plan(me: Rank) -> None:
     _same_as_eager(me, maps, "llama", 2)
 
 
-@pytest.mark.parametrize("name", list(checks_of(sys.modules[__name__])))
-def test_on_two_ranks(found: dict[str, list[str]], name: str) -> None:
-    assert_passed(found, name)
+@pytest.mark.parametrize("name", names_of(__name__))
+def test_on_two_ranks(name: str) -> None:
+    run_check(__name__, name)

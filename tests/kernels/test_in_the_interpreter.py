@@ -18,8 +18,8 @@ from tests.support.interpreter import outside
 TESTS = Path(__file__).parents[1]
 ATTENTION = ["attention_triton_interpreted", "attention_numerics"]
 OTHERS = [
-    "drawn_calls", "drawn_row_programs", "inductor_kernels", "launches", "linear_kl_interpreted",
-    "linear_topk_interpreted",
+    "attention_topk_interpreted", "drawn_calls", "drawn_row_programs", "inductor_kernels",
+    "launches", "linear_kl_interpreted", "linear_topk_interpreted",
     "poisoned_memory", "replayed_launches", "row_program_kernels", "row_program_maps",
     "row_program_operations", "row_program_sums", "shard_kernels", "squares",
     "settings_of_torch", "tune",

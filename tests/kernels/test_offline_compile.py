@@ -10,6 +10,7 @@ import torch
 from bench.offline import (
     TARGETS,
     Launch,
+    check_frontend,
     compile_launch,
     ptxas_messages,
     record_launches,
@@ -24,7 +25,9 @@ from torch_streamkl.program.divergences import DIVERGENCES, Functional, named
 CLAMPED = named("forward_kl", student_clamp=1e-12, teacher_clamp=1e-12).text
 SQUARES = "(P-S)*(P-S)"
 JS = named("js").text
-# every kernel, and every form of values or of gradients, is there once without these
+# Compiling one kernel takes ten seconds. Those that `make test` compiles are a plain forward and
+# backward of Hopper, those with two passes and masks, by tiles, and one of each other kind of GPU.
+# Triton reads the other forms there (`test_forms_reach_triton`); `make test-slow` compiles them.
 slow = pytest.mark.slow
 
 
@@ -96,11 +99,10 @@ HEAD_MEAN_STACK = 8  # two registers of sums at sm_100
 KINDS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-# test_offline_matrix.py compiles the same kernels for GPUs of two of these kinds, and expects its
-# record; other tests here compile kernels like them for sm_90
+@slow  # test_offline_matrix.py compiles the same kernels, and expects its record
 @pytest.mark.parametrize(
     ("target", "head_dim"),
-    [("sm_100", 64), *(pytest.param(target, 128, marks=slow) for target in KINDS)],
+    [("sm_100", 64), *((target, 128) for target in KINDS)],
 )
 def test_portable(target: str, head_dim: int) -> None:
     launches = portable_launches(target, head_dim)
@@ -131,7 +133,7 @@ def gradient_launches(
     return launches
 
 
-@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("is_aligned", [True, pytest.param(False, marks=slow)])
 def test_elements_that_lie_together(is_aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads of 26 pairs, which no stride tells Triton, where tensors are aligned."""
     from torch_streamkl.attention import plans
@@ -226,6 +228,7 @@ def check_hopper(launch: Launch, stack: int) -> None:
 
 # key heads of the student, then of the teacher, next to 8 of both elsewhere
 OTHER_SIDES = {"student_dim": 64, "key_heads": (4, 8)}
+PACKED = OTHER_SIDES | {"window_right": 0, "is_packed": True}
 WINDOW = {"window_left": 511, "window_right": 0}
 
 
@@ -242,7 +245,7 @@ def without_tables(launches: list[Launch]) -> list[Launch]:
         pytest.param(128, "forward_kl", {"window_right": 0}, 1024, marks=slow),
         pytest.param(128, "forward_kl", {}, 1024, marks=slow),
         pytest.param(64, "reverse_kl", {"has_lengths": True}, 1024, marks=slow),
-        (128, CLAMPED, OTHER_SIDES | {"window_right": 0, "is_packed": True}, 1024),
+        pytest.param(128, CLAMPED, PACKED, 1024, marks=slow),
         pytest.param(64, "forward_kl", WINDOW | {"has_lengths": True}, 1024, marks=slow),
         pytest.param(128, CLAMPED, WINDOW | {"has_lengths": True}, 1024, marks=slow),
         pytest.param(64, CLAMPED, {}, 8192, marks=slow),
@@ -251,10 +254,10 @@ def without_tables(launches: list[Launch]) -> list[Launch]:
         pytest.param(64, CLAMPED, {"has_mask": True, "window_right": 0}, 1024, marks=slow),
         (64, JS, {"has_mask": True, "window_right": 0}, 1024),
         pytest.param(128, JS, {"window_right": 0}, 1024, marks=slow),
-        (64, SQUARES, {"has_lengths": True}, 8192),
+        pytest.param(64, SQUARES, {"has_lengths": True}, 8192, marks=slow),
         pytest.param(128, SQUARES, {}, 8192, marks=slow),
         pytest.param(64, "tv", WINDOW, 1024, marks=slow),
-        (256, "forward_kl", {"window_right": 0}, 1024),
+        pytest.param(256, "forward_kl", {"window_right": 0}, 1024, marks=slow),
         pytest.param(192, CLAMPED, WINDOW | {"has_lengths": True}, 1024, marks=slow),
         pytest.param(64, "reverse_kl", {"has_bias": True}, 1024, marks=slow),
         pytest.param(128, "forward_kl", {"has_bias": True}, 1024, marks=slow),
@@ -294,7 +297,7 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         pytest.param(64, "forward_kl", {"window_right": 0}, 1, False, marks=slow),
         pytest.param(128, "forward_kl", {"window_right": 0}, 1, False, marks=slow),
         pytest.param(64, CLAMPED, {"window_right": 0}, 1024, True, marks=slow),
-        (128, CLAMPED, OTHER_SIDES, 1024, True),
+        pytest.param(128, CLAMPED, OTHER_SIDES, 1024, True, marks=slow),
         pytest.param(64, CLAMPED, {"is_packed": True}, 1024, False, marks=slow),
         pytest.param(128, CLAMPED, {"window_right": 0}, 1024, False, marks=slow),
         pytest.param(128, "forward_kl", {"has_mask": True}, 1024, True, marks=slow),
@@ -303,9 +306,9 @@ def test_hopper(head_dim: int, divergence: str, options: dict[str, Any], seqlen:
         pytest.param(128, JS, {}, 1024, True, marks=slow),
         pytest.param(64, SQUARES, {}, 1024, True, marks=slow),
         pytest.param(128, SQUARES, {}, 1024, True, marks=slow),
-        (256, "forward_kl", {"window_right": 0}, 1024, True),
+        pytest.param(256, "forward_kl", {"window_right": 0}, 1024, True, marks=slow),
         pytest.param(192, CLAMPED, {"is_packed": True}, 1024, False, marks=slow),
-        (64, "forward_kl", {"has_bias": True}, 1024, True),
+        pytest.param(64, "forward_kl", {"has_bias": True}, 1024, True, marks=slow),
         pytest.param(128, "forward_kl", {"has_bias": True}, 1024, True, marks=slow),
     ],
 )
@@ -333,6 +336,31 @@ def test_hopper_backward(
         if launch.args["TASK"].PERSISTENT:
             stack = HOPPER_TURNS_STACK["backward"]
         check_hopper(launch, stack)
+
+
+FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "packed": (128, CLAMPED, PACKED),
+    "squares": (64, SQUARES, {"has_lengths": True}),
+    "wide": (256, "forward_kl", {"window_right": 0}),
+    "bias": (64, "forward_kl", {"has_bias": True}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_reach_triton(name: str) -> None:
+    """Kernels that `make test-slow` compiles are read, by a sixth of the time."""
+    from torch_streamkl.attention.hopper import launches as hopper
+
+    head_dim, divergence, options = FORMS[name]
+    with record_launches("sm_90") as launches:
+        p = problem(head_dim, divergence, **options)
+        _, stats = hopper.forward(p)
+        grad = torch.empty(1, 32, 1024, device="cuda")
+        hopper.backward(p, stats, grad, NeedsGrad(True, True, False, False))
+    main = {x.kernel.__name__: x for x in launches if x.kernel.is_gluon()}
+    assert {"forward_kernel", "backward_kernel"} <= main.keys()
+    for launch in main.values():
+        check_frontend(launch, "sm_90")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ MOST_APART = 16  # spills of kernels of twins
 MOST_CELLS = 400  # whose tiles are chosen again: as many as take a second
 SAMPLE = [
     pytest.param(Cell("sm_86", "attention", "bf16", 128, "plain"), marks=pytest.mark.slow),
-    Cell("sm_120", "attention", "fp32", 256, "plain"),
+    pytest.param(Cell("sm_120", "attention", "fp32", 256, "plain"), marks=pytest.mark.slow),
     Cell("gfx942", "attention", "bf16", 256, "plain"),
 ]
 

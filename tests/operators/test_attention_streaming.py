@@ -5,69 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.problems import CASES, INPUTS, Spec, build
-from tests.support.strategies import specs
-from tests.support.tolerances import budget, check
+from tests.support.feature_tests import (  # noqa: F401  # tests of this file
+    test_any_call,
+    test_dtype,
+    test_feature,
+    test_gradients_of_the_student_alone,
+)
+from tests.support.problems import CASES, INPUTS, build
 from torch_streamkl.attention import ops, torch_impl, torch_scores
 from torch_streamkl.attention.problem import NeedsGrad
 from torch_streamkl.divergences.names import functional_text
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks so small that a small problem has several of each kind."""
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of queries and keys."""
     monkeypatch.setattr(torch_scores, "STREAMING_BLOCK_ELEMENTS", 96)
     monkeypatch.setattr(torch_scores, "STREAMING_MAX_KEYS", 16)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", CASES)
-def test_feature(name: str) -> None:
-    call = build(CASES[name])
-    check(call.value_and_gradients("torch"), budget(call))
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_the_student_alone(name: str) -> None:
-    """A frozen teacher takes shorter ways through the backward."""
-    call = build(CASES[name])
-    for x in (n for n in call.tensors if n.startswith("teacher")):
-        call.tensors[x].requires_grad_(False)
-    check(call.value_and_gradients("torch"), budget(call))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached", "mask_additive"])
-def test_dtype(name: str, dtype: torch.dtype) -> None:
-    call = build(replace(CASES[name], dtype=dtype))
-    check(call.value_and_gradients("torch"), budget(call))
-
-
-def _any_call(num_calls: int) -> None:
-    @given(specs(dtypes=DTYPES))
-    @settings(max_examples=num_calls)
-    def any_call(spec: Spec) -> None:
-        call = build(spec)
-        check(call.value_and_gradients("torch"), budget(call))
-
-    any_call()
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_any_call() -> None:
-    _any_call(70)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_blocks")
-def test_more_calls() -> None:
-    _any_call(150)
 
 
 @pytest.mark.parametrize(

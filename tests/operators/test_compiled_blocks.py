@@ -55,6 +55,7 @@ def problem_of(seqlen: int = 33, dtype: torch.dtype = torch.float32, **options: 
 
 
 # one form of each body, at odd sizes, in three sizes of scores
+@pytest.mark.vectorized
 @pytest.mark.usefixtures("always_compiled")
 @pytest.mark.parametrize(
     "spec",
@@ -187,6 +188,7 @@ def test_without_a_compiler_it_says_so_once_and_runs_the_blocks(
     assert torch.equal(rows.value, out.value)
 
 
+@pytest.mark.vectorized
 @pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float32]), ids=str)
 def test_rows_of_words(dtype: torch.dtype) -> None:
     wide = [torch.randn(13, 128, dtype=torch.float64)[:, :70] for _ in range(2)]

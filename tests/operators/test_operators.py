@@ -24,6 +24,7 @@ from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
 from torch_streamkl import bounds
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
+from torch_streamkl.attention_topk import ops as chosen_ops
 from torch_streamkl.double_backward import double_backward_factor, once
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.divergences import DIVERGENCES, named
@@ -37,6 +38,7 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import KEY, Capture, Program
 from torch_streamkl.rows.trace import Tracer, trace
 from torch_streamkl.topk import ops as topk_ops
+from torch_streamkl.topk.logits import entry_logits, entry_logits_backward
 
 ALL = [True, True, True, True]
 Arguments = tuple[Any, ...]
@@ -163,7 +165,31 @@ def topk_backward(arguments: Arguments) -> Arguments:
     return torch.rand_like(value), entry_grad, factors, [True] * 3, *detached(arguments)
 
 
+def chosen_arguments(has_heads: bool) -> Arguments:
+    """Tensors and options of `attention_topk`; one head without weights has known log-sum-exps."""
+    heads = 3 if has_heads else 1
+    q, k = torch.randn(2, heads, 5, 8), torch.randn(2, 7, 8)
+    weights = torch.rand(2, heads, 5).requires_grad_() if has_heads else None
+    teacher = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 7, 6)
+    lse = None if has_heads else torch.randn(2, 4, 5)
+    ranges = torch.tensor([0, 6], dtype=torch.int32)[:, None, None].expand(2, 2, 5).contiguous()
+    learned = q.requires_grad_(), k.requires_grad_(), weights
+    rest = *teacher, torch.randint(-1, 7, (2, 5, 4)), lse, ranges if has_heads else None
+    return (*learned, *rest, 0.7, 0.3, "auto", False, False)
+
+
+def chosen_backward(arguments: Arguments) -> Arguments:
+    given = list(detached(arguments))
+    value, stats, lse = chosen_ops.attention_topk(*given)
+    given[chosen_ops.LSE] = lse if given[chosen_ops.LSE] is None else given[chosen_ops.LSE]
+    return torch.rand_like(value), stats, [True, True, given[2] is not None], *given
+
+
 LINEAR = linear_arguments()
+ENTRIES: Arguments = (
+    torch.randn(5, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True),
+    torch.randint(31, (5, 3)),
+)  # fmt: skip
 # sums over heads, columns of ids, their values, labels
 VARIANTS_OF_ROWS = ("indexer", "top_k_with_ghost", "cached_top_k", "dkd")
 FUNCTIONALS = {
@@ -236,12 +262,26 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         )
         for tail in ("bucket", "renormalize")
     },
+    **{
+        f"attention_topk {name}": (chosen_ops.attention_topk, chosen_arguments(has_heads), {})
+        for name, has_heads in (("of heads", True), ("of one head", False))
+    },
+    **{
+        f"attention_topk_backward {name}": (
+            chosen_ops.attention_topk_backward, chosen_backward(chosen_arguments(has_heads)), {},
+        )
+        for name, has_heads in (("of heads", True), ("of one head", False))
+    },
     "linear_topk_sum": (
         topk_ops.linear_topk_sum, (torch.rand(5), [True] * 3, *topk_arguments("bucket")), {},
     ),
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), {}),
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), {},
+    ),
+    "entry_logits": (entry_logits, ENTRIES, {}),
+    "entry_logits_backward": (
+        entry_logits_backward, (torch.rand(5, 3), [True, True], *detached(ENTRIES)), {},
     ),
     "checked_ids": (bounds.checked_ids, (torch.tensor([[0, 4, 2]]), 5, 1), {}),
     "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), {}),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
 from tests.operators.test_attention_operator import operator_arguments
-from tests.support.problems import CASES, Spec, build
-from tests.support.strategies import specs
+from tests.support.feature_tests import (  # noqa: F401  # tests of this file
+    test_any_call,
+    test_dtype,
+    test_feature,
+    test_gradients_of_the_student_alone,
+)
+from tests.support.problems import CASES
 from tests.support.subgraphs import bodies_as_written  # noqa: F401  # a fixture
-from tests.support.tolerances import budget, check
 from torch_streamkl.attention import ops, query_tiles, torch_impl
 from torch_streamkl.attention.problem import NeedsGrad
 from torch_streamkl.linear import rows as linear_rows
@@ -23,56 +25,15 @@ from torch_streamkl.linear.problem import Head, LinearProblem, RowValues, RowWei
 from torch_streamkl.linear.problem import NeedsGrad as LinearNeedsGrad
 from torch_streamkl.program.divergences import named
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-pytestmark = pytest.mark.usefixtures("bodies_as_written", "small_panels")
+pytestmark = pytest.mark.usefixtures("bodies_as_written", "small_parts")
 
 
 @pytest.fixture
-def small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators run query tiles, so small that a small problem has several."""
     monkeypatch.setattr(query_tiles, "QUERY_TILE_ELEMENTS", 200)
     monkeypatch.setattr(query_tiles, "LEAST_QUERIES", 4)
     monkeypatch.setattr(ops, "_module", lambda _: query_tiles)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_feature(name: str) -> None:
-    call = build(CASES[name])
-    check(call.value_and_gradients("torch"), budget(call))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_the_student_alone(name: str) -> None:
-    call = build(CASES[name])
-    for x in (n for n in call.tensors if n.startswith("teacher")):
-        call.tensors[x].requires_grad_(False)
-    check(call.value_and_gradients("torch"), budget(call))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached", "mask_additive"])
-def test_dtype(name: str, dtype: torch.dtype) -> None:
-    call = build(replace(CASES[name], dtype=dtype))
-    check(call.value_and_gradients("torch"), budget(call))
-
-
-def _any_call(num_calls: int) -> None:
-    @given(specs(dtypes=DTYPES))
-    @settings(max_examples=num_calls)
-    def any_call(spec: Spec) -> None:
-        call = build(spec)
-        check(call.value_and_gradients("torch"), budget(call))
-
-    any_call()
-
-
-def test_any_call() -> None:
-    _any_call(45)
-
-
-@pytest.mark.slow
-def test_more_calls() -> None:
-    _any_call(150)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from torch_streamkl import (
     LinearKL,
     attention_kl,
     attention_kl_varlen,
+    attention_topk_kl,
     linear_kl,
     linear_topk_kl,
     nitrobrew,
 )
+from torch_streamkl.attention_topk import arguments as of_chosen_keys
 from torch_streamkl.linear.arguments import Options
 from torch_streamkl.topk.arguments import MoreOptions
 
@@ -40,9 +42,16 @@ TOPK: dict[str, Any] = {
     "ids": torch.zeros(4, 1, dtype=torch.int64),
     "log_probs": -torch.ones(4, 1),
 }
-OF_TOPK = {
-    k: x for k, x in linear_topk_kl.__annotations__.items() if k not in ("options", "return")
+CHOSEN: dict[str, Any] = {
+    **dict(zip(QUERIES_AND_KEYS, (X[:, :1], X[:, 0], X, X), strict=True)),
+    "ids": torch.zeros(2, 6, 3, dtype=torch.int64),
 }
+
+
+def _named(function: Any, more: Any) -> dict[str, Any]:
+    """What a function and its further options are annotated with."""
+    own = function.__annotations__.items()
+    return {k: x for k, x in own if k not in ("options", "return")} | more.__annotations__
 
 
 def _linear_kl_module(**options: Any) -> None:
@@ -58,7 +67,13 @@ PUBLIC = [
         "linear_topk_kl",
         linear_topk_kl,
         TOPK,
-        annotations=OF_TOPK | MoreOptions.__annotations__,
+        annotations=_named(linear_topk_kl, MoreOptions),
+    ),
+    Public(
+        "attention_topk_kl",
+        attention_topk_kl,
+        CHOSEN,
+        annotations=_named(attention_topk_kl, of_chosen_keys.MoreOptions),
     ),
     Public("nitrobrew.forward_kl", nitrobrew.forward_kl, NITROBREW),
     Public("nitrobrew.reverse_kl", nitrobrew.reverse_kl, NITROBREW),

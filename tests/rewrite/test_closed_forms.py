@@ -96,6 +96,21 @@ def test_masks(name: str) -> None:
     assert masks.fill == (-1e9 if name == "1e9" else None)
 
 
+def test_a_moderate_fill_after_a_shift() -> None:
+    """Keys that are hidden are as far below the others as without the number that is added."""
+
+    def build(t: n.Tensors) -> Array:
+        keep = n.padding(t)
+        s, p = (n.scores(t, x).map(lambda e: n.c.linear(5.0, [(1.0, e)])) for x in "st")
+        return n.mean(n.kl(n.filled(s, keep, -20.0), n.filled(p, keep, -20.0)))
+
+    (found,) = matched(build)
+    if isinstance(found, ClosedForm):
+        assert found.calls[0].masks.fill == -25.0
+    else:
+        assert "mask" in found.reason, found.reason
+
+
 def test_lengths_are_structure() -> None:
     def masked(t: n.Tensors, x: Array) -> Array:
         lengths = t.make("lengths", of=torch.tensor([7, 5]))

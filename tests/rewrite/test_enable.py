@@ -93,7 +93,6 @@ def test_ordinary_compilations_are_rewritten_until_it_is_disabled() -> None:
     assert num_fused(loss) == 0
 
 
-@pytest.mark.generates_code
 def test_twice_and_nested() -> None:
     before = settings()
     torch_streamkl.enable()

@@ -44,7 +44,7 @@ CLOSED = {  # by how many calls of attention_kl and linear_kl
     "nitrobrew_naive_reverse": (0, 1),
     "liger_lmhead_jsd_b0.0": (0, 1),
     "liger_lmhead_jsd_b1.0": (0, 1),
-    "liger_lmhead_jsd_b0.5": (0, 2),
+    "liger_lmhead_jsd_b0.5": (0, 1),
     "bitdistill_flat_eps_both": (1, 0),
     "dflash_softcap_linear_kl": (0, 1),
     "linear_bias_ce_kd_chunk": (0, 2),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -100,29 +100,47 @@ def _as_in_a_new_process() -> Iterator[None]:
         install.cache_clear()
 
 
-@pytest.mark.usefixtures("_as_in_a_new_process")
-@pytest.mark.parametrize("name", MOVED, ids=lambda x: x.rpartition(".")[2])
-def test_compilations_go_on(name: str) -> None:
+def go_on(name: str, fn: Callable[..., Tensor], backend_name: str) -> None:
+    """A program compiles where a name is missing, and the report says what that costs."""
     x = [torch.randn(6, 8).requires_grad_(), torch.randn(8, 8).requires_grad_(), torch.randn(6, 8)]
     module, _, attribute = name.rpartition(".")
     owner = importlib.import_module(module)
-    for fn in (unfused, fused):
-        want = fn(*x)
-        for backend_name in ("inductor", "streamkl"):
-            torch._dynamo.reset()
-            compiled = torch.compile(fn, backend=backend_name)
-            with pytest.MonkeyPatch.context() as patch, backend.collected() as report:
-                if name in NEEDED_BY_TORCH:
-                    _hide(owner, attribute, patch)
-                else:
-                    patch.delattr(owner, attribute, raising=False)  # older ones may lack it
-                with torch_streamkl.enable():
-                    got = compiled(*x)
-            torch.testing.assert_close(got, want)
-            assert report.num_fused == 2 * (fn is fused), report
-            assert not report.failures, report
-            if fn is fused and MOVED[name]:
-                assert MOVED[name] in report.notes
+    want = fn(*x)
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend_name)
+    with pytest.MonkeyPatch.context() as patch, backend.collected() as report:
+        if name in NEEDED_BY_TORCH:
+            _hide(owner, attribute, patch)
+        else:
+            patch.delattr(owner, attribute, raising=False)  # older ones may lack it
+        with torch_streamkl.enable():
+            got = compiled(*x)
+    torch.testing.assert_close(got, want)
+    assert report.num_fused == 2 * (fn is fused), report
+    assert not report.failures, report
+    if fn is fused and MOVED[name]:
+        assert MOVED[name] in report.notes
+
+
+def short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize("name", MOVED, ids=short)
+def test_compilations_go_on(name: str) -> None:
+    go_on(name, fused, "streamkl")
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize("name", MOVED, ids=short)
+@pytest.mark.parametrize(
+    ("fn", "backend_name"),
+    [(unfused, "inductor"), (fused, "inductor"), (unfused, "streamkl")],
+    ids=["others", "by enable", "others by the backend"],
+)
+def test_other_compilations_go_on(name: str, fn: Callable[..., Tensor], backend_name: str) -> None:
+    go_on(name, fn, backend_name)
 
 
 @pytest.mark.usefixtures("_as_in_a_new_process")

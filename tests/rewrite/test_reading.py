@@ -23,6 +23,7 @@ import torch_streamkl.fx_passes.analysis.interpreter  # noqa: F401  # both regis
 from tests.support.read_programs import SETS, Case, Outcome, examine, examine_compiled
 from torch_streamkl.fx_passes.analysis.elements.registry import RULES as OF_ELEMENTS
 from torch_streamkl.fx_passes.analysis.registry import RULES as OF_ANALYSIS
+from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import Reading, read
 from torch_streamkl.fx_passes.reading.registry import RULES
 from torch_streamkl.program.graph import Node, Source
@@ -221,13 +222,21 @@ def repeated(x: Tensor, y: Tensor) -> Tensor:
 
 def norms(x: Tensor, y: Tensor) -> Tensor:
     n = F.normalize(x, dim=-1) + x / x.norm(p=1, dim=-1, keepdim=True)
-    return n * F.cosine_similarity(x, y[:4, :6], dim=-1)[:, None] + x.std(-1, keepdim=True)
+    near_zero = F.cosine_similarity(1e-10 * x, y[:4, :6], dim=-1)  # its norm counts as 1e-8
+    n = n * F.cosine_similarity(x, y[:4, :6], dim=-1)[:, None] + x.std(-1, keepdim=True)
+    return n * x.amin(0) + near_zero[:, None] + x.mean((0, 1))
 
 
 def functions(x: Tensor, y: Tensor) -> Tensor:
     a = x.abs() + 0.1
     b = a.log2() + a.rsqrt() + a**1.5 + a.reciprocal() + F.logsigmoid(x) + F.softplus(x)
-    return b + torch.xlogy(a, a) + torch.lerp(x, a, 0.3) + x.clamp(-0.5, 0.7) + (2.0**x).tanh()
+    return (
+        b
+        + torch.xlogy(a, a)
+        + torch.lerp(x, a, 0.3)
+        + x.clamp(-0.5, 0.7)
+        + torch.rsub(x, a, alpha=2)
+    )
 
 
 def of_labels(x: Tensor, y: Tensor) -> Tensor:
@@ -250,7 +259,7 @@ def other_losses(x: Tensor, y: Tensor) -> Tensor:
 
 def with_tensor_scales(x: Tensor, y: Tensor) -> Tensor:
     scale = y[0, 0].exp()
-    s, t = (x * scale) @ (y / 2).mT, (x / y[1, 1]) @ y.mT
+    s, t = (x * scale) @ (y / 2).mT, (x / y[1, 1]) @ y.mT + (x / y[0].exp()) @ y.mT
     return (s.log_softmax(-1) * t.softmax(-1)).sum()
 
 
@@ -272,6 +281,17 @@ def without_gradient(x: Tensor, y: Tensor) -> Tensor:
     return (x - lse).exp() * (p.detach() + q)[:, :6] * y.detach()[:4] + p.log()[:, :6]
 
 
+def conditions(x: Tensor, y: Tensor) -> Tensor:
+    t = y[:4, :6]
+    return torch.where((x > 0) != (t > 0), x, t) * torch.where((x > 1) == (t > 1), 2.0, 3.0)
+
+
+def ids_of_another_dimension(x: Tensor, y: Tensor) -> Tensor:
+    """Of a column they differ; in a row one may be twice, and the last is what stays."""
+    top = (x @ y.mT).topk(2, dim=0)
+    return torch.zeros(2, 6, dtype=torch.float64).scatter(1, top.indices, top.values).exp()
+
+
 def topk_of_scores(x: Tensor, y: Tensor) -> Tensor:
     top = (x @ y.mT).topk(3, dim=-1)
     whole = torch.full((4, 6), -9.0, dtype=torch.float64).scatter(1, top.indices, top.values)
@@ -283,8 +303,10 @@ PROGRAMS = [
     masked_in_place, assembled_in_place, input_written_under_no_grad, entries_by_index,
     rows_of_masks, padded_and_joined, repeated, norms, functions, of_labels, other_losses,
     with_tensor_scales, values_of_maps, einsums, without_gradient, topk_of_scores,
+    conditions, ids_of_another_dimension,
 ]  # fmt: skip
-CAPTURES = {"input_written_under_no_grad", "assembled_in_place"}  # what is no input, in the result
+# what is no input, in the result
+CAPTURES = {"input_written_under_no_grad", "assembled_in_place", "ids_of_another_dimension"}
 
 
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
@@ -357,6 +379,19 @@ def test_equal_tensors_are_one_source() -> None:
         lambda x: x.cumsum(-1).sin() + x.cumsum(-1).cos() + (x * 2).cumsum(-1), draw(4, 6)
     )
     assert len(set(sources(reading.array(node_named(graph, "add_1")).expr))) == 2
+
+
+def test_rows_of_a_mask_that_was_written_are_not_those_of_an_equal_one() -> None:
+    def written_between(x: Tensor) -> Tensor:
+        m = x[:, 0] > 0
+        before = x.detach()[m].sum()
+        m.logical_not_()
+        return before + x[x[:, 0] > 0].exp().sum()
+
+    reading, _ = of(written_between, draw(4, 6).requires_grad_())
+    expr = next(reversed(walk_arrays(reading))).expr
+    masks = {s.name.mask for s in sources(expr) if isinstance(s.name, Positions)}
+    assert len(masks) == 2
 
 
 def test_gradient_flow_is_that_of_leaves() -> None:

@@ -61,9 +61,7 @@ class Snapshots(TestCase):
             """\
 attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536)
 getitem = getitem(attention_kl_default, 0)
-unsqueeze = unsqueeze(getitem, 3)
-squeeze = squeeze(unsqueeze, 3)
-loss = mean(squeeze)
+loss = mean(getitem)
 return (loss)""",
         )
 
@@ -74,8 +72,7 @@ return (loss)""",
             """\
 attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536, window_right=0)
 getitem = getitem(attention_kl_default, 0)
-unsqueeze = unsqueeze(getitem, 3)
-sum_2 = sum(unsqueeze, dim=(0, 1, 2, 3), keepdim=False)
+sum_2 = sum(getitem)
 loss = truediv(sum_2, 2)
 return (loss)""",
         )
@@ -85,14 +82,13 @@ return (loss)""",
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
             """\
-getitem_3 = getitem(args_4, (slice(None, None, None), None, None, slice(None, None, None)))
-attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, functional=(max(P,0.0001)*(max(logP,-9.210340371976182)-max(logS,-9.210340371976182))), teacher_scale=0.3536, student_scale=0.3536, mask=getitem_3)
-getitem_4 = getitem(attention_kl_default, 0)
-unsqueeze = unsqueeze(getitem_4, 3)
-squeeze = squeeze(unsqueeze, 3)
+unsqueeze = unsqueeze(args_4, 1)
+unsqueeze_1 = unsqueeze(unsqueeze, 1)
+attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, functional=(max(P,0.0001)*(max(logP,-9.210340371976182)-max(logS,-9.210340371976182))), teacher_scale=0.3536, student_scale=0.3536, mask=unsqueeze_1)
+getitem_3 = getitem(attention_kl_default, 0)
 getitem_2 = getitem(args_4, (slice(None, None, None), None))
 m = to(getitem_2, torch.float32)
-mul_3 = mul(squeeze, m)
+mul_3 = mul(getitem_3, m)
 sum_2 = sum(mul_3)
 sum_3 = sum(m)
 mul_4 = mul(sum_3, 4)
@@ -107,9 +103,7 @@ return (loss)""",
             """\
 attention_kl_default = attention_kl.default(args_0, args_1, args_2, args_3, teacher_scale=0.3536, student_scale=0.3536, window_right=0)
 getitem = getitem(attention_kl_default, 0)
-unsqueeze = unsqueeze(getitem, 3)
-squeeze = squeeze(unsqueeze, 3)
-loss = mean(squeeze)
+loss = mean(getitem)
 scaled_dot_product_attention = scaled_dot_product_attention(args_0, args_1, args_1, is_causal=True)
 return (loss, scaled_dot_product_attention)""",
         )
@@ -119,13 +113,11 @@ return (loss, scaled_dot_product_attention)""",
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
             """\
-k = getitem(args_1, (slice(None, None, None), slice(None, None, 2)))
-k_2 = getitem(args_3, (slice(None, None, None), slice(None, None, 2)))
-attention_kl_default = attention_kl.default(args_2, k_2, args_0, k, teacher_scale=0.3536, student_scale=0.3536)
-getitem = getitem(attention_kl_default, 0)
-unsqueeze = unsqueeze(getitem, 3)
-squeeze = squeeze(unsqueeze, 3)
-loss = mean(squeeze)
+getitem = getitem(args_1, (slice(None, None, None), slice(0, 3, 2)))
+getitem_4 = getitem(args_3, (slice(None, None, None), slice(0, 3, 2)))
+attention_kl_default = attention_kl.default(args_2, getitem_4, args_0, getitem, teacher_scale=0.3536, student_scale=0.3536)
+getitem_5 = getitem(attention_kl_default, 0)
+loss = mean(getitem_5)
 return (loss)""",
         )
 
@@ -141,16 +133,12 @@ return (loss)""",
         self.assertExpectedInline(
             rewritten(loss, hidden_inputs()),
             """\
-unsqueeze = unsqueeze(xs, 0)
-flatten = flatten(unsqueeze, 0, 2)
-unsqueeze_1 = unsqueeze(xt, 0)
-flatten_1 = flatten(unsqueeze_1, 0, 2)
+flatten = flatten(xs, 0, 1)
+flatten_1 = flatten(xt, 0, 1)
 keep = ne(labels, -100)
 ones = ones((24), dtype=torch.float32, device=cpu)
-reshape_1 = reshape(ones, (2, 12))
-unsqueeze_3 = unsqueeze(reshape_1, 2)
-squeeze_1 = squeeze(unsqueeze_3, 2)
-mul_1 = mul(squeeze_1, keep)
+unflatten_1 = unflatten(ones, 0, (2, 12))
+mul_1 = mul(unflatten_1, keep)
 flatten_2 = flatten(mul_1)
 linear_kl_sum_default = linear_kl_sum.default(student_hidden=flatten, student_weight=ws, teacher_hidden=flatten_1, teacher_weight=wt, student_scale=0.5, teacher_scale=0.5, row_weight=flatten_2, needs_grad=(True, True, False, False, False, False))
 getitem_1 = getitem(linear_kl_sum_default, 0)

@@ -6,6 +6,7 @@ the rules. A program that ought to fuse must also do that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -33,7 +34,8 @@ QUICK_WITH_INDUCTOR = ("scale_exp_shared_dynamic", "mean_of_four_heads_against_t
 def _names() -> Iterator[Any]:
     """Programs of a table are rows of a product, of which every value is in a quick one.
 
-    Of the others all that provoke a fault are quick. Of masks all that do so with numbers as
+    Of the others that provoke a fault the first four of it are quick, and every third of those
+    that follow: they spell it in other ways. Of masks all that do so with numbers as
     sizes, and one for every fault with symbols. Of those that provoke none every second row of a
     table and every fourth of the others; those of hard_programs.py are in test_safety.py.
     """
@@ -44,12 +46,26 @@ def _names() -> Iterator[Any]:
             quick = {i for i in quick if not programs[i].dynamic} | _firsts(programs)
         elif table:
             quick = quick_rows([p.place[1:] for p in programs], most=1)
+        else:
+            quick = _of_each_fault(programs)
         neighbours = [i for i in sorted(quick) if not programs[i].fault]
         hard = {i for i in neighbours if programs[i].name.startswith("hard_")}
         left = [i for i in neighbours if i not in hard]
         quick -= {*neighbours} - {*left[:: 2 if table else 4]}
         for i, p in enumerate(programs):
             yield pytest.param(p.name, marks=[] if i in quick else [pytest.mark.slow])
+
+
+def _of_each_fault(programs: Sequence[Program]) -> set[int]:
+    """The first four of each, and every third of the others; those of none are chosen later."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for i, p in enumerate(programs):
+        number = seen[p.fault]
+        seen[p.fault] += 1
+        if not p.fault or number < 4 or number % 3 == 0:
+            found.add(i)
+    return found
 
 
 def _firsts(programs: Sequence[Program]) -> set[int]:

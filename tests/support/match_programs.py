@@ -6,6 +6,7 @@ and the reasons of what is not; ``fuzz 500`` does of 500 random programs.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -13,10 +14,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tests.support.closed_forms import difference, difference_around
-from tests.support.read_programs import SETS, Case, _leaves, _Run, _sizes, capture, widened
+from tests.support.read_programs import (
+    SETS,
+    Case,
+    _leaves,
+    _Run,
+    _sizes,
+    capture,
+    in_float64,
+    widened,
+)
 from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.reader import read
@@ -47,6 +57,11 @@ def matches_of(case: Case) -> Matches:
     """Captures, reads and matches a program, and recomputes each match."""
     torch.manual_seed(0)
     gm = capture(case.fn, _leaves(case.inputs), case.dynamic, case.wide)
+    with in_float64() if case.wide else contextlib.nullcontext():
+        return _matches_of(gm, case)
+
+
+def _matches_of(gm: fx.GraphModule, case: Case) -> Matches:
     inputs = widened(case.inputs) if case.wide else case.inputs
     reading = read(gm, _ran(_Run(gm), inputs).records.__getitem__)
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args

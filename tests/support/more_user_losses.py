@@ -199,7 +199,7 @@ def top_p(h, w, g, v):
 
 
 # ---------------------------------------------------------------------- other spellings of losses
-@heads(0, "standardized logits")
+@heads(1, "standardized logits")
 def standardized(h, w, g, v):
     def z(x):
         return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-7)
@@ -238,13 +238,13 @@ def normalised_twice(h, w, g, v):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-@heads(0, "torch.distributions")
+@heads(1, "torch.distributions")
 def categorical(h, w, g, v):
     s, t = (torch.distributions.Categorical(logits=x @ y.T) for x, y in ((h, w), (g, v)))
     return torch.distributions.kl_divergence(t, s).mean()
 
 
-@heads(0, "torch.special.entr")
+@heads(1, "torch.special.entr")
 def special_entropy(h, w, g, v):
     p, s = (g @ v.T).softmax(-1), (h @ w.T).log_softmax(-1)
     return (-torch.special.entr(p) - p * s).sum(-1).mean()
@@ -266,14 +266,14 @@ def rollout(q, k, r, u):
     return F.mse_loss(a @ a, b @ b)
 
 
-@attention(0, "a mean over layers")
+@attention(1, "a mean over layers")
 def mean_of_layers(q, k, r, u):
     s = torch.stack([(q * c @ k.mT).softmax(-1) for c in (1.0, 0.5)]).mean(0)
     t = torch.stack([(r * c @ u.mT).softmax(-1) for c in (1.0, 0.5)]).mean(0)
     return F.kl_div(s.log(), t, reduction="batchmean")
 
 
-@attention(0, "the expectation by einsum")
+@attention(1, "the expectation by einsum")
 def kl_by_einsum(q, k, r, u):
     s = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(HEAD_DIM)
     t = torch.einsum("bhid,bhjd->bhij", r, u) / math.sqrt(HEAD_DIM)
@@ -298,7 +298,7 @@ def attend(q, k, v):
     return weight @ v, weight
 
 
-@attention(0, "attention by hand, outputs and maps compared")
+@attention(1, "attention by hand, outputs and maps compared")
 def outputs_and_maps(q, k, r, u):
     (out, a), (wanted, b) = attend(q, k, k), attend(r, u, u)
     return F.mse_loss(out, wanted) + F.mse_loss(a, b)

@@ -58,6 +58,8 @@ SHARDS = "torch_streamkl/distributed/shard_rows.py"
 PACKED = "torch_streamkl/attention/hopper/packed.py"
 ENTRIES = "fx_passes/analysis/elements/entries.py"
 CHOSEN = "tests/rewrite/test_chosen_entries.py"
+RULES = "fx_passes/reading/rules"
+READ = "rewrite/test_reading.py::test_operations[{}]"
 SEQUENCE = "torch_streamkl/distributed/sequence.py"
 
 FAULTS = (
@@ -889,5 +891,66 @@ FAULTS = (
         'self.line(f"written_stop = {stop} // 16 * 16")',
         "operators/test_row_program_maps.py",
         True,
+    ),
+    # ------------------------------------------------------------------ rules of the reader
+    Fault(
+        f"{RULES}/reductions.py",
+        "return product(const(1.0), *(size_of(a.size or 1) for d in dims for a in x.dims[d]))",
+        "return product(const(1.0), *(size_of(a.size or 1) for d in dims[:1] for a in x.dims[d]))",
+        READ.format("other_losses"),
+    ),
+    Fault(
+        f"{RULES}/reductions.py",
+        "return found.map(lambda e: scaled(-1.0, e))",
+        "return found",
+        READ.format("norms"),
+    ),
+    Fault(
+        f"{RULES}/reductions.py",
+        "count = linear(-float(correction), [(1.0, count_of(x, dims))])",
+        "count = linear(0.0, [(1.0, count_of(x, dims))])",
+        READ.format("norms"),
+    ),
+    Fault(
+        f"{RULES}/pointwise.py",
+        'return _sum(call, -1.0, "other", "self")',
+        "return _sum(call, -1.0)",
+        READ.format("functions"),
+    ),
+    Fault(
+        f"{RULES}/selections.py",
+        'return at if at.range[0] >= 0.0 else function("remainder", at, size_of(size))',
+        "return at",
+        READ.format("entries_by_index"),
+    ),
+    Fault(
+        f"{RULES}/selections.py",
+        "return top.target == aten.topk.default and given % rank == d",
+        "return top.target == aten.topk.default",
+        READ.format("ids_of_another_dimension"),
+    ),
+    Fault(
+        f"{RULES}/conditions.py",
+        'return same if op == "eq" else negation(same)',
+        "return same",
+        READ.format("conditions"),
+    ),
+    Fault(
+        f"{RULES}/losses.py",
+        "return scaled(beta, found) if is_huber else found",
+        "return found",
+        READ.format("other_losses"),
+    ),
+    Fault(
+        f"{RULES}/losses.py",
+        'missing = detached(subtracted(function("clamp_min", norm.expr, eps), norm.expr))',
+        'missing = subtracted(function("clamp_min", norm.expr, eps), norm.expr)',
+        READ.format("norms"),
+    ),
+    Fault(
+        f"{RULES}/losses.py",
+        "linear(0.0, [(1.0 - smoothing, a), (1.0, product(share, b))]), found, other",
+        "linear(0.0, [(1.0, a), (1.0, product(share, b))]), found, other",
+        READ.format("of_labels"),
     ),
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 
 import torch._dynamo.guards
+import torch._inductor.config
 import torch.mtia
 import torch.xpu
 
@@ -52,6 +54,20 @@ def sites_are_fused_whatever_their_size() -> None:
     profitability.LEAST_MIB.clear()
     profitability.LEAST_PROGRAM_MIB.clear()
     profitability.LEAST_ATTENTION_MIB.clear()
+
+
+def instruction_sets_are_not_tried_out() -> None:
+    """Inductor compiles a program for each, wherever its caches are empty."""
+    torch._inductor.config.cpp.vec_isa_ok = True
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # of processes that tests start
+
+
+def inductor_writes_scalar_code() -> None:
+    """A loop with vector instructions takes a compiler twice as long, and what we test is around
+    it. Tests of loops that we write are marked `vectorized`; `make test-slow` compiles all so.
+    """
+    if not os.environ.get("STREAMKL_VECTORIZED"):
+        torch._inductor.config.cpp.simdlen = 1
 
 
 def what_stays_is_no_garbage() -> None:

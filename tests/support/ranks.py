@@ -1,27 +1,28 @@
-"""Checks that run on several processes: one group of processes for all checks of a file.
+"""Checks that run on several processes: one group of processes for all checks of a session.
 
-A file defines functions that take a `Rank` and are marked with ``@on_ranks``. `outcomes` starts
-the processes once, every process runs all of them in order, and a test looks at what became of one
-check on every rank. A check that does not end takes its processes with it, and new ones run the
-checks after it. Processes print what they do (``pytest -s`` shows it).
+A file defines functions that take a `Rank` and are marked with ``@on_ranks``. A test runs one of
+them by `run_check`, on processes that stay for the next one: torch is imported, and the first
+program compiled, once. A check that fails or does not end takes its processes with it, and new
+ones run the checks after it. Processes print what they do (``pytest -s`` shows it).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import faulthandler
 import functools
 import importlib
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -38,7 +39,6 @@ IMPORTED = [
     "functorch.compile", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp", "torch_streamkl.fx_passes.backend", "tests.support.ranks",
 ]  # fmt: skip
-MAX_STARTS = 5  # of new processes, after checks that did not end
 PASSED = ""
 
 
@@ -86,69 +86,123 @@ def on_ranks(check: Check) -> Check:
     return check
 
 
+def slowly_on_ranks(check: Check) -> Check:
+    """Of a check that only `make test-slow` runs."""
+    check.is_slow = True  # type: ignore[attr-defined]
+    return on_ranks(check)
+
+
 def checks_of(module: Any) -> dict[str, Check]:
     """The module's checks, in the order in which it defines them."""
     return {name: x for name, x in vars(module).items() if hasattr(x, "runs_on_ranks")}
 
 
-def outcomes(
-    modules: list[str], device: str = "cpu", size: int = 2, names: list[str] | None = None
-) -> dict[str, list[str]]:
-    """What became of each check (or of these) on every rank: nothing, or the error."""
-    if names is None:
-        names = [name for module in modules for name in checks_of(importlib.import_module(module))]
-    found = {name: ["did not run"] * size for name in names}
-    left = list(names)
-    for _ in range(MAX_STARTS):
-        for name, results in _of_new_processes(modules, left, device, size).items():
-            found[name] = results
-            left.remove(name)
-        if not left:
-            break
-    return found
+def names_of(module: str) -> list[Any]:
+    """Parameters of a test of all checks of a module."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if hasattr(x, "is_slow") else [])
+        for name, x in checks_of(sys.modules[module]).items()
+    ]
 
 
-def _of_new_processes(
-    modules: list[str], names: list[str], device: str, size: int
-) -> dict[str, list[str]]:
-    """Outcomes of the checks that were begun."""
-    with tempfile.TemporaryDirectory() as folder:
-        # a process that ended itself says so by what is missing
-        with contextlib.suppress(torch.multiprocessing.ProcessExitedException):
-            start(_process, (size, device, modules, names, folder), size, device)
-        files = [Path(folder) / f"{rank}.pt" for rank in range(size)]
-        found = [torch.load(file) if file.exists() else {} for file in files]
-    begun = [name for name in names if any(name in of_rank for of_rank in found)]
-    return {name: [of_rank.get(name, "did not run") for of_rank in found] for name in begun}
-
-
-def start(function: Any, arguments: tuple[Any, ...], size: int, device: str) -> None:
-    """Start processes and wait for them.
-
-    Those without a GPU are forked from one that has imported what all of them need and has done
-    nothing else: otherwise each spends five seconds on it.
-    """
-    if device == "cpu":
-        torch.multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
-    method = "forkserver" if device == "cpu" else "spawn"
-    torch.multiprocessing.start_processes(function, arguments, nprocs=size, start_method=method)
-
-
-def assert_passed(found: dict[str, list[str]], name: str) -> None:
-    for rank, error in enumerate(found[name]):
+def run_check(module: str, name: str, size: int = 2, device: str = "cpu") -> None:
+    """Fails with the first rank's error on which a check does not pass."""
+    for rank, error in enumerate(Processes.of(device, size).outcomes(module, name)):
         if error != PASSED:
             pytest.fail(f"rank {rank}:\n{error}", pytrace=False)
 
 
-def _process(
-    rank: int, size: int, device: str, modules: list[str], names: list[str], folder: str
-) -> None:
+class Processes:
+    """One process a rank, which run checks until one of them does not pass."""
+
+    running: ClassVar[Processes | None] = None
+    seconds: ClassVar[float] = 0.0  # of CPU time, of all checks so far
+
+    @classmethod
+    def of(cls, device: str, size: int) -> Processes:
+        """Those that run, if they are as many; there is one group at a time."""
+        if cls.running is None or (cls.running.device, cls.running.size) != (device, size):
+            cls.end()
+            cls.running = cls(device, size)
+            atexit.register(cls.end)
+        return cls.running
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.running is not None:
+            cls.running._end()
+            cls.running = None
+
+    def __init__(self, device: str, size: int) -> None:
+        self.device, self.size = device, size
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context_of(device).Pipe()
+            arguments = (rank, size, device, self.folder.name, theirs)
+            self.processes.append(
+                context_of(device).Process(target=_process, args=arguments, daemon=True)
+            )
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+
+    def outcomes(self, module: str, name: str) -> list[str]:
+        """What became of a check on every rank: nothing, or the error."""
+        found = ["did not end"] * self.size
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # it has ended
+                pipe.send((module, name))
+        is_whole = True
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if pipe.poll(CHECK_SECONDS + TIMEOUT.total_seconds()):
+                    found[rank], stays, seconds = pipe.recv()
+                    is_whole = is_whole and stays
+                    Processes.seconds += seconds
+            except (EOFError, OSError):
+                pass
+        if not is_whole or any(error != PASSED for error in found):
+            Processes.end()
+        return found
+
+    def _end(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()  # a process that waits for the next check ends
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
+
+
+def context_of(device: str) -> Any:
+    """How processes are started.
+
+    Those without a GPU are forked from one that has imported what all of them need and has done
+    nothing else: otherwise each spends five seconds on it.
+    """
+    context = torch.multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def start(function: Any, arguments: tuple[Any, ...], size: int, device: str) -> None:
+    """Starts processes of one function and waits for them."""
+    method = context_of(device).get_start_method()
+    torch.multiprocessing.start_processes(function, arguments, nprocs=size, start_method=method)
+
+
+def _process(rank: int, size: int, device: str, folder: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    loaded = [importlib.import_module(module) for module in modules]
     quick.guards_are_not_timed()
     quick.devices_that_are_not_here_have_no_seed()
     quick.compilations_collect_no_garbage()
     quick.sites_are_fused_whatever_their_size()
+    quick.instruction_sets_are_not_tried_out()
+    quick.inductor_writes_scalar_code()
     quick.what_stays_is_no_garbage()
     # NVLink multicast is not available in every container, and small messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -157,45 +211,41 @@ def _process(
         torch.cuda.set_device(rank)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     me = Rank(rank, size, torch.device(device, rank if on_gpu else None), dtype)
-    store = distributed.FileStore(f"{folder}/store", size)
-    store.set_timeout(TIMEOUT)
-    found: dict[str, str] = {}
-    starts, group_is_good = 0, False
-    for name, check in (pair for module in loaded for pair in checks_of(module).items()):
-        if name not in names:
-            continue
-        faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
-        if not group_is_good:
-            _start_group(me, distributed.PrefixStore(f"group{starts}", store))
-            starts += 1
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        found[name] = "did not end"
-        torch.save(found, f"{folder}/{rank}.pt")
-        start = time.monotonic()
-        try:
-            check(me)
-            found[name] = PASSED
-        except SystemExit:  # a check about a rank that goes without a vocabulary entry
-            found[name] = PASSED
-            torch.save(found, f"{folder}/{rank}.pt")
-            store.set(f"{name}/{rank}", "True")
-            os._exit(0)
-        except Exception:
-            found[name] = traceback.format_exc()
-            _end_group()  # the others must not wait
-        torch.save(found, f"{folder}/{rank}.pt")
-        seconds = time.monotonic() - start
-        said = f"rank {rank}: {name} {seconds:.1f} s {found[name] or 'passed'}\n"
-        print(said, end="", flush=True)  # in one piece
-        group_is_good = _all_passed(me, store, name, found[name] == PASSED)
-        if not group_is_good and found[name] == PASSED:
-            _end_group()
-    faulthandler.cancel_dump_traceback_later()
+    _start_group(me, f"{folder}/store")
+    with contextlib.suppress(EOFError):
+        while True:
+            module, name = pipe.recv()
+            faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
+            start, used = time.monotonic(), time.process_time()
+            error, stays = _outcome(me, checks_of(importlib.import_module(module))[name])
+            waited, seconds = time.monotonic() - start, time.process_time() - used
+            said = f"rank {rank}: {name} {waited:.1f} s, {seconds:.1f} s of them computing: "
+            said += f"{error or 'passed'}\n"
+            print(said, end="", flush=True)  # in one piece
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send((error, stays, seconds))
+            if not stays:
+                os._exit(0)
     _end_group()
 
 
-def _start_group(me: Rank, store: distributed.Store) -> None:
+def _outcome(me: Rank, check: Check) -> tuple[str, bool]:
+    """The error, if there is one, and whether the process goes on."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    try:
+        check(me)
+    except SystemExit:  # a check about a rank that goes without a vocabulary entry
+        return PASSED, False
+    except Exception:
+        _end_group()  # the others must not wait
+        return traceback.format_exc(), False
+    return PASSED, True
+
+
+def _start_group(me: Rank, path: str) -> None:
+    store = distributed.FileStore(path, me.size)
+    store.set_timeout(TIMEOUT)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if me.device.type == "cuda" else "gloo",
         store=store,
@@ -208,15 +258,6 @@ def _start_group(me: Rank, store: distributed.Store) -> None:
 def _end_group() -> None:
     with contextlib.suppress(Exception):
         distributed.destroy_process_group()
-
-
-def _all_passed(me: Rank, store: distributed.Store, name: str, passed: bool) -> bool:
-    """Whether every rank did; ranks wait for each other through the store."""
-    store.set(f"{name}/{me.rank}", str(passed))
-    try:
-        return all(store.get(f"{name}/{rank}") == b"True" for rank in range(me.size))
-    except Exception:  # a rank is gone
-        return False
 
 
 @contextlib.contextmanager

@@ -302,11 +302,13 @@ def _widen(gm: fx.GraphModule) -> bool:
         changed |= x is torch.float32
         return torch.float64 if x is torch.float32 else x
 
+    doubles: dict[int, Tensor] = {}  # two attributes may be one tensor
     for n in gm.graph.nodes:
         n.args, n.kwargs = tree_map(wider, n.args), tree_map(wider, dict(n.kwargs))
         held = getattr(gm, str(n.target), None) if n.op == "get_attr" else None
         if isinstance(held, Tensor) and held.dtype == torch.float32:
-            setattr(gm, str(n.target), held.double())
+            doubles.setdefault(id(held), held.double())
+            setattr(gm, str(n.target), doubles[id(held)])
             changed = True
     gm.recompile()
     return changed

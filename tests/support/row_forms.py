@@ -31,12 +31,14 @@ from tests.support.read_programs import (
     in_float64,
     widened,
 )
+from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.planning.row_facts import facts_of
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading, read
 from torch_streamkl.program.graph import Axis, Extent, Node, Source
+from torch_streamkl.program.reductions import contraction, substitute
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import reference
 from torch_streamkl.rows.problem import RowProblem
@@ -70,6 +72,8 @@ def computed(
             shape.append(n)
         return value
 
+    if form.program is None:
+        return entries_of(form, tensors, sizes)
     axes = form.axes
     given: list[Tensor] = []
     for product, heads in zip(form.products, axes.heads, strict=True):
@@ -94,6 +98,19 @@ def computed(
         x = x.reshape(shape)
         source = Source(RowValue(number), 0, value.grad_flows)
         found[source] = x if value.grad_flows else x.detach()
+    return found | entries_of(form, tensors, sizes)
+
+
+def entries_of(
+    form: RowForm, tensors: Mapping[Any, Tensor], sizes: Mapping[Any, int]
+) -> dict[Any, Tensor]:
+    """The values of entries at ids, by their sources in `around`."""
+    found = {}
+    for number, x in enumerate(form.entries):
+        rows, keys = x.product.rows.element, x.product.keys.element
+        element = contraction(rows, substitute(keys, {x.key: x.ids}), x.product.contracted)
+        value = evaluate(element, tensors, sizes, x.axes)
+        found[Source(EntryValue(number), 0, x.flows)] = value if x.flows else value.detach()
     return found
 
 

@@ -177,7 +177,7 @@ def topk_in_graph(h, w, g, v):
     return -(t.values.softmax(-1) * s).sum(-1).mean()
 
 
-@heads(0, "cached top-k, rows and ids flattened to pairs")
+@heads(1, "cached top-k, rows and ids flattened to pairs")
 def cached_pairs(h, w, g, v):
     s = (h @ w.T).log_softmax(-1)
     rows = torch.arange(TOKENS).repeat_interleave(TOP)
@@ -254,21 +254,21 @@ def info_nce(h, w, g, v):
     return F.cross_entropy(a @ keys.T / 0.07, torch.arange(TOKENS))
 
 
-@heads(0, "a teacher shifted by a row, EAGLE-3")
+@heads(1, "a teacher shifted by a row, EAGLE-3")
 def shifted_teacher(h, w, g, v):
     p = (g @ v.T).softmax(-1)
     p = torch.cat([p[1:], torch.zeros(1, VOCAB)])
     return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
 
 
-@heads(0, "vocabularies aligned by a slice write")
+@heads(1, "vocabularies aligned by a slice write")
 def aligned_vocabularies(h, w, g, v):
     t = torch.full((TOKENS, VOCAB), -1e4)
     t[:, :150] = (g @ v.T)[:, :150]
     return F.kl_div((h @ w.T).log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-@heads(0, "a weight of the overlap")
+@heads(1, "a weight of the overlap")
 def weighted_by_overlap(h, w, g, v):
     p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
     lam = torch.exp(-3 * torch.minimum(p, q).sum(-1).detach())
@@ -281,7 +281,7 @@ def smooth_l1(h, w, g, v):
     return F.smooth_l1_loss(h @ w.T, g @ v.T)
 
 
-@heads(0, "pairs of crops by einsum, DINO")
+@heads(1, "pairs of crops by einsum, DINO")
 def crops_by_einsum(h, w, g, v):
     s = (h @ w.T).log_softmax(-1).view(4, TOKENS // 4, VOCAB)
     t = (g @ v.T).softmax(-1).view(4, TOKENS // 4, VOCAB)[:2]
@@ -395,7 +395,7 @@ def attention_alone(q, k, r, u):
     return (((q @ k.mT).softmax(-1) @ r) * u).sum()
 
 
-@attention(0, "an indexer of Megatron-core: relu and in-place masks")
+@attention(1, "an indexer of Megatron-core: relu and in-place masks")
 def indexer_in_place(q, k, r, u):
     mask = torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1)
     t = r @ u.mT

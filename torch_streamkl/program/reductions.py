@@ -333,7 +333,9 @@ def _substituted_log_softmax(x: Node, theta: Theta) -> Node:
     if place is None:
         return log_softmax(substitute(score, theta), axis)
     if place.op == "index" and place.value.size == axis.size:
-        return log_softmax(substitute(score, theta), place.value)
+        others = (theta[a].axes if a in theta else {a} for a in score.axes - {axis})
+        if place.value not in frozenset[Axis]().union(*others):  # else it is a diagonal
+            return log_softmax(substitute(score, theta), place.value)
     free = fresh_axis(axis.size)
     every = substitute(score, {**theta, axis: index(free)})
     return subtracted(substitute(score, theta), reduced(LOGSUMEXP, free, every))

@@ -6,8 +6,8 @@ import torch
 
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.registry import Call, in_type, number_of, rule
-from torch_streamkl.program.canonical import linear, product
+from torch_streamkl.fx_passes.reading.registry import Call, NoRule, in_type, number_of, rule
+from torch_streamkl.program.canonical import choose, compare, linear, product
 from torch_streamkl.program.graph import INT, Node, const, index
 
 aten = torch.ops.aten
@@ -66,3 +66,23 @@ def arange(call: Call) -> Array:
     dims = arrays.leaf_dims(call.shape)
     at = index(dims[0][0]) if dims[0] else const(0, INT)
     return call.made(linear(0.0, [(1.0, start), (1.0, product(step, at))]), dims)
+
+
+@rule(aten.eye.default, aten.eye.m)
+def eye(call: Call) -> Array:
+    """Reads 1 where both positions are equal."""
+    dims = arrays.leaf_dims(call.shape)
+    same = compare("eq", *(arrays.position(d) for d in dims))
+    one, zero = (in_type(x, call.dtype) for x in (1.0, 0.0))
+    return call.made(same if call.dtype == torch.bool else choose(same, one, zero), dims)
+
+
+@rule(aten.fill_diagonal_.default)
+def fill_diagonal(call: Call) -> Array:
+    """Reads a number that is written where both positions are equal."""
+    x, value = call.array("self"), call.number("fill_value")
+    if len(x.dims) != 2 or call.get("wrap"):
+        raise NoRule("a diagonal of more than two dimensions is written")
+    here = call.made(compare("eq", *(arrays.position(d) for d in x.dims)), x.dims)
+    new = in_type(value.value, call.dtype) if value.op == "const" else value
+    return call.pointwise(lambda c, e: choose(c, new, e), here, x)

@@ -55,6 +55,9 @@ def contracted(
 ) -> Array:
     """Returns the sum over the labels that ``out`` lacks, of a product of two tensors."""
     order = [*out, *dict.fromkeys(n for own in labels for n in own if n not in out)]
+    operands = [
+        _read_or_captured(call, *x, own, out) for x, own in zip(operands, labels, strict=True)
+    ]
     placed = [_placed(x, own, order) for (x, _), own in zip(operands, labels, strict=True)]
     exprs, dims = arrays.met(*placed)
     along = tuple(a for d in dims[len(out) :] for a in d)
@@ -76,6 +79,26 @@ def contracted(
     below = product(*(p[1] for p in parts))
     score = contraction(parts[0][2], parts[1][2], along)
     return call.made(quotient(product(above, score), below), dims[: len(out)])
+
+
+def _read_or_captured(
+    call: Call, x: Array, node: object, labels: Sequence[str], out: Sequence[str]
+) -> tuple[Array, object]:
+    """An operand as it is read, unless it is captured in the end: then it is not renamed before.
+
+    An expression of what a network computes is long.
+    """
+    along = frozenset(
+        a for n, own in zip(labels, x.dims, strict=True) if n not in out for a in own
+    )
+    if not isinstance(node, fx.Node) or not along:
+        return x, node
+    _, _, rest = split_factors(number_of(x.expr), along)
+    if rest.op == "capture" or not rest.axes & along:
+        return x, node
+    if node in call.reader.reading.reads_products and _is_map(rest, along):
+        return x, node
+    return call.reader.captured(node), None
 
 
 def _is_map(x: Node, along: frozenset[Axis]) -> bool:

@@ -105,8 +105,8 @@ def binary(*overloads: object) -> Callable[[Callable[[Node, Node], Node]], None]
     return register
 
 
-binary(aten.minimum.default)(applied("minimum"))
-binary(aten.maximum.default)(applied("maximum"))
+binary(aten.minimum.default, aten.min.other)(applied("minimum"))
+binary(aten.maximum.default, aten.max.other)(applied("maximum"))
 binary(aten.logaddexp.default)(log_add_exp)
 binary(aten.remainder.Tensor, aten.remainder.Scalar)(applied("remainder"))
 binary(aten.floor_divide.default)(applied("floor_divide"))
@@ -273,6 +273,37 @@ def interpolate(call: Call) -> Array:
         return linear(0.0, [(1.0, a), (1.0, product(w, subtracted(b, a)))])
 
     return call.pointwise(mix, *call.arrays("self", "end", "weight"))
+
+
+@rule(aten.addcmul.default, aten.addcdiv.default)
+def add_product(call: Call) -> Array:
+    """Reads ``self + value * tensor1 * tensor2``, or the quotient of both."""
+    value = call.number("value", 1)
+    make = product if call.name == "addcmul" else quotient
+
+    def add(x: Node, a: Node, b: Node) -> Node:
+        return linear(0.0, [(1.0, number_of(x)), (1.0, product(value, make(a, b)))])
+
+    return call.pointwise(add, *call.arrays("self", "tensor1", "tensor2"))
+
+
+@rule(aten.elu.default, aten.leaky_relu.default)
+def below_zero(call: Call) -> Array:
+    """Reads a function that is the identity above 0."""
+    if call.name == "leaky_relu":
+        slope = float(call.known("negative_slope", 0.01))
+        return call.array("self").map(lambda x: _above_zero(x, scaled(slope, x)))
+    alpha, scale, inner = (float(call.known(n, 1)) for n in ("alpha", "scale", "input_scale"))
+
+    def elu(x: Node) -> Node:
+        low = scaled(alpha, linear(-1.0, [(1.0, exponential(scaled(inner, x)))]))
+        return scaled(scale, _above_zero(x, low))
+
+    return call.array("self").map(elu)
+
+
+def _above_zero(x: Node, below: Node) -> Node:
+    return choose(compare("gt", x, const(0.0)), x, below)
 
 
 @rule(aten.softplus.default)

@@ -12,6 +12,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
 from torch_streamkl.program.canonical import (
     choose,
+    compare,
     exponential,
     function,
     linear,
@@ -163,6 +164,36 @@ def norm(call: Call) -> Array:
     order = call.known("p", 2)
     order = 2.0 if order is None else float(order)
     return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+@rule(aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord)
+def matrix_norm(call: Call) -> Array:
+    """Reads the Frobenius norm of matrices."""
+    x, order = call.array("self").map(number_of), call.known("ord", "fro")
+    if order != "fro":
+        raise NoRule(f"a matrix norm of order {order}")
+    dims = [d % len(x.dims) for d in call.known("dim", (-2, -1))]
+    return norm_of(x, 2.0, dims, bool(call.get("keepdim", False)))
+
+
+@rule(aten.linalg_norm.default, aten.linalg_norm.ord_str)
+def linalg_norm(call: Call) -> Array:
+    """Reads the norm of vectors, or that of all elements."""
+    x, order, dims = call.array("self").map(number_of), call.known("ord"), call.known("dim")
+    count = len(x.dims) if dims is None else len(dims)
+    if order is not None and (count > 1 and order != "fro"):
+        raise NoRule(f"a matrix norm of order {order}")
+    order = 2.0 if order in (None, "fro") else float(order)
+    return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+
+
+@rule(aten.trace.default)
+def trace(call: Call) -> Array:
+    """Reads the sum of a matrix' diagonal."""
+    x = call.array("self").map(number_of)
+    rows, columns = (arrays.position(d) for d in x.dims)
+    at_both = x.map(lambda e: choose(compare("eq", rows, columns), e, const(0.0)))
+    return over(SUM, at_both, [0, 1])
 
 
 @rule(aten.var.correction, aten.var.dim, aten.std.correction, aten.std.dim)

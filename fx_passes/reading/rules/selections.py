@@ -15,7 +15,15 @@ from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
-from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative, truth
+from torch_streamkl.fx_passes.reading.rules.views import part_written, start_of
+from torch_streamkl.program.canonical import (
+    all_of,
+    choose,
+    compare,
+    linear,
+    nonnegative,
+    truth,
+)
 from torch_streamkl.program.graph import (
     ANY,
     INT,
@@ -313,15 +321,55 @@ def topk(call: Call) -> tuple[Array | None, ...]:
 def index_put(call: Call) -> Array:
     """Reads a number that is written where a mask holds."""
     x, given = call.array("self"), call.get("indices")
-    mask = given[0] if len(given) == 1 else None
+    masks = [i for i in given if i is not None]
+    mask = masks[0] if len(masks) == 1 else None
     if mask is None or mask.meta["val"].dtype != torch.bool or call.get("accumulate"):
         raise NoRule("index_put at positions")
     value = call.array("values")
     if value.expr.axes:
         raise NoRule("index_put of a tensor")
-    condition = call.reader.array(mask)
-    dims = (*condition.dims, *((),) * (len(x.dims) - len(condition.dims)))
+    condition, before = call.reader.array(mask), list(given).index(mask)
+    after = len(x.dims) - len(condition.dims) - before
+    dims = (*((),) * before, *condition.dims, *((),) * after)
     new = call.made(value.expr)
     return call.pointwise(
         lambda c, v, e: choose(truth(c), v, e), call.made(condition.expr, dims), new, x
     )
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(call: Call) -> Array:
+    """Reads values that are written where two positions are equal."""
+    x, new = call.arrays("self", "src")
+    places = [call.known(n, d) % len(x.dims) for n, d in (("dim1", 0), ("dim2", 1))]
+    if call.known("offset", 0) or places[0] == places[1]:
+        raise NoRule("a diagonal that is not the first is written")
+    x = arrays.with_one_axis(arrays.with_one_axis(x, places[0]), places[1])
+    here = compare("eq", *(arrays.position(x.dims[d]) for d in places))
+    rest = iter(new.dims[:-1])
+    for short in places:  # the values run along the shorter of both
+        if call.reader.sizes.are_equal(x.size(short), new.size(-1)):
+            dims = [
+                new.dims[-1] if d == short else () if d in places else next(rest)
+                for d in range(len(x.dims))
+            ]
+            condition = call.made(here, [y if d in places else () for d, y in enumerate(x.dims)])
+            return call.pointwise(choose, condition, call.made(new.expr, dims), x)
+    raise NoRule("a diagonal of symbolic sizes is written")
+
+
+@rule(aten.select_scatter.default, aten.slice_scatter.default)
+def part_scatter(call: Call) -> Array:
+    """Reads values that replace a position or a range of a dimension."""
+    x, new = call.arrays("self", "src")
+    d = call.dim(default=0, rank=len(x.dims))
+    size = call.get("self").meta["val"].shape[d]
+    if call.name == "select_scatter":
+        start, count = start_of(call, call.get("index"), size, 1), None
+    elif call.known("step", 1) != 1:
+        raise NoRule("a slice with a step is written")
+    else:
+        length = call.get("src").meta["val"].shape[d]
+        start = start_of(call, call.get("start"), size, length)
+        count = call.reader.array(length).expr
+    return part_written(call, (d, start, count), new, x)

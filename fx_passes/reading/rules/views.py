@@ -12,9 +12,9 @@ from torch_streamkl.fx_passes.domain.index_values import first_index, is_certain
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, rule
-from torch_streamkl.program.canonical import linear
-from torch_streamkl.program.graph import INT, Node, Size, const, size_of
-from torch_streamkl.program.reductions import fresh_axis
+from torch_streamkl.program.canonical import all_of, choose, compare, function, linear, nonnegative
+from torch_streamkl.program.graph import INT, Node, Size, const, index, size_of
+from torch_streamkl.program.reductions import fresh_axis, substitute
 
 aten = torch.ops.aten
 
@@ -147,6 +147,27 @@ def _expr(call: Call, size: Any) -> Node:
     return call.reader.array(size).expr
 
 
+def part_written(call: Call, part: tuple[int, Node, Node | None], new: Array, old: Array) -> Array:
+    """Returns a tensor a part of which is replaced: its dimension, start and length."""
+    d, start, count = part
+    base = arrays.with_one_axis(old, d)
+    if not base.dims[d]:
+        return new if len(new.dims) == len(old.dims) else call.made(new.expr, old.dims)
+    j = index(base.dims[d][0])
+    if count is None:
+        here = compare("eq", j, start)
+        dims = (*new.dims[:d], (), *new.dims[d:])
+        inside = call.made(new.expr, dims)
+    else:
+        at = linear(0.0, [(1.0, j), (-1.0, start)])
+        last = linear(-1.0, [(1.0, count), (-1.0, at)])
+        here = all_of(nonnegative(at), nonnegative(last))
+        inside = arrays.indexed(new, d, at, [base.dims[d]])
+    position = [()] * len(base.dims)
+    condition = call.made(here, [base.dims[d] if i == d else x for i, x in enumerate(position)])
+    return call.pointwise(choose, condition, inside, base)
+
+
 @rule(aten.select.int)
 def select(call: Call) -> Array:
     """Reads one position of a dimension."""
@@ -236,9 +257,9 @@ def stack(call: Call) -> Array:
 def repeat_interleave(call: Call) -> Array:
     """Reads entries that are repeated one by one."""
     x, repeats = call.array("self"), call.size(call.get("repeats"))
-    if not call.has("dim") or (call.has("output_size") and repeats != 1 and not x.dims):
-        raise NoRule("repeat_interleave of all elements")
-    d = call.dim(rank=len(x.dims))
+    if not call.has("dim"):  # of all elements in a row
+        x = call.made(x.expr, [tuple(a for own in x.dims for a in own)])
+    d = call.dim(rank=len(x.dims)) if call.has("dim") else 0
     axes = [] if repeats == 1 else [fresh_axis(repeats)]
     dims = [(*own, *axes) if i == d else own for i, own in enumerate(x.dims)]
     return call.made(x.expr, dims)
@@ -293,6 +314,52 @@ def _padded(x: Array, d: int, before: Node, size: Size, fill: Node) -> Array:
     if not x.dims[d]:  # one entry
         x = arrays.expanded(x, x.shape)
     return arrays.padded(x, d, before, size, fill)
+
+
+@rule(aten.roll.default)
+def roll(call: Call) -> Array:
+    """Reads positions that move around."""
+    x, dims = call.array("self"), call.known("dims") or []
+    if not dims:
+        raise NoRule("roll of all elements in a row")
+    for d, shift in zip(dims, call.known("shifts"), strict=True):
+        d = d % len(x.dims)
+        x = arrays.with_one_axis(x, d)
+        if x.dims[d]:
+            n = x.size(d)
+            moved = -shift % n if isinstance(n, int) else -shift
+            at = linear(float(moved), [(1.0, arrays.position(x.dims[d]))])
+            x = arrays.indexed(x, d, function("remainder", at, size_of(n)), [x.dims[d]])
+    return x
+
+
+@rule(aten.movedim.intlist, aten.movedim.int, aten.moveaxis.intlist, aten.moveaxis.int)
+def movedim(call: Call) -> Array:
+    """Reads dimensions that are moved."""
+    x = call.array("self")
+    given = (call.get(name) for name in ("source", "destination"))
+    source, to = ([n] if isinstance(n, int) else list(n) for n in given)
+    rank = len(x.dims)
+    place = {d % rank: s % rank for s, d in zip(source, to, strict=True)}
+    rest = iter(d for d in range(rank) if d not in place.values())
+    return call.made(x.expr, [x.dims[place[d] if d in place else next(rest)] for d in range(rank)])
+
+
+@rule(aten.diagonal.default)
+def diagonal(call: Call) -> Array:
+    """Reads the elements at which two positions are equal, as the last dimension."""
+    x, offset = call.array("self"), call.known("offset", 0)
+    first, second = (call.known(n, d) % len(x.dims) for n, d in (("dim1", 0), ("dim2", 1)))
+    if first == second or offset < 0:
+        raise NoRule("a diagonal below the first")
+    x = arrays.with_one_axis(arrays.with_one_axis(x, first), second)
+    count = call.shape[-1]
+    own: arrays.Dim = () if count == 1 else (fresh_axis(count),)
+    at = arrays.position(own)
+    moved = linear(float(offset), [(1.0, at)])
+    theta = {a: e for d, e in ((first, at), (second, moved)) for a in x.dims[d]}
+    kept = [y for d, y in enumerate(x.dims) if d not in (first, second)]
+    return call.made(substitute(x.expr, theta), [*kept, own])
 
 
 @rule(aten.flip.default)

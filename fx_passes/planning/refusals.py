@@ -19,11 +19,11 @@ from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.planning.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.writes import STALE
-from torch_streamkl.fx_passes.reporting.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
-from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.program.graph import CONTRACT, Node, Source
 from torch_streamkl.program.walks import walk
 
@@ -118,7 +118,7 @@ class Refusals:
 
         These are operations on scores that are not read, and where each sum was ``refused``.
         """
-        found = {}
+        found: dict[fx.Node, str] = {}
         for root, why in refused.items():
             placed = self._of_steps(root) if why.reason == NO_GRADIENT else None
             placed = placed or self.placed(why, root)
@@ -377,8 +377,3 @@ def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
             if other not in seen:
                 seen.add(other)
                 queue.append(other)
-
-
-def first_with_reason(node: fx.Node, reasons: Mapping[fx.Node, str]) -> tuple[str, fx.Node] | None:
-    """Returns the nearest of a node's inputs that has a reason."""
-    return next(((reasons[n], n) for n in near(node, "all_input_nodes") if n in reasons), None)

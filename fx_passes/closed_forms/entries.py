@@ -1,0 +1,147 @@
+"""Finds entries of products at given ids, such as the logits of a cached teacher's ids.
+
+``z.gather(-1, ids)`` of ``z = h @ w.T`` is one product for each id: a value of its row, and of its
+place among the ids. Such an entry is computed by its own operator, from the weight rows of the
+ids, whether an id stands twice or not. What is left of a loss reads whole rows of z, as a
+log-sum-exp does, or nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch_streamkl.fx_passes.closed_forms.form import Operand as _Operand
+from torch_streamkl.fx_passes.closed_forms.form import Product
+from torch_streamkl.program.graph import (
+    CONTRACT,
+    FLOAT,
+    INT,
+    Axis,
+    Node,
+    Size,
+    Source,
+    capture,
+    index,
+)
+from torch_streamkl.program.reductions import remade, substitute
+from torch_streamkl.program.walks import rebuilt, walk
+
+
+@dataclass(frozen=True)
+class EntryValue:
+    """Names the entries of a product at ids, in a program around them."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Represents the entries of a product at ids, with axes of their own.
+
+    ``product`` has the keys at all positions, along ``key``; ``ids`` are positions of entries.
+    """
+
+    product: Product
+    ids: Node
+    key: Axis
+    rows: tuple[Axis, ...]
+    places: tuple[Axis, ...]  # among the ids of a row
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (*self.rows, *self.places)
+
+    @property
+    def flows(self) -> bool:
+        return any(x.requires_grad for x in (self.product.rows, self.product.keys))
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        return self.product.rows.element, self.product.keys.element, self.ids
+
+    def number_of(self, row_count: Callable[[Size], int]) -> int:
+        """Returns how many entries there are."""
+        total = 1
+        for a in self.axes:
+            assert a.size is not None
+            total *= row_count(a.size)
+        return total
+
+
+def without_entries(
+    roots: Sequence[Node],
+    is_unique: Callable[[Node], bool],
+    extent: Callable[[object, int], Size] | None,
+) -> tuple[list[Node], tuple[Entries, ...]]:
+    """Returns expressions of captured entries in place of products at ids, and these entries.
+
+    Ids of a top-k of the graph stay: such entries are keys that a row program chooses.
+    """
+    if extent is None:
+        return list(roots), ()
+    found: dict[Node, int] = {}
+    every: list[Entries] = []
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        x = remade(x, args)
+        if x.op != CONTRACT:
+            return x
+        names = {a: Axis(("entry", i), a.size) for i, a in enumerate(_free_axes(x))}
+        same = substitute(x, {a: index(b) for a, b in names.items()})
+        if same not in found:
+            entries = _entries_of(same, is_unique, extent)
+            if entries is None:
+                return x
+            found[same] = len(every)
+            every.append(entries)
+        entries = every[found[same]]
+        back = {b: a for a, b in names.items()}
+        at = [index(back[a]) for a in entries.axes]
+        return capture(Source(EntryValue(found[same]), 0, entries.flows), FLOAT, at=at)
+
+    made = rebuilt(roots, change, lambda x: x.op not in ("capture", CONTRACT))
+    return [made[x] for x in roots], tuple(every)
+
+
+def _free_axes(x: Node) -> list[Axis]:
+    """The axes of a product, in the order in which its operands have them."""
+    order = [y.value for y in walk(x.args) if y.op == "index" and y.value in x.axes]
+    return list(dict.fromkeys(order))
+
+
+def _entries_of(
+    x: Node, is_unique: Callable[[Node], bool], extent: Callable[[object, int], Size]
+) -> Entries | None:
+    """The entries that a product is, None if it is none: one operand is read at ids."""
+    contracted = set(x.value)
+    for keys, rows in (x.args, x.args[::-1]):
+        at_ids = [d for d, p in enumerate(keys.args) if _has_ids(p)]
+        if len(at_ids) != 1:
+            continue
+        (d,) = at_ids
+        ids = keys.args[d]
+        others = frozenset[Axis]().union(*(p.axes for i, p in enumerate(keys.args) if i != d))
+        row_axes = rows.axes - contracted
+        places = ids.axes - row_axes
+        if not others <= contracted or not places or not row_axes or ids.axes & contracted:
+            continue
+        if ids.op == "capture" and is_unique(ids):
+            return None
+        key = Axis(("entry", "key"), extent(keys.value, d))
+        at = [index(key) if i == d else p for i, p in enumerate(keys.args)]
+        whole = capture(keys.value, FLOAT, at=at)
+        product = Product(_Operand(rows), _Operand(whole), x.value)
+        order = _free_axes(x)
+        return Entries(
+            product,
+            ids,
+            key,
+            tuple(a for a in order if a in row_axes),
+            tuple(a for a in order if a in places),
+        )
+    return None
+
+
+def _has_ids(position: Node) -> bool:
+    return any(y.op == "capture" and y.dtype == INT for y in walk([position]))

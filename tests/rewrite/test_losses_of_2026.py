@@ -1,0 +1,85 @@
+"""Losses of 2026 in their natural spellings are read as they are, and matched as promised.
+
+The promises stand in support/of_2026: ``python -m tests.support.of_2026.table`` prints what
+becomes of each.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.comparing import compare
+from tests.support.covering import only
+from tests.support.match_programs import matches_of
+from tests.support.of_2026 import LOSSES
+from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, ROW
+from tests.support.of_2026.table import OPTIONS
+from tests.support.read_programs import Case, examine
+from tests.support.row_forms import made_of
+from torch_streamkl.fx_passes.capture.settings import CAPTURE
+from torch_streamkl.fx_passes.closed_forms.form import NotClosed
+from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
+
+QUICK = {
+    "cross_entropy_at_ids", "pairs_of_crops", "rolled_logits", "filled_in_place",
+    "patches_by_a_mask", "guided_negatives", "megatron_indexer", "gram",
+}  # fmt: skip
+QUICK_ROWS = {
+    "repeated_ids", "padded_ids", "tail_bucket", "verl_clamped", "nemo_renormalised",
+    "pairs_of_rows_and_ids", "megatron_indexer",
+}  # fmt: skip
+
+OF_ROWS = [name for name, loss in LOSSES.items() if loss.by == (ROW,)]
+
+
+def test_there_are_forty_that_are_no_findings() -> None:
+    assert sum(not loss.is_of_findings for loss in LOSSES.values()) >= 40
+    whole = sum(loss.is_whole for loss in LOSSES.values())
+    assert whole >= 0.79 * len(LOSSES)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", only(QUICK, LOSSES))
+def test_are_read(name: str) -> None:
+    loss = LOSSES[name]
+    outcome = examine(loss.fn, loss.inputs())
+    assert outcome.is_right, (outcome.value, outcome.gradient)
+    assert not outcome.nan
+    assert not loss.is_whole or not outcome.captured
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", only(QUICK, LOSSES))
+def test_are_matched(name: str) -> None:
+    loss = LOSSES[name]
+    found = matches_of(Case(name, loss.fn, loss.inputs()))
+    assert found.is_right, found.errors
+    operators = {call.operator for form in found.closed for call in form.calls}
+    assert operators == set(loss.by) & {ATTENTION, LINEAR}
+    left = [x.reason for x in found.found if isinstance(x, NotClosed)]
+    assert not left or {ROW, EAGER} & set(loss.by), left
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", only(QUICK_ROWS, [n for n, x in LOSSES.items() if x.by == (ROW,)])
+)
+def test_are_row_programs(name: str) -> None:
+    loss = LOSSES[name]
+    made = made_of(Case(name, loss.fn, loss.inputs()))
+    assert not made.wrong
+    assert any(isinstance(form, RowForm) for form in made.forms), made.forms
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LOSSES)
+def test_compiled_results_are_eagers(name: str) -> None:
+    """None is wrong, and none is silent: what stays has a reason."""
+    loss = LOSSES[name]
+    with torch._dynamo.config.patch(CAPTURE):
+        outcome = compare(loss.fn, loss.inputs(), options=OPTIONS, largest_score=50.0).check()
+    report = outcome.report
+    if report.num_remaining or not report.num_fused:
+        assert outcome.reasons or report.unrecognized, report.details()

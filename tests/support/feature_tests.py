@@ -1,0 +1,59 @@
+"""Tests of every feature, for each way in which a CPU computes attention_kl.
+
+A file that imports them defines the fixture `small_parts`: parts so small that a small problem has
+several of each kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.support.problems import CASES, Spec, build
+from tests.support.strategies import specs
+from tests.support.tolerances import budget, check
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+in_parts = pytest.mark.usefixtures("small_parts")
+
+
+def check_call(spec: Spec, frozen: bool = False) -> None:
+    call = build(spec)
+    for name, x in call.tensors.items():
+        if frozen and name.startswith("teacher"):
+            x.requires_grad_(False)
+    check(call.value_and_gradients("torch"), budget(call))
+
+
+@in_parts
+@pytest.mark.parametrize("name", CASES)
+def test_feature(name: str) -> None:
+    check_call(CASES[name])
+
+
+@in_parts
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_the_student_alone(name: str) -> None:
+    """A frozen teacher takes shorter ways through the backward."""
+    check_call(CASES[name], frozen=True)
+
+
+@in_parts
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached", "mask_additive"])
+def test_dtype(name: str, dtype: torch.dtype) -> None:
+    check_call(replace(CASES[name], dtype=dtype))
+
+
+@in_parts
+@pytest.mark.parametrize("num_calls", [50, pytest.param(150, marks=pytest.mark.slow)])
+def test_any_call(num_calls: int) -> None:
+    @given(specs(dtypes=DTYPES))
+    @settings(max_examples=num_calls)
+    def any_call(spec: Spec) -> None:
+        check_call(spec)
+
+    any_call()

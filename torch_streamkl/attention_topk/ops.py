@@ -1,0 +1,170 @@
+"""Registers the operators that `attention_topk_kl` calls.
+
+``attention_topk`` returns per-row values, and the log-sum-exps from which its backward recomputes
+scores.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.attention_topk import limits, torch_impl, values
+from torch_streamkl.attention_topk.problem import ChosenKeys, NeedsGrad, RowStats
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.runtime.devices import require_driver, warn_once
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+TENSORS = (
+    "Tensor student_q, Tensor student_k, Tensor? head_weights, Tensor teacher_q, "
+    "Tensor teacher_k, Tensor ids, Tensor? teacher_lse, Tensor? key_ranges"
+)
+OPTIONS = (
+    "float student_scale, float teacher_scale, str impl, bool check_values, bool deterministic"
+)
+NUM_TENSORS = 8  # of TENSORS
+LSE = 6  # teacher_lse among them
+
+_lib.define(
+    f"attention_topk({TENSORS}, {OPTIONS}) -> (Tensor value, Tensor stats, Tensor lse)", tags=TAGS
+)
+_lib.define(
+    f"attention_topk_backward(Tensor grad, Tensor stats, bool[] needs_grad, {TENSORS}, {OPTIONS})"
+    " -> (Tensor q_grad, Tensor k_grad, Tensor head_weights_grad)",
+    tags=TAGS,
+)
+attention_topk = torch.ops.torch_streamkl.attention_topk.default
+attention_topk_backward = torch.ops.torch_streamkl.attention_topk_backward.default
+
+
+def problem_of(*args: Any) -> ChosenKeys:
+    """Builds the problem of an operator's flat arguments."""
+    return ChosenKeys(*args[: NUM_TENSORS + 2])
+
+
+def _implementation(problem: ChosenKeys, impl: str) -> ModuleType:
+    """Returns the module that computes a problem: the kernels' or plain torch."""
+    limit, device = limits.triton_limit(problem), problem.student_q.device.type
+    if impl == "triton" and limit is not None:
+        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
+    if impl == "torch" or limit is not None or (impl == "auto" and device != "cuda"):
+        if impl != "torch" and device == "cuda":
+            warn_once(f"attention_topk_kl runs in plain torch here, which is slower: {limit}")
+        return torch_impl
+    if device == "cuda":
+        require_driver()
+    from torch_streamkl.attention_topk.triton import launches
+
+    module: ModuleType = launches
+    return module
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    problem, (impl, check_values, _) = problem_of(*args), args[NUM_TENSORS + 2 :]
+    values.check(problem, check_values)
+    stats: RowStats = _implementation(problem, impl).forward(problem)
+    return stats.value, stats.student, stats.teacher_lse
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    stats = RowStats.allocate(problem_of(*args))
+    return stats.value, stats.student, stats.teacher_lse
+
+
+def _backward(
+    grad: Tensor, stats: Tensor, needs_grad: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    problem, (impl, _, deterministic) = problem_of(*args), args[NUM_TENSORS + 2 :]
+    assert problem.teacher_lse is not None
+    saved, needs = RowStats(grad, stats, problem.teacher_lse), NeedsGrad(*needs_grad)
+    module = _implementation(problem, impl)
+    if module is torch_impl:
+        found = torch_impl.backward(problem, saved, grad, needs)
+    else:
+        is_fixed = deterministic or torch.are_deterministic_algorithms_enabled()
+        found = module.backward(problem, saved, grad, needs, is_fixed)
+    nothing = problem.student_q.new_empty
+    return tuple(nothing(0) if x is None else x for x in found)
+
+
+def _backward_fake(
+    grad: Tensor, stats: Tensor, needs_grad: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    problem = problem_of(*args)
+    given = (problem.student_q, problem.student_k, problem.head_weights)
+    nothing = problem.student_q.new_empty
+    return tuple(
+        nothing(0) if x is None or not need else x.new_empty(x.shape)
+        for x, need in zip(given, needs_grad, strict=True)
+    )
+
+
+def _products(q: Any, topk: int) -> int:
+    """Counts the products of queries of this shape with their chosen keys."""
+    return int(2 * q[0] * q[1] * q[2] * q[3] * topk)
+
+
+def _forward_flops(
+    student_q: Any, student_k: Any, weights: Any, teacher_q: Any, teacher_k: Any, ids: Any,
+    teacher_lse: Any, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Counts the scores; those of the teacher twice if their log-sum-exps are not known."""
+    passes = 2 if teacher_lse is None else 1
+    return _products(student_q, ids[2]) + passes * _products(teacher_q, ids[2])
+
+
+def _backward_flops(
+    _grad: Any, _stats: Any, needs: Any, student_q: Any, student_k: Any, weights: Any,
+    teacher_q: Any, teacher_k: Any, ids: Any, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Counts the recomputed scores, and a product for each gradient of queries and keys."""
+    own = _products(student_q, ids[2])
+    return own * (1 + (needs[0] or needs[2]) + needs[1]) + _products(teacher_q, ids[2])
+
+
+for _name, _function, _fake, _flops in (
+    ("attention_topk", _forward, _forward_fake, _forward_flops),
+    ("attention_topk_backward", _backward, _backward_fake, _backward_flops),
+):
+    register(_lib, _name, _function, _fake, _flops)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, stats, lse = output
+    ctx.mark_non_differentiable(stats, lse)
+    tensors = list(inputs[:NUM_TENSORS])
+    if tensors[LSE] is None:
+        tensors[LSE] = lse
+    ctx.save_for_backward(stats, *tensors)
+    ctx.options = inputs[NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    stats, *tensors = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    found: list[Any] = [None] * (NUM_TENSORS + len(ctx.options))
+    if grad is not None and any(needs):
+        grads = attention_topk_backward(grad, stats, needs, *tensors, *ctx.options)
+        found[:3] = [g if need else None for g, need in zip(grads, needs, strict=True)]
+    return tuple(found)
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::attention_topk", _autograd, setup_context=_setup_context, lib=_lib
+)
+register_no_double_backward(_lib, "attention_topk")
+
+
+def _no_vmap(*_: Any) -> Any:
+    raise NotImplementedError(
+        "vmap over attention_topk_kl is not supported; its batch dimension takes more problems"
+    )
+
+
+torch.library.register_vmap(f"{NAMESPACE}::attention_topk", _no_vmap, lib=_lib)

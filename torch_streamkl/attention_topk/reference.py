@@ -1,0 +1,55 @@
+"""Specifies `attention_topk_kl` in a few naive lines, for any floating dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_streamkl.attention_topk.problem import ChosenKeys
+
+
+def chosen_key_rows(problem: ChosenKeys) -> Tensor:
+    """Returns per-row values [batch, seqlen_q], differentiable by autograd."""
+    batch = [_rows_of(problem, b) for b in range(problem.rows[0])]
+    return torch.stack(batch) if batch else _no_rows(problem)
+
+
+def _rows_of(problem: ChosenKeys, b: int) -> Tensor:
+    dtype, ids = problem.compute_dtype, problem.ids[b]
+    exists = problem.inside(ids, b, slice(None))
+    index = torch.where(exists, ids, 0).long()
+    if not problem.num_keys or not problem.topk:
+        return problem.student_q[b].sum((0, 2)).to(dtype) * 0.0
+    q_s, q_t = problem.student_q[b].to(dtype), problem.teacher_q[b].to(dtype)
+    k_s, k_t = problem.student_k[b].to(dtype), problem.teacher_k[b].to(dtype)
+    k_t = k_t.repeat_interleave(q_t.shape[0] // k_t.shape[0], 0)
+    x = torch.einsum("hnd,hnkd->hnk", q_t, k_t[:, index]) * problem.teacher_scale
+    x = x.masked_fill(~exists, -torch.inf)
+    if problem.teacher_lse is None:
+        lse = _log_sum_exp(x)
+    else:
+        lse = problem.teacher_lse[b, :, :, None].to(dtype)
+    p = torch.where(exists, (x - lse).exp(), 0.0).mean(0)
+    mass = p.sum(-1, keepdim=True)
+    p = p / torch.where(mass == 0, 1.0, mass)
+    s = torch.einsum("hnd,nkd->hnk", q_s, k_s[index]) * problem.student_scale
+    if problem.head_weights is not None:
+        s = s.relu() * problem.head_weights[b, :, :, None].to(dtype)
+    s = s.sum(0).masked_fill(~exists, -torch.inf)
+    log_s = s - _log_sum_exp(s)
+    log_p = torch.where(p == 0, 0.0, torch.where(p == 0, 1.0, p).log())
+    counts = exists & (p != 0)
+    value = torch.where(counts, p * (log_p - torch.where(counts, log_s, 0.0)), 0.0).sum(-1)
+    wrong = problem.out_of_range(ids, b, slice(None)).any(-1)
+    return value.masked_fill(wrong, torch.nan)
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """Returns log-sum-exps of rows; 0, with no gradient, for rows of -inf."""
+    is_empty = (x == -torch.inf).all(-1, keepdim=True)
+    lse = x.masked_fill(is_empty, 0.0).logsumexp(-1, keepdim=True)
+    return torch.where(is_empty, 0.0, lse)
+
+
+def _no_rows(problem: ChosenKeys) -> Tensor:
+    return problem.student_q.sum((1, 3)).to(problem.compute_dtype)

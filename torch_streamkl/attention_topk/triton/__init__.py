@@ -1,0 +1,1 @@
+"""Holds the kernels of `attention_topk_kl`, imported when first needed."""

@@ -1,0 +1,95 @@
+"""Registers ``entry_logits``: logits of given vocabulary ids, by the weight rows of these alone.
+
+It is ``(hidden[:, None] * weight[ids]).sum(-1)`` without its copy of weight rows. An id may stand
+twice: each entry has its own logit, and the gradient of a weight row is the sum of its entries'.
+The rewrite computes entries at ids with it, next to one row program for what reads whole rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from torch_streamkl.linear.problem import Head
+from torch_streamkl.program.divergences import named
+from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.topk import sparse
+from torch_streamkl.topk.problem import Places, TopkProblem
+
+_lib = Library(NAMESPACE, "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+TENSORS = "Tensor hidden, Tensor weight, Tensor ids"
+_lib.define(f"entry_logits({TENSORS}) -> Tensor", tags=TAGS)
+_lib.define(
+    f"entry_logits_backward(Tensor grad, bool[] needs_grad, {TENSORS}) -> "
+    "(Tensor hidden_grad, Tensor weight_grad)",
+    tags=TAGS,
+)
+entry_logits = torch.ops.torch_streamkl.entry_logits.default
+entry_logits_backward = torch.ops.torch_streamkl.entry_logits_backward.default
+
+
+def _problem(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[TopkProblem, Places]:
+    ids = ids.long()
+    problem = TopkProblem(Head(hidden, weight), ids, ids, named("forward_kl"), "renormalize")
+    return problem, Places(ids, ids >= 0)
+
+
+def _forward(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return sparse.logits_of(*_problem(hidden, weight, ids))
+
+
+def _forward_fake(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return hidden.new_empty(ids.shape)
+
+
+def _backward(
+    grad: Tensor, needs_grad: list[bool], hidden: Tensor, weight: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    needs = needs_grad[0], needs_grad[1], False
+    found = sparse.gradients(*_problem(hidden, weight, ids), grad, needs)
+    first, second = (hidden.new_empty(0) if x is None else x for x in found[:2])
+    return first, second
+
+
+def _backward_fake(
+    grad: Tensor, needs_grad: list[bool], hidden: Tensor, weight: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    made = zip((hidden, weight), needs_grad, strict=True)
+    first, second = (torch.empty_like(x) if need else x.new_empty(0) for x, need in made)
+    return first, second
+
+
+def _flops(hidden: Any, weight: Any, ids: Any, *_: Any, **__: Any) -> int:
+    return int(2 * hidden[1] * ids[0] * ids[1])
+
+
+def _backward_flops(_grad: Any, needs: Any, *tensors: Any, **__: Any) -> int:
+    return _flops(*tensors) * sum(needs)
+
+
+register(_lib, "entry_logits", _forward, _forward_fake, _flops)
+register(_lib, "entry_logits_backward", _backward, _backward_fake, _backward_flops)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    needs = list(ctx.needs_input_grad[:2])
+    if grad is None or not any(needs):
+        return None, None, None
+    found = entry_logits_backward(grad, needs, *ctx.saved_tensors)
+    first, second = (x if need else None for x, need in zip(found, needs, strict=True))
+    return first, second, None
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::entry_logits", _autograd, setup_context=_setup_context, lib=_lib
+)
+register_no_double_backward(_lib, "entry_logits")
