@@ -310,7 +310,9 @@ def with_whole_rows(root: Node, places: frozenset[Place], keys: tuple[Axis, ...]
         ):
             return remade(x, args)
         positions = {_at(p, key_position(p, places)) for p in every}
-        if len(positions) != 1 or any(has_entries(p, key_position(p, places)) for p in every):
+        (place,) = found
+        assert place is not None
+        if len(positions) != 1 or any(has_entries(p, place) for p in every):
             return remade(x, args)
         (at,) = positions
         if at.op == "index":

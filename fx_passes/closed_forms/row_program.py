@@ -15,8 +15,7 @@ for. What has to be found is which axis is which.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,55 +38,29 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
     axes_of_products,
     product_of,
 )
+from torch_streamkl.fx_passes.closed_forms.row_keys import NO_FACTS, Facts, keys_of
+from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
     is_entered,
-    key_position,
     name_of,
     places_of_keys,
     products_in,
     sites_of,
 )
-from torch_streamkl.fx_passes.closed_forms.row_steps import Captured, Leaves, Steps
+from torch_streamkl.fx_passes.closed_forms.row_steps import Steps
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.reading.arrays import position
-from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.derive import HeadJacobianError
 from torch_streamkl.program.graph import CONTRACT, Axis, HeadsError, Node, Source, capture, index
 from torch_streamkl.program.masks import Keys
-from torch_streamkl.program.reductions import fresh_axis, substitute
+from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import Tracer
-
-NOT_RANKED = (
-    "gather reads entries of each row by ids that are no top-k of this graph: an id may be there "
-    "twice"
-)
-
-
-def _always(ids: Node, entries: Axis, keys: Axis) -> str:
-    return NOT_RANKED
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Says what expressions do not: of the user's graph that they were read from.
-
-    ``why_repeated`` says why a row of ids may have one twice. ``logarithms`` are expressions of
-    logarithms of probabilities, which are -inf in eager code where a probability underflows;
-    ``made_of_products`` are captured tensors that are computed from matmuls.
-    """
-
-    why_repeated: Callable[[Node, Axis, Axis], str] = _always
-    logarithms: tuple[Node, ...] = ()
-    made_of_products: Collection[Any] = ()
-    dtypes: Callable[[Any], Any] | None = None  # of captured tensors
-    extent: Callable[[Any, int], Any] | None = None  # of their dimensions
-    product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
 
 
 @dataclass(frozen=True)
@@ -139,14 +112,10 @@ class _Site:
 
 
 def row_form(
-    roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = Facts()
+    roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = NO_FACTS
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
-
-    def is_unique(ids: Node) -> bool:
-        return any(not facts.why_repeated(ids, axis, axis) for axis in ids.axes)
-
-    roots, entries = without_entries(roots, is_unique, facts.extent)
+    roots, entries = without_entries(roots, facts.is_ranked, facts.extent)
     if entries and not products_in(roots):
         return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
     form = _of_sums(roots, order, facts)
@@ -175,7 +144,7 @@ class _Planner:
     def __init__(
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
-        keys = _keys_of(roots, places, facts)
+        keys = keys_of(roots, places, facts)
         self.roots = [with_whole_rows(root, places, keys) for root in roots]
         self.order, self.facts = order, facts
         self.opening = Opening(places, keys, facts.why_repeated)
@@ -305,11 +274,11 @@ class _Planner:
         for site in self.sites:
             slot, made = made_of[site.opened]
             number = self.opened.index(site.opened)
-            dims = (groups.batch, by_number[made.head], groups.rows)
-            dims = (*dims, site.blocks) if site.blocks else dims
+            of_rows = (groups.batch, by_number[made.head], groups.rows)
+            dims = (*of_rows, site.blocks) if site.blocks else of_rows
             values.setdefault(site.opened, RowOutput(slot, dims, site.opened.flows))
             original = {b: a for a, b in site.names.items() if a not in site.blocks}
-            flat = [a for d in dims[:3] for a in d]
+            flat = [a for d in of_rows for a in d]
             if any(a not in original for a in flat):
                 raise NoForm("sums over different rows")
             at = [*(index(original[a]) for a in flat), *map(index, site.blocks)]
@@ -336,66 +305,6 @@ def _connected(sites: list[Node]) -> list[Node]:
 
 def _products_of(site: Node) -> set[Any]:
     return {tuple(map(name_of, x.args)) for x in products_in([site])}
-
-
-def _keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
-    """New axes for the keys: one, or those of blocks and of the keys inside of one."""
-    plain: list[Any] = []
-    chosen: list[Any] = []
-    blocks: dict[int, int] = {}  # how many, by their size
-    for b in bindings_of(roots):
-        for product in b.products if b.places & places else ():
-            place = key_position(product, places)
-            at = product.args[place[0]].args[place[1]] if place is not None else None
-            if place is None or at is None or b.axis not in at.axes:
-                continue
-            size = _block_size(at)
-            if size:
-                blocks[size] = _num_keys(at)
-            elif at.op != "capture":
-                plain.append(b.axis.size)
-            elif facts.extent is not None:  # all keys are those of the operand
-                chosen.append(facts.extent(product.args[place[0]].value, place[1]))
-    if blocks:
-        return _split_keys(blocks)
-    for size in (*plain, *chosen):
-        return (fresh_axis(size),)
-    raise NoForm("a sum of what is not made from scores")
-
-
-def _block_size(at: Node) -> int:
-    """The size of blocks, of a position of ``size * block + index``; 0 for any other position."""
-    constant, terms = terms_of(at)
-    if len(terms) != 2 or constant:
-        return 0
-    if any(t.op == "product" and any(f.op == "size" for f in t.args) for _, t in terms):
-        raise NoForm("blocks of keys of a size that varies")
-    (c, outer), (one, inner) = sorted(terms, key=lambda item: -item[0])
-    is_plain = outer.op == inner.op == "index" and one == 1.0
-    return int(c) if is_plain and inner.value.size == c else 0
-
-
-def _num_keys(at: Node) -> int:
-    size = 1
-    for _, t in terms_of(at)[1]:
-        if not isinstance(t.value.size, int):
-            raise NoForm("blocks of keys of a size that varies")
-        size *= t.value.size
-    return size
-
-
-def _split_keys(blocks: dict[int, int]) -> tuple[Axis, ...]:
-    """Axes of keys of which each size of blocks is a product of the last ones."""
-    (total,) = set(blocks.values()) if len(set(blocks.values())) == 1 else (0,)
-    sizes, found = [total, *sorted(blocks, reverse=True), 1], list[Axis]()
-    for outer, inner in itertools.pairwise(sizes):
-        if not total or outer % inner:
-            raise NoForm(
-                "an axis of the scores is split into parts of sizes that do not divide it"
-            )
-        if outer != inner:
-            found.append(fresh_axis(outer // inner))
-    return tuple(found)
 
 
 def _numbered(

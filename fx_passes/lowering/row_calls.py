@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch_streamkl.bounds import checked_ids
 from torch_streamkl.fx_passes.closed_forms.form import Product, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_groups import Dim
+from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
-from torch_streamkl.fx_passes.closed_forms.row_steps import Captured
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.lowering import entry_calls
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import Axis, Source, size_of
+from torch_streamkl.program.graph import Axis, Size, Source, size_of
 from torch_streamkl.rows import op
 from torch_streamkl.rows.program import COLUMNS, PAIR, Program
 
@@ -119,7 +119,9 @@ def _captured(writer: Writer, form: RowForm, c: Captured) -> fx.Node:
 def _checked_dim(c: Captured) -> int | None:
     """The dimension along which torch would raise at an id that is out of range."""
     node = c.value.value.name if isinstance(c.value.value, Source) else None
-    for user in node.users if isinstance(node, fx.Node) else ():
+    if not isinstance(node, fx.Node):
+        return None
+    for user in node.users:
         if user.target in CHECKED and isinstance(user.args[1], int):
             return user.args[1] % _value(node).dim()
     return None
@@ -142,7 +144,7 @@ def _values(
     return found
 
 
-def _known(axis: Axis) -> object:
+def _known(axis: Axis) -> Size:
     assert axis.size is not None
     return axis.size
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.closed_forms.row_program import NOT_RANKED, Facts
+from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -36,7 +37,8 @@ def facts_of(reading: Reading) -> Facts:
         return reading.sizes.of(value.shape[d])
 
     found = tuple(dict.fromkeys(logarithms))
-    return Facts(why_repeated, found, reading.reads_products, dtype_of, extent)
+    made = reading.reads_products
+    return Facts(why_repeated, found, made, dtype_of, extent, is_ranked=is_ranked)
 
 
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
@@ -61,28 +63,38 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     return [z for z in found if any(s.op == "log_softmax" for s in walk([z]))]
 
 
-def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
-    """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
+def _top_of(ids: Node) -> fx.Node | None:
+    """The top-k that computes ids."""
     node = ids.value.name if isinstance(ids.value, Source) else None
     while isinstance(node, fx.Node) and node.target in SAME:
         (node,) = node.all_input_nodes
     if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
-        return NOT_RANKED
+        return None
     top = node.args[0]
-    if not isinstance(top, fx.Node) or top.target != aten.topk.default:
+    return top if isinstance(top, fx.Node) and top.target == aten.topk.default else None
+
+
+def is_ranked(ids: Node) -> bool:
+    """Returns whether ids are those of a top-k of the graph."""
+    return _top_of(ids) is not None
+
+
+def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
+    """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
+    top = _top_of(ids)
+    if top is None:
         return NOT_RANKED
     source: Tensor = top.args[0].meta["val"]  # type: ignore[union-attr]
     given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    dim = int(given) % source.dim()  # type: ignore[call-overload]
+    assert isinstance(given, int)
+    dim = given % source.dim()
     places = [d for d, at in enumerate(ids.args) if entries in at.axes]
     if places != [dim]:
         return NOT_RANKED
     if entries.size == 0:
         return "no entry of a row is gathered"  # their mean has no gradient, not NaN
-    length, whole = (
-        source.shape[dim],
-        keys.size.size if isinstance(keys.size, Extent) else keys.size,
-    )
+    length: Any = source.shape[dim]
+    whole: Any = keys.size.size if isinstance(keys.size, Extent) else keys.size
     is_within = isinstance(length, int) and isinstance(whole, int) and length <= whole
     if not is_within and not provably_equal(length, whole):
         return "ids of more keys than there are"  # eager code raises

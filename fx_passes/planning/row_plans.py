@@ -12,7 +12,8 @@ from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, Product, sources_in
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
-from torch_streamkl.fx_passes.closed_forms.row_program import Facts, RowForm, row_form
+from torch_streamkl.fx_passes.closed_forms.row_keys import Facts
+from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported

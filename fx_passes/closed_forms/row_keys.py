@@ -1,0 +1,108 @@
+"""Makes the axes of a row program's keys, and holds what the user's graph says of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.row_sites import Place, bindings_of, key_position
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.graph import Axis, Node
+from torch_streamkl.program.reductions import fresh_axis
+
+NOT_RANKED = (
+    "gather reads entries of each row by ids that are no top-k of this graph: an id may be there "
+    "twice"
+)
+
+
+def _never(ids: Node) -> bool:
+    return False
+
+
+def _always(ids: Node, entries: Axis, keys: Axis) -> str:
+    return NOT_RANKED
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Says what expressions do not: of the user's graph that they were read from.
+
+    ``why_repeated`` says why a row of ids may have one twice. ``logarithms`` are expressions of
+    logarithms of probabilities, which are -inf in eager code where a probability underflows;
+    ``made_of_products`` are captured tensors that are computed from matmuls.
+    """
+
+    why_repeated: Callable[[Node, Axis, Axis], str] = _always
+    logarithms: tuple[Node, ...] = ()
+    made_of_products: Collection[Any] = ()
+    dtypes: Callable[[Any], Any] | None = None  # of captured tensors
+    extent: Callable[[Any, int], Any] | None = None  # of their dimensions
+    product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
+    is_ranked: Callable[[Node], bool] = _never  # ids of a top-k of the graph
+
+
+NO_FACTS = Facts()
+
+
+def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
+    """New axes for the keys: one, or those of blocks and of the keys inside of one."""
+    plain: list[Any] = []
+    chosen: list[Any] = []
+    blocks: dict[int, int] = {}  # how many, by their size
+    for b in bindings_of(roots):
+        for product in b.products if b.places & places else ():
+            place = key_position(product, places)
+            at = product.args[place[0]].args[place[1]] if place is not None else None
+            if place is None or at is None or b.axis not in at.axes:
+                continue
+            size = _block_size(at)
+            if size:
+                blocks[size] = _num_keys(at)
+            elif at.op != "capture":
+                plain.append(b.axis.size)
+            elif facts.extent is not None:  # all keys are those of the operand
+                chosen.append(facts.extent(product.args[place[0]].value, place[1]))
+    if blocks:
+        return _split_keys(blocks)
+    for size in (*plain, *chosen):
+        return (fresh_axis(size),)
+    raise NoForm("a sum of what is not made from scores")
+
+
+def _block_size(at: Node) -> int:
+    """The size of blocks, of a position of ``size * block + index``; 0 for any other position."""
+    constant, terms = terms_of(at)
+    if len(terms) != 2 or constant:
+        return 0
+    if any(t.op == "product" and any(f.op == "size" for f in t.args) for _, t in terms):
+        raise NoForm("blocks of keys of a size that varies")
+    (c, outer), (one, inner) = sorted(terms, key=lambda item: -item[0])
+    is_plain = outer.op == inner.op == "index" and one == 1.0
+    return int(c) if is_plain and inner.value.size == c else 0
+
+
+def _num_keys(at: Node) -> int:
+    size = 1
+    for _, t in terms_of(at)[1]:
+        if not isinstance(t.value.size, int):
+            raise NoForm("blocks of keys of a size that varies")
+        size *= t.value.size
+    return size
+
+
+def _split_keys(blocks: dict[int, int]) -> tuple[Axis, ...]:
+    """Axes of keys of which each size of blocks is a product of the last ones."""
+    (total,) = set(blocks.values()) if len(set(blocks.values())) == 1 else (0,)
+    sizes, found = [total, *sorted(blocks, reverse=True), 1], list[Axis]()
+    for outer, inner in itertools.pairwise(sizes):
+        if not total or outer % inner:
+            raise NoForm(
+                "an axis of the scores is split into parts of sizes that do not divide it"
+            )
+        if outer != inner:
+            found.append(fresh_axis(outer // inner))
+    return tuple(found)
