@@ -142,7 +142,7 @@ def row_form(
     roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = Facts()
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
-    roots, entries = without_entries(roots, facts.is_unique, facts.extent)
+    roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
     if entries and not products_in(roots):
         return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
     form = _of_sums(roots, order, facts)
