@@ -71,7 +71,7 @@ class Entries:
 
 def without_entries(
     roots: Sequence[Node],
-    is_unique: Callable[[Node], bool],
+    why_repeated: Callable[[Node, Axis, Axis], str],
     extent: Callable[[object, int], Size] | None,
 ) -> tuple[list[Node], tuple[Entries, ...]]:
     """Returns expressions of captured entries in place of products at ids, and these entries.
@@ -90,7 +90,7 @@ def without_entries(
         names = {a: Axis(("entry", i), a.size) for i, a in enumerate(_free_axes(x))}
         same = substitute(x, {a: index(b) for a, b in names.items()})
         if same not in found:
-            entries = _entries_of(same, is_unique, extent)
+            entries = _entries_of(same, why_repeated, extent)
             if entries is None:
                 return x
             found[same] = len(every)
@@ -111,7 +111,9 @@ def _free_axes(x: Node) -> list[Axis]:
 
 
 def _entries_of(
-    x: Node, is_unique: Callable[[Node], bool], extent: Callable[[object, int], Size]
+    x: Node,
+    why_repeated: Callable[[Node, Axis, Axis], str],
+    extent: Callable[[object, int], Size],
 ) -> Entries | None:
     """The entries that a product is, None if it is none: one operand is read at ids."""
     contracted = set(x.value)
@@ -126,9 +128,9 @@ def _entries_of(
         places = ids.axes - row_axes
         if not others <= contracted or not places or not row_axes or ids.axes & contracted:
             continue
-        if ids.op == "capture" and is_unique(ids):
-            return None
         key = Axis(("entry", "key"), extent(keys.value, d))
+        if ids.op == "capture" and any(not why_repeated(ids, a, key) for a in places):
+            return None
         at = [index(key) if i == d else p for i, p in enumerate(keys.args)]
         whole = capture(keys.value, FLOAT, at=at)
         product = Product(_Operand(rows), _Operand(whole), x.value)
