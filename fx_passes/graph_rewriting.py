@@ -27,9 +27,9 @@ from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses, reads_ids
+from torch_streamkl.fx_passes.planning.profitability import why_program_is_left
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan
-from torch_streamkl.fx_passes.planning.worth import why_program_is_left
 from torch_streamkl.fx_passes.reporting.execution import (
     how_sites_run,
     shared_with,

@@ -9,8 +9,6 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import Size
-from torch_streamkl.fx_passes.planning.dimensions import Geometry
 
 # NOTE [Rows without keys]
 # Adding the lowest number, or -1e9, to every score of a row loses the scores in rounding: eager's
@@ -58,29 +56,6 @@ def uniform_rows(
     moments = build.call(torch.matmul, build.method("transpose", k, -1, -2), weighted)
     slope = build.call(torch.matmul, q, build.call(torch.mul, moments, scale))
     return build.call(torch.add, mean, build.call(torch.sub, slope, build.method("detach", slope)))
-
-
-def window_tensor(
-    build: Builder, place: Geometry, left: Size | None, right: Size | None, nodes: list[fx.Node]
-) -> fx.Node | None:
-    """Returns the window as a boolean [queries, keys]."""
-    if left is None and right is None:
-        return None
-    first = example(nodes[0])
-    assert isinstance(first, Tensor)
-    num_queries = 1 if place.query is None else place.digits[place.query].size
-    num_keys = place.student.distribution.scores.size(place.student.distribution.axis)
-    i = build.call(torch.arange, build.size(num_queries, nodes), device=first.device)
-    j = build.call(torch.arange, build.size(num_keys, nodes), device=first.device)
-    offset = num_keys - num_queries
-    distance = build.call(torch.sub, j, build.method("unsqueeze", i, -1))
-    keep: fx.Node | None = None
-    if left is not None:
-        keep = build.call(torch.ge, distance, build.size(offset - left, nodes))
-    if right is not None:
-        below = build.call(torch.le, distance, build.size(offset + right, nodes))
-        keep = below if keep is None else build.call(torch.logical_and, keep, below)
-    return keep
 
 
 def _requires_grad(x: fx.Node) -> bool:

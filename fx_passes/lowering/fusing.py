@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
+from torch_streamkl.fx_passes.planning.profitability import why_left, why_program_is_left
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
@@ -27,7 +28,6 @@ from torch_streamkl.fx_passes.planning.special_values import (
     check_nan_readers,
     check_replaced,
 )
-from torch_streamkl.fx_passes.planning.worth import why_left, why_program_is_left
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
 from torch_streamkl.fx_passes.reporting.execution import mark_site
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for

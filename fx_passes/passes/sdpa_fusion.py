@@ -40,7 +40,7 @@ from torch_streamkl.fx_passes.lowering.placed import Placed
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.passes import softcapped
 from torch_streamkl.fx_passes.planning.losses import Losses
-from torch_streamkl.fx_passes.planning.worth import why_attention_is_skipped
+from torch_streamkl.fx_passes.planning.profitability import why_attention_is_skipped
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.program.canonical import all_of
 from torch_streamkl.program.graph import Node, constant

@@ -13,9 +13,9 @@ from typing import Any
 import sympy
 import torch
 
-from torch_streamkl.fx_passes.domain.index_values import LARGEST_EXTENT
 from torch_streamkl.fx_passes.fx_utils import sizes
 from torch_streamkl.fx_passes.reading.arrays import Sizes
+from torch_streamkl.fx_passes.reading.index_values import LARGEST_EXTENT
 from torch_streamkl.program.canonical import linear
 from torch_streamkl.program.graph import INT, Extent, Node, Size, const, size_of
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.analysis.interpreter import ScoreInterpreter
-from torch_streamkl.fx_passes.analysis.sites import is_origin
-from torch_streamkl.fx_passes.capture.region import MATMULS
-from torch_streamkl.fx_passes.domain.scores import Scores
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 from torch_streamkl.fx_passes.fx_utils.nodes import (
-    ancestors,
-    example,
-    is_view,
-    location_of,
-    name_of,
     num_bytes,
     said_name,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, expression, is_one, provably_equal
-from torch_streamkl.fx_passes.reporting.report import Remaining
-from torch_streamkl.fx_passes.reporting.wording import as_sentence
+from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, provably_equal
 
 ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
 
@@ -61,136 +50,6 @@ def readers_text(
         saved = bytes_text(num_bytes(node))
         said.append(f"returned, or used after a graph break; {saved} less without that")
     return ", ".join(said) or "nothing reads it"
-
-
-def large_tensors_left(
-    graph: fx.Graph,
-    sizes: dict[fx.Node, fx.Node],
-    recognised: ScoreInterpreter,
-    outer: Mapping[fx.Node, fx.Node],
-) -> list[Remaining]:
-    """Returns those of ``sizes`` (large tensors of the trace) that are still materialized."""
-    remaining = []
-    unread = unread_nodes(graph)
-    of_scores: set[fx.Node] = set()
-    ordered = _read_by_order(graph, unread)
-    again = _made_again(graph, sizes, recognised, outer)
-    for node in graph.nodes:
-        if any(a in of_scores for a in node.all_input_nodes) or (
-            node in sizes and is_origin(sizes[node], recognised)
-        ):
-            of_scores.add(node)
-        if (node in again or (node in sizes and node in of_scores)) and node not in unread:
-            value = example(node)
-            assert isinstance(value, Tensor)
-            if _is_vector(value) or (node in sizes and _is_far_smaller(sizes[node], recognised)):
-                continue
-            reason = readers_text(node, unread)
-            blocked = recognised.reasons.get(sizes[node]) if node in sizes else None
-            if blocked:
-                reason += f" ({as_sentence(blocked)})"
-            location, _ = location_of(node)
-            cause = ordered.get(node) or _of_an_input(node)
-            shape = _plain(value.shape)
-            size = num_bytes(node)
-            remaining.append(Remaining(node.name, shape, location, reason, cause, size))
-    return remaining
-
-
-def _is_vector(value: Tensor) -> bool:
-    return sum(not is_one(n) for n in value.shape) < 2
-
-
-def _is_far_smaller(inner: fx.Node, recognised: ScoreInterpreter) -> bool:
-    """Whether it is far smaller than any scores that it is made of, such as means over queries."""
-    made = _num_elements(inner)
-    scores = [_num_elements(a) for a in ancestors(inner) if is_origin(a, recognised)]
-    return (
-        isinstance(made, int)
-        and bool(scores)
-        and all(isinstance(n, int) and made * SMALLER <= n for n in scores)
-    )
-
-
-def _made_again(
-    graph: fx.Graph,
-    sizes: dict[fx.Node, fx.Node],
-    recognised: ScoreInterpreter,
-    outer: Mapping[fx.Node, fx.Node],
-) -> set[fx.Node]:
-    """Products of the operands of ``sizes`` that no site reads, and what is made of them."""
-    products = set()
-    for node, inner in sizes.items():
-        scores = recognised.values.get(inner)
-        if isinstance(scores, Scores) and name_of(inner) in MATMULS:
-            refs = (scores.key.lhs, scores.key.rhs)
-            if all(x.node in outer and not x.steps for x in refs):
-                products.add((_operands(outer[x.node] for x in refs), _num_elements(node)))
-    found: set[fx.Node] = set()
-    for node in graph.nodes if products else ():
-        if node in sizes or not isinstance(example(node), Tensor) or is_view(node):
-            continue
-        if name_of(node) in MATMULS:
-            if (_operands(node.all_input_nodes), _num_elements(node)) in products:
-                found.add(node)
-            continue
-        read = [_source(a) for a in node.all_input_nodes]
-        if any(a in found and _num_elements(a) == _num_elements(node) for a in read):
-            found.add(node)
-    return found
-
-
-def _operands(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    return frozenset(_source(n) for n in nodes)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """Returns the tensor that a view, or one of several results, is taken from."""
-    while node.op != "placeholder" and node.all_input_nodes and is_view(node):
-        before = node.all_input_nodes[0]
-        if not isinstance(example(before), Tensor) or _num_elements(before) != _num_elements(node):
-            return node
-        node = before
-    return node
-
-
-def _num_elements(node: fx.Node) -> object:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return expression(value.numel())
-
-
-def _read_by_order(graph: fx.Graph, unread: set[fx.Node]) -> dict[fx.Node, str]:
-    """Finds tensors made for an operation that needs whole rows in order, and describes them."""
-
-    def has_the_keys_of(user: fx.Node, node: fx.Node) -> bool:
-        x, y = example(user), example(node)
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor) or name_of(user) in MATMULS:
-            return False
-        return x.dim() > 0 and y.dim() > 0 and provably_equal(x.shape[-1], y.shape[-1])
-
-    found: dict[fx.Node, str] = {}
-    for node in reversed(graph.nodes):
-        if node in unread:
-            continue
-        users = [u for u in node.users if u not in unread]
-        names = [name_of(u) for u in users if name_of(u) in ORDERED]
-        causes = [found[u] for u in users if u in found and has_the_keys_of(u, node)]
-        if names or causes:
-            found[node] = f"{names[0]} needs whole rows" if names else causes[0]
-    return found
-
-
-def _of_an_input(node: fx.Node) -> str:
-    """Said of what is made of an input of its size, and of no product."""
-    before = ancestors(node)
-    if any(name_of(a) in MATMULS for a in before if a.op != "placeholder"):
-        return ""
-    value = example(node)
-    assert isinstance(value, Tensor)
-    inputs = [example(a) for a in before if a.op in ("placeholder", "get_attr")]
-    is_as_large = any(isinstance(x, Tensor) and _have_one_shape(x, value) for x in inputs)
-    return OF_AN_INPUT if is_as_large else ""
 
 
 def _have_one_shape(x: Tensor, y: Tensor) -> bool:

@@ -16,9 +16,8 @@ from tests.fuzz.rounding import PerturbRounding
 from tests.fuzz.tree import Program
 from tests.support.misleading_programs import Results, run
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.analysis.elements import registry as of_elements
-from torch_streamkl.fx_passes.analysis.registry import RULES
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.reading.registry import RULES
 
 # between what rounding does and what a mistake does, relative to the largest entry
 EXACT = {torch.float64: 2.0**-28, torch.float32: 2.0**-10, torch.bfloat16: 2.0**-4}
@@ -186,7 +185,7 @@ def _size(x: Tensor | None) -> str:
 
 
 # both readings of a trace have rules for an overload
-READINGS: dict[str, dict[Any, Any]] = {"": RULES, "rows: ": of_elements.RULES}
+READINGS: dict[str, dict[Any, Any]] = {"": RULES}
 
 
 class Coverage:

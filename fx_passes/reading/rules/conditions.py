@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from torch_streamkl.fx_passes.domain.index_values import promoted
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.index_values import promoted
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, in_type, number_of, rule
 from torch_streamkl.fx_passes.reading.types import stored
 from torch_streamkl.program.canonical import (

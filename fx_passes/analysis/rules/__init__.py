@@ -1,1 +1,0 @@
-"""Holds the interpreter's rules, one file for each kind of operation."""
