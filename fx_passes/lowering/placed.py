@@ -190,7 +190,9 @@ class Arranging:
         return x
 
     def has_shape(self, x: fx.Node, sizes: Sequence[Size]) -> bool:
-        have = tuple(example(x).shape)
+        value = example(x)
+        assert isinstance(value, Tensor)
+        have = value.shape
         return len(have) == len(sizes) and all(map(provably_equal, have, sizes))
 
     def extent(self, dim: Dim) -> Size:

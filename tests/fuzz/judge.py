@@ -16,8 +16,8 @@ from tests.fuzz.rounding import PerturbRounding
 from tests.fuzz.tree import Program
 from tests.support.misleading_programs import Results, run
 from torch_streamkl.fx_passes import backend
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.reading.registry import RULES
+from torch_streamkl.fx_passes.reading.reader import RULES
+from torch_streamkl.fx_passes.reading.registry import NoRule
 
 # between what rounding does and what a mistake does, relative to the largest entry
 EXACT = {torch.float64: 2.0**-28, torch.float32: 2.0**-10, torch.bfloat16: 2.0**-4}
@@ -184,10 +184,6 @@ def _size(x: Tensor | None) -> str:
     return "None" if x is None else f"{_largest(x):.4g}"
 
 
-# both readings of a trace have rules for an overload
-READINGS: dict[str, dict[Any, Any]] = {"": RULES}
-
-
 class Coverage:
     """How often each rule says something, and how often it is reached and says nothing."""
 
@@ -198,9 +194,8 @@ class Coverage:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for prefix, rules in READINGS.items():
-                counting = {k: self._counting(f"{prefix}{k}", v) for k, v in rules.items()}
-                stack.enter_context(mock.patch.dict(rules, counting))
+            counting = {k: self._counting(str(k), v) for k, v in RULES.items()}
+            stack.enter_context(mock.patch.dict(RULES, counting))
             yield
 
     def _counting(self, name: str, method: Any) -> Any:
@@ -208,7 +203,7 @@ class Coverage:
         def counting(*args: Any) -> object:
             try:
                 value = method(*args)
-            except Unsupported:
+            except NoRule:
                 self.blocked[name] += 1
                 raise
             (self.blocked if value is None else self.fired)[name] += 1
@@ -223,10 +218,8 @@ class Coverage:
     def missing(self) -> tuple[list[str], list[str], list[str]]:
         """Rules that never say anything, that always do, and overloads that no program has."""
         of_rule: dict[str, list[str]] = {}
-        for prefix, rules in READINGS.items():
-            for overload, method in rules.items():
-                name = f"{prefix}{method.__qualname__}"
-                of_rule.setdefault(name, []).append(f"{prefix}{overload}")
+        for overload, method in RULES.items():
+            of_rule.setdefault(method.__qualname__, []).append(str(overload))
         silent = sorted(r for r, names in of_rule.items() if not any(map(self.fired.get, names)))
         open_ = sorted(r for r, names in of_rule.items() if not any(map(self.blocked.get, names)))
         met = self.fired.keys() | self.blocked.keys()
