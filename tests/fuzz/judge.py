@@ -223,5 +223,5 @@ class Coverage:
         silent = sorted(r for r, names in of_rule.items() if not any(map(self.fired.get, names)))
         open_ = sorted(r for r, names in of_rule.items() if not any(map(self.blocked.get, names)))
         met = self.fired.keys() | self.blocked.keys()
-        known = [f"{prefix}{x}" for prefix, rules in READINGS.items() for x in rules]
+        known = list(map(str, RULES))
         return silent, open_, sorted(x for x in known if x not in met)
