@@ -113,11 +113,14 @@ def _heads(
     sides: Sequence[Side], rest: Sequence[Axis], tensors: Sequence[frozenset[Axis]]
 ) -> tuple[Axis, ...]:
     """The last axis, and axes before it if queries of several heads share keys; one stays for the
-    batch. So does one that a mask varies along, if it does not along the next.
+    batch, unless it is a part of one dimension with them. So does one that a mask varies along, if
+    it does not along the next.
     """
     heads = tuple(rest[-1:])
-    while len(rest) - len(heads) > 1:
+    while len(rest) > len(heads):
         first, before = heads[0], rest[-len(heads) - 1]
+        if len(rest) - len(heads) == 1 and not _is_one_dim(sides, before, first):
+            break
         shares = (ROW_ONLY, ABSENT)
         if not any(kind_of(s, first) in shares and kind_of(s, before) == BOTH for s in sides):
             break
@@ -125,3 +128,11 @@ def _heads(
             break
         heads = (before, *heads)
     return heads
+
+
+def _is_one_dim(sides: Sequence[Side], *axes: Axis) -> bool:
+    """Whether the queries of both sides have these axes in one dimension."""
+    return all(
+        x.op == "capture" and any(set(axes) <= at.axes for at in x.args)
+        for x in (side.product.rows.element for side in sides)
+    )
