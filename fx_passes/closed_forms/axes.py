@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import Axes, NoForm, Operand, Side
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
+from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import BOUND, Axis, Node
 from torch_streamkl.program.walks import walk
 
@@ -61,6 +62,22 @@ def ordered_rows(axes: Iterable[Axis], order: Sequence[Axis] = ()) -> list[Axis]
         )
 
     return sorted(axes, key=rank)
+
+
+def in_memory_order(rows: list[Axis], side: Side, key: Axis) -> list[Axis]:
+    """Returns the rows of an LM head in the order of the hidden states' dimensions."""
+    x, keys = side.product.rows.element, side.product.keys.axes - set(side.product.contracted)
+    if keys != {key} or x.op != "capture" or not set(rows) <= x.axes:
+        return rows
+    strides = {
+        t.value: (d, -c)
+        for d, at in enumerate(x.args)
+        for c, t in terms_of(at)[1]
+        if t.op == "index"
+    }
+    if not set(rows) <= strides.keys():
+        return rows
+    return sorted(rows, key=lambda a: strides[a])
 
 
 def axes_of(
