@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import Axes, NoForm, Operand, Side
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
+from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import BOUND, Axis, Node
 from torch_streamkl.program.walks import walk
 
@@ -61,6 +62,22 @@ def ordered_rows(axes: Iterable[Axis], order: Sequence[Axis] = ()) -> list[Axis]
         )
 
     return sorted(axes, key=rank)
+
+
+def in_memory_order(rows: list[Axis], side: Side, key: Axis) -> list[Axis]:
+    """Returns the rows of an LM head in the order of the hidden states' dimensions."""
+    x, keys = side.product.rows.element, side.product.keys.axes - set(side.product.contracted)
+    if keys != {key} or x.op != "capture" or not set(rows) <= x.axes:
+        return rows
+    strides = {
+        t.value: (d, -c)
+        for d, at in enumerate(x.args)
+        for c, t in terms_of(at)[1]
+        if t.op == "index"
+    }
+    if not set(rows) <= strides.keys():
+        return rows
+    return sorted(rows, key=lambda a: strides[a])
 
 
 def axes_of(
@@ -113,11 +130,14 @@ def _heads(
     sides: Sequence[Side], rest: Sequence[Axis], tensors: Sequence[frozenset[Axis]]
 ) -> tuple[Axis, ...]:
     """The last axis, and axes before it if queries of several heads share keys; one stays for the
-    batch. So does one that a mask varies along, if it does not along the next.
+    batch, unless it is a part of one dimension with them. So does one that a mask varies along, if
+    it does not along the next.
     """
     heads = tuple(rest[-1:])
-    while len(rest) - len(heads) > 1:
+    while len(rest) > len(heads):
         first, before = heads[0], rest[-len(heads) - 1]
+        if len(rest) - len(heads) == 1 and not _is_one_dim(sides, before, first):
+            break
         shares = (ROW_ONLY, ABSENT)
         if not any(kind_of(s, first) in shares and kind_of(s, before) == BOTH for s in sides):
             break
@@ -125,3 +145,11 @@ def _heads(
             break
         heads = (before, *heads)
     return heads
+
+
+def _is_one_dim(sides: Sequence[Side], *axes: Axis) -> bool:
+    """Whether the queries of both sides have these axes in one dimension."""
+    return all(
+        x.op == "capture" and any(set(axes) <= at.axes for at in x.args)
+        for x in (side.product.rows.element for side in sides)
+    )

@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Call,
     Masks,
     NoForm,
+    Product,
     Side,
     requires_grad,
 )
@@ -38,19 +39,24 @@ def _has_only_vocab(masks: Masks) -> bool:
 
 
 def _is_head(side: Side, axes: Axes, is_masked: bool) -> bool:
-    on_keys = side.product.keys.axes - set(side.product.contracted)
     return (
         bool(axes.rows)
         and all(kind_of(side, a) in (ROW_ONLY, ABSENT) for a in axes.rows)
         and any(kind_of(side, a) == ROW_ONLY for a in axes.rows)
-        and on_keys == {axes.key}
-        and len(side.product.contracted) == 1
+        and _is_one_matrix(side.product, axes)
         and not side.averaged
         and all(_is_per_vocab_entry(x, axes.key) for x in side.added)
         and not (side.softcap and side.biases)
         and len(side.adapters) <= 1
+        and all(_is_one_matrix(x, axes) for x in side.adapters)
         and not (is_masked and (side.softcap or side.scale <= 0.0))
     )
+
+
+def _is_one_matrix(product: Product, axes: Axes) -> bool:
+    """Whether all rows are multiplied with the same keys, by one dimension of both."""
+    on_keys = product.keys.axes - set(product.contracted)
+    return on_keys == {axes.key} and len(product.contracted) == 1
 
 
 def _is_per_vocab_entry(bias: Bias, key: Axis) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.axes import (
     axes_of,
+    in_memory_order,
     operands_of,
     ordered_rows,
 )
@@ -157,7 +158,8 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
     for factor, polynomial in by_factor(judgement.expr, key).items():
         polynomial, parts = without_twins(polynomial, variables.parts)
         for pair in pairs_of(polynomial, parts):
-            site_of = _Site(key, ordered_rows(site.axes, order), judgement, factor)
+            rows = ordered_rows(site.axes, order)
+            site_of = _Site(key, rows, judgement, factor, site.axes.isdisjoint(order))
             calls.append(_call(site_of, pair, polynomial, parts))
     if not calls:
         raise NoForm("the sum over keys is a known constant", site)
@@ -174,6 +176,7 @@ class _Site:
     rows: list[Axis]
     judgement: Judgement
     factor: Node
+    is_summed: bool  # over all rows, whose order nothing says
 
 
 def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distribution]) -> Call:
@@ -182,7 +185,8 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
     forms = [read(part.score, key) for part in distributions]
     sides, conditions = zip(*_sides(distributions, forms, key), strict=True)
     _check_conditions(conditions[TEACHER] | conditions[STUDENT])
-    axes = axes_of(sides, conditions, site.rows, key)
+    rows = in_memory_order(site.rows, sides[STUDENT], key) if site.is_summed else site.rows
+    axes = axes_of(sides, conditions, rows, key)
     stricter = None
     _check_improbable(pair, sides, forms)
     if judgement.within in (pair.teacher, pair.student):

@@ -40,12 +40,23 @@ class Leaves:
         """Returns whether an expression without products is read as a tensor."""
         if x.op == "capture" or x.op in ("reduce", "log_softmax", "size"):
             return True
+        if self._is_at_head(x):
+            return True
         leaves = [y for y in walk([x], _has_elements) if y.op in ("capture", "size")]
         if not leaves:
             return False
         if self.kind_of(x) != PAIR or not _has_elements(x):
             return True
         return x.dtype != FLOAT and any(self.kind_of(y) == PAIR for y in leaves)
+
+    def _is_at_head(self, x: Node) -> bool:
+        """Whether a condition depends on the index of a batch or head, which a program lacks."""
+        if x.op in ("index", "and", "or", "not") or not _has_elements(x):
+            return False
+        if x.dtype == FLOAT and self.kind_of(x) == PAIR:
+            return False
+        axes = {*self.axes.batch, *(a for heads in self.axes.heads for a in heads)}
+        return any(y.op == "index" and y.value in axes for y in walk([x], _has_elements))
 
     def number(self, x: Node) -> int:
         """Returns the number of a captured tensor."""

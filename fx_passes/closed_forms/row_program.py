@@ -172,6 +172,8 @@ class _Planner:
         """Returns the program."""
         detached = detached_in(self.opened)
         products, numbers = _numbered(self.opened, detached, self.opening.keys)
+        if any(a.size == 0 for x in products for y in (x.rows, x.keys) for a in y.axes):
+            raise NoForm("the scores have a dimension without entries")
         groups = self._groups(products)
         forms = None
         try:

@@ -136,6 +136,8 @@ class Arranging:
         A dimension of whose axes it has none is of size 1, or whole if it is to be expanded. Of
         one of which it has some, the others are expanded; or ``partly`` is why it is refused.
         """
+        if x.dims == tuple(dims):
+            return x.node
         every = [a for dim in dims for a in dim]
         if not set(x.axes) <= set(every) or len(set(x.axes)) < len(x.axes):
             raise Unsupported(NO_PLACE)

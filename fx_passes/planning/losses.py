@@ -102,13 +102,24 @@ class Losses:
 
 
 def reads_ids(divergence: Divergence) -> bool:
-    """Returns whether a divergence with a dense mask or bias is also a program that reads ids."""
+    """Returns whether a divergence is also a program that reads ids: it has a dense mask or bias
+    of them, or gathers keys of each row.
+    """
     dense: list[Node] = []
     for call in divergence.calls:
+        if any(_are_gathered(side.product.keys.element) for side in call.sides):
+            return True
         if call.operator == ATTENTION:
             dense += call.masks.tensors
         dense += [bias.value for side in call.sides for bias in side.added]
     return any(_is_hit(x) for x in walk(dense))
+
+
+def _are_gathered(keys: Node) -> bool:
+    """Whether keys are read at ids, each of which belongs to one row."""
+    return keys.op == "capture" and any(
+        at.op == "capture" and len(at.axes) > 1 for at in keys.args
+    )
 
 
 def _is_hit(x: Node) -> bool:

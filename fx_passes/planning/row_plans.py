@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.row_eager import check_eager
 from torch_streamkl.fx_passes.planning.row_facts import facts_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
-from torch_streamkl.fx_passes.reading.arrays import Array, Dim
+from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import Node, Size
 from torch_streamkl.program.walks import walk
@@ -106,7 +106,7 @@ class RowPlanner:
         """Returns one program for these sums, or raises Unsupported."""
         if any(map(self.reading.loses_gradient, roots)):
             raise Unsupported("a gradient flows through what is a constant")
-        arrays = [self.reading.array(r) for r in roots]
+        arrays = _with_shared_rows([self.reading.array(r) for r in roots])
         order = [a for x in arrays for d in x.dims for a in d]
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), self.facts)
         if isinstance(form, NotClosed):
@@ -277,6 +277,23 @@ class RowPlanner:
                 behind.add(current)
                 stack += current.all_input_nodes
         return bool(behind & products) or not ancestors(node) & results
+
+
+def _with_shared_rows(arrays: list[Array]) -> list[Array]:
+    """Returns sums over the same rows with the same axes, where views have split those of some."""
+    plain = [replace(x, dims=tuple(d for d in x.dims if d)) for x in arrays]
+    sizes = [[[a.size for a in d] for d in x.dims] for x in plain]
+    if len(set(map(len, sizes))) > 1 or all(x == sizes[0] for x in sizes):
+        return arrays
+    try:
+        exprs, dims = met(*plain)
+    except NoView:
+        return arrays
+    found = []
+    for x, expr in zip(arrays, exprs, strict=True):
+        rest = iter(dims)
+        found.append(replace(x, expr=expr, dims=tuple(next(rest) if d else d for d in x.dims)))
+    return found
 
 
 def sources_of(exprs: Sequence[Node]) -> set[fx.Node]:

@@ -211,6 +211,7 @@ def with_one_axis(x: Array, d: int) -> Array:
         is_leading = a == x.dims[d][0]
         theta[a] = digit if is_leading else function("remainder", digit, size_of(a.size))
         stride = product(stride, size_of(a.size))
+        stride = const(stride.value, INT) if stride.op == "const" else stride
     dims = tuple((axis,) if i == d else y for i, y in enumerate(x.dims))
     return replace(x, expr=substitute(x.expr, theta), dims=dims)
 

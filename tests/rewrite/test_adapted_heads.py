@@ -40,6 +40,15 @@ def peft(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return result + F.linear(F.linear(x, a), b) * 0.5
 
 
+def other_vocab_entries(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    """An adapter whose vocabulary entries have another order."""
+    return F.linear(x, w) + F.linear(F.linear(x, a), b).flip(-1)
+
+
+def adapter_of_one_row(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x, w) + F.linear(F.linear(x[:, :1], a), b)
+
+
 FORMS: dict[str, Logits] = {
     "peft": peft,
     "adapter first": lambda x, w, a, b, bias: x @ a.t() @ b.t() * 0.5 + x @ w.t(),
@@ -54,6 +63,8 @@ FORMS: dict[str, Logits] = {
     "scaled adapter": lambda x, w, a, b, bias: F.linear(x, w) + F.linear(F.linear(x * 2, a), b),
     "learned temperature": lambda x, w, a, b, bias: peft(x, w, a, b, bias) / bias.detach()[0],
     "value per row": lambda x, w, a, b, bias: peft(x, w, a, b, bias) * x.detach()[..., :1].abs(),
+    "adapter of one row": adapter_of_one_row,
+    "other vocabulary entries": other_vocab_entries,
     "sliced vocabulary entries": lambda x, w, a, b, bias: peft(x, w, a, b, bias)[..., :30],
     "padded vocabulary entries": lambda x, w, a, b, bias: F.pad(
         peft(x, w, a, b, bias)[..., :30], (0, VOCAB - 30), value=float("-inf")
@@ -173,14 +184,6 @@ def adapter_of_each_text(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tenso
     return F.linear(x, w) + F.linear(x, a) @ torch.stack([b, b.sin()]).mT
 
 
-def adapter_of_one_row(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, w) + F.linear(F.linear(x[:, :1], a), b)
-
-
-def adapter_of_other_words(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, w) + F.linear(F.linear(x, a), b).flip(-1)
-
-
 def of_other_rows(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     """Rows that another order has: as many, and not the same."""
     adapted = F.linear(F.linear(x, a), b)
@@ -193,9 +196,9 @@ def multiplied(x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tens
 
 ROW_PROGRAMS = (
     two_adapters, behind_a_tanh, behind_removed_words, adapter_capped, adapter_of_each_text,
-    adapter_of_one_row, multiplied,
+    multiplied,
 )  # fmt: skip
-LEFT_ALONE = (weight_decomposed, adapter_of_other_words, of_other_rows)
+LEFT_ALONE = (weight_decomposed, of_other_rows)
 
 
 def loss_of(form: Logits) -> Callable[..., Tensor]:

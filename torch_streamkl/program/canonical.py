@@ -96,6 +96,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
             largest[x] = max(largest.get(x, 0.0), abs(c))
     total = {x: c for x, c in total.items() if abs(c) > TINY * largest[x]}
     constant, total = _with_log_softmax(constant, total)
+    if (whole := _undivided(constant, total)) is not None:
+        return whole
     if (masked := _in_masks(constant, total)) is not None:
         return masked
     is_int = all(x.dtype == INT for _, x in terms) and _is_whole(constant, *total.values())
@@ -107,6 +109,23 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
         return items[0][0]
     value = (float(constant) + 0.0, tuple(float(c) for _, c in items))
     return node("linear", [x for x, _ in items], value, dtype, _linear_range(constant, items))
+
+
+def _undivided(constant: float, total: Mapping[Node, float]) -> Node | None:
+    """A sum with ``n * (x // n) + x % n``, which is x."""
+    for rest in total:
+        if rest.op != "remainder":
+            continue
+        x, n = rest.args
+        for y, c in total.items():
+            of_size = y.op == "product" and len(y.args) == 2 and n in y.args
+            part = next((a for a in y.args if a is not n), y) if of_size else y
+            times = float(n.value) if n.op == "const" else 1.0
+            is_of_part = part.op == "floor_divide" and part.args == rest.args
+            if is_of_part and (of_size or n.op == "const") and c == times * total[rest]:
+                others = [(k, z) for z, k in total.items() if z is not y and z is not rest]
+                return linear(constant, [*others, (total[rest], x)])
+    return None
 
 
 def _is_whole(*numbers: float) -> bool:
@@ -162,11 +181,15 @@ def _in_masks(constant: float, total: dict[Node, float]) -> Node | None:
     """A sum with a mask of -inf that was added, as what the mask is applied to.
 
     What has all axes of the condition stands inside of its `where`, the rest outside: shifts of a
-    row are not hidden by a mask of its keys.
+    row are not hidden by a mask of its keys. What has a gradient and is added after a mask of
+    something that is trained as well has it at all keys, also at those that are removed.
     """
     masks = {x: c for x, c in total.items() if c > 0.0 and is_removed(x)}
     condition = all_of(*(x.args[0] for x in masks))
     rest = [(c, x) for x, c in total.items() if x not in masks]
+    trained = {x.args[0] for x in masks if x.args[1].flows}
+    if len(trained) > 1 or (trained and any(x.flows for _, x in rest)):
+        return None
     if len(masks) < 2 and not (masks and any(condition.axes <= x.axes for _, x in rest)):
         return None
     inside = linear(constant, [*rest, *((c, x.args[1]) for x, c in masks.items())])
