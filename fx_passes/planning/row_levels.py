@@ -82,7 +82,7 @@ class Levels:
         return roots
 
     def read_by_elements(self, region: Region) -> set[fx.Node]:
-        """Returns the values of rows that only elements read: a sum of those computes them, too."""
+        """Returns the values of rows that only elements read, whose sums compute them, too."""
         read = self._read_outside(region)
         return {n for n in self.made if n not in read and self.is_of_rows(n)}
 
