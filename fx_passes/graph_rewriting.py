@@ -127,13 +127,14 @@ class _Rewriting:
     def _fuse(self) -> None:
         """Replaces divergences, and then what row programs compute.
 
-        What one of those may compute as well waits for them.
+        What one of those may compute as well waits for them, as does what only elements read.
         """
         divergences, planner = self.losses.divergences, self.losses.planner
         waiting: list[Divergence] = []
         sharing: dict[fx.Node, Divergence] = {}
         if planner is not None:
-            waiting = [d for d in divergences if reads_ids(d)]
+            inside = planner.levels.read_by_elements(self.losses.region)
+            waiting = [d for d in divergences if reads_ids(d) or d.inner in inside]
             sharing = {d.inner: d for d in self._sharing() if d not in waiting}
             waiting = [d for d in divergences if d in waiting or d.inner in sharing]
         for divergence in divergences:

@@ -195,7 +195,7 @@ class Steps:
             self.tracer.captures = ()
             return self._captured(self.leaves.hits(x, ids))
         if x.op == "size":
-            raise NoForm("a mean over a size that varies comes before the sum over the keys", x)
+            return self._captured(self.leaves.number(cast(x, FLOAT)))
         choice = self._choice(x)
         if choice is not None:
             return choice

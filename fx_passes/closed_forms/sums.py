@@ -5,8 +5,8 @@ These are cross-entropy minus entropy, and log-sum-exp minus the expectation of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.rows import is_outside, sums_over_keys
 from torch_streamkl.program.canonical import linear, product, quotient, terms_of
@@ -25,6 +25,10 @@ class Joined:
     whole: Node  # what the terms become
 
 
+_Around = tuple[object, ...] | None  # what a sum is divided by or multiplied with
+_Shape = tuple[Size | None, ...]
+
+
 @dataclass(frozen=True)
 class _Term:
     """Represents coefficient * a sum over keys, or a log-sum-exp, in a sum over rows."""
@@ -33,6 +37,11 @@ class _Term:
     term: Node
     inside: Node  # the sum over rows
     reduction: Node  # over keys
+    factor: _Around = None  # of each row, that becomes one of what is summed
+
+    @property
+    def is_normaliser(self) -> bool:
+        return bool(self.reduction.value.kind == LOGSUMEXP)
 
     @property
     def num_rows(self) -> int:
@@ -46,14 +55,15 @@ def joined(root: Node, of: Iterable[Node]) -> list[Joined]:
     for x in walk([root], lambda x: is_outside(x) and x not in every):
         if x.op != "linear":
             continue
-        groups: dict[object, list[_Term]] = {}
+        groups: dict[tuple[_Around, _Shape], list[_Term]] = {}
         terms = list(zip(x.value[1], x.args, strict=True))
         for c, t in terms:
             around, inside = _unwrapped(t)
             term = _term(c, t, inside, every)
             if term is not None:
                 groups.setdefault((around, _shape(term)), []).append(term)
-        for (around, _), group in groups.items():  # type: ignore[misc]  # keys are pairs
+        alone = [(around, group) for (around, _), group in groups.items()]
+        for around, group in (*alone, *_of_scaled_scores(groups)):
             parts = tuple(t.reduction for t in group if t.reduction.value.kind == SUM)
             if len(group) < 2 or not wanted.intersection(parts):
                 continue
@@ -62,6 +72,20 @@ def joined(root: Node, of: Iterable[Node]) -> list[Joined]:
             replacement = linear(x.value[0], [*rest, (1.0, _wrapped(around, whole))])
             found.append(Joined(x, replacement, parts, whole))
     return found
+
+
+def _of_scaled_scores(
+    groups: Mapping[tuple[_Around, _Shape], list[_Term]],
+) -> Iterator[tuple[_Around, list[_Term]]]:
+    """Groups of log-sum-exps and of expectations of the same scores.
+
+    A value of each row that multiplies the scores is outside of the sum of an expectation.
+    """
+    for (around, shape), group in groups.items():
+        normalisers = [t for t in groups.get((None, shape), ()) if t.is_normaliser]
+        terms = [*normalisers, *(replace(t, factor=around) for t in group)]
+        if around is not None and normalisers and not any(t.num_rows for t in terms):
+            yield None, terms
 
 
 def _term(c: float, x: Node, inside: Node, every: set[Node]) -> _Term | None:
@@ -75,13 +99,13 @@ def _term(c: float, x: Node, inside: Node, every: set[Node]) -> _Term | None:
     return None
 
 
-def _shape(term: _Term) -> tuple[Size | None, ...]:
+def _shape(term: _Term) -> _Shape:
     """The sizes of rows and keys."""
     rows = _chain(term.inside)[: term.num_rows]
     return (*(y.value.axis.size for y in rows), term.reduction.value.axis.size)
 
 
-def _wrapped(around: tuple[object, ...] | None, x: Node) -> Node:
+def _wrapped(around: _Around, x: Node) -> Node:
     if around is None:
         return x
     kind, *others = around
@@ -89,7 +113,7 @@ def _wrapped(around: tuple[object, ...] | None, x: Node) -> Node:
     return quotient(x, factors[0]) if kind == "div" else product(*factors, x)
 
 
-def _unwrapped(x: Node) -> tuple[tuple[object, ...] | None, Node]:
+def _unwrapped(x: Node) -> tuple[_Around, Node]:
     """What a sum is divided by or multiplied with, and the sum."""
     if x.op == "div":
         return ("div", x.args[1]), x.args[0]
@@ -119,10 +143,10 @@ def _one_sum(group: Sequence[_Term]) -> Node:
         x = term.inside
         for axis in rows:
             x = opened(x, axis)
-        if term.reduction.value.kind == LOGSUMEXP:
+        if term.is_normaliser:
             normalisers.append((term.coefficient, x))
         else:
-            bodies.append((term.coefficient, opened(x, key)))
+            bodies.append((term.coefficient, _wrapped(term.factor, opened(x, key))))
     constant, bodies, left = _normalised(bodies, normalisers, key)
     total = linear(constant, [*left, (1.0, reduced(SUM, key, linear(0.0, bodies)))])
     for axis in reversed(rows):

@@ -161,6 +161,10 @@ class Builder:
                     return self.method("size", tensor, dim)
         if str(wanted) in self.selections.counts:
             return self.method("size", *self.selections.counts[str(wanted)])
+        for given in self.graph.find_nodes(op="placeholder"):  # an argument that is a number
+            number = example(given)
+            if isinstance(number, torch.SymInt) and str(expression(number)) == str(wanted):
+                return given
         if wanted.is_Add or wanted.is_Mul:
             first, *rest = (self._symbolic(x, tensors) for x in wanted.args)
             for x in rest:

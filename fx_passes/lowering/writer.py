@@ -59,6 +59,7 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
 }  # fmt: skip
 
+OF_FLOAT8 = torch.bfloat16  # has all their numbers; torch promotes and computes with none of them
 COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
 
 
@@ -210,8 +211,6 @@ class Writer:
                 return self._log_softmax(x.value, args[0])
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
-        if x.op == "norm":
-            return self._norm(args[0])
         if x.op in UNARY:
             return self._pointwise(UNARY[x.op], args)
         if x.op in BINARY:
@@ -251,15 +250,6 @@ class Writer:
         if all(a.is_number for a in args):
             raise Unsupported("an operation on numbers alone")
         return Placed(self.build.call(call, *given), dims)
-
-    def _norm(self, x: Placed) -> Placed:
-        """The root of a sum of squares, whose gradient at 0 is 0, as that of torch's norms."""
-        build = self.build
-        is_above = build.call(torch.gt, x.node, 0.0)
-        root = build.call(torch.sqrt, build.call(torch.where, is_above, x.node, 1.0))
-        return Placed(
-            build.call(torch.where, is_above, root, build.call(torch.mul, x.node, 0.0)), x.dims
-        )
 
     def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:
         if any(isinstance(n, fx.Node) for n in numbers):
@@ -335,14 +325,6 @@ class Writer:
         narrow = self.build.method("to", x.node, dtype)
         return Placed(self.build.method("to", narrow, value.dtype), x.dims)
 
-    def _log_softmax(self, axis: Axis, x: Placed) -> Placed:
-        """The log-softmax of a tensor without products, such as the logits of a teacher."""
-        if axis not in x.axes:
-            raise Unsupported("log_softmax of a value of rows, inside of an operation")
-        x = self.arranging.squeezed(self.arranging.split(x, [(axis,)]))
-        d = next(i for i, dim in enumerate(x.dims) if axis in dim)
-        return Placed(self.build.call(torch.log_softmax, x.node, d), x.dims)
-
     def _reduced(self, kind: str, axes: Sequence[Axis], x: Placed) -> Placed:
         over = [a for a in axes if a in x.axes]
         if len(over) < len(axes) and kind != SUM:
@@ -378,8 +360,11 @@ class Writer:
         if isinstance(source.name, Positions):
             return self._column(x, source.name)
         tensor = self.captures.tensor(source)
-        if not isinstance(example(tensor), Tensor):
+        value = example(tensor)
+        if not isinstance(value, Tensor):
             return Placed(tensor)
+        if value.is_floating_point() and value.dtype.itemsize == 1:
+            tensor = self.build.method("to", tensor, OF_FLOAT8)
         tensor, at = self._flattened(tensor, x.args)
         tensor, at, whole = self._selected_by_masks(tensor, at)
         placed = self._at(tensor, at, whole)

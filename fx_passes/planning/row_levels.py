@@ -40,6 +40,7 @@ class Levels:
         said = [b for b in every if b.says]
         self.places: frozenset[Place] = places_of_keys(every)[0] if said else frozenset()
         self._known: dict[Node, bool] = {}
+        self._read: set[fx.Node] | None = None
 
     def is_of_rows(self, node: fx.Node) -> bool:
         """Returns whether a node is computed from sums over keys alone."""
@@ -65,9 +66,7 @@ class Levels:
         A sum inside of one of the user's operations, such as a norm, is no value of the graph: the
         first one that is computed from it is.
         """
-        inside = set(region.nodes)
-        mapped = set(self.trace.outer.values()) | set(self.trace.origin.values())
-        read = self._read_outside(inside, mapped)
+        read = self._read_outside(region)
         roots, hidden = list[fx.Node](), set[fx.Node]()
         for node in self.made:
             if not self.is_of_rows(node):
@@ -82,12 +81,19 @@ class Levels:
                 roots.append(node)
         return roots
 
-    def _read_outside(
-        self, inside: Collection[fx.Node], mapped: Collection[fx.Node]
-    ) -> set[fx.Node]:
+    def read_by_elements(self, region: Region) -> set[fx.Node]:
+        """Returns the values of rows that only elements read, whose sums compute them, too."""
+        read = self._read_outside(region)
+        return {n for n in self.made if n not in read and self.is_of_rows(n)}
+
+    def _read_outside(self, region: Region) -> set[fx.Node]:
         """The nodes that other code uses, or uses what is computed from them alone as rows'
         values.
         """
+        if self._read is not None:
+            return self._read
+        inside = set(region.nodes)
+        mapped = set(self.trace.outer.values()) | set(self.trace.origin.values())
         leaves: dict[fx.Node, bool] = {}
         found: set[fx.Node] = set()
         for node in reversed(self.trace.graph.nodes):
@@ -101,6 +107,7 @@ class Levels:
                 or any(u in found and self.is_of_rows(u) for u in users)
             ):
                 found.add(node)
+        self._read = found
         return found
 
     def _is_left(self, node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ import sympy
 import torch
 
 from torch_streamkl.fx_passes.fx_utils import sizes
+from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
 from torch_streamkl.fx_passes.reading.arrays import Sizes
 from torch_streamkl.fx_passes.reading.index_values import LARGEST_EXTENT
 from torch_streamkl.program.canonical import linear
@@ -37,8 +38,18 @@ class SymbolicSizes(Sizes):
         if isinstance(expression, int) or expression.is_Integer:
             return int(expression)
         if expression not in self._known:
-            self._known[expression] = Extent(str(expression), size, *_bounds(size))
+            same = self._guarded(expression, size)
+            self._known[expression] = same or Extent(str(expression), size, *_bounds(size))
         return self._known[expression]
+
+    def _guarded(self, expression: Any, size: torch.SymInt) -> Extent | None:
+        """Returns a known size that is the same by a guard: ``2 * (s // 2)`` and s, that met."""
+        for other, extent in self._known.items():
+            is_plain = isinstance(expression, sympy.Symbol) and isinstance(other, sympy.Symbol)
+            if not is_plain and expression.free_symbols & other.free_symbols:
+                if statically_known_true(size == extent.size):
+                    return extent
+        return None
 
     def _expression(self, size: sizes.Size) -> Any:
         found = sizes.expression(size)

@@ -184,7 +184,8 @@ FUSED: dict[str, Callable[..., Tensor]] = {
 STAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "other masks": (
         lambda s, t, keep: rows(s[keep][:2], t[~keep][:2]).sum(),
-        "unknown size|equal|sizes are read from tensors|kl_div is applied to",  # the last with torch 2.11
+        # the last with torch 2.11
+        "unknown size|equal|sizes are read from tensors|kl_div is applied to",
     ),
     "entries of some vocabulary entries": (
         lambda s, t: kd(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests.support.comparing import compare
 from tests.support.covering import every
 from torch_streamkl.fx_passes.backend import collected, streamkl
 
@@ -140,3 +141,15 @@ def test_a_number_as_a_tensor(loss: Loss) -> None:
         for a in (torch.tensor(0.3), torch.tensor(0.6), 0.4):
             torch.testing.assert_close(compiled(a), step(a))
     assert report.num_fused == len(report.sites), report
+
+
+def test_a_size_that_varies_multiplies_elements() -> None:
+    """A row program reads it as a number that is captured."""
+
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        p, t = (q @ k.mT).softmax(-1), qt @ kt.mT
+        return (p * t.shape[-1] * t.sigmoid()).square().sum(-1).mean()
+
+    inputs = [torch.randn(2, 2, n, 4, requires_grad=i < 2) for i, n in enumerate((6, 9, 6, 9))]
+    outcome = compare(loss, inputs, inner="aot_eager", dynamic=True).check()
+    assert outcome.kinds == {"row_program"}, outcome.report

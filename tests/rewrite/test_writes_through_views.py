@@ -167,15 +167,13 @@ def times_a_negative_number(*args):
     return kl(-s, -t)
 
 
-LEFT_ALONE = [
-    (a_finite_number, "modified in place"),
-    (every_other_word, "modified in place"),
-    (words_of_some_tokens, "modified in place"),
-    (on_one_side_only, "masked differently"),
-    (before_a_softcap, "overwritten with -inf"),
+FUSED = [
+    (a_finite_number, "row_program"),
+    (words_of_some_tokens, "row_program"),
+    (on_one_side_only, "attention_kl"),
+    (before_a_softcap, "row_program"),
 ]
 KEEP_THEIR_VALUE = [
-    *(program for program, _ in LEFT_ALONE),
     read_through_another_view,
     another_word_on_each_side,
     probabilities_from_before,
@@ -191,16 +189,20 @@ def test_keeps_its_value(program: Case) -> None:
     compare(program, make_inputs()).check()
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"), LEFT_ALONE, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_is_left_alone_for_a_reason(program: Case, reason: str) -> None:
+@pytest.mark.parametrize(("program", "kind"), FUSED, ids=lambda x: getattr(x, "__name__", ""))
+def test_is_fused(program: Case, kind: str) -> None:
     outcome = compare(program, make_inputs()).check()
+    assert outcome.kinds == {kind}, str(outcome.report)
+    assert outcome.report.num_remaining == 0, str(outcome.report)
+
+
+def test_is_left_alone_for_a_reason() -> None:
+    outcome = compare(every_other_word, make_inputs()).check()
     assert outcome.num_fused == 0, str(outcome.report)
-    assert any(reason in r for r in outcome.reasons), outcome.reasons
+    assert any("modified in place" in r for r in outcome.reasons), outcome.reasons
 
 
-def test_keys_of_attention_are_left_alone() -> None:
+def test_keys_of_attention() -> None:
     def program(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
         s, wanted = q @ k.mT, t @ t.mT
         s[..., 2], wanted[..., 2] = NEG_INF, NEG_INF
@@ -208,8 +210,8 @@ def test_keys_of_attention_are_left_alone() -> None:
 
     inputs = [torch.randn(2, 3, 6, 4, requires_grad=grad) for grad in (True, True, False)]
     outcome = compare(program, inputs).check()
-    assert outcome.num_fused == 0
-    assert "overwritten" in outcome.reasons[0]
+    assert outcome.kinds == {"attention_kl"}, str(outcome.report)
+    assert "entries left out" in outcome.report.sites[0].form
 
 
 # ---------------------------------------------------------------------------- what is no write
