@@ -254,10 +254,13 @@ def test_checks_of_two_ranks(size: int, name: str) -> None:
     check(name, size)
 
 
+def _of_gpus(size: int) -> Any:
+    is_missing = torch.cuda.device_count() < size
+    return pytest.param(size, marks=pytest.mark.skipif(is_missing, reason=f"needs {size} GPUs"))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [_of_gpus(4), _of_gpus(8)])
 @pytest.mark.parametrize("name", [*OF_ANY_NUMBER, *OWN])
 def test_on_gpus(size: int, name: str) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
     check(name, size, "cuda")

@@ -112,8 +112,6 @@ TEXTS = (
      "traced, streamkl"),
     ("docs/evidence/several-gpus.md", "scores | (85.9 ms) | (26.8 GiB)", "h100-two-layers",
      "layers", "FSDP2, compiled layers"),
-    ("docs/evidence/several-gpus.md", "one GPU takes (937 ms)", "h200-sharded-131072", "sequence",
-     "one GPU"),
     ("docs/evidence/several-gpus.md", "comparison | (63.8 ms) | 1 | | (1.51 GiB)",
      "h100-two-more-tokens", "vocabulary", "one GPU"),
     ("docs/evidence/several-gpus.md", "(34.8 ms) | 0.55 | 56 MiB | (1.00 GiB)",
