@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from bench.measure import MIB
 from bench.records import Row
 
-BANDWIDTH = 173e9  # bytes a second that a rank receives: 56 MiB all-reduced by two H200s
-GATHER_MS = 0.07  # of row states
+# of two H100s, beside a step and alone (bench/notes/several_gpus.md)
+BANDWIDTH = 240e9  # bytes a second that a rank receives of messages of 50 MiB and more
+GATHER_MS = 0.04  # of row states, 0.75 MiB
 ONE_GPU = "one GPU"
 
 

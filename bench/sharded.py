@@ -262,7 +262,8 @@ def two_dimensions(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> S
     exposed = all_gather(weight_mib, dp) + d_hidden
     make = {ONE_GPU: one_gpu, "FSDP2 x TP": shared}
     costs = {"FSDP2 x TP": Cost(exposed + states, exposed, waits=1)}
-    return SharedCase(f"mesh {dp} x {tp}", sizes=str(head), make=tuple(make.items()), costs=costs)
+    label = f"mesh {dp} x {tp}" + (f" {tokens}" if tokens not in (0, 8192) else "")
+    return SharedCase(label, sizes=str(head), make=tuple(make.items()), costs=costs)
 
 
 class _MeanOfRanks(torch.autograd.Function):

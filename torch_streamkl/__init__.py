@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_streamkl.attention.interface import attention_kl, attention_kl_varlen
-from torch_streamkl.attention_topk.interface import attention_topk_kl
 from torch_streamkl.linear.interface import LinearKL, linear_kl
 from torch_streamkl.rows.interface import row_program
 from torch_streamkl.topk.interface import linear_topk_kl
 from torch_streamkl.version import __version__
 
 if TYPE_CHECKING:
+    from torch_streamkl.attention_topk.interface import attention_topk_kl
     from torch_streamkl.fx_passes.backend import UnfusedError, inductor_options, reports
     from torch_streamkl.fx_passes.enable import disable, enable
     from torch_streamkl.fx_passes.explain import explain
@@ -50,24 +50,25 @@ __all__ = [
     "verify",
 ]
 
-_LAZY = {  # public names by the module of fx_passes that has them
-    "Report": "reporting.report",
-    "RewriteOptions": "options",
-    "UnfusedError": "backend",
-    "Verification": "verify",
-    "disable": "enable",
-    "enable": "enable",
-    "explain": "explain",
-    "inductor_options": "backend",
-    "reports": "backend",
-    "verify": "verify",
+_LAZY = {  # public names by the module that has them, which an import does not need
+    "Report": "fx_passes.reporting.report",
+    "RewriteOptions": "fx_passes.options",
+    "UnfusedError": "fx_passes.backend",
+    "Verification": "fx_passes.verify",
+    "attention_topk_kl": "attention_topk.interface",
+    "disable": "fx_passes.enable",
+    "enable": "fx_passes.enable",
+    "explain": "fx_passes.explain",
+    "inductor_options": "fx_passes.backend",
+    "reports": "fx_passes.backend",
+    "verify": "fx_passes.verify",
 }
 
 
 def __getattr__(name: str) -> Any:
     # the operators do not need the compiler: it is imported when it is asked for
     if name in _LAZY:
-        return getattr(importlib.import_module(f"torch_streamkl.fx_passes.{_LAZY[name]}"), name)
+        return getattr(importlib.import_module(f"torch_streamkl.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'torch_streamkl' has no attribute {name!r}")
 
 

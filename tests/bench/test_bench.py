@@ -513,7 +513,7 @@ def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
 
 
 def test_scaling_beside_the_model_of_costs() -> None:
-    """65.0 ms of one GPU, 56 MiB at 173 GB/s and one wait: 32.5 + 0.34 + 0.07 on two."""
+    """65.0 ms of one GPU, 56 MiB at 240 GB/s and one wait: 32.5 + 0.24 + 0.04 on two."""
     rows = [
         Row("x", name, timing={"step": Timing(ms, ms, ms)})
         for name, ms in (("one GPU", 65.0), ("ours", 33.4), ("others", 60.8))
@@ -527,7 +527,7 @@ def test_scaling_beside_the_model_of_costs() -> None:
     assert ours.more == {
         "received_mib": 57.0,
         "of_one_gpu": 33.4 / 65.0,
-        "model_of_one_gpu": pytest.approx((32.5 + 56 * 2**20 / 173e6 + 0.07) / 65.0),
+        "model_of_one_gpu": pytest.approx((32.5 + 56 * 2**20 / 240e6 + 0.04) / 65.0),
     }
     assert others.more == {"received_mib": 56.0, "of_one_gpu": 60.8 / 65.0}
 

@@ -29,7 +29,7 @@ from bench.measure import MIB
 from tests.distributed import test_distributed_attention as attention
 from tests.distributed import test_distributed_linear as linear
 from tests.distributed import test_distributed_topk as topk
-from tests.support.ranks import TIMEOUT, Rank, assert_passed, on_ranks, outcomes, same_error
+from tests.support.ranks import TIMEOUT, Rank, checks_of, on_ranks, run_check, same_error
 from torch_streamkl import linear_kl
 from torch_streamkl.distributed import (
     attention_kl_context_parallel,
@@ -37,7 +37,7 @@ from torch_streamkl.distributed import (
     shard_sequence,
 )
 
-MODULES = [linear.__name__, attention.__name__, __name__]
+MODULES = [sys.modules[__name__], linear, attention]
 # of the files of two processes, what does not depend on their number
 OF_ANY_NUMBER = [
     "divergences", "every_option_at_once", "vocabularies_that_differ", "peaked_rows",
@@ -227,37 +227,40 @@ def ranks_that_die(me: Rank) -> None:
     raise SystemExit  # as an error ends a process: those that wait for this one hear of it
 
 
-OWN = [name for name, x in vars(sys.modules[__name__]).items() if hasattr(x, "runs_on_ranks")]
+OWN = list(checks_of(sys.modules[__name__]))
 
 
-@functools.cache
-def _found(device: str, size: int, names: tuple[str, ...]) -> dict[str, list[str]]:
-    modules = MODULES if names != tuple(OWN) else [__name__]
-    return outcomes(modules, device, size, list(names))
+def check(name: str, size: int, device: str = "cpu") -> None:
+    """Runs a check of this file or of those of two ranks."""
+    module = next(x.__name__ for x in MODULES if name in checks_of(x))
+    run_check(module, name, size, device)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_on_eight_ranks(name: str) -> None:
-    assert_passed(_found("cpu", 8, tuple(OWN)), name)
+    check(name, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_on_four_ranks(name: str) -> None:
-    assert_passed(_found("cpu", 4, tuple(OWN)), name)
+    check(name, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("name", OF_ANY_NUMBER)
 def test_checks_of_two_ranks(size: int, name: str) -> None:
-    assert_passed(_found("cpu", size, tuple(OF_ANY_NUMBER)), name)
+    check(name, size)
+
+
+def _of_gpus(size: int) -> Any:
+    is_missing = torch.cuda.device_count() < size
+    return pytest.param(size, marks=pytest.mark.skipif(is_missing, reason=f"needs {size} GPUs"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [_of_gpus(4), _of_gpus(8)])
 @pytest.mark.parametrize("name", [*OF_ANY_NUMBER, *OWN])
 def test_on_gpus(size: int, name: str) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
-    assert_passed(_found("cuda", size, (*OF_ANY_NUMBER, *OWN)), name)
+    check(name, size, "cuda")

@@ -32,7 +32,9 @@ def run(page: str) -> dict[str, Any]:
     return scope
 
 
-@pytest.mark.parametrize("page", ["attention.md", "cached-teachers.md", "lm-heads.md"])
+@pytest.mark.parametrize(
+    "page", ["attention.md", "cached-teachers.md", "indexers.md", "lm-heads.md"]
+)
 def test_the_code_of_a_page_runs(page: str) -> None:
     assert run(page)
 

@@ -71,7 +71,7 @@ def c_function(compiled: Any, arguments: tuple[Any, ...]) -> CFunction | None:
 
 def _c_function(compiled: Any, arguments: tuple[Any, ...]) -> CFunction | None:
     launcher = compiled.run
-    form = _form_of(type(launcher))
+    form = _form_of(launcher.__class__)
     # what a launch allocates, and checks of memory accesses, are the launcher's own matter
     sizes = [getattr(launcher, f"{name}_scratch_size", 1) for name in ("global", "profile")]
     if form is None or any(sizes) or getattr(launcher, "gsan_enabled", False):
