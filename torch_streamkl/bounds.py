@@ -27,7 +27,7 @@ checked_ids = torch.ops.torch_streamkl.checked_ids.default
 
 def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:
     """Raises if a label is neither ``ignore_index`` nor a vocabulary entry."""
-    if labels is None or not _has_values(labels):
+    if labels is None or not has_values(labels):
         return
     is_right = (labels.clamp(0, vocab_size - 1) == labels) | (labels == ignore_index)
     rule = f"labels must be in [0, {vocab_size}) or ignore_index={ignore_index}"
@@ -38,7 +38,7 @@ def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> N
 
 
 def _checked(ids: Tensor, size: int, dim: int) -> Tensor:
-    if _has_values(ids):
+    if has_values(ids):
         is_right = ids.clamp(0, size - 1) == ids
         if ids.device.type != "cpu":
             torch._assert_async(is_right.all(), f"an index is out of bounds for size {size}")
@@ -54,7 +54,8 @@ def _fake(ids: Tensor, size: Any, dim: int) -> Tensor:
     return torch.empty_like(ids)
 
 
-def _has_values(x: Tensor) -> bool:
+def has_values(x: Tensor) -> bool:
+    """Returns whether a tensor has values to check, which fake tensors do not."""
     return not (isinstance(x, FakeTensor) or x.is_meta) and x.numel() > 0
 
 

@@ -243,8 +243,7 @@ def check_tensor(name: str, x: object, ndim: int) -> None:
     x = tensor(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}")
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+    floating(name, x)
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(
             f"the last dimension of {name} must be contiguous, got strides {x.stride()}"
@@ -297,6 +296,18 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
     if any(have not in (1, want) for have, want in zip(view.shape, shape, strict=True)):
         raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(x.shape)}")
     return view
+
+
+def floating(name: str, x: Tensor) -> None:
+    """Checks for a dtype that operands may have."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+
+
+def indices(name: str, x: Tensor) -> None:
+    """Checks for a dtype that ids and labels may have."""
+    if x.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {x.dtype}")
 
 
 def additive(name: str, x: Tensor) -> None:

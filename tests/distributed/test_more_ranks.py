@@ -29,11 +29,18 @@ from bench.measure import MIB
 from tests.distributed import test_distributed_attention as attention
 from tests.distributed import test_distributed_linear as linear
 from tests.distributed import test_distributed_topk as topk
-from tests.support.ranks import TIMEOUT, Rank, checks_of, on_ranks, run_check, same_error
+from tests.support.ranks import (
+    TIMEOUT,
+    Rank,
+    checks_of,
+    on_ranks,
+    run_check,
+    same_error,
+    watched_collectives,
+)
 from torch_streamkl import linear_kl
 from torch_streamkl.distributed import (
     attention_kl_context_parallel,
-    collectives,
     shard_sequence,
 )
 
@@ -147,28 +154,15 @@ def counted_bytes(num_ranks: int) -> Iterator[list[float]]:
     """Bytes that this rank receives, as a ring of ranks sends them; integers left out."""
     received = [0.0]
     others = (num_ranks - 1) / num_ranks
-    originals = {name: getattr(collectives, name) for name in
-                 ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")}  # fmt: skip
 
-    def counting(name: str) -> Any:
-        def call(x: Any, *args: Any) -> Any:
-            out = originals[name](x, *args)
-            if x.is_floating_point():
-                whole = max(x.nbytes, out.nbytes)  # of a gather its result, of a scatter its input
-                received[0] += {"all_reduce": 2 * others * whole}.get(name, others * whole)
-                if name == "all_to_all" and 0 in args[0]:  # from one rank alone
-                    received[0] += (1 - others) * whole
-            return out
+    def count(name: str, x: Any, out: Any, *args: Any) -> None:
+        whole = max(x.nbytes, out.nbytes)  # of a gather its result, of a scatter its input
+        received[0] += {"all_reduce": 2 * others * whole}.get(name, others * whole)
+        if name == "all_to_all" and 0 in args[0]:  # from one rank alone
+            received[0] += (1 - others) * whole
 
-        return call
-
-    for name in originals:
-        setattr(collectives, name, counting(name))
-    try:
+    with watched_collectives(count):
         yield received
-    finally:
-        for name, original in originals.items():
-            setattr(collectives, name, original)
 
 
 @on_ranks

@@ -264,21 +264,29 @@ def _end_group() -> None:
 def counted_collectives() -> Iterator[Counter[str]]:
     """How often each collective of ours ran; the few integers of `agreement.py` left out."""
     counts: Counter[str] = Counter()
+    with watched_collectives(lambda name, *_: counts.update([name])):
+        yield counts
+
+
+@contextlib.contextmanager
+def watched_collectives(seen: Callable[..., object]) -> Iterator[None]:
+    """Calls ``seen(name, x, result, *args)`` after each collective of ours on numbers."""
     names = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
     originals = {name: getattr(collectives, name) for name in names}
 
-    def counting(name: str) -> Any:
+    def watched(name: str) -> Any:
         def call(x: Tensor, *args: Any) -> Tensor:
+            result: Tensor = originals[name](x, *args)
             if x.is_floating_point():
-                counts[name] += 1
-            return originals[name](x, *args)
+                seen(name, x, result, *args)
+            return result
 
         return call
 
     for name in names:
-        setattr(collectives, name, counting(name))
+        setattr(collectives, name, watched(name))
     try:
-        yield counts
+        yield
     finally:
         for name, original in originals.items():
             setattr(collectives, name, original)

@@ -14,7 +14,6 @@ from torch_streamkl.divergences.names import Reduction
 TopkImpl = Literal["auto", "triton", "torch", "reference"]
 Layout = Literal["bhnd", "bnhd"]
 REDUCTIONS, IMPLEMENTATIONS, LAYOUTS = (get_args(x) for x in (Reduction, TopkImpl, Layout))
-ID_DTYPES = (torch.int64, torch.int32)
 
 
 class MoreOptions(TypedDict, total=False):
@@ -150,11 +149,7 @@ def _head_weights(weights: Tensor | None, q: Tensor, options: Options) -> Tensor
             f"student_head_weights must have shape {shape}, one for each head of a query, got "
             f"{tuple(weights.shape)}"
         )
-    if weights.dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(
-            "student_head_weights must be float64, float32, bfloat16 or float16, got "
-            f"{weights.dtype}"
-        )
+    checks.floating("student_head_weights", weights)
     checks.on_device("student_head_weights", weights, q.device)
     if options.is_packed:
         return weights.T[None]
@@ -170,8 +165,7 @@ def _ids(ids: Tensor, rows: tuple[int, int], device: torch.device, options: Opti
             f"ids must have shape [{text}, topk], the chosen keys of each query, got "
             f"{tuple(ids.shape)}"
         )
-    if ids.dtype not in ID_DTYPES:
-        raise TypeError(f"ids must be int64 or int32, got {ids.dtype}")
+    checks.indices("ids", ids)
     if ids.shape[-1] == 0:
         raise ValueError(f"ids must have at least one key a query, got {tuple(ids.shape)}")
     checks.on_device("ids", ids, device)

@@ -7,15 +7,14 @@ value has to wait, so there it is raised on request alone.
 
 from __future__ import annotations
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 from torch_streamkl.attention_topk.problem import ChosenKeys
+from torch_streamkl.bounds import has_values
 
 
 def check(problem: ChosenKeys, is_requested: bool) -> None:
     """Raises for ids out of range; fake tensors have none."""
     ids = problem.ids
-    if isinstance(ids, FakeTensor) or ids.is_meta or not ids.numel():
+    if not has_values(ids):
         return
     if ids.device.type != "cpu" and not is_requested:
         return

@@ -20,7 +20,6 @@ Strategy = Literal["auto", "forward", "recompute"]
 LinearImpl = Literal["auto", "triton", "torch", "reference"]
 REDUCTIONS = get_args(Reduction)
 STRATEGIES = get_args(Strategy)
-_LABEL_DTYPES = (torch.int64, torch.int32)
 
 
 class Options(NamedTuple):
@@ -134,8 +133,7 @@ def check_head(
             f"{tuple(weight.shape)}"
         )
     for name, x in ((f"{prefix}hidden", hidden), (f"{prefix}weight", weight)):
-        if x.dtype not in checks.FLOAT_DTYPES:
-            raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        checks.floating(name, x)
     checks.same(
         "dtype",
         {
@@ -166,8 +164,7 @@ def check_head(
 def check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) -> None:
     """Checks that labels are integers, one per token."""
     checks.tensor("labels", labels)
-    if labels.dtype not in _LABEL_DTYPES:
-        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
+    checks.indices("labels", labels)
     if tuple(labels.shape) != tokens:
         raise ValueError(
             f"labels must have the shape of the tokens {tokens}, got {tuple(labels.shape)}"

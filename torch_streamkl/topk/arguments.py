@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
-import torch
 from torch import Tensor
 
 from torch_streamkl import checks
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TAILS, REDUCTIONS, IMPLEMENTATIONS = (get_args(x) for x in (Tail, Reduction, LinearImpl))
-ID_DTYPES = (torch.int64, torch.int32)
 TAIL_ALIASES = {
     "ghost": "bucket",
     "ghost_token": "bucket",
@@ -121,12 +119,8 @@ def check_tensors(
                 f"{tuple(x.shape)}"
             )
         checks.on_device(name, x, hidden.device)
-    if ids.dtype not in ID_DTYPES:
-        raise TypeError(f"ids must be int64 or int32, got {ids.dtype}")
-    if log_probs.dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(
-            f"log_probs must be float64, float32, bfloat16 or float16, got {log_probs.dtype}"
-        )
+    checks.indices("ids", ids)
+    checks.floating("log_probs", log_probs)
     if ids.shape != log_probs.shape:
         raise ValueError(
             "ids and log_probs must have one shape [..., k], got "
