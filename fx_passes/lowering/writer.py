@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
+from torch_streamkl.fx_passes.lowering.selected_rows import SelectedRows
 from torch_streamkl.fx_passes.reading.arrays import Dim
-from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
+from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import (
     ANY,
@@ -84,6 +83,7 @@ class Writer:
         self.arranging = Arranging(build, self.tensors)
         self.captures = Captures(self.arranging, reading.sizes, outer)
         self.live = LiveTensors(reading, outer)
+        self.rows = SelectedRows(build, reading, outer, self.tensors_of)
         self._tensors: dict[object, fx.Node] = {}
         self._made: dict[tuple[Node, torch.dtype | None], Placed] = {}
 
@@ -358,7 +358,8 @@ class Writer:
         if source.name in self.values:
             return self._result(x)
         if isinstance(source.name, Positions):
-            return self._column(x, source.name)
+            flat = self.rows.column(source.name)
+            return self._at(flat, x.args, {0} if x.args[0].op == "index" else ())
         tensor = self.captures.tensor(source)
         value = example(tensor)
         if not isinstance(value, Tensor):
@@ -366,7 +367,7 @@ class Writer:
         if value.is_floating_point() and value.dtype.itemsize == 1:
             tensor = self.build.method("to", tensor, OF_FLOAT8)
         tensor, at = self._flattened(tensor, x.args)
-        tensor, at, whole = self._selected_by_masks(tensor, at)
+        tensor, at, whole = self.rows.selected(tensor, at)
         placed = self._at(tensor, at, whole)
         value = placed.value
         if least is not None and value.dtype.is_floating_point:
@@ -409,80 +410,6 @@ class Writer:
                 at[d : d + 2] = [whole]
         return tensor, at
 
-    # ------------------------------------------------------------------------- rows of a mask
-
-    def _selected_by_masks(
-        self, tensor: fx.Node, at: Sequence[Node]
-    ) -> tuple[fx.Node, Sequence[Node], set[int]]:
-        """A tensor whose dimensions a mask selects, those of its own dimensions together."""
-        at, whole = list(at), set[int]()
-        d = 0
-        while d < len(at):
-            name = _positions(at[d])
-            rank = name.rows.rank if name is not None else 0
-            run = at[d : d + rank]
-            names = [_positions(p) for p in run]
-            is_whole = name is not None and names == [Positions(name.rows, i) for i in range(rank)]
-            if name is not None and is_whole and len({p.args for p in run}) == 1:
-                tensor = self._rows_selected(tensor, d, name)
-                at[d : d + rank] = [run[0].args[0]]
-                if self.reading.selected.get(run[0].args[0].value.size) == name.rows:
-                    whole.add(d)
-            d += 1
-        return tensor, at, whole
-
-    def _rows_selected(self, tensor: fx.Node, d: int, name: Positions) -> fx.Node:
-        """The rows that a mask selects, from a dimension on."""
-        rows, mask = name.rows, self._mask(name)
-        for i in range(rows.lacking, rows.rank):
-            size = example(mask).shape[rows.first + i - rows.lacking]  # type: ignore[attr-defined]
-            if not provably_equal(example(tensor).shape[d + i], size):  # type: ignore[attr-defined]
-                length = self.build.size(size, [mask])
-                tensor = self.build.method("narrow", tensor, d + i, 0, length)
-        lacking = example(tensor).shape[d : d + rows.lacking]  # type: ignore[attr-defined]
-        if rows.rank > 1:
-            tensor = self.build.method("flatten", tensor, d, d + rows.rank - 1)
-        return self.build.method("index_select", tensor, d, self._positions(name, lacking))
-
-    def _mask(self, name: Positions) -> fx.Node:
-        return outer_node(name.mask, self.outer)
-
-    def _positions(self, name: Positions, lacking: Sequence[Size] = ()) -> fx.Node:
-        """The positions of the rows that a mask selects, flattened."""
-        rows, mask = name.rows, self._mask(name)
-        if len(lacking) < rows.lacking:
-            raise Unsupported("single entries of scores or probabilities are selected")
-        made_of = self.tensors_of(self.reading.array(name.mask).expr)
-        self.build.selecting.append(([mask], made_of))
-        return self.build.positions(
-            rows, mask, lambda build: _mask_of_rows(build, mask, rows, lacking)
-        )
-
-    def _column(self, x: Node, name: Positions) -> Placed:
-        """The positions along one dimension of a mask."""
-        mask = self._mask(name)
-        flat: fx.Node = self._positions(name)
-        shape = example(mask).shape[name.rows.first : name.rows.last + 1]
-        for d in reversed(range(name.dim + 1, len(shape))):
-            flat = self.build.call(torch.floor_divide, flat, self.build.size(shape[d], [mask]))
-        if name.dim:
-            flat = self.build.call(torch.remainder, flat, self.build.size(shape[name.dim], [mask]))
-        return self._at(flat, x.args, {0} if x.args[0].op == "index" else ())
-
-
-def _mask_of_rows(
-    build: Builder, mask: fx.Node, rows: MaskedRows, lacking: Sequence[Size]
-) -> fx.Node:
-    """A mask with one entry for each row; ``lacking`` are sizes that it is broadcast to."""
-    for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
-        if not rows.first <= d <= rows.last:
-            mask = build.method("select", mask, d, 0)
-    if not lacking:
-        return mask
-    inputs = [n for n in build.graph.nodes if n.op == "placeholder" and is_tensor(n)]
-    sizes = [build.size(n, inputs) for n in lacking]
-    return build.method("expand", mask, *sizes, *[-1] * (rows.last - rows.first + 1))
-
 
 def _axes_of(x: Node) -> list[Axis]:
     """The axes of a reduction, and of sums in a sum."""
@@ -521,14 +448,6 @@ def _is_signed(at: Node) -> bool:
 
 def _is_size(x: Node, size: Node) -> bool:
     return x is size or (x.op == size.op and x.value == size.value)
-
-
-def _positions(at: Node) -> Positions | None:
-    """The positions of a mask that a dimension is read at, one for each row."""
-    if at.op != "capture" or not isinstance(at.value, Source):
-        return None
-    is_row = len(at.args) == 1 and at.args[0].op == "index"
-    return at.value.name if isinstance(at.value.name, Positions) and is_row else None
 
 
 def _moves_around(x: Node) -> bool:
