@@ -315,8 +315,8 @@ def lengths_of_data(q, k, r, u, lengths):
 
 @example("a size that the inputs do not have", compile={"dynamic": True})
 def scale_of_the_longer(q, k, r, u):
-    scale = max(q.shape[2], 3) ** -0.5
-    return kl((q @ k.mT) * scale, (r @ u.mT) * scale)
+    length = max(q.shape[2], 3)
+    return kl((q @ k.mT) / length, (r @ u.mT) / length)
 
 
 @example("a Python number that changes between calls", calls=((1.5,), (2.5,)))

@@ -22,20 +22,20 @@ def diff(call: Call) -> Array:
     """Reads a difference of neighbours that is the same everywhere."""
     x = call.array("self")
     if call.known("n", 1) != 1 or call.has("append"):
-        raise NoRule("diff more than once, or with what follows")
+        raise NoRule("diff of scores")
     d = call.dim(default=-1)
     shifted = arrays.sliced(x, d, 1, x.size(d))  # is not read at its end
     (after, before), _ = arrays.met(shifted, x)
     step = subtracted(after, before)
     if step.op != "const":
-        raise NoRule("differences that vary")
+        raise NoRule("diff of scores")
     if call.has("prepend"):
         first = call.array("prepend")
         if first.size(d) != 1:
-            raise NoRule("diff with more than one entry before")
+            raise NoRule("diff of scores")
         (own, given), _ = arrays.met(arrays.sliced(x, d, 0, 1), first)
         if subtracted(own, given) is not step:
-            raise NoRule("differences that vary")
+            raise NoRule("diff of scores")
     return call.made(step, arrays.leaf_dims(call.shape))
 
 
@@ -44,7 +44,7 @@ def cumsum(call: Call) -> Array:
     """Reads a cumulative sum of zeros."""
     x = call.array("self")
     if x.expr is not FALSE and not (x.expr.op == "const" and x.expr.value == 0.0):
-        raise NoRule("a cumulative sum")
+        raise NoRule("cumsum of scores")
     if call.dtype.is_floating_point:
         return x
     return call.made(const(0.0, INT), x.dims)
