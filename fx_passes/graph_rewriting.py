@@ -42,6 +42,7 @@ from torch_streamkl.fx_passes.reporting.score_families import score_sized_nodes
 from torch_streamkl.fx_passes.reporting.unfused import (
     not_fused,
     reasons_of_programs,
+    too_large,
     unfused_sites,
 )
 from torch_streamkl.fx_passes.validation.refusal import Refused
@@ -253,6 +254,7 @@ class _Rewriting:
         )
         if self.report.remaining:  # else it is attention whose maps nobody distils
             self.report.notes += kept
+        self.report.notes += too_large(losses.reading)
 
 
 def _is_scalar(node: fx.Node) -> bool:
