@@ -33,7 +33,7 @@ class SelectedRows:
     def selected(
         self, tensor: fx.Node, at: Sequence[Node]
     ) -> tuple[fx.Node, Sequence[Node], set[int]]:
-        """Returns a tensor whose dimensions a mask selects, those of its own dimensions together."""
+        """Returns a tensor whose dimensions a mask selects, its own dimensions together."""
         at, whole = list(at), set[int]()
         d = 0
         while d < len(at):
