@@ -459,12 +459,6 @@ FAULTS = (
     ),
     # ------------------------------------------------------------------ closed forms, their calls
     Fault(
-        f"{CLOSED}/axes.py",
-        "if any(before in axes and first not in axes for axes in tensors):",
-        "if False:",
-        "rewrite/test_rewrite_forms.py -k share_keys",
-    ),
-    Fault(
         f"{CLOSED}/masks.py",
         "right = linear(0.0, [(1.0, band.rest), (-1.0, offset_of(axes))])",
         "right = linear(0.0, [(1.0, band.rest)])",
