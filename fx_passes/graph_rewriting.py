@@ -223,7 +223,7 @@ class _Rewriting:
         self.report.notes += share_cross_entropy(graph, losses.trace, losses.reading, self.builder)
         sum_in_forward(graph, self.builder)
         sum_rows_in_forward(graph, self.builder)
-        if not has_dtensors(graph):  # of which AOTAutograd keeps shards
+        if not has_dtensors(self.given.owner.graph):  # of which AOTAutograd keeps shards
             refuse_second_derivatives(graph, self.builder)
         return removed + remove_dead(graph, region.nodes, self.unused, self.views), kept
 
