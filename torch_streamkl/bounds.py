@@ -19,7 +19,8 @@ from torch_streamkl.registration import NAMESPACE, register
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 _lib.define(
-    "checked_ids(Tensor ids, SymInt size, int dim) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    'checked_ids(Tensor ids, SymInt size, int dim, str of="gather") -> Tensor',
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 # the ids themselves, after an error where one of them is no position along a dimension of a tensor
 checked_ids = torch.ops.torch_streamkl.checked_ids.default
@@ -37,20 +38,24 @@ def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> N
         raise IndexError(f"{rule}, got {int(labels[~is_right][0])}")  # torch's type
 
 
-def _checked(ids: Tensor, size: int, dim: int) -> Tensor:
+def _checked(ids: Tensor, size: int, dim: int, of: str = "gather") -> Tensor:
+    """Raises as gather, indexing or one_hot do; an index may count from the end."""
+    is_index = of == "index"
     if has_values(ids):
-        is_right = ids.clamp(0, size - 1) == ids
+        is_right = ids.clamp(-size if is_index else 0, size - 1) == ids
         if ids.device.type != "cpu":
             torch._assert_async(is_right.all(), f"an index is out of bounds for size {size}")
-        elif not is_right.all():  # worded as torch's gather and scatter do
-            raise RuntimeError(
-                f"index {int(ids[~is_right][0])} is out of bounds for dimension {dim} with size "
-                f"{size}"
-            )
-    return ids.clone()
+        elif not is_right.all():
+            first = int(ids[~is_right][0])
+            if of == "one_hot":
+                rule = "smaller than num_classes" if first >= size else "non-negative"
+                raise RuntimeError(f"Class values must be {rule}.")
+            error = IndexError if is_index else RuntimeError
+            raise error(f"index {first} is out of bounds for dimension {dim} with size {size}")
+    return torch.where(ids < 0, ids + size, ids) if is_index else ids.clone()
 
 
-def _fake(ids: Tensor, size: Any, dim: int) -> Tensor:
+def _fake(ids: Tensor, size: Any, dim: int, of: str = "gather") -> Tensor:
     return torch.empty_like(ids)
 
 

@@ -21,13 +21,11 @@ from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
 from torch_streamkl.fx_passes.lowering import entry_calls
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
+from torch_streamkl.fx_passes.reading.positions import is_signed, key_of
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import Axis, Size, Source, size_of
+from torch_streamkl.program.graph import INT, Axis, Size, size_of
 from torch_streamkl.rows import op
-from torch_streamkl.rows.program import COLUMNS, PAIR, Program
-
-aten = torch.ops.aten
-CHECKED = {aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_.value}
+from torch_streamkl.rows.program import PAIR, Program
 
 
 def emit(
@@ -108,23 +106,14 @@ def _of_one_type(build: Builder, tensors: Sequence[fx.Node]) -> list[fx.Node]:
 def _captured(writer: Writer, form: RowForm, c: Captured) -> fx.Node:
     """A captured tensor in the dimensions of its kind."""
     partly = "a mask varies along some dimensions that become one" if c.kind == PAIR else ""
-    x = writer.tensor(c.value, c.dims, partly=partly)
-    along = _checked_dim(c) if c.kind == COLUMNS else None
-    if along is not None:
-        size = writer.size(size_of(form.axes.keys[0].size))  # type: ignore[arg-type]
-        return writer.build.call(checked_ids, x, size, along)
-    return x
-
-
-def _checked_dim(c: Captured) -> int | None:
-    """The dimension along which torch would raise at an id that is out of range."""
-    node = c.value.value.name if isinstance(c.value.value, Source) else None
-    if not isinstance(node, fx.Node):
-        return None
-    for user in node.users:
-        if user.target in CHECKED and isinstance(user.args[1], int):
-            return user.args[1] % _value(node).dim()
-    return None
+    at = c.value.args[1] if is_signed(c.value) else c.value
+    found = writer.reading.indices.get(key_of(at)) if at.dtype == INT else None
+    if found is None:
+        return writer.tensor(c.value, c.dims, partly=partly)
+    of, dim = found
+    x = writer.tensor(at, c.dims, partly=partly)
+    size = writer.size(size_of(form.axes.keys[0].size))  # type: ignore[arg-type]
+    return writer.build.call(checked_ids, x, size, dim, of)
 
 
 def _values(

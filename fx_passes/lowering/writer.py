@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.selected_rows import SelectedRows
 from torch_streamkl.fx_passes.reading.arrays import Dim
-from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.fx_passes.reading.positions import Positions, is_signed
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import (
     ANY,
@@ -389,7 +389,7 @@ class Writer:
 
     def _at(self, tensor: fx.Node, at: Sequence[Node], whole: Collection[int] = ()) -> Placed:
         """A tensor at positions, those that tensors hold included."""
-        signed = {p: p.args[1] for p in at if _is_signed(p)}
+        signed = {p: p.args[1] for p in at if is_signed(p)}
         index = {p: self._index(signed.get(p, p)) for p in at if self.captures.affine(p) is None}
         return self.captures.placed(tensor, at, index, whole, signed)
 
@@ -441,13 +441,6 @@ def _undivided(above: Node, below: Node, size: Node) -> Node | None:
     if digits != ("floor_divide", "remainder") or above.args[0] is not below.args[0]:
         return None
     return above.args[0] if all(_is_size(x.args[1], size) for x in (above, below)) else None
-
-
-def _is_signed(at: Node) -> bool:
-    """Whether a position is one that may be counted from the end."""
-    if at.op != "where" or at.args[0].op != "nonnegative":
-        return False
-    return at.args[0].args[0] is at.args[1] and at.args[1] in at.args[2].args
 
 
 def _is_size(x: Node, size: Node) -> bool:

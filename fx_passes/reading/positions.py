@@ -1,10 +1,13 @@
-"""Names the positions that a mask selects."""
+"""Names the positions that a mask selects, and those that tensors hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import fx
+
+from torch_streamkl.program.graph import Axis, Node, index
+from torch_streamkl.program.reductions import substitute
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,15 @@ class Positions:
 
     def __repr__(self) -> str:
         return f"{self.mask}.nonzero[{self.dim}]"
+
+
+def key_of(at: Node) -> Node:
+    """Returns positions whatever their axes are called."""
+    return substitute(at, {a: index(Axis("position", a.size)) for a in at.axes})
+
+
+def is_signed(at: Node) -> bool:
+    """Returns whether a position is one that may be counted from the end."""
+    if at.op != "where" or at.args[0].op != "nonnegative":
+        return False
+    return at.args[0].args[0] is at.args[1] and at.args[1] in at.args[2].args

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
+from torch_streamkl.fx_passes.reading.positions import key_of
 from torch_streamkl.program.canonical import FALSE, TRUE, choose, function
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node, Size, const
 
@@ -116,6 +117,10 @@ class Call:
             return list(range(rank))
         every = [given] if isinstance(given, int) else given
         return sorted({d % max(rank, 1) for d in every}) if rank else []
+
+    def reads_at(self, at: Node, of: str, dim: int) -> None:
+        """Notes that torch raises where positions are out of range: `Reading.indices`."""
+        self.reader.reading.indices.setdefault(key_of(at), (of, dim))
 
     # ------------------------------------------------------------------------- results
 

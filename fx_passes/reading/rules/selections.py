@@ -20,6 +20,7 @@ from torch_streamkl.program.canonical import (
     all_of,
     choose,
     compare,
+    function,
     linear,
     nonnegative,
     truth,
@@ -67,7 +68,9 @@ def gather(call: Call) -> Array:
     x, at = call.arrays("self", "index")
     if not x.dims:
         return x
-    return _gather(call, x, call.dim(rank=len(x.dims)), at)
+    d = call.dim(rank=len(x.dims))
+    call.reads_at(at.expr, "gather", d)
+    return _gather(call, x, d, at)
 
 
 @rule(aten.take_along_dim.default)
@@ -76,7 +79,10 @@ def take_along_dim(call: Call) -> Array:
     if not call.has("dim"):
         raise NoRule("take_along_dim without a dimension")
     x, at = call.arrays("self", "indices")
-    return gathered(call, x, call.dim(rank=len(x.dims)), at, at.dims)
+    d = call.dim(rank=len(x.dims))
+    if not _are_unique(call.get("indices"), d):  # torch takes the remainder by the size
+        at = at.map(lambda e: function("remainder", e, size_of(x.size(d))))
+    return gathered(call, x, d, at, at.dims)
 
 
 @rule(aten.index_select.default)
@@ -127,6 +133,7 @@ def index(call: Call) -> Array:
     theta: dict[Axis, Node] = {}
     for d, e in zip(places, exprs, strict=True):
         x = arrays.with_one_axis(x, d)
+        call.reads_at(e, "index", d)
         e = substitute(e, {a: position_along(b) for a, b in names.items()})
         if x.dims[d]:
             theta[x.dims[d][0]] = _from_front(e, x.size(d))
@@ -253,6 +260,7 @@ def _scattered(call: Call, x: Array, d: int, at: Array, value: Array) -> Array:
     x = arrays.with_one_axis(arrays.expanded(x, x.shape), d)
     if not x.dims[d]:
         raise NoRule("scatter along one position")
+    call.reads_at(at.expr, "gather", d)
     held = fresh_axis(x.dims[d][0].size)
     opened = substitute(x.expr, {x.dims[d][0]: position_along(held)})
     base = call.made(opened, [() if i == d else y for i, y in enumerate(x.dims)])
@@ -285,6 +293,7 @@ def one_hot(call: Call) -> Array:
     x = call.array("self")
     axes = arrays.leaf_dims(call.shape)[-1]
     at = arrays.position(axes)
+    call.reads_at(x.expr, "one_hot", len(x.dims))
     whole = call.made(at, (*((),) * len(x.dims), axes))
     ids = call.made(x.expr, (*x.dims, ()))
     return call.pointwise(lambda i, j: compare("eq", i, j), ids, whole)
