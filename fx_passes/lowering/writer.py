@@ -396,7 +396,7 @@ class Writer:
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
         if not any(y.op == "capture" or _moves_around(y) for y in walk([at])):
-            raise Unsupported("reshape that mixes the axes of the scores")
+            raise Unsupported("gather or reshape that mixes the axes of the scores")
         self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)
         if placed.value.dtype in (torch.int64, torch.int32):
