@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch_streamkl.program import graph
 from torch_streamkl.program.canonical import (
+    ADDED,
     FALSE,
     REDUCTIONS,
     TRUE,
     all_of,
     any_of,
+    as_added,
     choose,
     compare,
     exponential,
@@ -357,6 +359,8 @@ def remade(x: Node, args: tuple[Node, ...]) -> Node:
             return contraction(args[0], args[1], x.value)
         case "reduce":
             return reduce(x.value.kind, x.value.axis, args[0], x.value.size)
+    if x.op == "where" and x.value == ADDED:
+        return as_added(choose(*args))
     maker = _MAKERS.get(x.op)
     if maker is not None:
         return maker(*args)
