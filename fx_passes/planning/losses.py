@@ -127,7 +127,8 @@ def _is_hit(x: Node) -> bool:
     if x.op == "reduce" and x.value.kind == ANY:
         return True
     is_position = x.op == "eq" and all(a.dtype == INT for a in x.args)
-    return is_position and any(a.op == "index" for a in x.args)
+    holds = [any(y.op == "capture" for y in walk([a])) for a in x.args] if is_position else []
+    return any(holds) and any(a.op == "index" for a in x.args)
 
 
 def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:
