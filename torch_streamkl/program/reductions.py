@@ -139,17 +139,25 @@ def _no_form(axis: Axis, body: Node) -> Node | None:
     return None
 
 
+LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
+
+
 def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
-    """A shift of a row leaves the log-sum-exp; that of a log-softmax is 0."""
+    """A shift of a row leaves the log-sum-exp; that of a log-softmax is 0.
+
+    A number stays that makes a large tensor a mask: scores next to 1e9 * mask have no digits left,
+    those next to 1e9 * mask - 1e9 have.
+    """
     if body.op == "log_softmax" and body.value == axis:
         return const(0.0)
     constant, terms = terms_of(body)
+    inside = [(c, t) for c, t in terms if axis in t.axes]
     outside = [(c, t) for c, t in terms if axis not in t.axes]
-    if (constant and math.isfinite(constant)) or outside:
-        inside = [(c, t) for c, t in terms if axis in t.axes]
-        if inside:
-            lse = reduced(LOGSUMEXP, axis, linear(0.0, inside))
-            return linear(constant, [*outside, (1.0, lse)])
+    kept = constant if any(abs(c) >= LARGE and c * constant < 0.0 for c, _ in inside) else 0.0
+    shift = constant - kept
+    if inside and ((shift and math.isfinite(shift)) or outside):
+        lse = reduced(LOGSUMEXP, axis, linear(kept, inside))
+        return linear(shift, [*outside, (1.0, lse)])
     return None
 
 
