@@ -28,7 +28,7 @@ from torch_streamkl.program.graph import CONTRACT, Node
 
 
 class Levels:
-    """Says which nodes of a trace are values of rows."""
+    """Says which nodes of a trace are per-row values."""
 
     def __init__(self, trace: Trace, reading: Reading) -> None:
         self.trace, self.reading = trace, reading
@@ -83,7 +83,7 @@ class Levels:
         return roots
 
     def read_by_elements(self, region: Region) -> set[fx.Node]:
-        """Returns the values of rows that only elements read, whose sums compute them, too."""
+        """Returns the per-row values that only elements read, whose sums compute them, too."""
         read = self._read_outside(region)
         return {n for n in self.made if n not in read and self.is_of_rows(n)}
 

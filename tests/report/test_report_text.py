@@ -269,6 +269,7 @@ def test_json_has_everything_in_the_terms_of_the_report() -> None:
     assert found["remaining_bytes"] == 2**20 + 2 * 2**14
     assert not found["is_complete"]
     fused, unfused = found["sites"]
+    assert "node" not in fused and "name" not in found["remaining"][0]  # of a graph
     assert fused["check"] == SKIPPED_CHECK and fused["bytes_saved"] == 2**30
     assert unfused["unsupported_at"] == "a.py:3" and unfused["hint"] == "select rows"
     assert found["remaining"][0]["shape"] == [8, "s0", 64]
