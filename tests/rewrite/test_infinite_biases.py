@@ -125,3 +125,21 @@ def test_log_probabilities_that_are_filled_with_zero() -> None:
     kept = [(x @ y.mT).double()[..., NARROW].log_softmax(-1) for x, y in ((r, s), (q, k))]
     expected = (kept[0].exp() * (kept[0] - kept[1])).sum()
     torch.testing.assert_close(outcome.compiled.outputs[0].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_a_mask_of_the_vocabulary_that_is_added_to_the_student() -> None:
+    """Of a head as well: the student's missing entries have the gradient -P of its logits."""
+    make = torch.Generator().manual_seed(0)
+    h, w, g, v = (torch.randn(n, 4, generator=make, dtype=torch.float64) for n in (6, 11, 6, 11))
+    keep = torch.arange(11) < 9
+
+    def step(h: Tensor) -> Tensor:
+        logits = added(h @ w.mT, torch.arange(11) < 9)
+        return F.kl_div(logits.log_softmax(-1), (g @ v.mT).softmax(-1), reduction="sum")
+
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0, "streamkl.verify": "never"}
+    leaf = h.clone().requires_grad_()
+    torch.compile(step, backend="streamkl", options=options)(leaf).backward()
+    student = filled(h @ w.mT, keep).softmax(-1)
+    torch.testing.assert_close(leaf.grad, (student - (g @ v.mT).softmax(-1)) @ w)
