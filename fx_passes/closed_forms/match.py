@@ -58,7 +58,7 @@ from torch_streamkl.fx_passes.closed_forms.score_form import (
 )
 from torch_streamkl.fx_passes.closed_forms.sums import joined
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
-from torch_streamkl.program.canonical import negation, scaled
+from torch_streamkl.program.canonical import ADDED, negation, scaled
 from torch_streamkl.program.divergences import Functional, evaluate
 from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, Source, capture, index
 from torch_streamkl.program.identities import LOG_P, LOG_S
@@ -189,6 +189,7 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
     axes = axes_of(sides, conditions, rows, key)
     stricter = None
     _check_improbable(pair, sides, forms)
+    _check_added(pair, sides, distributions)
     if judgement.within in (pair.teacher, pair.student):
         of = TEACHER if judgement.within == pair.teacher else STUDENT
         extra = conditions[of] - conditions[1 - of]
@@ -258,6 +259,21 @@ def _check_improbable(pair: Pair, sides: Sequence[Side], forms: Sequence[ScoreFo
             values.append(float(evaluate(pair.expr, given)))
         if values[0] != values[1]:
             raise NoForm(f"scores are padded with {form.fill:g}, whose logarithm is in the sum")
+
+
+def _check_added(pair: Pair, sides: Sequence[Side], parts: Sequence[Distribution]) -> None:
+    """Raises NoForm if keys that only one side lacks have a gradient, which the operator has not.
+
+    So it is where the divergence has the logarithm of their probability, and the mask was added.
+    """
+    for variable, side, part in zip((LOG_P, LOG_S), sides, parts, strict=True):
+        is_added = any(x.op == "where" and x.value == ADDED for x in walk([part.score]))
+        if side.num_keys is None or not is_added:
+            continue
+        given = {"logP": exact(-2.0), "logS": exact(-2.0), variable.op: exact(-math.inf)}
+        given |= {"P": given["logP"].exp(), "S": given["logS"].exp()}
+        if math.isinf(float(evaluate(pair.expr, given))):
+            raise NoForm("a mask is added to the scores of one side alone, which have a gradient")
 
 
 def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:

@@ -397,6 +397,8 @@ def _sorted(x: Node, args: tuple[Node, ...]) -> Node:
     if args == x.args:
         return x
     value = x.value
+    if x.op == "where" and not args[1].flows:
+        value = None  # NOTE [Masks that are added] in program/canonical.py
     if x.op == "linear":
         pairs = sorted(zip(args, value[1], strict=True), key=lambda item: item[0].digest)
         args, value = tuple(a for a, _ in pairs), (value[0], tuple(c for _, c in pairs))

@@ -360,6 +360,8 @@ def _without_names(x: Node) -> Any:
             return tuple(a.size for a in x.value)
         case "linear":
             return x.value[0], tuple(sorted(x.value[1]))
+        case "where":
+            return None
     return x.value
 
 

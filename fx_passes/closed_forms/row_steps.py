@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Leaves
-from torch_streamkl.program.canonical import linear, terms_of
+from torch_streamkl.program.canonical import ADDED, linear, terms_of
 from torch_streamkl.program.graph import (
     ANY,
     BLOCK_SUM,
@@ -159,6 +159,9 @@ class Steps:
                 raise NoForm(f"scores or what is made of them are rounded to {x.value}", x)
             case "pow":
                 return apply("pow", cast(args[0], FLOAT), x.value)
+            case "where" if x.value == ADDED:
+                removed = apply("where", args[0], const(0.0), const(-math.inf))
+                return apply("add", cast(args[1], FLOAT), removed)
             case "where" if x.dtype == FLOAT:
                 return apply("where", args[0], *(cast(a, FLOAT) for a in args[1:]))
             case "isnan" | "isinf":

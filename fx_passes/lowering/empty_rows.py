@@ -34,8 +34,10 @@ def rows_with_keys(
     if keep is not None:
         added = build.call(torch.where, keep, added, -math.inf)
     highest = build.method("amax", added, (1, -1) if all_heads else -1, True)
-    # a float32 rounding at this size is larger than the scores of a model; float16 ends earlier
-    lost = max(-4.0 / torch.finfo(torch.float32).eps, torch.finfo(dtype).min)
+    # a rounding at this size is larger than the scores of a model, which are float32 at least;
+    # float16 ends earlier
+    wide = torch.promote_types(dtype, torch.float32)
+    lost = max(-4.0 / torch.finfo(wide).eps, torch.finfo(dtype).min)
     above = build.call(torch.gt, highest, lost)
     return build.call(torch.logical_or, above, build.call(torch.eq, highest, -math.inf))
 

@@ -56,6 +56,11 @@ BINARY: dict[str, Callable[..., Any]] = {
     "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
     "minimum": torch.minimum, "maximum": torch.maximum,
 }  # fmt: skip
+# of a tensor and a number what operations are of a number and a tensor, which torch has not
+TURNED: dict[str, Callable[..., Any]] = {
+    "eq": torch.eq, "gt": torch.lt, "ge": torch.le,
+    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
+}  # fmt: skip
 OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
 }  # fmt: skip
@@ -191,7 +196,7 @@ class Writer:
             case "linear":
                 return self._sum(x, args)
             case "product":
-                return self._folded(torch.mul, operator.mul, args)
+                return self._product(x, args, least)
             case "and" | "or":
                 if not args:
                     return Placed(x.op == "and")
@@ -204,6 +209,7 @@ class Writer:
             case "pow":
                 return self._joined(torch.pow, operator.pow, args[0], Placed(x.value))
             case "logaddexp":
+                args = [Placed(self._scalar(a.node, FLOAT)) if a.is_number else a for a in args]
                 return self._folded(torch.logaddexp, torch.logaddexp, args)
             case "norm":
                 return self._norm(args[0])
@@ -222,6 +228,8 @@ class Writer:
                 return Placed(self._of_numbers(OF_NUMBERS[x.op], *(a.node for a in args)))
             if x.op in ("minimum", "maximum"):  # which take no numbers
                 args = [Placed(self._scalar(a.node, x.dtype)) if a.is_number else a for a in args]
+            elif args[0].is_number and x.op in TURNED:
+                return self._pointwise(TURNED[x.op], args[::-1])
             return self._pointwise(BINARY[x.op], args)
         raise Unsupported(f"{x.op} of a value of rows, inside of an operation")
 
@@ -277,6 +285,15 @@ class Writer:
 
     def _pointwise_ordered(self, call: Callable[..., Any], a: Placed, b: Placed) -> Placed:
         return self._pointwise(call, [b, a] if a.is_number else [a, b])
+
+    def _product(self, x: Node, args: Sequence[Placed], least: torch.dtype | None) -> Placed:
+        """A product; one with a logarithm is 0 where its other factors are, as in `kl_div`."""
+        logs = [i for i, y in enumerate(x.args) if y.op == "log"]
+        inside = self._made.get((x.args[logs[0]].args[0], least)) if len(logs) == 1 else None
+        if inside is None or inside.is_number:
+            return self._folded(torch.mul, operator.mul, args)
+        rest = [a for i, a in enumerate(args) if i != logs[0]]
+        return self._pointwise(torch.xlogy, [self._folded(torch.mul, operator.mul, rest), inside])
 
     def _sum(self, x: Node, args: Sequence[Placed]) -> Placed:
         """A number and multiples of others, positive ones first."""

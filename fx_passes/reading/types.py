@@ -17,7 +17,7 @@ import torch
 from torch_streamkl.fx_passes.reading.registry import NoRule, number_of
 from torch_streamkl.program.canonical import function, truth
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, MAX, SUM, Node, const
-from torch_streamkl.program.reductions import rounded
+from torch_streamkl.program.reductions import remade, rounded
 from torch_streamkl.program.walks import walk
 
 LARGEST_POSITION = 2.0**53  # more elements than a tensor has
@@ -93,9 +93,7 @@ def _rounded(x: Node, name: str, kind: str) -> Node:
         return const(float(found), kind)
     if x.op == "where":
         args = [x.args[0], *(_rounded(a, name, kind) for a in x.args[1:])]
-        from torch_streamkl.program.canonical import choose
-
-        return choose(*args)
+        return remade(x, tuple(args))
     return rounded(x, name)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.rewrite.test_row_program_counterexamples import KEYS, OPTIONS, ROWS, judge, tensors
 from tests.support.covering import every
 from tests.support.misleading.registry import student
+from torch_streamkl.fx_passes import backend
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -87,3 +90,25 @@ def test_ids_of_the_largest_rows() -> None:
         return (p.gather(-1, ids) - t.gather(-1, ids)).square().sum(-1)
 
     judge(step, tensors("qk"), 0)
+
+
+def test_given_entries_that_are_padded_have_no_part_in_the_divergence() -> None:
+    """A padded entry has the probability 0: 0 log 0 is 0 in `kl_div`, and a number comes first."""
+    make = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(n, 4, generator=make, dtype=torch.float64) for n in (6, 11))
+    logs = torch.rand(6, 3, generator=make, dtype=torch.float64).log()
+    ids = torch.stack([torch.randperm(11, generator=make)[:3] for _ in range(6)])
+    kept = logs >= -0.5
+    assert kept.any() and not kept.all()
+
+    def step(h: Tensor) -> Tensor:
+        p = logs.masked_fill(logs < -0.5, -math.inf).exp()
+        return F.kl_div((h @ w.mT).log_softmax(-1).gather(-1, ids), p, reduction="sum")
+
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0, "streamkl.verify": "never"}
+    with backend.collected() as report:
+        found = torch.compile(step, backend="streamkl", options=options)(h.requires_grad_())
+    assert report.num_fused == 1, report
+    own = (h @ w.mT).log_softmax(-1).gather(-1, ids)
+    torch.testing.assert_close(found, (logs.exp() * (logs - own))[kept].sum())

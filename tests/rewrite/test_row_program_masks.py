@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.rewrite.test_row_program_counterexamples import judge, tensors
+from tests.support.comparing import compare
 from tests.support.misleading.registry import student
 
 LOWEST = torch.finfo(torch.float64).min
@@ -241,3 +242,32 @@ def test_a_dropout_in_eval_that_returns_its_input_under_no_grad(dynamic: bool) -
     got = compiled(q, k, *other)
     assert not got.requires_grad
     torch.testing.assert_close(got, program(q, k, *other))
+
+
+# ------------------------------------------------------ scores that a mask multiplies
+MULTIPLIED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of 1 and 0": lambda x, m: x * m - 1e9 * (1 - m),
+    "lower": lambda x, m: x * m - 1e4 * (1 - m),
+    "with a temperature": lambda x, m: (x * m - 1e9 * (1 - m)) / 2,
+    "of the other sign": lambda x, m: x * m + (m - 1) * 1e9,
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_scores_times_a_mask_keep_their_digits(name: str, dtype: torch.dtype) -> None:
+    """In the normal form, 1e9 * mask is apart from its -1e9: scores next to it have no digits."""
+    make = torch.Generator().manual_seed(0)
+    q, k, r, s = (torch.randn(2, 2, n, 4, generator=make) for n in (5, 7, 5, 7))
+    given = (torch.rand(2, 1, 5, 7, generator=make) > 0.3).index_fill(-1, torch.tensor(0), True)
+    score = MULTIPLIED[name]
+
+    def step(q: Tensor, k: Tensor, r: Tensor, s: Tensor, keep: Tensor) -> Tensor:
+        m = keep.float()
+        logs = score(q @ k.mT, m).log_softmax(-1)
+        return F.kl_div(logs, score(r @ s.mT, m).softmax(-1), reduction="sum")
+
+    inputs = [q.requires_grad_(), k.requires_grad_(), r, s, given.to(dtype)]
+    options = {"streamkl.min_mib": 0.0, "streamkl.verify": "never"}
+    outcome = compare(step, inputs, options=options).check()
+    assert outcome.num_fused == 1, outcome.report

@@ -74,3 +74,27 @@ def test_gradients_are_those_of_eager(mask_scores: object) -> None:
         torch.testing.assert_close(
             b, a, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def test_scores_next_to_a_billion_have_digits_left_in_float64() -> None:
+    """Float64 keeps the scores of a row that -1e9 is added to: it has eager's gradient."""
+    make = torch.Generator().manual_seed(0)
+    q, k, r, s = (
+        torch.randn(1, 2, n, 4, generator=make, dtype=torch.float64) for n in (5, 7, 5, 7)
+    )
+    keep = torch.ones(5, 7, dtype=torch.bool).tril()
+    keep[2] = False
+
+    def step(q: Tensor) -> Tensor:
+        student, teacher = (_billion(x, keep).log_softmax(-1) for x in (q @ k.mT, r @ s.mT))
+        return -(teacher.exp() * student).sum()
+
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0, "streamkl.verify": "never"}
+    leaf = q.clone().requires_grad_()
+    with backend.collected() as report:
+        torch.compile(step, backend="streamkl", options=options)(leaf).backward()
+    assert report.num_fused == 1, report
+    kept = keep | ~keep.any(-1, keepdim=True)  # a number for the whole row changes no softmax
+    p, t = (x.masked_fill(~kept, -math.inf).softmax(-1) for x in (q @ k.mT, r @ s.mT))
+    torch.testing.assert_close(leaf.grad, (p - t) @ k, rtol=1e-6, atol=1e-7)

@@ -39,6 +39,8 @@ from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
 
 Theta = Mapping[Axis, Node]
+ONE_OR_ZERO = [("const", 1.0), ("const", 0.0)]
+ADDED = "added"  # the value of a `where`: NOTE [Masks that are added]
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled
 
 
@@ -182,19 +184,34 @@ def _in_masks(constant: float, total: dict[Node, float]) -> Node | None:
     """A sum with a mask of -inf that was added, as what the mask is applied to.
 
     What has all axes of the condition stands inside of its `where`, the rest outside: shifts of a
-    row are not hidden by a mask of its keys. What has a gradient and is added after a mask of
-    something that is trained as well has it at all keys, also at those that are removed.
+    row are not hidden by a mask of its keys.
+
+    NOTE [Masks that are added]
+    The gradient of what is added flows at all keys, also at those that a mask removes. That of
+    what a mask fills does not. So a `where` of an added mask is marked, if its scores are trained.
     """
     masks = {x: c for x, c in total.items() if c > 0.0 and is_removed(x)}
     condition = all_of(*(x.args[0] for x in masks))
     rest = [(c, x) for x, c in total.items() if x not in masks]
-    trained = {x.args[0] for x in masks if x.args[1].flows}
-    if len(trained) > 1 or (trained and any(x.flows for _, x in rest)):
-        return None
+    filled = {x.args[0] for x in masks if x.args[1].flows and x.value != ADDED}
+    if filled:
+        trained = any(x.flows for _, x in rest) or any(x.value == ADDED for x in masks)
+        if trained or {condition} != filled:
+            return None
     if len(masks) < 2 and not (masks and any(condition.axes <= x.axes for _, x in rest)):
         return None
     inside = linear(constant, [*rest, *((c, x.args[1]) for x, c in masks.items())])
-    return choose(condition, inside, const(-math.inf))
+    found = choose(condition, inside, const(-math.inf))
+    return found if filled else as_added(found)
+
+
+def as_added(x: Node) -> Node:
+    """Returns what a mask removes keys of, marked as one that the mask was added to."""
+    if x.op == "linear":
+        return linear(x.value[0], [(c, as_added(y)) for c, y in terms_of(x)[1]])
+    if not is_removed(x) or not x.args[1].flows:
+        return x
+    return intern(x.op, x.args, ADDED, x.dtype, x.axes, x.is_finite, x.range)
 
 
 def _cancels(a: float, b: float) -> bool:
@@ -238,7 +255,7 @@ def product(*factors: Node) -> Node:
             found.append(x)
     if c == 0.0:
         return const(0.0)
-    masks = [x for x in found if x.op == "where" and [y.value for y in x.args[1:]] == [1.0, 0.0]]
+    masks = [x for x in found if _is_mask(x)]
     if masks:
         rest = [x for x in found if x not in masks]
         return choose(all_of(*(x.args[0] for x in masks)), product(const(c), *rest), const(0.0))
@@ -252,6 +269,11 @@ def product(*factors: Node) -> Node:
     if len(found) == 2 and found[0] is found[1]:
         bounds = max(bounds[0], 0.0), bounds[1]
     return scaled(c, node("product", found, dtype=dtype, range=bounds))
+
+
+def _is_mask(x: Node) -> bool:
+    """Whether an expression is 1 where a condition holds, and 0 elsewhere."""
+    return x.op == "where" and [(y.op, y.value) for y in x.args[1:]] == ONE_OR_ZERO
 
 
 def quotient(a: Node, b: Node) -> Node:
@@ -465,7 +487,7 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
         return choose(negation(condition), b, a)
     a = REDUCTIONS.assume(a, dict.fromkeys(literals(condition), True))
     b = REDUCTIONS.assume(b, {condition: False})
-    if b.op == "const" and a.op == "where" and a.args[2] is b:
+    if b.op == "const" and a.op == "where" and a.args[2] is b and a.value != ADDED:
         return choose(all_of(condition, a.args[0]), a.args[1], b)
     if a is b:
         return a

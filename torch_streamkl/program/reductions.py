@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch_streamkl.program import graph
 from torch_streamkl.program.canonical import (
+    ADDED,
     FALSE,
     REDUCTIONS,
     TRUE,
     all_of,
     any_of,
+    as_added,
     choose,
     compare,
     exponential,
@@ -137,17 +139,25 @@ def _no_form(axis: Axis, body: Node) -> Node | None:
     return None
 
 
+LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
+
+
 def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
-    """A shift of a row leaves the log-sum-exp; that of a log-softmax is 0."""
+    """A shift of a row leaves the log-sum-exp; that of a log-softmax is 0.
+
+    A number stays that makes a large tensor a mask: scores next to 1e9 * mask have no digits left,
+    those next to 1e9 * mask - 1e9 have.
+    """
     if body.op == "log_softmax" and body.value == axis:
         return const(0.0)
     constant, terms = terms_of(body)
+    inside = [(c, t) for c, t in terms if axis in t.axes]
     outside = [(c, t) for c, t in terms if axis not in t.axes]
-    if (constant and math.isfinite(constant)) or outside:
-        inside = [(c, t) for c, t in terms if axis in t.axes]
-        if inside:
-            lse = reduced(LOGSUMEXP, axis, linear(0.0, inside))
-            return linear(constant, [*outside, (1.0, lse)])
+    kept = constant if any(abs(c) >= LARGE and c * constant < 0.0 for c, _ in inside) else 0.0
+    shift = constant - kept
+    if inside and ((shift and math.isfinite(shift)) or outside):
+        lse = reduced(LOGSUMEXP, axis, linear(kept, inside))
+        return linear(shift, [*outside, (1.0, lse)])
     return None
 
 
@@ -357,6 +367,8 @@ def remade(x: Node, args: tuple[Node, ...]) -> Node:
             return contraction(args[0], args[1], x.value)
         case "reduce":
             return reduce(x.value.kind, x.value.axis, args[0], x.value.size)
+    if x.op == "where" and x.value == ADDED:
+        return as_added(choose(*args))
     maker = _MAKERS.get(x.op)
     if maker is not None:
         return maker(*args)
