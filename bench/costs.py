@@ -1,9 +1,10 @@
 """Models the time of a problem that ranks share, next to which records show the measured one.
 
-    t(n) = t(1) / n + shown / BANDWIDTH + waits * GATHER_MS
+    t(n) = t(1) / n * slower + shown / BANDWIDTH + waits * GATHER_MS
 
-``t(1) / n``: matrix products and row kernels are shared evenly. ``shown`` are the bytes that a
-rank receives while it computes nothing, ``waits`` the collectives of few bytes that it waits for.
+``t(1) / n``: matrix products and row kernels are shared evenly. ``slower`` is 1 where a rank's
+kernels are as fast as one GPU's. ``shown`` are the bytes that a rank receives while it computes
+nothing, ``waits`` the collectives of few bytes that it waits for.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from bench.measure import MIB
 from bench.records import Row
 
-# of two H100s, beside a step and alone (bench/notes/several_gpus.md)
+# of two and of four H100s, beside a step and alone (bench/notes/several_gpus.md)
 BANDWIDTH = 240e9  # bytes a second that a rank receives of messages of 50 MiB and more
 GATHER_MS = 0.04  # of row states, 0.75 MiB
+# kernels of two chunks of rows, with the keys before them, next to those of whole causal rows
+CHUNKS = 1.06
 ONE_GPU = "one GPU"
 
 
@@ -26,13 +29,14 @@ class Cost:
     received_mib: float
     shown_mib: float | None = None  # that no computation hides; None: there is no model
     waits: int = 0
+    slower: float = 1.0
 
     def ms(self, of_one_ms: float, num_ranks: int) -> float | None:
         """Returns the model of a step's time, from that of one GPU with the whole problem."""
         if self.shown_mib is None:
             return None
         shown = self.shown_mib * MIB / BANDWIDTH * 1e3
-        return of_one_ms / num_ranks + shown + self.waits * GATHER_MS
+        return of_one_ms / num_ranks * self.slower + shown + self.waits * GATHER_MS
 
 
 def all_gather(whole_mib: float, num_ranks: int) -> float:

@@ -171,8 +171,10 @@ def interleaved(
 
     Whatever changes during a run (clocks, heat, other programs) meets all alike, and every round
     has an order of its own: after a provider that waits for memory a chip is cooler than after
-    one that multiplies. Every problem gets about ``seconds``, and at least three rounds. Ranks
-    that share a problem ``agree`` on how often a step is repeated, or would wait for each other.
+    one that multiplies. Every problem gets about ``seconds``, and at least three rounds where
+    ``max_rounds`` allows. One round is for steps that take long: each problem's first step counts.
+    Ranks that share a problem ``agree`` on how often a step is repeated, or would wait for each
+    other.
     """
     results: dict[str, list[Sample] | OutOfMemory] = {}
     takes: dict[str, Callable[[int], None]] = {}
@@ -191,6 +193,8 @@ def interleaved(
     for name in problems:
         results[name] = []
         take(name, 0, 1, 0)  # may compile: a step that says nothing about the next
+        if max_rounds == 1:
+            continue
         take(name, 0, 1, 0)
         first = results[name]
         if isinstance(first, OutOfMemory):
@@ -200,7 +204,7 @@ def interleaved(
         if repeats > 1:
             warm_up = min(10, agree(math.ceil(WARM_UP_MS / step_ms)))
         number = round(seconds * 1e3 / (step_ms * (repeats + warm_up)))
-        rounds[name] = agree(max(3, min(max_rounds, number)))
+        rounds[name] = agree(min(max_rounds, max(3, number)))
         results[name] = []
         takes[name] = partial(take, name, repeats=repeats, warm_up=warm_up)
     interleaved_calls(takes, rounds)

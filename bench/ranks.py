@@ -30,8 +30,21 @@ def main(options: argparse.Namespace, record: Record, path: Path) -> int:
         if name not in CASES:
             known = ", ".join(CASES)
             raise ValueError(f"a case that ranks share must be one of {known}, got {name}")
+    if options.list:
+        print("\n".join(listed(options)))
+        return 0
     start(_rank, (options, record, path), options.processes or 2, options.device)
     return 0
+
+
+def listed(options: argparse.Namespace) -> list[str]:
+    """Returns a line for each case and size that the options choose, without starting a rank."""
+    num_ranks = options.processes or 2
+    return [
+        f"{name:<12} {size or 'its usual size'}"
+        for name in options.cases or CASES
+        for size in sizes_of(name, options.sizes, options.device, num_ranks)
+    ]
 
 
 def start(function: Any, arguments: tuple[Any, ...], num_ranks: int, device: str) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.attention import DTYPES
 from bench.heads import QWEN, QWEN_SMALL
 from bench.measure import ROOT
 from bench.records import Record, Row
@@ -56,7 +57,9 @@ def render(records: dict[str, Record]) -> str:
             lines = _matrix(shown)
         if lines:
             columns = ("record", "case", *COLUMNS, "others")
-            columns = ("case", "tokens: forward, backward") if family == "matrix" else columns
+            columns = (
+                ("case", "dtype and tokens: forward, backward") if family == "matrix" else columns
+            )
             parts += [f"## {title}", "", *markdown_lines(columns, lines), ""]
     return "\n".join(parts)
 
@@ -86,17 +89,19 @@ def _cell(row: Row) -> str:
 
 
 def _matrix(records: dict[str, Record]) -> list[tuple[str, str]]:
-    """Cases that differ in their sizes alone are one line."""
+    """Cases that differ in their dtypes and sizes alone are one line."""
     found: dict[str, list[str]] = {}
+    dtypes = "|".join(DTYPES)
     for record in records.values():
         for row in record.rows:
             if row.family == "matrix":
                 name, _, size = row.case.rpartition(" x ")
                 what, heads = re.sub(r" \d+ x (\d.*)$", "", name), name.rpartition(" x ")[2]
                 heads = heads if heads not in ("32", "8") else ""
+                what, _, dtype = re.sub(rf"^(.*) ({dtypes})$", r"\1|\2", what).partition("|")
                 rates = [number(row.tflops(mode) or 0) for mode in ("forward", "backward")]
                 key = f"{what} {heads and f'heads {heads}'}".strip()
-                found.setdefault(key, []).append(f"{size}: {', '.join(rates)}")
+                found.setdefault(key, []).append(f"{dtype} {size}: {', '.join(rates)}".strip())
     return [(name, "; ".join(cells)) for name, cells in found.items()]
 
 

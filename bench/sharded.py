@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bench.case import Build, Case, Inputs, Loss, Problem, random_tensors
-from bench.costs import ONE_GPU, Cost, all_gather, all_reduce, all_to_all
+from bench.costs import CHUNKS, ONE_GPU, Cost, all_gather, all_reduce, all_to_all
 from bench.measure import MIB, usual_dtype
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
@@ -307,11 +307,11 @@ def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 0) -> Share
     by_heads = all_to_all((3 * (heads + kv) * head_mib) / size + 2 * rows_mib, size)
     costs = {
         # keys of both sides, the student's gradient
-        "gather": Cost(all_gather(3 * keys, size), all_gather(3 * keys, size), waits=3),
+        "gather": Cost(all_gather(3 * keys, size), all_gather(3 * keys, size), 3, CHUNKS),
         "heads": Cost(by_heads, by_heads, waits=8),
         # keys of both sides twice, which computation hides; the student's gradient in float32 once
         # around, of which the last step shows
-        "ring": Cost(all_gather(4 * keys, size) + sums, sums / size, waits=1),
+        "ring": Cost(all_gather(4 * keys, size) + sums, sums / size, 1, CHUNKS),
     }
     make = {ONE_GPU: _problem(partial(attention_kl, **options), whole, of_rank)}
     make |= {method: _problem(shared(method), parts) for method in costs}

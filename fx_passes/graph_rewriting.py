@@ -10,12 +10,12 @@ from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import find_region
 from torch_streamkl.fx_passes.capture.retrace import fake_mode_of, trace_region
+from torch_streamkl.fx_passes.fusing import Fusing
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view
-from torch_streamkl.fx_passes.lowering.fusing import Fusing
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
 from torch_streamkl.fx_passes.passes.late_writes import read_after_writes
@@ -42,6 +42,7 @@ from torch_streamkl.fx_passes.reporting.score_families import score_sized_nodes
 from torch_streamkl.fx_passes.reporting.unfused import (
     not_fused,
     reasons_of_programs,
+    too_large,
     unfused_sites,
 )
 from torch_streamkl.fx_passes.validation.refusal import Refused
@@ -222,7 +223,7 @@ class _Rewriting:
         self.report.notes += share_cross_entropy(graph, losses.trace, losses.reading, self.builder)
         sum_in_forward(graph, self.builder)
         sum_rows_in_forward(graph, self.builder)
-        if not has_dtensors(graph):  # of which AOTAutograd keeps shards
+        if not has_dtensors(self.given.owner.graph):  # of which AOTAutograd keeps shards
             refuse_second_derivatives(graph, self.builder)
         return removed + remove_dead(graph, region.nodes, self.unused, self.views), kept
 
@@ -253,6 +254,7 @@ class _Rewriting:
         )
         if self.report.remaining:  # else it is attention whose maps nobody distils
             self.report.notes += kept
+        self.report.notes += too_large(losses.reading)
 
 
 def _is_scalar(node: fx.Node) -> bool:

@@ -1,9 +1,9 @@
 """Defines rewrite(gm): replaces every loss found in a Dynamo graph by a streaming operator.
 
-Stages: capture -> analysis -> planning -> lowering -> passes -> validation, each a folder. A graph
-of DTensors goes through them as one of whole tensors (dtensors/). The work is done on a copy of
-the graph, which replaces the original only if everything succeeds: a program that compiles without
-the rewrite compiles with it.
+Stages: capture -> reading -> closed_forms -> planning -> lowering -> passes -> validation, each a
+folder; graph_rewriting.py has those of one graph. A graph of DTensors goes through them as one of
+whole tensors (dtensors/). The work is done on a copy of the graph, which replaces the original
+only if everything succeeds: a program that compiles without the rewrite compiles with it.
 """
 
 from __future__ import annotations

@@ -129,11 +129,13 @@ def _tensors(sides: Sequence[Side], masks: Sequence[Condition]) -> list[frozense
 def _heads(
     sides: Sequence[Side], rest: Sequence[Axis], tensors: Sequence[frozenset[Axis]]
 ) -> tuple[Axis, ...]:
-    """The last axis, and axes before it if queries of several heads share keys; one stays for the
-    batch, unless it is a part of one dimension with them. So does one that a mask varies along, if
-    it does not along the next.
+    """The last axis, and axes before it if queries of several heads share keys.
+
+    One stays for the batch, unless it is a part of one dimension with them. And so many are heads
+    that masks vary along all or none of them, and of those of the batch.
     """
     heads = tuple(rest[-1:])
+    found = [heads]
     while len(rest) > len(heads):
         first, before = heads[0], rest[-len(heads) - 1]
         if len(rest) - len(heads) == 1 and not _is_one_dim(sides, before, first):
@@ -141,10 +143,15 @@ def _heads(
         shares = (ROW_ONLY, ABSENT)
         if not any(kind_of(s, first) in shares and kind_of(s, before) == BOTH for s in sides):
             break
-        if any(before in axes and first not in axes for axes in tensors):
-            break
         heads = (before, *heads)
-    return heads
+        found.append(heads)
+    long = [a for a in rest if a.size != 1]
+
+    def is_whole(heads: tuple[Axis, ...]) -> bool:
+        parts = {a for a in long if a in heads}, {a for a in long if a not in heads}
+        return all(not part & axes or part <= axes for part in parts for axes in tensors)
+
+    return next((x for x in reversed(found) if is_whole(x)), heads)
 
 
 def _is_one_dim(sides: Sequence[Side], *axes: Axis) -> bool:

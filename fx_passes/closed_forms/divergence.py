@@ -13,25 +13,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
+from torch_streamkl.fx_passes.closed_forms.formulas import (
+    Polynomial,
+    is_log,
+    is_weight,
+    number_of,
+    written,
+)
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
-from torch_streamkl.program.canonical import choose, product, quotient, terms_of
+from torch_streamkl.program.canonical import choose, product, quotient
 from torch_streamkl.program.divergences import (
     DIVERGENCES,
     FLOOR_OF_EXP,
     Functional,
     evaluate,
-    render,
 )
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
-from torch_streamkl.program.operations import OPERATIONS, exact
+from torch_streamkl.program.operations import exact
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
-Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
-Polynomial = dict[Monomial, float]
 TINY = 1e-12
 AFTER_SOFTMAX = "a mask on keys is applied after the softmax"
 
@@ -147,26 +151,14 @@ def variables_of(polynomial: Polynomial) -> list[int]:
     return sorted({int(y.value) for y in every if y.op == LOG})
 
 
-def _is_log(x: Node) -> bool:
-    return x.op == LOG
-
-
-def _is_weight(x: Node) -> bool:
-    return x.op == "exp" and x.args[0].op == LOG
-
-
-def _number(x: Node) -> int:
-    return int((x.args[0] if x.args else x).value)
-
-
 def _coefficients(polynomial: Polynomial) -> dict[tuple[int, int], float] | None:
     """Coefficients of P_a logP_b where there are only such terms."""
     found = {}
     for m, c in polynomial.items():
-        weights, logs = [x for x in m if _is_weight(x)], [x for x in m if _is_log(x)]
+        weights, logs = [x for x in m if is_weight(x)], [x for x in m if is_log(x)]
         if len(m) != 2 or len(weights) != 1 or len(logs) != 1:
             return None
-        found[_number(weights[0]), _number(logs[0])] = c
+        found[number_of(weights[0]), number_of(logs[0])] = c
     return found
 
 
@@ -195,13 +187,13 @@ def _joined(
     polynomial: Polynomial, parts: list[Distribution], k: int, other: int
 ) -> tuple[Polynomial, list[Distribution]]:
     twins = (k, other)
-    simple = all(_is_weight(x) or _is_log(x) for m in polynomial for x in m)
-    needed = {_number(x) for m in polynomial for x in m if _is_weight(x)} if simple else set()
+    simple = all(is_weight(x) or is_log(x) for m in polynomial for x in m)
+    needed = {number_of(x) for m in polynomial for x in m if is_weight(x)} if simple else set()
     for m in polynomial if simple else ():
         for x in m:
-            own = len(m) == 2 and any(_is_weight(y) and _number(y) in twins for y in m)
-            if _is_log(x) and not own:
-                needed.add(_number(x))
+            own = len(m) == 2 and any(is_weight(y) and number_of(y) in twins for y in m)
+            if is_log(x) and not own:
+                needed.add(number_of(x))
     needed &= set(twins)
     live = [v for v in twins if _flows_more(parts[v], [parts[w] for w in twins])]
     if not simple or len(needed) > 1 or not (needed or set(twins)) & set(live):
@@ -270,10 +262,10 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
     if c is not None:
         expr, factor = _bilinear(c, teacher, student)
         return [Pair(expr, teacher, student, factor)]
-    expr = _written_polynomial(polynomial, teacher, student)
+    expr = written(polynomial, teacher, student)
     if all(c > 0.0 for c in polynomial.values()) and _is_negative(expr):
         negative = {m: -c for m, c in polynomial.items()}
-        return [Pair(_written_polynomial(negative, teacher, student), teacher, student, -1.0)]
+        return [Pair(written(negative, teacher, student), teacher, student, -1.0)]
     return [Pair(expr, teacher, student)]
 
 
@@ -297,7 +289,7 @@ def _of_one(polynomial: Polynomial, own: int, parts: Sequence[Distribution]) -> 
         raise NoForm(
             "the sum involves one distribution only, which is an entropy and no divergence"
         )
-    expr = _written_polynomial(polynomial, others[0], own)
+    expr = written(polynomial, others[0], own)
     return Pair(expr, others[0], own)
 
 
@@ -310,8 +302,8 @@ def _roles(
         return (a, b) if parts[a].averaged else (b, a)
     if parts[a].requires_grad != parts[b].requires_grad:
         return (b, a) if parts[a].requires_grad else (a, b)
-    weights = {_number(x) for m in polynomial for x in m if _is_weight(x)}
-    if len(weights) == 1 and all(_is_weight(x) or _is_log(x) for m in polynomial for x in m):
+    weights = {number_of(x) for m in polynomial for x in m if is_weight(x)}
+    if len(weights) == 1 and all(is_weight(x) or is_log(x) for m in polynomial for x in m):
         (teacher,) = weights
         return teacher, b if teacher == a else a
     return a, b
@@ -374,125 +366,3 @@ def within(pair: Pair, stricter: int) -> Pair:
     log = LOG_P if stricter == pair.teacher else LOG_S
     expr = apply("where", apply("gt", log, FLOOR_OF_EXP), pair.expr, 0.0)
     return replace(pair, expr=const(pair.coefficient) * expr, coefficient=1.0)
-
-
-def _written_polynomial(polynomial: Polynomial, teacher: int, student: int) -> Node:
-    """A sum by probabilities: P * (terms) + S * (terms) + the rest, by what all of it has."""
-    names = {teacher: (P, LOG_P), student: (S, LOG_S)}
-    common = set.intersection(*(set(m) for m in polynomial))
-    groups: dict[Node | None, list[tuple[float, Node]]] = {}
-    for m, c in polynomial.items():
-        atoms = sorted(m, key=lambda x: _order(x, teacher))
-        weight = next((x for x in atoms if _is_weight(x)), None)
-        if weight is None:
-            weight = next((x for x in atoms if x in common and not _is_log(x)), None)
-        if weight is not None:
-            atoms.remove(weight)
-        term = const(1.0)
-        for x in atoms:
-            term = term * _written(x, names)
-        groups.setdefault(weight, []).append((c, term))
-    order = sorted(groups, key=lambda w: (2, False) if w is None else _order(w, teacher))
-    factor = _common_factor({w: groups[w] for w in order}, names)
-    if factor is not None:
-        return factor
-    total = const(0.0)
-    for weight in order:
-        terms = groups[weight]
-        size = {abs(c) for c, _ in terms}
-        common_factor = size.pop() if len(size) == 1 else 1.0
-        inner = _total([(c / common_factor, x) for c, x in terms], names)
-        if weight is not None:
-            inner = _written(weight, names) * inner
-        total = total + const(common_factor) * inner
-    return total
-
-
-def _common_factor(
-    groups: Mapping[Node | None, Sequence[tuple[float, Node]]],
-    names: Mapping[int, tuple[Node, Node]],
-) -> Node | None:
-    """A product of two sums, as ``(P + eps) * (log(P + eps) - log(S + eps))``."""
-    if len(groups) < 2:
-        return None
-    first, *others = groups.values()
-    weights = [1.0]
-    for terms in others:
-        known = {x: c for c, x in terms}
-        ratios = {known.get(x, 0.0) / c for c, x in first}
-        if len(known) != len(first) or len(ratios) != 1 or 0.0 in ratios:
-            return None
-        weights += ratios
-    pairs = zip(weights, (ONE if w is None else _written(w, names) for w in groups), strict=True)
-    return _total(list(pairs), names) * _total(first, names)
-
-
-def _order(x: Node, teacher: int) -> tuple[int, bool]:
-    kind = 0 if _is_weight(x) else 1 if _is_log(x) else 2
-    return kind, kind < 2 and _number(x) != teacher
-
-
-def _total(terms: Sequence[tuple[float, Node]], names: Mapping[int, tuple[Node, Node]]) -> Node:
-    """A sum as people write it: P before S, and what is subtracted last."""
-    first = {x: i for i, (p, log) in enumerate(names.values()) for x in (p, log)}
-
-    def rank(term: tuple[float, Node]) -> tuple[bool, int, str]:
-        return term[0] < 0.0, first.get(term[1], 2), repr(term[1])
-
-    total = const(0.0)
-    for c, x in sorted(terms, key=rank):
-        part = x if abs(c) == 1.0 else const(abs(c)) * x
-        total = total - part if c < 0.0 else total + part
-    return total
-
-
-def _written(x: Node, names: Mapping[int, tuple[Node, Node]]) -> Node:
-    """An expression in canonical form as one of the operations that divergences have."""
-    found: dict[Node, Node] = {}
-    for y in walk([x]):
-        found[y] = _written_one(y, [found[a] for a in y.args], names)
-    return found[x]
-
-
-def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, Node]]) -> Node:
-    match x.op:
-        case "const":
-            return const(x.value)
-        case "logP":
-            return names[int(x.value)][1]
-        case "linear":
-            constant, terms = terms_of(x)
-            written = zip((c for c, _ in terms), args, strict=True)
-            return _total(list(written), names) + const(constant)
-        case "product":
-            total = args[0]
-            for a in args[1:]:
-                total = total * a
-            return total
-        case "logaddexp" if len(args) == 2:
-            teacher = next(iter(names.values()))[1]
-            return apply("logaddexp", *sorted(args, key=lambda a: teacher not in walk([a])))
-        case "logaddexp":
-            raise NoForm("a mixture of more than two distributions", x)
-        case "minimum" | "maximum" if set(args) == {P, S}:
-            sign = const(-1.0 if x.op == "minimum" else 1.0)
-            return const(0.5) * (P + S + sign * apply("abs", P - S))
-        case "pow":
-            return apply("exp", apply("log", args[0]) * const(x.value))
-        case "not":
-            return args[0]  # its `where` swaps the branches
-        case "where" if x.args[0].op == "not":
-            return apply("where", args[0], args[2], args[1])
-    if x.op == "round":
-        raise NoForm(f"probabilities are rounded to {x.value}", x)
-    if x.op not in OPERATIONS:
-        raise NoForm(f"the formula has {x.op}, an operation that divergences have not", x)
-    return apply(x.op, *args)
-
-
-def functional_of(pair: Pair) -> Functional:
-    """Returns the divergence as implementations have it."""
-    try:
-        return Functional.of(render(pair.expr))
-    except (ValueError, KeyError) as reason:
-        raise NoForm(f"the formula has an operation that divergences have not: {reason}") from None

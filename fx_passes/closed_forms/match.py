@@ -16,7 +16,6 @@ from torch_streamkl.fx_passes.closed_forms.divergence import (
     Pair,
     Polynomial,
     by_factor,
-    functional_of,
     pairs_of,
     within,
     without_twins,
@@ -37,6 +36,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Side,
     Stricter,
 )
+from torch_streamkl.fx_passes.closed_forms.formulas import functional_of
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
@@ -199,7 +199,7 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
             pair = within(pair, judgement.within)
     elif conditions[TEACHER] != conditions[STUDENT]:
         raise NoForm("teacher and student are masked differently")
-    functional = functional_of(pair)
+    functional = functional_of(pair.expr)
     is_filled = bool(conditions[STUDENT]) and not stricter and not judgement.drops_rows
     fill = _fill(forms, functional) if is_filled else None
     masks = masks_of(conditions[STUDENT], axes, fill)

@@ -1,6 +1,6 @@
 """Refuses operations that could observe NaN or infinity that eager produces and programs do not.
 
-It does between scores and sums what planning/nan_readers.py does after a loss. Two values of a
+It does between scores and sums what planning/readers.py does after a loss. Two values of a
 program differ from eager's:
 
 - The softmax of a row without any key is 0, and its logarithm -inf; eager has NaN. So is 0 times

@@ -65,7 +65,7 @@ def axes_of_products(products: Sequence[Product], common: Sequence[Axis], keys: 
     ]
 
     def shared_last(heads: Iterable[Axis], of: Iterable[int]) -> Dim:
-        """Axes that the keys lack at the end: query head h uses key head h // group."""
+        """Puts axes that the keys lack at the end: query head h uses key head h // group."""
         return tuple(sorted(heads, key=lambda a: any(a not in columns_of[i] for i in of)))
 
     numbers = range(len(products))

@@ -49,7 +49,7 @@ NO_FACTS = Facts()
 
 
 def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
-    """New axes for the keys: one, or those of blocks and of the keys inside of one."""
+    """Makes axes for the keys: one, or those of blocks and of the keys inside of one."""
     plain: list[Any] = []
     chosen: list[Any] = []
     blocks: dict[int, int] = {}  # how many, by their size

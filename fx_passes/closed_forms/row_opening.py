@@ -180,7 +180,7 @@ class Opening:
 
     @property
     def position(self) -> Node:
-        """The position of a key."""
+        """Returns the position of a key."""
         return position_of(self.keys)
 
     def _summed(self, kind: str, body: Node, axis: Axis | None = None) -> Node:

@@ -269,7 +269,7 @@ class _Planner:
     def _around(
         self, groups: RowAxes, slots: Sequence[int], outputs: Sequence[Node]
     ) -> tuple[tuple[RowOutput, ...], tuple[Node, ...]]:
-        """The values of rows, and the roots as expressions of them."""
+        """The per-row values, and the roots as expressions of them."""
         by_number = {number: heads for heads, number in groups.numbers.items()}
         values, changes = dict[Node, RowOutput](), dict[Node, Node]()
         made_of = dict(zip(self.opened, zip(slots, outputs, strict=True), strict=True))

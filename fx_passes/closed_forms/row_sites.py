@@ -10,7 +10,7 @@ over keys, each of them is tried, the outermost first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,3 +176,12 @@ def sites_of(root: Node, keys: frozenset[Place]) -> list[Node]:
         if is_site(x):
             found[x] = None
     return list(found)
+
+
+def is_score_sized(expr: Node, products: Collection[Node]) -> bool:
+    """Returns whether an expression has axes of rows alone and of keys alone."""
+    for product in products:
+        a, b = (x.axes for x in product.args)
+        if expr.axes & (a - b) and expr.axes & (b - a):
+            return True
+    return False

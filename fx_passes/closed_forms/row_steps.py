@@ -350,7 +350,7 @@ class Steps:
         return self._times([self.nodes[f] for f in x.args])
 
     def _times(self, factors: Sequence[Node]) -> Node:
-        """A product: values of rows of their own, and what may be infinite last."""
+        """A product: per-row values of their own, and what may be infinite last."""
         factors = [cast(f, FLOAT) for f in factors]
         of_rows = [f for f in factors if not f.by_key]
         of_keys = sorted((f for f in factors if f.by_key), key=lambda f: not f.is_finite)

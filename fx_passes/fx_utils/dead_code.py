@@ -50,10 +50,23 @@ def _writes_to_dead(node: fx.Node, alive: set[fx.Node], views: set[fx.Node]) -> 
     return all(
         alias in alive
         and alias.op in ("call_function", "call_method")
-        and all(user in aliases or _is_unused_write(user) for user in alias.users)
+        and all(_ends_in_writes(user, storage, alive) for user in alias.users)
         for alias in aliases
     )
 
 
-def _is_unused_write(node: fx.Node) -> bool:
-    return is_in_place(node) and not node.users
+def _ends_in_writes(node: fx.Node, storage: object, alive: set[fx.Node]) -> bool:
+    """Whether only writes to this memory read a node: `x[x < 0] = 0` reads a mask of its own."""
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if storage_of(n) == storage:
+            continue
+        if is_in_place(n):
+            if n.users or any(storage_of(target) != storage for target in written_by(n)):
+                return False
+        elif n not in alive or n.op not in ("call_function", "call_method") or not n.users:
+            return False
+        else:
+            todo += n.users
+    return True

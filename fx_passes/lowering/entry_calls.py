@@ -33,7 +33,7 @@ def _emit(writer: Writer, entries: Entries) -> fx.Node:
         ids = build.method("to", ids, torch.int64)
     ids = build.call(checked_ids, ids, writer.size(size_of(_known(entries.key))), 1)
     found = build.call(entry_logits, hidden, weight, ids)
-    if example(found).dtype.itemsize < 4:  # as the values of rows; logits are rounded by now
+    if example(found).dtype.itemsize < 4:  # as the per-row values; logits are rounded by now
         found = build.method("float", found)
     shape = tuple(writer.size(size_of(_known(a))) for a in entries.axes)
     return build.method("reshape", found, shape)

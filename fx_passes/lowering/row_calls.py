@@ -63,7 +63,7 @@ def emit(
 
 
 def _of_program(writer: Writer, form: RowForm) -> dict[object, fx.Node]:
-    """Inserts the call, and returns the values of rows."""
+    """Inserts the call, and returns the per-row values."""
     if form.program is None:
         return {}
     tensors: list[fx.Node] = []
@@ -130,7 +130,7 @@ def _checked_dim(c: Captured) -> int | None:
 def _values(
     writer: Writer, form: RowForm, program: Program, call: fx.Node
 ) -> dict[object, fx.Node]:
-    """The values of rows, with a dimension for each of their axes."""
+    """The per-row values, with a dimension for each of their axes."""
     build = writer.build
     results = {slot: build.call(operator.getitem, call, slot) for slot in program.outputs}
     found: dict[object, fx.Node] = {}

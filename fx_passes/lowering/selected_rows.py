@@ -1,4 +1,4 @@
-"""Rows that a boolean mask selects, written into the user's graph."""
+"""Writes the rows that a boolean mask selects into the user's graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SelectedRows:
     def selected(
         self, tensor: fx.Node, at: Sequence[Node]
     ) -> tuple[fx.Node, Sequence[Node], set[int]]:
-        """A tensor whose dimensions a mask selects, those of its own dimensions together."""
+        """Returns a tensor whose dimensions a mask selects, its own dimensions together."""
         at, whole = list(at), set[int]()
         d = 0
         while d < len(at):
@@ -78,7 +78,7 @@ class SelectedRows:
         )
 
     def column(self, name: Positions) -> fx.Node:
-        """The positions along one dimension of a mask."""
+        """Returns the positions along one dimension of a mask."""
         mask = self._mask(name)
         flat: fx.Node = self._positions(name)
         shape = example(mask).shape[name.rows.first : name.rows.last + 1]

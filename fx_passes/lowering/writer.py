@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, products_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
@@ -163,6 +164,8 @@ class Writer:
             if placed is None:
                 todo += y.args
                 continue
+            if not y.axes <= x.axes and is_score_sized(y, products_of(y)):
+                raise Unsupported("a sum over keys, inside of an operation")
             if not y.flows and getattr(placed.value, "requires_grad", False):
                 placed = Placed(self.build.method("detach", placed.node), placed.dims)
             self._made[y, least] = placed
@@ -200,7 +203,7 @@ class Writer:
             case "where":
                 return self._pointwise(torch.where, args)
             case "pow":
-                return self._pointwise(torch.pow, [*args, Placed(x.value)])
+                return self._joined(torch.pow, operator.pow, args[0], Placed(x.value))
             case "logaddexp":
                 return self._folded(torch.logaddexp, torch.logaddexp, args)
             case "norm":
@@ -268,8 +271,8 @@ class Writer:
 
     def _pointwise(self, call: Callable[..., Any], args: Sequence[Placed]) -> Placed:
         given, dims = self.arranging.aligned(*args)
-        if all(a.is_number for a in args):
-            raise Unsupported("an operation on numbers alone")
+        if all(a.is_number for a in args):  # of sizes: torch's functions take no numbers alone
+            given = [self._scalar(given[0], FLOAT), *given[1:]]
         return Placed(self.build.call(call, *given), dims)
 
     def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:

@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
     has_entries,
+    is_score_sized,
     key_position,
     places_of_keys,
     products_in,
@@ -27,7 +28,7 @@ from torch_streamkl.program.graph import CONTRACT, Node
 
 
 class Levels:
-    """Says which nodes of a trace are values of rows."""
+    """Says which nodes of a trace are per-row values."""
 
     def __init__(self, trace: Trace, reading: Reading) -> None:
         self.trace, self.reading = trace, reading
@@ -56,7 +57,7 @@ class Levels:
         if all(key_position(p, self.places) is not None for p in products):
             return _are_summed(expr, self.places)
         candidates = places_of_keys(bindings_of([expr]))
-        return not _is_large(expr, products) and any(_are_summed(expr, p) for p in candidates)
+        return not is_score_sized(expr, products) and any(_are_summed(expr, p) for p in candidates)
 
     # ------------------------------------------------------------------------ roots
 
@@ -82,7 +83,7 @@ class Levels:
         return roots
 
     def read_by_elements(self, region: Region) -> set[fx.Node]:
-        """Returns the values of rows that only elements read, whose sums compute them, too."""
+        """Returns the per-row values that only elements read, whose sums compute them, too."""
         read = self._read_outside(region)
         return {n for n in self.made if n not in read and self.is_of_rows(n)}
 
@@ -131,15 +132,6 @@ def _is_at_one_key(product: Node, places: frozenset[Place]) -> bool:
     if at.op == "index":
         return at.value in product.value  # summed
     return not has_entries(product, place)
-
-
-def _is_large(expr: Node, products: Collection[Node]) -> bool:
-    """Whether an expression has axes of rows alone and of keys alone."""
-    for product in products:
-        a, b = (x.axes for x in product.args)
-        if expr.axes & (a - b) and expr.axes & (b - a):
-            return True
-    return False
 
 
 def _leaves(

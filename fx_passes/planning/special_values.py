@@ -59,7 +59,7 @@ class Scores:
 
     @cached_property
     def nodes(self) -> set[fx.Node]:
-        """The nodes between the products and the loss."""
+        """Returns the nodes between the products and the loss."""
         return reached([self.inner], lambda n: [] if _is_product(n) else n.all_input_nodes)
 
     def expression(self, node: object) -> Node | None:

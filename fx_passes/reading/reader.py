@@ -51,7 +51,8 @@ from torch_streamkl.program.walks import walk
 aten = torch.ops.aten
 SUMS_OF_ALL = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 UNFORESEEN = "its rule failed"
-MAX_DEPTH = 512  # of an expression
+TOO_LARGE = "an expression that is too large to be analysed"
+MAX_DEPTH = 1024  # of an expression
 MAX_LEVEL = 64  # of reductions in reductions
 MAX_TERMS = 512  # of a sum or product
 assert MODULES
@@ -419,7 +420,7 @@ class Reader:
         expr = types.stored(x.expr, value.dtype)
         is_long = expr.op in ("linear", "product") and len(expr.args) > MAX_TERMS
         if expr.depth > MAX_DEPTH or expr.level > MAX_LEVEL or is_long:
-            raise NoRule("an expression that is too large to be analysed")
+            raise NoRule(TOO_LARGE)
         return replace(x, expr=expr)
 
     def _keep(self, node: fx.Node, result: Result) -> None:

@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
 )
 from torch_streamkl.fx_passes.planning.refusals import Refusals
+from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
@@ -38,6 +39,15 @@ def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
         Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
     ]
     return Report(sites, not_analysed=int(bool(sites) and not is_body))
+
+
+def too_large(reading: Reading) -> list[str]:
+    """Returns a note on the first operation whose expression is beyond the limits of reading."""
+    first = next((n for n, reason in reading.reasons.items() if reason == TOO_LARGE), None)
+    if first is None:
+        return []
+    place = shown(location_of(first)[0])
+    return [f"{name_of(first)} at {place} makes {TOO_LARGE}: what reads it is not fused"]
 
 
 def unfused_sites(

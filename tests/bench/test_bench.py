@@ -288,6 +288,23 @@ def test_rounds_repeat_short_steps_behind_a_warm_up(monkeypatch: pytest.MonkeyPa
     assert max(x.step for taken in samples.values() for x in taken) < 1e3  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_rounds_are_as_many_as_asked_for_at_most(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A step of 15 s runs once for one round, and four times for two."""
+    bursts: list[int] = []
+
+    def burst(problem: Problem, number: int, *_: Any) -> Sample:
+        bursts.append(number)
+        return Sample(5e3, 1e4)
+
+    monkeypatch.setattr(measure, "burst", burst)
+    samples = measure.interleaved({"long": problem_of(torch.add)}, 100.0, max_rounds=most)
+    assert samples == {"long": [Sample(5e3, 1e4)] * most}
+    assert len(bursts) == {1: 1, 2: 4}[most]
+
+
 # ------------------------------------------------------------------------------------------ memory
 def test_peak_sees_a_known_allocation() -> None:
     def call() -> Tensor:
@@ -513,16 +530,22 @@ def test_a_row_of_several_gpus_is_the_worst_of_its_ranks() -> None:
 
 
 def test_scaling_beside_the_model_of_costs() -> None:
-    """65.0 ms of one GPU, 56 MiB at 240 GB/s and one wait: 32.5 + 0.24 + 0.04 on two."""
+    """65.0 ms of one GPU, 56 MiB at 240 GB/s and one wait: 32.5 + 0.24 + 0.04 on two.
+
+    Kernels that are slower by a tenth take 3.25 more.
+    """
     rows = [
         Row("x", name, timing={"step": Timing(ms, ms, ms)})
-        for name, ms in (("one GPU", 65.0), ("ours", 33.4), ("others", 60.8))
+        for name, ms in (("one GPU", 65.0), ("ours", 33.4), ("others", 60.8), ("chunks", 36.0))
     ]
     received = costs.all_reduce(56.0, 2)
     assert received == 56.0
     known = {"ours": costs.Cost(received + 1, received, waits=1), "others": costs.Cost(received)}
+    known["chunks"] = costs.Cost(received, received, 1, slower=1.1)
     costs.add_scaling(rows, known, 2)
-    one, ours, others = rows
+    one, ours, others, chunks = rows
+    model = (32.5 + 3.25 + 56 * 2**20 / 240e6 + 0.04) / 65.0
+    assert chunks.more["model_of_one_gpu"] == pytest.approx(model)
     assert one.more == {}
     assert ours.more == {
         "received_mib": 57.0,
@@ -541,6 +564,21 @@ def test_cases_that_ranks_share_have_sizes_by_the_number_of_ranks() -> None:
     assert [sharded.mesh_shape(n) for n in (1, 2, 4, 8)] == [(1, 1), (1, 2), (2, 2), (2, 4)]
     with pytest.raises(ValueError, match=r"must be one of vocabulary, .*, got nothing"):
         main(["shared", "--device", "cpu", "--cases", "nothing"])
+
+
+def test_cases_that_ranks_share_are_listed_without_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "start", lambda *_: pytest.fail("a rank was started"))
+    for given in (["shared", "--list", "--processes", "4"], ["shared", "--list"]):
+        assert main(given) == 0
+        listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+        assert list(dict.fromkeys(listed)) == list(ranks.CASES)
+    chosen = ["--list", "--processes", "4", "--cases", "sequence", "--sizes", "64", "128"]
+    assert main(["shared", *chosen]) == 0
+    assert [x.split() for x in capsys.readouterr().out.splitlines()] == [
+        ["sequence", "64"], ["sequence", "128"],
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from bench.measure import MIB, peak_mib
 from tests.support.ranks import (
     Rank,
     close,
@@ -25,6 +27,7 @@ from tests.support.ranks import (
 from torch_streamkl import attention_kl, attention_kl_varlen
 from torch_streamkl.attention import ops
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
+from torch_streamkl.distributed.sequence import ranges_of_sequence
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 2, 4, 48, 16  # divides into chunks of 2, 3, 4 and 8 ranks
 
@@ -237,6 +240,40 @@ def sequences_that_ranks_share(me: Rank) -> None:
                 _context_parallel(Problem(me, 2, **options), load_balance=balance, method="ring")
         if me.size == 2:  # heads of keys for every rank
             _context_parallel(Problem(me, 2, **options), method="heads")
+
+
+@on_ranks
+def ranges_that_ranks_gather(me: Rank) -> None:
+    """Rows of the whole sequence; gradients are summed over ranks and ranges, and never padded."""
+    seqlen = 64 * me.size
+    for balance in ("head_tail", None):
+        # two ranges of every rank, which overlap and end anywhere
+        bounds = [((0, seqlen // 2 - 3 * r - 1), (5 + r, seqlen - r)) for r in range(me.size)]
+        whole = me.randn(2, 3, seqlen, 128)
+        weights = [[me.randn(2, 3, b - a, 128) for a, b in ranges] for ranges in bounds]
+        expected = torch.zeros(whole.shape, dtype=torch.float64, device=me.device)
+        for ranges, given in zip(bounds, weights, strict=True):
+            for (start, stop), weight in zip(ranges, given, strict=True):
+                expected[:, :, start:stop] += weight
+        x = shard_sequence(whole, me.mesh, load_balance=balance).requires_grad_()
+        how = (me.group.group_name, me.size, balance)
+        found = ranges_of_sequence(x, *how, bounds[me.rank])
+        for (start, stop), got in zip(bounds[me.rank], found, strict=True):
+            assert torch.equal(got, whole[:, :, start:stop])
+        peak = peak_mib(
+            functools.partial(torch.autograd.backward, found, weights[me.rank]), me.device
+        )
+        mine = shard_sequence(expected, me.mesh, load_balance=balance)
+        close(x.grad, mine, mine.to(me.dtype), what="gradient of ranges")
+        # the sum of all ranges, which gloo copies once more, and this rank's part
+        mib = whole.numel() * whole.element_size() / MIB
+        assert peak <= mib * (2 + 1 / me.size) + 0.1, (peak, mib)
+        (only,) = ranges_of_sequence(x, *how, ((1, 3),))
+        (gradient,) = torch.autograd.grad(only.sum(), x)
+        sums = torch.zeros(seqlen, dtype=me.dtype, device=me.device)
+        sums[1:3] = me.size
+        sums = shard_sequence(sums, me.mesh, dim=0, load_balance=balance)
+        assert torch.equal(gradient, sums[:, None].expand_as(gradient))
 
 
 @on_ranks
@@ -457,6 +494,7 @@ ON_THREE_RANKS = [
     "windows_that_go_around",
     "packed_sequences",
     "context_parallel_collectives",
+    "ranges_that_ranks_gather",
 ]
 
 

@@ -52,7 +52,8 @@ OF_ANY_NUMBER = [
     "numbers_of_collectives", "chunks_of_tokens", "the_same_bits", "dtensors",
     "dtensors_gather_hidden_states_only", "dtensors_with_tokens_of_their_own",
     "dtensors_of_one_token", "dtensors_on_two_dimensions", "resharded_teacher",
-    "sequences_that_ranks_share", "keys_that_go_around", "windows_that_go_around",
+    "sequences_that_ranks_share", "ranges_that_ranks_gather", "keys_that_go_around",
+    "windows_that_go_around",
     "packed_sequences", "context_parallel_reductions_and_sinks", "context_parallel_collectives",
 ]  # fmt: skip
 VOCAB = linear.NUM_WORDS

@@ -141,20 +141,27 @@ note: the cross-entropy at loss.py:7 keeps the student's logits: it has class we
         )
 
     def test_details_of_what_is_not_fused(self) -> None:
-        text = without_lines(explained("cached_topk").details())
+        text = without_lines(explained("dropout_before_the_loss").details())
         self.assertExpectedInline(
             text,
             """\
 streamkl: 0 of 1 loss fused
   1. not fused     loss.py:7
-     code      return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="batchmean")
-     reason    gather reads entries of each row by ids that are no top-k of this graph: an id may be there twice (loss.py:7)
-     at        s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
-     hint      if no row has an id twice, call torch_streamkl.row_program(..., columns={'ids': ids}) (docs/guide/cached-teachers.md). Ids of a topk in the same graph fuse as they are. Whole rows may be selected, as in logits[mask]
-2 score- or logit-sized tensors remain, 60 KiB:
+     code      return (p * (p + 1e-8).log() - p * (s + 1e-8).log()).sum(-1).mean()
+     reason    dropout changes the probabilities after the softmax (loss.py:7)
+     at        s = F.dropout((q @ k.mT).softmax(-1), 0.1)
+     hint      if the dropout is not intended (a teacher in training mode), call eval() or set p=0. A loss on probabilities with dropout cannot be fused
+12 score- or logit-sized tensors remain, 384 KiB:
   read by losses:
-     [48 x 160] (30 KiB) loss.py:7: read by log_softmax
-     [48 x 160] (30 KiB) loss.py:7: read by gather""",
+     [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by softmax
+     [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by add, mul
+     [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by softmax
+     [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by dropout
+     [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by add (dropout changes the probabilities after the softmax)
+     2 of [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by log
+     2 of [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by mul
+     2 of [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sub
+     [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sum""",
         )
 
     def test_everything_else(self) -> None:
@@ -262,6 +269,7 @@ def test_json_has_everything_in_the_terms_of_the_report() -> None:
     assert found["remaining_bytes"] == 2**20 + 2 * 2**14
     assert not found["is_complete"]
     fused, unfused = found["sites"]
+    assert "node" not in fused and "name" not in found["remaining"][0]  # of a graph
     assert fused["check"] == SKIPPED_CHECK and fused["bytes_saved"] == 2**30
     assert unfused["unsupported_at"] == "a.py:3" and unfused["hint"] == "select rows"
     assert found["remaining"][0]["shape"] == [8, "s0", 64]

@@ -176,7 +176,14 @@ def attention_with_other_groups(sq, sk, tq, tk):
     return kd_of(tq @ tk.mT, p), p @ v
 
 
+def an_index_mask_that_enlarges(sq, sk, tq, tk):
+    keep = torch.arange(M) >= torch.arange(N)[:, None]
+    s, t = (torch.where(keep, x, -1e9) for x in (sq[:, :, :1] @ sk.mT, tq[:, :, :1] @ tk.mT))
+    return kd(s, t)
+
+
 FUSES: list[tuple[Callable[..., Any], list[Tensor]]] = [
+    (an_index_mask_that_enlarges, operands()),
     (teacher_heads_transposed, operands((B, 3, 2), (B, 6))),
     (mean_over_outer_heads, operands((B, 3), (B, 6))),
     (mean_over_inner_heads, operands((B, 3), (B, 6))),
@@ -277,12 +284,6 @@ def a_mask_that_enlarges(sq, sk, tq, tk):
     return kd((sq @ sk.mT).masked_fill(mask, -1e9), tq @ tk.mT)
 
 
-def an_index_mask_that_enlarges(sq, sk, tq, tk):
-    keep = torch.arange(M) >= torch.arange(N)[:, None]
-    s, t = (torch.where(keep, x, -1e9) for x in (sq[:, :, :1] @ sk.mT, tq[:, :, :1] @ tk.mT))
-    return kd(s, t)
-
-
 def repeated_keys(sq, sk, tq, tk):
     p, q = ((x @ k.repeat_interleave(2, 2).mT).softmax(-1) for x, k in ((tq, tk), (sq, sk)))
     return (p * ((p + 0.01).log() - (q + 0.01).log())).sum(-1)
@@ -304,7 +305,6 @@ LEFT_ALONE: list[tuple[Callable[..., Any], list[Tensor]]] = [
     (groups_that_do_not_match, operands((B, 3, 2), (B, 6), teacher_keys=(B, 2))),
     (sum_of_transposed_exponentials, operands()),
     (one_label_is_broadcast_in_the_contraction, operands()),
-    (an_index_mask_that_enlarges, operands()),
     (repeated_keys, operands()),
 ]
 

@@ -151,6 +151,23 @@ def test_temperatures_that_are_tensors() -> None:
     assert [f.divides for side in call.sides for f in side.product.factors] == [True, True]
 
 
+def test_masks_before_and_after_a_temperature() -> None:
+    """A key that either mask removes takes no part."""
+
+    def build(t: n.Tensors) -> Array:
+        keep, tau = n.padding(t), t.make("tau", of=torch.tensor(1.7, dtype=torch.float64))
+
+        def masked(name: str) -> Array:
+            x = n.over_by(n.filled(n.scores(t, name), keep, -math.inf), tau)
+            return n.filled(x, n.band(x, None, 0), -math.inf)
+
+        return n.mean(n.kl(masked("s"), masked("t")))
+
+    masks = call_of(build).masks
+    assert masks.window_right is not None and constant(masks.window_right) == 0
+    assert len(masks.tensors) == 1
+
+
 def test_heads_are_averaged() -> None:
     def build(t: n.Tensors) -> Array:
         p = n.average(n.scores(t, "t"))
@@ -236,6 +253,15 @@ REFUSED = {
             n.times(
                 n.times(n.softmax(n.scores(t, "t")), n.log_softmax(n.scores(t, "s"))),
                 t.make("weight", n.KEYS),
+            ),
+            -1,
+        )
+    ),
+    "the probabilities of both sides are averaged over heads": lambda t: n.mean(
+        n.total(
+            n.times(
+                n.average(n.scores(t, "t")),
+                n.minus(n.log(n.average(n.scores(t, "t"))), n.log(n.average(n.scores(t, "s")))),
             ),
             -1,
         )

@@ -623,20 +623,19 @@ PADDED = {
     "common vocabulary entries": lambda s, t: F.kl_div(
         s[..., : t.shape[-1]].log_softmax(-1), t.softmax(-1), reduction="batchmean"
     ),
-}
-PADDED_AND_LEFT = {  # padding that takes part
+    # padding that takes part
     "zeros": lambda s, t: F.kl_div(
         s.log_softmax(-1), _padded(t, s.shape[-1], 0.0).softmax(-1), reduction="batchmean"
     ),
 }
 
 
-@pytest.mark.parametrize("form", [*PADDED, *PADDED_AND_LEFT])
+@pytest.mark.parametrize("form", PADDED)
 def test_vocabularies_of_different_sizes(form: str) -> None:
     def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        return {**PADDED, **PADDED_AND_LEFT}[form](F.linear(xs, ws), F.linear(xt, wt))
+        return PADDED[form](F.linear(xs, ws), F.linear(xt, wt))
 
     xs, ws, xt, wt, labels = hidden_inputs()
     outcome = compare(loss, [xs, ws, xt, wt[:-6].clone(), labels]).check()
-    assert outcome.num_fused == (form in PADDED), str(outcome.report)
+    assert outcome.num_fused == 1, str(outcome.report)
     assert torch.isfinite(outcome.compiled.outputs[0]).all()

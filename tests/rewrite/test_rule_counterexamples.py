@@ -61,18 +61,20 @@ def in_neither(q, k, qt, kt):
 
 
 @pytest.mark.parametrize(
-    ("program", "sites"),
+    ("program", "remaining"),
     [
-        (in_the_difference_only, 0),
-        (in_the_sum_only, 0),
-        (in_the_quotient, 0),
-        (in_both, 1),
-        (in_neither, 1),
+        (in_the_difference_only, 1),
+        (in_the_sum_only, 1),
+        (in_the_quotient, 1),
+        (in_both, 0),
+        (in_neither, 0),
     ],
 )
-def test_gradient_of_a_maximum(program: Callable[..., Tensor], sites: int) -> None:
+def test_gradient_of_a_maximum(program: Callable[..., Tensor], remaining: int) -> None:
+    """Where the maximum has a gradient, it stays a value of the rows, and its scores remain."""
     outcome = compare(program, maps(), options=WITHOUT_CHECK).check()
-    assert outcome.num_fused == sites, str(outcome.report)
+    assert outcome.num_fused == 1, str(outcome.report)
+    assert outcome.report.num_remaining == remaining, str(outcome.report)
 
 
 # --------------------------------------------------------------------- a batch without any label

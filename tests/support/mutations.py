@@ -56,10 +56,12 @@ BODY = "torch_streamkl/attention/compiled_rows.py"
 VOCAB = "torch_streamkl/linear/compiled_rows.py"
 SHARDS = "torch_streamkl/distributed/shard_rows.py"
 PACKED = "torch_streamkl/attention/hopper/packed.py"
-ENTRIES = "fx_passes/analysis/elements/entries.py"
-CHOSEN = "tests/rewrite/test_chosen_entries.py"
+FACTS = "fx_passes/planning/row_facts.py"
+CHOSEN = "rewrite/test_chosen_entries.py"
 RULES = "fx_passes/reading/rules"
+CLOSED = "fx_passes/closed_forms"
 READ = "rewrite/test_reading.py::test_operations[{}]"
+MATCHED = "rewrite/test_closed_forms.py"
 SEQUENCE = "torch_streamkl/distributed/sequence.py"
 
 FAULTS = (
@@ -455,66 +457,114 @@ FAULTS = (
         'if {guard}({device}):"',
         "kernels/test_launches.py",
     ),
-    # ------------------------------------------------------------------------ planner, lowering
+    # ------------------------------------------------------------------ closed forms, their calls
     Fault(
-        "fx_passes/planning/dimensions.py",
-        "for x in reversed(found) if is_whole(x)",
-        "for x in reversed(found)",
-        "rewrite/test_rewrite_forms.py -k share_keys",
-    ),
-    Fault(
-        "fx_passes/planning/masks.py",
-        '("right", literal.constant - offset)',
-        '("right", literal.constant)',
+        f"{CLOSED}/masks.py",
+        "right = linear(0.0, [(1.0, band.rest), (-1.0, offset_of(axes))])",
+        "right = linear(0.0, [(1.0, band.rest)])",
         "rewrite/test_rewrite_forms.py -k sizes_of_queries",
     ),
     Fault(
-        "fx_passes/planning/masks.py",
-        "        return min(a, b)",
-        "        return max(a, b)",
+        f"{CLOSED}/masks.py",
+        "return a if x <= y else b",
+        "return b if x <= y else a",
         f"{REWRITE}test_the_tighter_of_two_windows_counts",
     ),
     Fault(
-        "fx_passes/planning/masks.py",
-        "    if teacher.keys() != student.keys():",
-        "    if False:",
-        "rewrite/test_near_misses.py",
+        f"{CLOSED}/match.py",
+        "elif conditions[TEACHER] != conditions[STUDENT]:",
+        "elif False:",
+        MATCHED,
     ),
     Fault(
-        "fx_passes/planning/divergence_forms.py",
+        f"{CLOSED}/divergence.py",
         "return Functional.of(DIVERGENCES[name]).expr, factor",
         "return Functional.of(DIVERGENCES[name]).expr, 1.0",
-        f"{REWRITE}test_a_factor_of_every_element",
+        MATCHED,
     ),
     Fault(
-        "fx_passes/planning/divergence_forms.py",
-        "pair = (Functional.of(DIVERGENCES[name]).expr, a, b, -c[(a, b)])",
-        "pair = (Functional.of(DIVERGENCES[name]).expr, a, b, c[(a, b)])",
+        f"{CLOSED}/divergence.py",
+        "pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, -c[a, b])",
+        "pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, c[a, b])",
         f"{REWRITE}test_one_distribution_and_two_others_in_one_expression",
     ),
     Fault(
-        "fx_passes/lowering/calls.py",
-        'options[f"{name}_softcap"] = form.softcap',
-        'options[f"{name}_softcap"] = 2.0 * form.softcap',
+        "fx_passes/lowering/attention_call.py",
+        'options[f"{name}_softcap"] = side.softcap',
+        'options[f"{name}_softcap"] = 2.0 * side.softcap',
         f"{REWRITE}test_places_of_the_scale",
     ),
     Fault(
-        "fx_passes/lowering/calls.py",
-        "form.scale * form.softcap if form.softcap else form.scale",
-        "form.scale",
+        f"{CLOSED}/match.py",
+        "form.scale * cap,",
+        "form.scale,",
         f"{REWRITE}test_places_of_the_scale",
     ),
     Fault(
-        "fx_passes/lowering/lm_head.py",
-        "x = build.call(torch.mul, x, bias.weight / scale)",
+        "fx_passes/lowering/linear_call.py",
+        "x = self.build.call(torch.mul, x, bias.weight / side.scale)",
         "pass",
         f"{REWRITE}test_a_bias_behind_the_scale",
     ),
     Fault(
-        "fx_passes/domain/scores.py",
-        "return (*before, replace(last, mask=last.mask | step.mask))",
-        "return (*before, last)",
-        f"{REWRITE}test_the_tighter_of_two_windows_counts",
+        f"{CLOSED}/score_form.py",
+        "return replace(form, mask=form.mask | mask, layers=(*form.layers, layer))",
+        "return replace(form, layers=(*form.layers, layer))",
+        MATCHED,
+    ),
+    Fault(
+        f"{CLOSED}/heads.py",
+        "return scaled(count, exponential(log))",
+        "return exponential(log)",
+        MATCHED,
+    ),
+    Fault(
+        f"{CLOSED}/score_form.py",
+        "        softcap=form.softcap * number,",
+        "        softcap=form.softcap,",
+        MATCHED,
+    ),
+    Fault(
+        "fx_passes/lowering/divergences.py",
+        "terms.append((1.0, product(call.weight, value)))",
+        "terms.append((1.0, value))",
+        f"{REWRITE}test_spellings",
+    ),
+    Fault(
+        "fx_passes/fusing.py",
+        "        check_nan_readers(found.node, scores, self.outside)",
+        "        pass",
+        "rewrite/test_nan_readers.py",
+    ),
+    Fault(
+        f"{CLOSED}/score_form.py",
+        "fill -= form.shift",
+        "fill += form.shift",
+        MATCHED,
+    ),
+    Fault(
+        f"{CLOSED}/masks.py",
+        "left = linear(0.0, [(1.0, band.rest), (1.0, offset_of(axes))])",
+        "left = linear(0.0, [(1.0, band.rest), (-1.0, offset_of(axes))])",
+        MATCHED,
+    ),
+    Fault(
+        f"{CLOSED}/masks.py",
+        "return replace(masks, lengths=linear(1.0, [(1.0, band.rest)]))",
+        "return replace(masks, lengths=band.rest)",
+        MATCHED,
+    ),
+    Fault(
+        f"{CLOSED}/limits.py",
+        "    if call.student.averaged:",
+        "    if False:",
+        MATCHED,
+    ),
+    Fault(
+        f"{CLOSED}/sums.py",
+        "inside = linear(0.0, [*((k * d, t) for d, t in terms), (c, lse)])",
+        "inside = linear(0.0, [*terms, (c, lse)])",
+        MATCHED,
     ),
     # ---------------------------------------------------------------------------- row programs
     Fault(
@@ -795,29 +845,29 @@ FAULTS = (
         "return is_alike and has_address",
         "kernels/test_hopper_rare_forms.py",
     ),
-    # ------------------------------------------------------------ formulas of dot products
+    # ------------------------------------------------------------ row programs of a graph
     Fault(
-        ENTRIES,
-        "if is_zero(shape_of(ids)[dim]):",
-        "if False:",
+        FACTS,
+        "    if entries.size == 0:",
+        "    if False:",
         CHOSEN,
     ),
     Fault(
-        ENTRIES,
+        FACTS,
         "isinstance(whole, int) and length <= whole",
         "isinstance(whole, int)",
         CHOSEN,
     ),
     Fault(
-        ENTRIES,
-        'if given.get("dim", -1) % len(shape_of(ids)) != dim:',
-        "if False:",
+        FACTS,
+        "    if places != [dim]:",
+        "    if False:",
         CHOSEN,
     ),
     Fault(
-        "fx_passes/analysis/elements/conditions.py",
-        "if any(dtype.itemsize < 4 for dtype in dot.dtypes):",
-        "if any(dtype.itemsize < 2 for dtype in dot.dtypes):",
+        f"{CLOSED}/row_checks.py",
+        "if all(x.itemsize >= 4 for x in elements.dtypes):",
+        "if all(x.itemsize >= 2 for x in elements.dtypes):",
         "rewrite/test_row_program_rewrites.py::test_scores_of_a_narrow_type_are_not_compared",
     ),
     # ------------------------------------------------------------------- blocks of keys
@@ -840,22 +890,28 @@ FAULTS = (
         "operators/test_row_program_blocks.py",
     ),
     Fault(
-        "fx_passes/analysis/elements/algebra.py",
-        "if inside and inside != list(keys[-len(inside) :]):",
-        "if False:",
-        "rewrite/test_pooled_keys.py::test_is_left_alone rewrite/test_near_misses.py",
+        f"{CLOSED}/row_opening.py",
+        "            if axis.size != product_of(self.keys):",
+        "            if False:",
+        "rewrite/test_pooled_keys.py::test_is_left_alone",
     ),
     Fault(
-        "fx_passes/analysis/elements/operands.py",
-        "if is_block_level(self.placed[x], self.axes):",
-        "if False:",
-        "rewrite/test_pooled_keys.py",
+        f"{CLOSED}/row_opening.py",
+        "if inner and inner.axis == self.parts.get(rest) and inner.kind == kind:",
+        "if inner and inner.kind == kind:",
+        "rewrite/test_pooled_keys.py::test_forms",
     ),
     Fault(
-        "fx_passes/lowering/row_programs.py",
-        "order = [*groups.batch, *heads, *groups.rows, *blocks]",
-        "order = [*blocks, *groups.batch, *heads, *groups.rows]",
-        "rewrite/test_pooled_keys.py",
+        f"{CLOSED}/row_opening.py",
+        "                        return trailing",
+        "                        return leading",
+        "rewrite/test_pooled_keys.py::test_forms",
+    ),
+    Fault(
+        f"{CLOSED}/row_program.py",
+        "dims = (*of_rows, site.blocks) if site.blocks else of_rows",
+        "dims = (site.blocks, *of_rows) if site.blocks else of_rows",
+        "rewrite/test_pooled_keys.py::test_forms",
     ),
     Fault(
         "torch_streamkl/rows/triton/lanes.py",
@@ -919,9 +975,15 @@ FAULTS = (
     ),
     Fault(
         f"{RULES}/selections.py",
-        'return at if at.range[0] >= 0.0 else function("remainder", at, size_of(size))',
+        "return choose(nonnegative(at), at, linear(0.0, [(1.0, at), (1.0, size_of(size))]))",
         "return at",
         READ.format("entries_by_index"),
+    ),
+    Fault(
+        f"{RULES}/selections.py",
+        "if known is not None and reader.writes.version(known[0].mask) == known[1]:",
+        "if known is not None:",
+        "rewrite/test_reading.py -k mask_that_was_written",
     ),
     Fault(
         f"{RULES}/selections.py",
@@ -952,5 +1014,80 @@ FAULTS = (
         "linear(0.0, [(1.0 - smoothing, a), (1.0, product(share, b))]), found, other",
         "linear(0.0, [(1.0, a), (1.0, product(share, b))]), found, other",
         READ.format("of_labels"),
+    ),
+    Fault(
+        f"{RULES}/matmuls.py",
+        'elif y.op == "div" and not y.args[1].axes & along:',
+        'elif y.op == "div":',
+        READ.format("with_tensor_scales"),
+    ),
+    Fault(
+        "fx_passes/reading/writes.py",
+        "self._versions[storage] = self._versions.get(storage, 0) + 1",
+        "self._versions[storage] = 0",
+        "rewrite/test_reading.py::test_equals_eager",
+    ),
+    Fault(
+        "fx_passes/reading/reader.py",
+        "if x.expr.flows and not self.records(node):",
+        "if False:",
+        READ.format("without_gradient"),
+    ),
+    Fault(
+        "fx_passes/reading/types.py",
+        "if kind == FLOAT and x.dtype == FLOAT and is_narrower(to, than):",
+        "if False:",
+        "rewrite/test_reading.py::test_of_whole_sets",
+    ),
+    # ------------------------------------------------------------------------------- capture
+    Fault(
+        "fx_passes/capture/region.py",
+        "return name in OPERAND_VIEWS and sum(map(is_tensor, node.all_input_nodes)) == 1",
+        "return name in OPERAND_VIEWS",
+        "rewrite/test_region.py",
+    ),
+    Fault(
+        "fx_passes/capture/region.py",
+        "storages = {storage_of(n) for n in inside} - {storage_of(n) for n in leaves} - {None}",
+        "storages = {None} - {None}",
+        "rewrite/test_region.py",
+    ),
+    # ------------------------------------------------------------------------------- dtensors
+    Fault(
+        "fx_passes/dtensors/agreement.py",
+        "digest = hashlib.sha256(repr((self.inputs, list(rewrite))).encode()).hexdigest()",
+        "digest = hashlib.sha256(repr(self.inputs).encode()).hexdigest()",
+        "distributed/test_agreement.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/agreement.py",
+        'sorted({site for message in everyone.values() for site in message["refused"]})',
+        "sorted(refused)",
+        "distributed/test_agreement.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/unshard.py",
+        'if method == "to_local" and not all(p.is_replicate() for p in given.placements):',
+        "if False:",
+        "distributed/test_agreement.py",
+    ),
+    # -------------------------------------------------------------------------------- report
+    Fault(
+        "fx_passes/reporting/savings.py",
+        "found[i].num_bytes += share + (rest if i == owners[0] else 0)",
+        "found[i].num_bytes += num_bytes(node)",
+        "report/test_report_names.py -k what_it_saves",
+    ),
+    Fault(
+        "fx_passes/reporting/comparisons.py",
+        "skipped = [site for site in sites if site.skipped]",
+        "skipped = [site for site in sites if False]",
+        "report/test_report_operations.py -k accepts_what_is_skipped",
+    ),
+    Fault(
+        "fx_passes/reporting/formats.py",
+        "return {k: _plain(v) for k, v in x.items() if k not in _UNUSED}",
+        "return {k: _plain(v) for k, v in x.items()}",
+        "report/test_report_text.py -k json",
     ),
 )

@@ -80,7 +80,8 @@ EVENTS = {
     "a tensor subclass":
         "An input is a tensor subclass, whose operations may differ from those of a plain tensor.",
     "a size that the inputs do not have":
-        "With dynamic shapes, the operator needs a size that no input of the scores has.",
+        "With dynamic shapes, the operator needs a number that is no sum or product of sizes, "
+        "such as `max(n, 3)`.",
     "sizes are read from tensors (.item(), .tolist())":
         "A size depends on the values of a tensor.",
     "a Python number that changes between calls":

@@ -314,9 +314,9 @@ def lengths_of_data(q, k, r, u, lengths):
 
 
 @example("a size that the inputs do not have", compile={"dynamic": True})
-def mean_of_heads(q, k, r, u):
-    s, t = q[:, 0] @ k[:, 0].mT, (r @ u.mT).softmax(-1).mean(1)
-    return F.kl_div(s.log_softmax(-1), t, reduction="batchmean")
+def scale_of_the_longer(q, k, r, u):
+    length = max(q.shape[2], 3)
+    return kl((q @ k.mT) / length, (r @ u.mT) / length)
 
 
 @example("a Python number that changes between calls", calls=((1.5,), (2.5,)))

@@ -32,6 +32,7 @@ from torch_streamkl.distributed.context_call import (
 )
 from torch_streamkl.distributed.sequence import (
     chunks_of,
+    ranges_of_sequence,
     some_heads,
     some_rows,
     whole_sequence,
@@ -39,6 +40,7 @@ from torch_streamkl.distributed.sequence import (
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
 from torch_streamkl.divergences.names import Reduction
 
+SIDES = ("student", "teacher")
 _P = ParamSpec("_P")
 
 
@@ -192,30 +194,35 @@ def _by_rows(
 ) -> Tensor:
     """Gathers all keys on every rank, and computes this rank's rows."""
     how = (ranks.name, ranks.size, ranks.load_balance)
-    student_k, teacher_k = (
-        whole_sequence(given[f"{side}_k"], *how) for side in ("student", "teacher")
-    )
     student_q, teacher_q = given["student_q"], given["teacher_q"]
     left, right = keys.bounds
     if keys.packing is None and left is None and right is None:  # rows are all alike
+        student_k, teacher_k = (whole_sequence(given[f"{x}_k"], *how) for x in SIDES)
         return interface.attention_kl(
             student_q, student_k, teacher_q, teacher_k, key_lengths=keys.lengths, **options
         )
     chunks = chunks_of(ranks.rank, ranks.size, ranks.load_balance)
-    num_rows, num_keys = student_q.shape[2] // len(chunks), student_k.shape[2]
+    num_rows = student_q.shape[2] // len(chunks)
+    firsts = [chunk * num_rows for chunk in chunks]
+    bounds = tuple(
+        _keys_of(first, num_rows, given["student_k"].shape[2] * ranks.size, keys)
+        for first in firsts
+    )
     values = []
-    for index, chunk in enumerate(chunks):
-        # Keys before the window and after it are cut off. The operator counts distances from the
-        # last query and the last key, so the bounds move by the keys beyond the chunk's last row.
-        first = chunk * num_rows
-        rows = slice(index * num_rows, (index + 1) * num_rows)
+    for first, (start, stop), *tensors in zip(
+        firsts,
+        bounds,
+        student_q.split(num_rows, 2),
+        ranges_of_sequence(given["student_k"], *how, bounds),
+        teacher_q.split(num_rows, 2),
+        ranges_of_sequence(given["teacher_k"], *how, bounds),
+        strict=True,
+    ):
         if keys.packing is not None:
-            # the last query of a sequence that goes on after the chunk has no key after it
-            stop = num_keys if right is None else first + num_rows
             values.append(
                 _packed(
-                    (student_q[:, :, rows], student_k[:, :, :stop]),
-                    (teacher_q[:, :, rows], teacher_k[:, :, :stop]),
+                    (tensors[0], tensors[1]),
+                    (tensors[2], tensors[3]),
                     ring.within(keys.packing.cu_seqlens, first, num_rows),
                     keys.packing.cu_seqlens.clamp(max=stop),
                     keys,
@@ -223,16 +230,13 @@ def _by_rows(
                 )
             )
             continue
-        start = 0 if left is None else max(0, first - left)
-        stop = num_keys if right is None else min(num_keys, first + num_rows + right)
+        # The operator counts distances from the last query and the last key, so the bounds move by
+        # the keys beyond the chunk's last row.
         beyond = stop - num_rows - first
         lengths = None if keys.lengths is None else (keys.lengths - start).clamp(0, stop - start)
         values.append(
             interface.attention_kl(
-                student_q[:, :, rows],
-                student_k[:, :, start:stop],
-                teacher_q[:, :, rows],
-                teacher_k[:, :, start:stop],
+                *tensors,
                 window=(
                     None if left is None else left + beyond,
                     None if right is None else right - beyond,
@@ -242,6 +246,18 @@ def _by_rows(
             )
         )
     return torch.cat(values, 2)
+
+
+def _keys_of(first: int, num_rows: int, num_keys: int, keys: Keys) -> tuple[int, int]:
+    """Returns where the keys start and stop that a chunk of rows sees: keys before the window and
+    after it are cut off.
+    """
+    left, right = keys.bounds
+    if keys.packing is not None:
+        # the last query of a sequence that goes on after the chunk has no key after it
+        return 0, num_keys if right is None else first + num_rows
+    start = 0 if left is None else max(0, first - left)
+    return start, num_keys if right is None else min(num_keys, first + num_rows + right)
 
 
 def _packed(

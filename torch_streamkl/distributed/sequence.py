@@ -4,12 +4,14 @@ With ``"head_tail"``, a sequence has 2 n chunks, and rank r has the chunks r and
 a causal mask every rank then computes the same number of pairs. With None, rank r has the r-th of
 n equal parts.
 
-`whole_sequence` gathers all rows on every rank. `some_heads` and `some_rows` exchange rows for
-heads by an all-to-all, and back. All three differentiate.
+`whole_sequence` gathers all rows on every rank, and `ranges_of_sequence` those of some ranges.
+`some_heads` and `some_rows` exchange rows for heads by an all-to-all, and back. All of them
+differentiate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,7 @@ from torch_streamkl.distributed.collectives import group_of
 
 HEAD_TAIL = "head_tail"
 LOAD_BALANCES = (HEAD_TAIL, None)
+Bounds = tuple[tuple[int, int], ...]  # where ranges of a sequence start and stop
 
 
 def shard_sequence(
@@ -116,6 +119,59 @@ class _WholeSequence(torch.autograd.Function):
 def whole_sequence(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
     """Gathers all ranks' rows in the order of the sequence; the backward reduce-scatters."""
     return _WholeSequence.apply(x, group_name, size, load_balance)
+
+
+class _Ranges(torch.autograd.Function):
+    """Gathers all rows, and returns views of some ranges of them.
+
+    The backward adds the ranges' gradients where the reduce-scatter takes them. Slices of a
+    gathered tensor would pad each range's gradient to the whole sequence, and reorder their sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group_name: str, size: int, balance: str | None, bounds: Bounds
+    ) -> tuple[Tensor, ...]:
+        ctx.how = (group_name, size, balance, bounds)
+        ctx.shape = tuple(x.shape)
+        ctx.set_materialize_grads(False)
+        gathered = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
+        whole = in_order(gathered.unflatten(0, (size, -1)), balance)
+        return tuple(whole[:, :, start:stop] for start, stop in bounds)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        group_name, size, balance, bounds = ctx.how
+        given = [(b, g) for b, g in zip(bounds, grads, strict=True) if g is not None]
+        if not given:  # on every rank: all of them differentiate the same ranges
+            return (None,) * 5
+        parts = given[0][1].new_zeros((size, *ctx.shape))
+        for (start, stop), grad in given:
+            for first, rows in _rows_of_parts(parts, balance):
+                low, high = max(start, first), min(stop, first + rows.shape[2])
+                if low < high:
+                    part = grad[:, :, low - start : high - start]
+                    rows[:, :, low - first : high - first] += part
+        reduced = collectives.reduce_scatter(parts.flatten(0, 1), size, group_name)
+        return collectives.wait(reduced), None, None, None, None
+
+
+def _rows_of_parts(parts: Tensor, load_balance: str | None) -> Iterator[tuple[int, Tensor]]:
+    """Yields each chunk's first position in the sequence, and its view of all ranks' parts."""
+    size = parts.shape[0]
+    for rank in range(size):
+        chunks = chunks_of(rank, size, load_balance)
+        length = parts.shape[3] // len(chunks)
+        for index, chunk in enumerate(chunks):
+            yield chunk * length, parts[rank][:, :, index * length : (index + 1) * length]
+
+
+def ranges_of_sequence(
+    x: Tensor, group_name: str, size: int, load_balance: str | None, bounds: Bounds
+) -> tuple[Tensor, ...]:
+    """Gathers all ranks' rows, and returns those from each start to its stop in the sequence."""
+    ranges: tuple[Tensor, ...] = _Ranges.apply(x, group_name, size, load_balance, bounds)
+    return ranges
 
 
 class _Exchange(torch.autograd.Function):

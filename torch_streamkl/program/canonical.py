@@ -28,6 +28,7 @@ from torch_streamkl.program.graph import (
     Axis,
     Extent,
     Node,
+    cast,
     const,
     index,
     intern,
@@ -320,9 +321,17 @@ def log_add_exp(*terms: Node) -> Node:
     return made("logaddexp", terms) if len(terms) == 2 else node("logaddexp", terms)
 
 
+def promoted(*args: Node) -> tuple[Node, ...]:
+    """Returns arguments of the widest type among them: a bound of 0 is one of numbers."""
+    dtypes = {a.dtype for a in args}
+    return tuple(cast(a, FLOAT) for a in args) if dtypes == {INT, FLOAT} else args
+
+
 def function(op: str, *args: Node) -> Node:
     """Returns an operation of the table that has no form of its own."""
     args = tuple(map(numeric, args))
+    if OPERATIONS[op].result == "same":
+        args = promoted(*args)
     if all(a.op == "const" for a in args):
         dtypes = [FLOAT if OPERATIONS[op].result == FLOAT else a.dtype for a in args]
         return const(operations.of_numbers(op, [a.value for a in args], dtypes))
@@ -451,6 +460,7 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
         return a
     if condition is FALSE:
         return b
+    a, b = promoted(a, b)
     if _rank(a) > _rank(b) or (condition.op == "not" and _rank(a) == _rank(b)):
         return choose(negation(condition), b, a)
     a = REDUCTIONS.assume(a, dict.fromkeys(literals(condition), True))

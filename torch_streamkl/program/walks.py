@@ -29,6 +29,14 @@ def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> 
     return list(order)
 
 
+def length_of(root: Node) -> int:
+    """Returns how many operations the text of an expression has, which repeats what is shared."""
+    found: dict[Node, int] = {}
+    for node in walk([root]):
+        found[node] = 1 + sum(found[a] for a in node.args)
+    return found[root]
+
+
 def rebuilt(
     roots: Iterable[Node],
     change: Callable[[Node, tuple[Node, ...]], Node],

@@ -8,7 +8,10 @@ from torch_streamkl.fx_passes.reading.rules import (
     pointwise,
     reductions,
     selections,
+    sequences,
     views,
 )
 
-MODULES = (conditions, creation, losses, matmuls, pointwise, reductions, selections, views)
+MODULES = (
+    conditions, creation, losses, matmuls, pointwise, reductions, selections, sequences, views,
+)  # fmt: skip

@@ -1,0 +1,157 @@
+"""Writes the formula of a divergence as people do, from a polynomial of its distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.worlds import LOG
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.divergences import Functional, render
+from torch_streamkl.program.graph import ONE, Node, apply, const
+from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
+from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.walks import length_of, walk
+
+Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
+Polynomial = dict[Monomial, float]
+LONGEST = 500  # operations of a formula that is text
+
+
+def is_log(x: Node) -> bool:
+    """Returns whether an expression is the logarithm of a distribution."""
+    return x.op == LOG
+
+
+def is_weight(x: Node) -> bool:
+    """Returns whether an expression is the probabilities of a distribution."""
+    return x.op == "exp" and x.args[0].op == LOG
+
+
+def number_of(x: Node) -> int:
+    """Returns which distribution an expression is of."""
+    return int((x.args[0] if x.args else x).value)
+
+
+def written(polynomial: Polynomial, teacher: int, student: int) -> Node:
+    """Returns a sum by probabilities: P * (terms) + S * (terms) + the rest."""
+    names = {teacher: (P, LOG_P), student: (S, LOG_S)}
+    common = set.intersection(*(set(m) for m in polynomial))
+    groups: dict[Node | None, list[tuple[float, Node]]] = {}
+    for m, c in polynomial.items():
+        atoms = sorted(m, key=lambda x: _order(x, teacher))
+        weight = next((x for x in atoms if is_weight(x)), None)
+        if weight is None:
+            weight = next((x for x in atoms if x in common and not is_log(x)), None)
+        if weight is not None:
+            atoms.remove(weight)
+        term = const(1.0)
+        for x in atoms:
+            term = term * _written(x, names)
+        groups.setdefault(weight, []).append((c, term))
+    order = sorted(groups, key=lambda w: (2, False) if w is None else _order(w, teacher))
+    factor = _common_factor({w: groups[w] for w in order}, names)
+    if factor is not None:
+        return factor
+    total = const(0.0)
+    for weight in order:
+        terms = groups[weight]
+        size = {abs(c) for c, _ in terms}
+        common_factor = size.pop() if len(size) == 1 else 1.0
+        inner = _total([(c / common_factor, x) for c, x in terms], names)
+        if weight is not None:
+            inner = _written(weight, names) * inner
+        total = total + const(common_factor) * inner
+    return total
+
+
+def _common_factor(
+    groups: Mapping[Node | None, Sequence[tuple[float, Node]]],
+    names: Mapping[int, tuple[Node, Node]],
+) -> Node | None:
+    """A product of two sums, as ``(P + eps) * (log(P + eps) - log(S + eps))``."""
+    if len(groups) < 2:
+        return None
+    first, *others = groups.values()
+    weights = [1.0]
+    for terms in others:
+        known = {x: c for c, x in terms}
+        ratios = {known.get(x, 0.0) / c for c, x in first}
+        if len(known) != len(first) or len(ratios) != 1 or 0.0 in ratios:
+            return None
+        weights += ratios
+    pairs = zip(weights, (ONE if w is None else _written(w, names) for w in groups), strict=True)
+    return _total(list(pairs), names) * _total(first, names)
+
+
+def _order(x: Node, teacher: int) -> tuple[int, bool]:
+    kind = 0 if is_weight(x) else 1 if is_log(x) else 2
+    return kind, kind < 2 and number_of(x) != teacher
+
+
+def _total(terms: Sequence[tuple[float, Node]], names: Mapping[int, tuple[Node, Node]]) -> Node:
+    """A sum as people write it: P before S, and what is subtracted last."""
+    first = {x: i for i, (p, log) in enumerate(names.values()) for x in (p, log)}
+
+    def rank(term: tuple[float, Node]) -> tuple[bool, int, str]:
+        return term[0] < 0.0, first.get(term[1], 2), repr(term[1])
+
+    total = const(0.0)
+    for c, x in sorted(terms, key=rank):
+        part = x if abs(c) == 1.0 else const(abs(c)) * x
+        total = total - part if c < 0.0 else total + part
+    return total
+
+
+def _written(x: Node, names: Mapping[int, tuple[Node, Node]]) -> Node:
+    """An expression in canonical form as one of the operations that divergences have."""
+    found: dict[Node, Node] = {}
+    for y in walk([x]):
+        found[y] = _written_one(y, [found[a] for a in y.args], names)
+    return found[x]
+
+
+def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, Node]]) -> Node:
+    match x.op:
+        case "const":
+            return const(x.value)
+        case "logP":
+            return names[int(x.value)][1]
+        case "linear":
+            constant, terms = terms_of(x)
+            written = zip((c for c, _ in terms), args, strict=True)
+            return _total(list(written), names) + const(constant)
+        case "product":
+            total = args[0]
+            for a in args[1:]:
+                total = total * a
+            return total
+        case "logaddexp" if len(args) == 2:
+            teacher = next(iter(names.values()))[1]
+            return apply("logaddexp", *sorted(args, key=lambda a: teacher not in walk([a])))
+        case "logaddexp":
+            raise NoForm("a mixture of more than two distributions", x)
+        case "minimum" | "maximum" if set(args) == {P, S}:
+            sign = const(-1.0 if x.op == "minimum" else 1.0)
+            return const(0.5) * (P + S + sign * apply("abs", P - S))
+        case "pow":
+            return apply("exp", apply("log", args[0]) * const(x.value))
+        case "not":
+            return args[0]  # its `where` swaps the branches
+        case "where" if x.args[0].op == "not":
+            return apply("where", args[0], args[2], args[1])
+    if x.op == "round":
+        raise NoForm(f"probabilities are rounded to {x.value}", x)
+    if x.op not in OPERATIONS:
+        raise NoForm(f"the formula has {x.op}, an operation that divergences have not", x)
+    return apply(x.op, *args)
+
+
+def functional_of(formula: Node) -> Functional:
+    """Returns a divergence as implementations have it."""
+    if length_of(formula) > LONGEST:
+        raise NoForm("the formula has too many operations for a divergence", formula)
+    try:
+        return Functional.of(render(formula))
+    except (ValueError, KeyError) as reason:
+        raise NoForm(f"the formula has an operation that divergences have not: {reason}") from None
