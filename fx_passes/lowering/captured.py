@@ -107,14 +107,13 @@ class Captures:
                 removed.append(d)
             else:
                 dims[d] = found
-        if selected:
-            is_signed = any(at[d] in signed for d in selected)
-            x, dims = self._selected(
-                x, selected, [index[at[d]] for d in selected], dims, is_signed
-            )
-        for d in reversed(removed):
+        for d in reversed(removed):  # before a selection moves dimensions
             x = self.build.method("squeeze", x, d)
             del dims[d]
+        if selected:
+            is_signed = any(at[d] in signed for d in selected)
+            places = [d - sum(r < d for r in removed) for d in selected]
+            x, dims = self._selected(x, places, [index[at[d]] for d in selected], dims, is_signed)
         return Placed(x, tuple(dims))
 
     # ------------------------------------------------------------------------- positions

@@ -180,6 +180,7 @@ class Writer:
     def _written(
         self, x: Node, args: Sequence[Placed], least: torch.dtype | None, *, is_root: bool
     ) -> Placed:
+        args = self._in_wide(x, args)
         match x.op:
             case "const":
                 is_int = x.dtype == INT and abs(x.value) < 2.0**63
@@ -248,14 +249,33 @@ class Writer:
         AOTAutograd makes tensors of symbolic floats where they meet a tensor in arithmetic.
         Anywhere else, as in `torch.full`, it makes them constants: a compilation for each value.
         """
-        first = example(self.tensors[0])
-        assert isinstance(first, Tensor)
-        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
-        kind = {BOOL: torch.bool, INT: torch.int64}.get(dtype, wide)
+        kind = {BOOL: torch.bool, INT: torch.int64}.get(dtype, self._wide)
         if not isinstance(number, fx.Node):
             return self.build.call(torch.full, (), number, dtype=kind, device=self.device)
         one = self.build.call(torch.ones, (), dtype=kind, device=self.device)
         return self.build.call(torch.mul, one, number)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The type of numbers that are made of integers: at least that of the user's tensors."""
+        given = (*self.tensors, *self.values.values())
+        types = {getattr(example(n), "dtype", None) for n in given}
+        return torch.float64 if torch.float64 in types else torch.float32
+
+    def _in_wide(self, x: Node, args: Sequence[Placed]) -> Sequence[Placed]:
+        """The arguments of an operation, with integers as floating-point numbers where it has no
+        others: torch would compute in the default type, which may be narrow.
+        """
+        given = [a for a in args if not a.is_number]
+        if x.dtype != FLOAT or not given or any(a.value.is_floating_point() for a in given):
+            return args
+        first = args[: 1 if x.op == "where" else 0]  # the condition
+        return [*first, *(self._floating(a) for a in args[len(first) :])]
+
+    def _floating(self, a: Placed) -> Placed:
+        if a.is_number:
+            return Placed(self._scalar(a.node, FLOAT))
+        return Placed(self.build.method("to", a.node, self._wide), a.dims)
 
     def _pointwise(self, call: Callable[..., Any], args: Sequence[Placed]) -> Placed:
         given, dims = self.arranging.aligned(*args)
@@ -321,6 +341,8 @@ class Writer:
         return total
 
     def _scaled(self, a: Placed, c: Any) -> Placed:
+        if isinstance(c, float) and not a.is_number and not a.value.is_floating_point():
+            a = self._floating(a)
         return self._joined(torch.mul, operator.mul, a, Placed(c))
 
     def _joined(

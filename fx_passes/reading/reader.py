@@ -270,7 +270,7 @@ class Reader:
         if not isinstance(name, Positions):
             name = self.numbering.canonical.get(node, node) if name is node else name
         dims = arrays.leaf_dims([self.sizes.of(n) for n in value.shape])
-        flows = value.dtype.is_floating_point and self._flows(node)
+        flows = value.dtype.is_floating_point and self.has_gradient(node)
         dtype = FLOAT if value.is_complex() else types.kind_of(value.dtype)
         bounds = (-float("inf"), float("inf")) if dtype == FLOAT else types.bounds_of(value.dtype)
         source = Source(name, self.writes.version(node), flows)
@@ -299,8 +299,8 @@ class Reader:
                 return False
         return True
 
-    def _flows(self, node: fx.Node) -> bool:
-        """Whether a tensor has a gradient at this time: a write may have given it one."""
+    def has_gradient(self, node: fx.Node) -> bool:
+        """Returns whether a tensor has a gradient at this time: a write may have given it one."""
         return self.records(node) or storage_of(node) in self.writes.flowing
 
     # ------------------------------------------------------------------------- operations

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch_streamkl.fx_passes.reading.reader import Reader
 
 aten = torch.ops.aten
+DETACHED = (aten.detach.default, aten.detach_.default)
 STALE = "a tensor that is modified in place through a view or in a list is used later"
 
 
@@ -115,10 +116,20 @@ class Writes:
     # ------------------------------------------------------------------------- writes
 
     def hides(self, node: fx.Node) -> bool:
-        """Returns whether a tensor that has a gradient is written without autograd's knowledge."""
-        return node in self.reader.unrecorded and any(
-            self.reader.records(x) for x in written_by(node)
-        )
+        """Returns whether a tensor that has a gradient is written without autograd's knowledge.
+
+        The gradient is as without the write, also that of a base which is written through a view.
+        """
+        return any(self._hides(node, x) for x in written_by(node))
+
+    def _hides(self, node: fx.Node, x: fx.Node) -> bool:
+        is_hidden = node in self.reader.unrecorded
+        while not (is_hidden and self.reader.has_gradient(x)):
+            is_hidden |= x.target in DETACHED
+            if x not in self._parent:
+                return False
+            x = self._parent[x]
+        return True
 
     def unread(self, targets: Sequence[fx.Node]) -> None:
         """Notes writes of an operation without results, or that is not followed."""

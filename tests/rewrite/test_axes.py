@@ -505,3 +505,28 @@ def test_random_heads(dynamic: bool, num_programs: int) -> None:
     run()
     # what is compared is the fused program, not eager with eager
     assert dynamic or sum(fused) > len(fused) // 4, f"{sum(fused)} of {len(fused)}"
+
+
+SELECTED = {
+    "batch and row": lambda x, b, n: x[b, 1, n],
+    "rows of one batch": lambda x, b, n: x[1, n % 3, b],
+    "in two steps": lambda x, b, n: x[:, 1][b, n],
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("shape", [(3,), (2, 1)])
+def test_positions_around_one_that_is_known(name: str, shape: tuple[int, ...]) -> None:
+    """Indexing moves dimensions to the front, after which the known one has another place."""
+    b = torch.tensor([0, 1, 1])[: shape[0]].view(shape)
+    n = torch.tensor([[4, 2, 2]] if len(shape) > 1 else [4, 2, 2])
+    select = SELECTED[name]
+
+    def loss(q: Tensor, k: Tensor, tq: Tensor, tk: Tensor, b: Tensor, n: Tensor) -> Tensor:
+        s, t = select(q @ k.mT, b, n), select(tq @ tk.mT, b, n)
+        return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
+
+    given = [torch.randn(2, 3, 5, 4, requires_grad=i < 2) for i in range(4)]
+    options = {"streamkl.min_mib": 0, "streamkl.verify": "never"}
+    outcome = compare(loss, [*given, b, n], options=options).check()
+    assert outcome.num_fused == 1, outcome.report

@@ -83,3 +83,39 @@ def test_nan_to_num(is_masked: bool, options: dict[str, float]) -> None:
 
     outcome = compare(loss, inputs()).check()
     assert outcome.num_fused == (not is_masked and "nan" not in options), str(outcome.report)
+
+
+def _of_distances(like: Tensor) -> Tensor:
+    at = torch.arange(like.shape[-1])
+    return -(at[:, None] - at).abs().to(like.dtype) / 3
+
+
+def _of_ids(like: Tensor) -> Tensor:
+    ids = torch.tensor([3, 90, 17, 4, 55, 21]).to(like.dtype)
+    return torch.log(ids + 1.0) / 7
+
+
+def _of_a_mask(like: Tensor) -> Tensor:
+    return (torch.tensor([1, 0, 1, 1, 0, 0]) > 0).to(like.dtype) * 0.1
+
+
+@pytest.mark.parametrize("make", [_of_distances, _of_ids, _of_a_mask])
+def test_numbers_made_of_integers_are_as_wide_as_the_scores(make) -> None:
+    """torch computes ``integers / 3`` in the default type, which scripts set to bfloat16."""
+
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = q @ k.mT, qt @ kt.mT
+        bias = make(s)
+        p = (t + bias).softmax(-1)
+        return (p * (p.log() - (s + bias).log_softmax(-1))).sum()
+
+    given = [torch.randn(2, 2, 6, 4, dtype=torch.float64, requires_grad=i < 2) for i in range(4)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        options = {"streamkl.min_mib": 0, "streamkl.verify": "never"}
+        outcome = compare(loss, given, options=options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert outcome.num_fused == 1, outcome.report
+    for ours, eager in zip(outcome.compiled.tensors(), outcome.eager.tensors(), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-12)

@@ -307,3 +307,17 @@ def test_the_maximum_of_a_row_without_keys(name: str) -> None:
         return (w * x.softmax(-1) * student(r, s).softmax(-1) * OF_LSE[name](peak)).sum(-1)
 
     judge(step, tensors(), 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_scatter_at_ids_of_some_rows(rows: int) -> None:
+    """The ids of scatter are not broadcast: those of one row are of the first row alone."""
+
+    def step(q, k, r, s, w, keep):
+        top = (keep[:rows] + w.detach()).softmax(-1).topk(3, -1)
+        target = torch.zeros(ROWS, KEYS, dtype=w.dtype).scatter(-1, top.indices, top.values)
+        x = student(q[0, 0], k[0, 0])
+        return (x.softmax(-1) * (target + 1.0)).sum(-1) - (target * x.log_softmax(-1)).sum(-1)
+
+    judge(step, tensors("qk"))
+    judge(lambda *x: step(*x).sum(), tensors("qk"))

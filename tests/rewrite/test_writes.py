@@ -142,3 +142,54 @@ def test_a_mask_written_before_and_after_it_is_read(
     assert outcome.num_fused == (not is_read), outcome.report
     reasons = ["mask is modified in place after"] if is_read else []
     assert [reason[:31] for reason in outcome.reasons] == reasons, outcome.report
+
+
+def _in_no_grad(s: Tensor) -> None:
+    with torch.no_grad():
+        s[:, 0] = 5.0
+
+
+def _through_a_slice(s: Tensor) -> None:
+    with torch.no_grad():
+        s[1:3].masked_fill_(torch.tensor([True, False, False, True, False]), -2.0)
+
+
+def _through_a_detached_view(s: Tensor) -> None:
+    s[:, 1].detach().mul_(0.5)
+
+
+def _through_data(s: Tensor) -> None:
+    s.data[:, 1] = 2.0
+
+
+@pytest.mark.parametrize("target", ["scores", "buffer", "bias"])
+@pytest.mark.parametrize(
+    "write", [_in_no_grad, _through_a_slice, _through_a_detached_view, _through_data]
+)
+def test_a_part_is_written_without_a_record(write: Callable[[Tensor], None], target: str) -> None:
+    """Autograd has the gradient of the program without the write: that of each score is q - p."""
+
+    def loss(q: Tensor, k: Tensor, b: Tensor, p: Tensor) -> Tensor:
+        s, b = q @ k.mT, b * 2.0
+        if target == "buffer":
+            s = torch.zeros_like(s).copy_(s)
+        write(b if target == "bias" else s)
+        return F.kl_div((s + b).log_softmax(-1), p.softmax(-1), reduction="sum")
+
+    make = torch.Generator().manual_seed(0)
+    shapes = ((4, 3), (5, 3), (4, 5), (4, 5))
+    q, k, b, teacher = (torch.randn(*n, generator=make, dtype=torch.float64) for n in shapes)
+    s, added = q @ k.mT, b * 2.0
+    write(added if target == "bias" else s)
+    expected = (s + added).softmax(-1) - teacher.softmax(-1)
+    inputs = [x.requires_grad_() for x in (q, k, b)]
+
+    def with_products(*x: Tensor) -> Tensor:  # a teacher that is made of a product
+        return loss(*x, teacher @ torch.eye(5, dtype=torch.float64))
+
+    torch._dynamo.reset()
+    options = {"streamkl.min_mib": 0, "streamkl.verify": "never", "streamkl.inner": "eager"}
+    value = torch.compile(with_products, backend="streamkl", options=options)(*inputs)
+    found = torch.autograd.grad(value, inputs)
+    for x, y in zip(found, (expected @ k, expected.mT @ q, 2.0 * expected), strict=True):
+        torch.testing.assert_close(x, y.detach())

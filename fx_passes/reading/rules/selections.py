@@ -249,11 +249,12 @@ def scatter(call: Call) -> Array:
     if value.expr.axes:
         if not _are_unique(call.get("index"), d):
             raise NoRule("scatter of a tensor at positions that may be the same")
-        return _scattered(call, x, d, at, value)
+    else:
+        value = call.made(value.expr)
     for i in range(len(x.dims)):
         if i != d and not call.reader.sizes.are_equal(x.size(i), at.size(i)):
             raise NoRule("scatter into a part")
-    return _scattered(call, x, d, at, call.made(value.expr))
+    return _scattered(call, x, d, at, value)
 
 
 def _scattered(call: Call, x: Array, d: int, at: Array, value: Array) -> Array:
