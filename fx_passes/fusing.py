@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
+from torch_streamkl.fx_passes.closed_forms.form import Call
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of
@@ -91,9 +92,22 @@ class Fusing:
     def _check(self, found: Divergence) -> None:
         """Raises Unsupported if code would see another number than in eager code."""
         scores = Scores(found.inner, found.forms, self.losses.reading)
+        for call in found.calls:
+            self._check_comparisons(call)
         check_masked_logarithms(scores)
         check_replaced(scores)
         check_nan_readers(found.node, scores, self.outside)
+
+    def _check_comparisons(self, call: Call) -> None:
+        """Raises Unsupported if a formula compares scores that eager code has rounded."""
+        if not call.functional.compares:
+            return
+        for side in call.sides:
+            sources = (side.product.rows.source, side.product.keys.source)
+            names = frozenset(s.name for s in sources if s is not None)
+            found = self.losses.product_types.get(names)
+            if found is not None and found.result.itemsize < 4:
+                raise Unsupported("scores of a narrow type are compared")
 
     def named(self, site: Site, found: Divergence) -> Site:
         """Describes a result of a program as the divergence that it is."""

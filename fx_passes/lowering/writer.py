@@ -227,7 +227,7 @@ class Writer:
         if x.op in BINARY:
             if all(a.is_number for a in args) and x.op in OF_NUMBERS:
                 return Placed(self._of_numbers(OF_NUMBERS[x.op], *(a.node for a in args)))
-            if x.op in ("minimum", "maximum"):  # which take no numbers
+            if x.op in ("minimum", "maximum", "clamp_min", "clamp_max"):  # take no number first
                 args = [Placed(self._scalar(a.node, x.dtype)) if a.is_number else a for a in args]
             elif args[0].is_number and x.op in TURNED:
                 return self._pointwise(TURNED[x.op], args[::-1])

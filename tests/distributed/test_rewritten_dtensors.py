@@ -497,7 +497,7 @@ def what_does_not_fit(me: Rank) -> None:
     Case(plain_teacher).stays(me, "is a plain tensor next to DTensors")
     Case(fewer_words).stays(me, "would gather it")
     Case(chosen_rows).stays(me, "whose number only the data decides")
-    Case(plain_scale).stays(me, "is a plain tensor next to DTensors")
+    Case(plain_scale).fuses(me)  # computed from the DTensors that it was gathered from
     Case(in_place).stays(me, "modified in place")
     by_width = [Shard(1)]
     Case(on_whole_logits, {"w_s": by_width, "w_t": by_width}).stays(me, "student_weight may be")

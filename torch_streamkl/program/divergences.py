@@ -225,6 +225,12 @@ class Functional:
         )
 
     @property
+    def compares(self) -> bool:
+        """Returns whether probabilities are compared, other than to ask whether they are 0."""
+        every = (x for x in walk([self.expr]) if x.op in ("gt", "ge", "eq", "lt", "le", "ne"))
+        return any(x.args[1] is not const(FLOOR_OF_EXP) for x in every)
+
+    @property
     def closed_form(self) -> Bilinear | None:
         """Returns what one pass computes: for every row, or for those that reach no clamp."""
         return self.guarded.form if self.guarded else self.bilinear
