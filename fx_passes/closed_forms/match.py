@@ -14,7 +14,6 @@ from torch_streamkl.fx_passes.closed_forms.axes import (
 )
 from torch_streamkl.fx_passes.closed_forms.divergence import (
     Pair,
-    Polynomial,
     by_factor,
     pairs_of,
     within,
@@ -36,7 +35,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Side,
     Stricter,
 )
-from torch_streamkl.fx_passes.closed_forms.formulas import functional_of
+from torch_streamkl.fx_passes.closed_forms.formulas import Polynomial, functional_of
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of

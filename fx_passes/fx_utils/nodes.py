@@ -125,6 +125,13 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(example(node), Tensor)
 
 
+def tensor_of(node: fx.Node) -> Tensor:
+    """Returns what is recorded of a node that is a tensor."""
+    value = example(node)
+    assert isinstance(value, Tensor)
+    return value
+
+
 def storage_of(node: fx.Node) -> int | None:
     """Returns the identity of a tensor's memory; views share it.
 

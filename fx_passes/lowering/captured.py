@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one, is_unknown
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
@@ -154,7 +154,7 @@ class Captures:
 
     def _viewed(self, x: fx.Node, d: int, at: Affine) -> tuple[fx.Node, Dim | None]:
         """A dimension read at a position; None if it is one position."""
-        value = example(x)
+        value = tensor_of(x)
         have = size_of(self.sizes.of(value.shape[d]))
         if not at.terms:
             if is_one(value.shape[d]):
@@ -191,7 +191,7 @@ class Captures:
 
     def _is_count(self, x: fx.Node, d: int, span: Size) -> bool:
         """Whether both sizes are numbers of rows that data decides, with symbols of their own."""
-        size = example(x).shape[d]  # type: ignore[attr-defined]
+        size = tensor_of(x).shape[d]
         if isinstance(span, int) or not is_unknown(size):
             return False
         if not all(isinstance(expression(n), sympy.Symbol) for n in (size, span.size)):
@@ -203,7 +203,7 @@ class Captures:
 
     def _of_blocks(self, x: fx.Node, d: int, at: Affine) -> fx.Node | None:
         """A part of each block of a dimension, as ``x.view(batch, length)[:, 1:]`` reads."""
-        have, offset = self.sizes.of(example(x).shape[d]), constant(at.offset)
+        have, offset = self.sizes.of(tensor_of(x).shape[d]), constant(at.offset)
         strides = [t.stride for t in at.terms]
         sizes = [t.axis.size for t in at.terms]
         if len(strides) != 2 or strides[1] != 1 or offset is None:
@@ -211,7 +211,7 @@ class Captures:
         if not (isinstance(strides[0], int) and isinstance(sizes[1], int)):
             return None
         blocks = self.sizes.quotient(have, strides[0])
-        is_whole = blocks is not None and self.sizes.are_equal(blocks, sizes[0])
+        is_whole = blocks is not None and self.sizes.are_equal(blocks, sizes[0] or 1)
         if not is_whole or not 0 <= offset <= strides[0] - sizes[1] or sizes[1] == strides[0]:
             return None
         x = self.build.method("unflatten", x, d, (-1, strides[0]))
@@ -232,7 +232,7 @@ class Captures:
         if start is not None and after is None and not isinstance(span, int):
             raise Unsupported(UNKNOWN_PLACE)
         if before or beyond:
-            rank = len(example(x).shape)
+            rank = len(tensor_of(x).shape)
             pads = [0, 0] * (rank - 1 - d) + [before, beyond]
             x = self.build.call(torch.nn.functional.pad, x, tuple(pads))
             begin = 0 if before else begin
@@ -289,8 +289,8 @@ class Captures:
                 return found
         for d, dim in enumerate(dims):  # one position for each index of another dimension
             if d not in places and set(dim) & shared:
-                device = example(x).device  # type: ignore[attr-defined]
-                stop = self.build.size(example(x).shape[d], [x])  # type: ignore[attr-defined]
+                device = tensor_of(x).device
+                stop = self.build.size(tensor_of(x).shape[d], [x])
                 every = self.build.call(torch.arange, stop, device=device)
                 places, index = [*places, d], [*index, Placed(every, (dim,))]
         order = sorted(range(len(places)), key=lambda i: places[i])
@@ -319,11 +319,11 @@ class Captures:
         wanted = [own[0] if i == d else dim for i, dim in enumerate(dims)]
         at = self.arranging.ordered(index, [a for dim in wanted for a in dim])
         node = self.arranging._with_ones(at, list(wanted))
-        if len(example(node).shape) < len(wanted):
+        if len(tensor_of(node).shape) < len(wanted):
             node = self.build.call(
-                operator.getitem, node, (None,) * (len(wanted) - len(example(node).shape))
+                operator.getitem, node, (None,) * (len(wanted) - len(tensor_of(node).shape))
             )
-        shape = example(x).shape
+        shape = tensor_of(x).shape
         sizes = [
             -1 if i == d or dim in index.dims else self.build.size(shape[i], [x])
             for i, dim in enumerate(wanted)

@@ -10,7 +10,7 @@ from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, ClosedForm,
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
 from torch_streamkl.fx_passes.lowering import attention_call, linear_call
@@ -46,7 +46,7 @@ def emit(
 
 def as_user(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
     """Returns a value in the type and memory layout of the user's, whose shape it must have."""
-    if example(x).dtype != like.dtype:  # type: ignore[attr-defined]
+    if tensor_of(x).dtype != like.dtype:
         x = build.method("to", x, like.dtype)
     made = example(x)
     assert isinstance(made, Tensor)

@@ -10,7 +10,7 @@ from torch import fx
 from torch_streamkl.bounds import checked_ids
 from torch_streamkl.fx_passes.closed_forms.entries import Entries, EntryValue
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.program.graph import Axis, Size, size_of
 from torch_streamkl.topk.logits import entry_logits
@@ -26,14 +26,14 @@ def _emit(writer: Writer, entries: Entries) -> fx.Node:
     hidden = writer.tensor(product.rows.element, (entries.rows, product.contracted), expand=(0,))
     weight = writer.tensor(product.keys.element, ((entries.key,), product.contracted))
     ids = writer.tensor(entries.ids, (entries.rows, entries.places), expand=(0, 1))
-    dtypes = {example(x).dtype for x in (hidden, weight)}
+    dtypes = {tensor_of(x).dtype for x in (hidden, weight)}
     if len(dtypes) > 1 or not all(d.is_floating_point and d.itemsize > 1 for d in dtypes):
         raise Unsupported(f"entries at ids of operands of {sorted(map(str, dtypes))}")
-    if example(ids).dtype not in (torch.int32, torch.int64):
+    if tensor_of(ids).dtype not in (torch.int32, torch.int64):
         ids = build.method("to", ids, torch.int64)
     ids = build.call(checked_ids, ids, writer.size(size_of(_known(entries.key))), 1)
     found = build.call(entry_logits, hidden, weight, ids)
-    if example(found).dtype.itemsize < 4:  # as the per-row values; logits are rounded by now
+    if tensor_of(found).dtype.itemsize < 4:  # as the per-row values; logits are rounded by now
         found = build.method("float", found)
     shape = tuple(writer.size(size_of(_known(a))) for a in entries.axes)
     return build.method("reshape", found, shape)

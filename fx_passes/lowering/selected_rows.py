@@ -10,7 +10,7 @@ from torch import fx
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor
+from torch_streamkl.fx_passes.fx_utils.nodes import is_tensor, tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -54,11 +54,11 @@ class SelectedRows:
         """The rows that a mask selects, from a dimension on."""
         rows, mask = name.rows, self._mask(name)
         for i in range(rows.lacking, rows.rank):
-            size = example(mask).shape[rows.first + i - rows.lacking]  # type: ignore[attr-defined]
-            if not provably_equal(example(tensor).shape[d + i], size):  # type: ignore[attr-defined]
+            size = tensor_of(mask).shape[rows.first + i - rows.lacking]
+            if not provably_equal(tensor_of(tensor).shape[d + i], size):
                 length = self.build.size(size, [mask])
                 tensor = self.build.method("narrow", tensor, d + i, 0, length)
-        lacking = example(tensor).shape[d : d + rows.lacking]  # type: ignore[attr-defined]
+        lacking = tensor_of(tensor).shape[d : d + rows.lacking]
         if rows.rank > 1:
             tensor = self.build.method("flatten", tensor, d, d + rows.rank - 1)
         return self.build.method("index_select", tensor, d, self._positions(name, lacking))
@@ -81,7 +81,7 @@ class SelectedRows:
         """Returns the positions along one dimension of a mask."""
         mask = self._mask(name)
         flat: fx.Node = self._positions(name)
-        shape = example(mask).shape[name.rows.first : name.rows.last + 1]
+        shape = tensor_of(mask).shape[name.rows.first : name.rows.last + 1]
         for d in reversed(range(name.dim + 1, len(shape))):
             flat = self.build.call(torch.floor_divide, flat, self.build.size(shape[d], [mask]))
         if name.dim:
@@ -93,7 +93,7 @@ def _mask_of_rows(
     build: Builder, mask: fx.Node, rows: MaskedRows, lacking: Sequence[Size]
 ) -> fx.Node:
     """A mask with one entry for each row; ``lacking`` are sizes that it is broadcast to."""
-    for d in reversed(range(example(mask).dim())):  # type: ignore[attr-defined]
+    for d in reversed(range(tensor_of(mask).dim())):
         if not rows.first <= d <= rows.last:
             mask = build.method("select", mask, d, 0)
     if not lacking:

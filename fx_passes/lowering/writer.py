@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, products_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, tensor_of
 from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
@@ -446,7 +446,7 @@ class Writer:
         """A tensor with one dimension for those that are read at the digits of a position."""
         at = list(at)
         for d in reversed(range(len(at) - 1)):
-            size = self.reading.sizes.of(example(tensor).shape[d + 1])  # type: ignore[attr-defined]
+            size = self.reading.sizes.of(tensor_of(tensor).shape[d + 1])
             whole = _undivided(at[d], at[d + 1], size_of(size))
             if whole is not None:
                 tensor = self.build.method("flatten", tensor, d, d + 1)

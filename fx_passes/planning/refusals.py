@@ -125,7 +125,7 @@ class Refusals:
             found[placed.node or root] = placed.reason
         for node in self.trace.graph.nodes:
             captured = self.captured(node)
-            if captured is not None and captured.node is node:
+            if captured is not None and captured.node == node:
                 found[node] = captured.reason
         return {n: found[n] for n in self.trace.graph.nodes if n in found}
 
