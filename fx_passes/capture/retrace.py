@@ -62,11 +62,10 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     return found
 
 
-def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
-    """Runs the region's nodes on their recorded fake inputs under make_fx.
-
-    Raises Unsupported if torch needs a size that only data decide.
-    """
+def _copied(
+    owner: fx.GraphModule, region: Region
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node], list[fx.Node]]:
+    """Returns a module of the region's nodes, their copies, and the tensors that it reads."""
     slice_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     tensor_leaves = []
@@ -80,6 +79,15 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
         copies[node] = slice_graph.node_copy(node, copies.__getitem__)
     slice_graph.output([copies[n] for n in region.nodes])
     slice_module = fx.GraphModule(owner, slice_graph)
+    return slice_module, copies, tensor_leaves
+
+
+def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
+    """Runs the region's nodes on their recorded fake inputs under make_fx.
+
+    Raises Unsupported if torch needs a size that only data decide.
+    """
+    slice_module, copies, tensor_leaves = _copied(owner, region)
     source_of = {copies[n].name: n for n in region.nodes}
     origin: dict[str, fx.Node] = {}
     same_value: dict[str, fx.Node] = {}

@@ -28,12 +28,12 @@ from torch_streamkl.program.graph import (
     Axis,
     Extent,
     Node,
-    cast,
     const,
     index,
     intern,
     made,
     size_of,
+    widened,
 )
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
@@ -343,17 +343,11 @@ def log_add_exp(*terms: Node) -> Node:
     return made("logaddexp", terms) if len(terms) == 2 else node("logaddexp", terms)
 
 
-def promoted(*args: Node) -> tuple[Node, ...]:
-    """Returns arguments of the widest type among them: a bound of 0 is one of numbers."""
-    dtypes = {a.dtype for a in args}
-    return tuple(cast(a, FLOAT) for a in args) if dtypes == {INT, FLOAT} else args
-
-
 def function(op: str, *args: Node) -> Node:
     """Returns an operation of the table that has no form of its own."""
     args = tuple(map(numeric, args))
     if OPERATIONS[op].result == "same":
-        args = promoted(*args)
+        args = widened(*args)
     if all(a.op == "const" for a in args):
         dtypes = [FLOAT if OPERATIONS[op].result == FLOAT else a.dtype for a in args]
         return const(operations.of_numbers(op, [a.value for a in args], dtypes))
@@ -482,7 +476,7 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
         return a
     if condition is FALSE:
         return b
-    a, b = promoted(a, b)
+    a, b = widened(a, b)
     if _rank(a) > _rank(b) or (condition.op == "not" and _rank(a) == _rank(b)):
         return choose(negation(condition), b, a)
     a = REDUCTIONS.assume(a, dict.fromkeys(literals(condition), True))

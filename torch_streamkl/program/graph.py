@@ -426,6 +426,12 @@ def cast(x: Node, dtype: str) -> Node:
     return made("int" if dtype == INT else "float", (x,))
 
 
+def widened(*args: Node) -> tuple[Node, ...]:
+    """Returns arguments of the widest type among them: a bound of 0 is one of numbers."""
+    dtypes = {a.dtype for a in args}
+    return tuple(cast(a, FLOAT) for a in args) if dtypes == {INT, FLOAT} else args
+
+
 def _broadcast(simple: Node, op: str, args: Sequence[Node]) -> Node | None:
     """An operation's result with the axes of its arguments.
 
