@@ -1,4 +1,4 @@
-"""Turns an expression of a program's axes into steps that are sound in floating point.
+"""Converts an expression of a program's axes into steps that are sound in floating point.
 
 The normal form is one over real numbers. What is computed of it:
 

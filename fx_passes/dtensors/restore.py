@@ -46,7 +46,7 @@ class DoesNotFit(Exception):
 
 
 class Restore:
-    """Turns one rewritten graph of whole tensors into one of DTensors, in place."""
+    """Converts one rewritten graph of whole tensors into one of DTensors, in place."""
 
     def __init__(
         self, user: fx.Graph, whole: fx.Graph, rewritten: fx.Graph, mode: FakeTensorMode

@@ -1,4 +1,4 @@
-"""Checks a call of attention_kl(), and turns it into the operator's arguments."""
+"""Checks a call of attention_kl(), and converts it into the operator's arguments."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Stage:
 
 
 class Plan:
-    """Turns the metadata of a problem into kernel arguments."""
+    """Converts the metadata of a problem into kernel arguments."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         functional = problem.functional

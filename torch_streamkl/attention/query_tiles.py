@@ -258,7 +258,7 @@ class _Work:
         return side.k[batch, _kv_heads(side, heads)].to(self.dtype)
 
     def inputs(self, query_tile: QueryTile) -> Described:
-        """Computes the dot products of both sides, and collects what turns them into scores."""
+        """Computes the dot products of both sides, and collects what converts them into scores."""
         problem, inputs = self.problem, Described()
         self.folded, self.blocks = [], []
         for name, side, keys, tile in zip("st", self._sides, self.keys, self.tiles, strict=True):

@@ -205,7 +205,7 @@ def _exchanged(
 
 
 def some_heads(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """Turns this rank's rows of all heads into all rows of this rank's heads."""
+    """Converts this rank's rows of all heads into all rows of this rank's heads."""
     return _Exchange.apply(x, group_name, size, load_balance, True)
 
 

@@ -1,4 +1,4 @@
-"""Checks a call of linear_kl(), and turns its options into the operators'."""
+"""Checks a call of linear_kl(), and converts its options into the operators'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a tile's scores into gradients for the Hopper backward: dscore, its masks and biases.
+"""Converts a tile's scores into gradients for the Hopper backward: dscore, its masks and biases.
 
 NOTE [Rows without a clamped key]
 A clamp takes three instructions for every pair of query and key, and most rows have no probability
