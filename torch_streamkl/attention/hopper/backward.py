@@ -11,7 +11,7 @@ outside of its range. That is faster for windows and short rows, and the only fo
 tensors and two passes.
 
 NOTE [A matmul always in flight]
-While a warp group converts scores into gradients, the tensor cores run its next matmul: own scores of
+While a warp group makes gradients of scores, the tensor cores run its next matmul: own scores of
 the next tile during the second half of a tile, its other scores and the sum during the first. At
 the loop's back edge nothing is in flight: NOTE [Matmuls under arithmetic] in warp_groups.py. The
 compiler moves the first half below the wait for the matmuls that it should overlap; `pinned` keeps
