@@ -26,7 +26,7 @@ from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, rer
 from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
 from torch_streamkl.fx_passes.planning.divergences import Divergence
-from torch_streamkl.fx_passes.planning.losses import Losses, reads_ids
+from torch_streamkl.fx_passes.planning.losses import Losses, needs_no_tensor
 from torch_streamkl.fx_passes.planning.profitability import why_program_is_left
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan
@@ -135,7 +135,7 @@ class _Rewriting:
         sharing: dict[fx.Node, Divergence] = {}
         if planner is not None:
             inside = planner.levels.read_by_elements(self.losses.region)
-            waiting = [d for d in divergences if reads_ids(d) or d.inner in inside]
+            waiting = [d for d in divergences if needs_no_tensor(d) or d.inner in inside]
             sharing = {d.inner: d for d in self._sharing() if d not in waiting}
             waiting = [d for d in divergences if d in waiting or d.inner in sharing]
         for divergence in divergences:

@@ -101,18 +101,28 @@ class Losses:
         return [heads[o.inner] for p in plans for o in p.outputs if o.inner in heads]
 
 
-def reads_ids(divergence: Divergence) -> bool:
-    """Returns whether a divergence is also a program that reads ids: it has a dense mask or bias
-    of them, or gathers keys of each row.
+def needs_no_tensor(divergence: Divergence) -> bool:
+    """Returns whether a row program needs no tensor of scores where an operator does: for a mask or
+    bias of ids, a slanted mask, or keys that are gathered for each row.
     """
     dense: list[Node] = []
     for call in divergence.calls:
         if any(_are_gathered(side.product.keys.element) for side in call.sides):
             return True
         if call.operator == ATTENTION:
+            if any(_is_slanted(x) for x in call.masks.tensors):
+                return True
             dense += call.masks.tensors
         dense += [bias.value for side in call.sides for bias in side.added]
     return any(_is_hit(x) for x in walk(dense))
+
+
+SLANTED = {"nonnegative", "linear", "index", "const", "size", "and", "or", "not"}
+
+
+def _is_slanted(x: Node) -> bool:
+    """Whether a condition compares multiples of positions, which no window does."""
+    return all(y.op in SLANTED for y in walk([x]))
 
 
 def _are_gathered(keys: Node) -> bool:

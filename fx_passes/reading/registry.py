@@ -184,7 +184,8 @@ def in_type(value: float, dtype: torch.dtype) -> Node:
         return const(rounded, FLOAT)
     if dtype.is_complex or not math.isfinite(value):
         raise NoRule(f"{value} as {dtype}")
-    return const(float(math.trunc(value)), INT)
+    whole = torch.tensor(math.trunc(value), dtype=torch.int64, device="cpu")
+    return const(float(whole.to(dtype)), INT)  # -8 is 248 among bytes
 
 
 def applied(op: str) -> Callable[..., Node]:
