@@ -68,10 +68,32 @@ def matched(x: Node, y: Node, names: dict[Axis, Axis]) -> bool:
                 return False
             if not all(_named(a, b, names) for a, b in zip(x.value, y.value, strict=True)):
                 return False
+        case "linear":  # whose terms are sorted by the names of their axes, too
+            return x.value[0] == y.value[0] and _are_matched(_terms(x), _terms(y), names)
         case _:
             if x.value != y.value:
                 return False
     return all(matched(a, b, names) for a, b in zip(x.args, y.args, strict=True))
+
+
+def _terms(x: Node) -> list[tuple[float, Node]]:
+    return list(zip(x.value[1], x.args, strict=True))
+
+
+def _are_matched(
+    terms: list[tuple[float, Node]], others: list[tuple[float, Node]], names: dict[Axis, Axis]
+) -> bool:
+    """Whether terms are others, in some order; adds to the names if they are."""
+    if not terms:
+        return not others
+    (c, x), *rest = terms
+    for i, (d, y) in enumerate(others):
+        found = dict(names)
+        if c == d and matched(x, y, found):
+            if _are_matched(rest, others[:i] + others[i + 1 :], found):
+                names.update(found)
+                return True
+    return False
 
 
 def _named(a: Axis, b: Axis, names: dict[Axis, Axis]) -> bool:

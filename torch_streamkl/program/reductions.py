@@ -60,7 +60,7 @@ from torch_streamkl.program.renaming import names_of, renamed
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
-_fresh = itertools.count()
+_fresh = itertools.count(10**6)  # names of one length sort by age
 
 
 def fresh_axis(size: graph.Size | None) -> Axis:
