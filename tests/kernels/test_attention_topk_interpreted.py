@@ -52,7 +52,7 @@ def check(tensors: dict[str, Tensor], device: str, **options: Any) -> list[Tenso
                 k: x.detach().to(device).requires_grad_(x.requires_grad) for k, x in mine.items()
             }
             value = attention_topk_kl(**mine, is_causal=True, impl=impl, **options)
-        results[impl] = [x.cpu() for x in outcome(value, mine, grad.to(device))]
+        results[impl] = [x.cpu() for x in outcome(value, mine, grad.to(value.device))]
     for i, want in enumerate(results["truth"]):
         error, plain = ((results[x][i].double() - want).abs().max() for x in ("triton", "torch"))
         # gradients of scores are rounded to the operands' dtype, values are not
