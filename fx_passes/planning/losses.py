@@ -11,6 +11,8 @@ from torch import fx
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
+from torch_streamkl.fx_passes.closed_forms.match import around
+from torch_streamkl.fx_passes.closed_forms.row_sites import products_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
@@ -102,9 +104,15 @@ class Losses:
 
 
 def needs_no_tensor(divergence: Divergence) -> bool:
-    """Returns whether a row program needs no tensor of scores where an operator does: for a mask or
-    bias of ids, a slanted mask, or keys that are gathered for each row.
+    """Returns whether a row program needs no tensor of scores where an operator does.
+
+    It does for a mask or bias of ids, a slanted mask, keys that are gathered for each row, or
+    other sums over keys that multiply the divergence.
     """
+    if products_of(around(divergence.matched)) or any(
+        products_of(call.weight) for call in divergence.calls
+    ):
+        return True
     dense: list[Node] = []
     for call in divergence.calls:
         if any(_are_gathered(side.product.keys.element) for side in call.sides):

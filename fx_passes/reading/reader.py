@@ -402,6 +402,10 @@ class Reader:
             if is_number(x.expr) and any(e.flows for e in given):
                 self.reading.vanished[node] = _trained(given)
                 return x
+        gone = [v for a in node.all_input_nodes if (v := self.reading.vanished.get(a)) is not None]
+        if is_recorded and gone and is_number(x.expr):  # 1e-6 more than a number that has vanished
+            self.reading.vanished[node] = set().union(*gone)
+            return x
         if is_recorded and not x.expr.flows and not is_filled and not self._is_written_later(node):
             raise NoRule("a gradient flows through what is a constant")
         return x

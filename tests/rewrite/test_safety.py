@@ -14,8 +14,8 @@ from tests.support.comparing import compare
 from tests.support.covering import only
 from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, Program, make_inputs
-from torch_streamkl.fx_passes import backend, graph_rewriting, pipeline
-from torch_streamkl.fx_passes.lowering import attention_call, fusing, writer
+from torch_streamkl.fx_passes import backend, fusing, graph_rewriting, pipeline
+from torch_streamkl.fx_passes.lowering import attention_call, writer
 from torch_streamkl.fx_passes.planning import divergences, losses
 from torch_streamkl.fx_passes.reporting.report import Report
 
