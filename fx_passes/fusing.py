@@ -15,7 +15,11 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
-from torch_streamkl.fx_passes.planning.profitability import why_left, why_program_is_left
+from torch_streamkl.fx_passes.planning.profitability import (
+    why_ids_are_left,
+    why_left,
+    why_program_is_left,
+)
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
@@ -121,7 +125,9 @@ class Fusing:
         """
         nodes, build = [o.node for o in plan.outputs], self.builder(plan.first)
         name, form = plan.first.name, describe_program(plan)
-        small = why_program_is_left(plan.form.replaced, _device(nodes[0]), self.min_mib)
+        device = _device(nodes[0])
+        small = why_program_is_left(plan.form.replaced, device, self.min_mib)
+        small = small or why_ids_are_left(plan.form, device, self.min_mib)
         reason = ""
         try:
             with build.undone_if_unsupported():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
+from torch_streamkl.fx_passes.planning.profitability import why_ids_are_left
+from torch_streamkl.program.graph import Axis
+from torch_streamkl.rows.program import COLUMNS
 
 WITHOUT_CHECK = {"streamkl.verify": "never"}
 
@@ -276,3 +280,16 @@ def test_no_token(num_tokens: int) -> None:
     outcome = judge(step, tensors((num_tokens, 4), (12, 4), (num_tokens, 5), (12, 5)), num_tokens)
     if not num_tokens:
         assert outcome.reasons == ["the scores have a dimension without entries"]
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "given", "is_left"),
+    [(64, "cuda", None, True), (16, "cuda", None, False), (64, "cpu", None, False),
+     (64, "cuda", 0.0, False)],
+)  # fmt: skip
+def test_programs_that_read_many_ids(
+    count: int, device: str, given: float | None, is_left: bool
+) -> None:
+    ids = SimpleNamespace(kind=COLUMNS, dims=((), (), (), (Axis("place", count),)))
+    form: Any = SimpleNamespace(captures=[ids])
+    assert bool(why_ids_are_left(form, device, given)) == is_left
