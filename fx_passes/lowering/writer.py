@@ -434,7 +434,7 @@ class Writer:
 
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
-        if not any(y.op == "capture" or _moves_around(y) for y in walk([at])):
+        if not any(y.op == "capture" or _moves_around(y) or _repeats(y) for y in walk([at])):
             raise Unsupported("gather or reshape that mixes the axes of the scores")
         self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)
@@ -489,3 +489,8 @@ def _is_size(x: Node, size: Node) -> bool:
 def _moves_around(x: Node) -> bool:
     """Whether positions are shifted and begin anew, as of `roll`."""
     return x.op == "remainder" and x.args[0].op == "linear" and x.args[0].value[0] != 0.0
+
+
+def _repeats(x: Node) -> bool:
+    """Whether a position is one of several in a row, as many as a size that varies says."""
+    return x.op == "floor_divide" and x.args[0].op == "index" and x.args[1].op == "size"

@@ -161,6 +161,23 @@ def expanded(x: Array, shape: Sequence[Size]) -> Array:
     return replace(x, dims=tuple(dims))
 
 
+def _refined_as(x: Array, y: Array, d: int) -> Array:
+    """Splits the axes of a dimension as another tensor has them.
+
+    Of sizes that vary a guard may say that they are a number, as of 16 // s heads for each of s:
+    then they become one axis, of that size.
+    """
+    try:
+        return refined(x, d, [a.size or 1 for a in y.dims[d]])
+    except NoView:
+        size = y.size(d)
+        if not isinstance(size, int) or not x.sizes.are_guarded(x.size(d), size):
+            if isinstance(x.size(d), int) and x.sizes.are_guarded(y.size(d), x.size(d)):
+                return x  # the other one changes
+            raise
+        return with_one_axis(x, d, size)
+
+
 def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
     """Returns the expressions of tensors that broadcast together, with the same axes in each."""
     rank = max(len(x.dims) for x in arrays)
@@ -170,7 +187,7 @@ def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
             for i, x in enumerate(every):
                 for y in every:
                     if x.dims[d] and y.dims[d] and x.dims[d] != y.dims[d]:
-                        x = every[i] = refined(x, d, [a.size or 1 for a in y.dims[d]])
+                        x = every[i] = _refined_as(x, y, d)
     dims = list[Dim]()
     taken = set[Axis]()
     deepest = sorted(every, key=lambda x: -x.expr.depth)  # which is not rebuilt
@@ -199,11 +216,14 @@ def matmul(a: Array, b: Array) -> Array:
     return Array(contraction(x, y, dims[-1]), dims[:-1], a.sizes)
 
 
-def with_one_axis(x: Array, d: int) -> Array:
-    """Returns a tensor whose dimension runs through one axis: others are digits of it."""
+def with_one_axis(x: Array, d: int, size: Size | None = None) -> Array:
+    """Returns a tensor whose dimension runs through one axis: others are digits of it.
+
+    ``size`` is that of the axis, if it is known better than by the product of the others.
+    """
     if len(x.dims[d]) <= 1:
         return x
-    axis = own_axis(x, d, x.size(d))
+    axis = own_axis(x, d, x.size(d) if size is None else size)
     theta, stride = dict[Axis, Node](), const(1, INT)
     for a in reversed(x.dims[d]):
         assert a.size is not None

@@ -89,6 +89,10 @@ class SymbolicSizes(Sizes):
             return True
         return not isinstance(a, int) and not isinstance(b, int) and self.quotient(a, b) == 1
 
+    def are_guarded(self, a: Size, b: Size) -> bool:
+        """Returns whether guards of the graph say that sizes are equal."""
+        return statically_known_true(_size(a) == _size(b))
+
     def product(self, factors: Iterable[Size]) -> Size:
         key = tuple(factors)
         if len(key) == 1:

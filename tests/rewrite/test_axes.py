@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import torch_streamkl
 from tests.support.comparing import compare, refusals
 from tests.support.covering import every
 
@@ -530,3 +531,29 @@ def test_positions_around_one_that_is_known(name: str, shape: tuple[int, ...]) -
     options = {"streamkl.min_mib": 0, "streamkl.verify": "never"}
     outcome = compare(loss, [*given, b, n], options=options).check()
     assert outcome.num_fused == 1, outcome.report
+
+
+def test_heads_that_share_keys_after_heads_that_do_not() -> None:
+    """The number of key heads becomes a size that varies, of which a guard says that it divides."""
+
+    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+        s, t = (
+            q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+            for q, k in ((sq, sk), (tq, tk))
+        )
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        loss, backend="streamkl", options={"streamkl.inner": "eager", "streamkl.min_mib": 0}
+    )
+    for heads in (8, 4, 2):
+        shapes = [(2, h, 5, 4) for h in (8, heads, 8, heads)]
+        inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+        with torch_streamkl.reports() as report:
+            got = compiled(*inputs)
+        assert report.num_fused == len(report.sites), str(report)
+        want = loss(*inputs)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(*(torch.autograd.grad(x, inputs) for x in (got, want)), strict=True):
+            torch.testing.assert_close(a, b)
