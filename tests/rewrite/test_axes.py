@@ -534,7 +534,7 @@ def test_positions_around_one_that_is_known(name: str, shape: tuple[int, ...]) -
 
 
 def test_heads_that_share_keys_after_heads_that_do_not() -> None:
-    """The number of key heads becomes a size that varies, of which a guard says that it divides."""
+    """The number of key heads varies then, and a guard says that it divides the others."""
 
     def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
         s, t = (
