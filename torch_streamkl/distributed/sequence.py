@@ -101,19 +101,28 @@ def by_rank(x: Tensor, num_ranks: int, load_balance: str | None) -> Tensor:
     return parts.movedim(2, 0).contiguous()
 
 
+def _gathered(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
+    """All ranks' rows in the order of the sequence."""
+    parts = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
+    return in_order(parts.unflatten(0, (size, -1)), load_balance)
+
+
+def _summed(parts: Tensor, group_name: str) -> Tensor:
+    """This rank's part of [ranks, batch, heads, rows, ...], summed over ranks."""
+    reduced = collectives.reduce_scatter(parts.flatten(0, 1), parts.shape[0], group_name)
+    return collectives.wait(reduced)
+
+
 class _WholeSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str, size: int, balance: str | None) -> Tensor:
         ctx.how = (group_name, size, balance)
-        gathered = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
-        return in_order(gathered.unflatten(0, (size, -1)), balance)
+        return _gathered(x, group_name, size, balance)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         group_name, size, balance = ctx.how
-        parts = by_rank(grad, size, balance).flatten(0, 1)
-        reduced = collectives.reduce_scatter(parts, size, group_name)
-        return collectives.wait(reduced), None, None, None
+        return _summed(by_rank(grad, size, balance), group_name), None, None, None
 
 
 def whole_sequence(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
@@ -135,8 +144,7 @@ class _Ranges(torch.autograd.Function):
         ctx.how = (group_name, size, balance, bounds)
         ctx.shape = tuple(x.shape)
         ctx.set_materialize_grads(False)
-        gathered = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
-        whole = in_order(gathered.unflatten(0, (size, -1)), balance)
+        whole = _gathered(x, group_name, size, balance)
         return tuple(whole[:, :, start:stop] for start, stop in bounds)
 
     @staticmethod
@@ -152,8 +160,7 @@ class _Ranges(torch.autograd.Function):
                 if low < high:
                     part = grad[:, :, low - start : high - start]
                     rows[:, :, low - first : high - first] += part
-        reduced = collectives.reduce_scatter(parts.flatten(0, 1), size, group_name)
-        return collectives.wait(reduced), None, None, None, None
+        return _summed(parts, group_name), None, None, None, None
 
 
 def _rows_of_parts(parts: Tensor, load_balance: str | None) -> Iterator[tuple[int, Tensor]]:
