@@ -276,6 +276,34 @@ def ranges_that_ranks_gather(me: Rank) -> None:
         assert torch.equal(gradient, sums[:, None].expand_as(gradient))
 
 
+def of_squared_gradients(value: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    inputs = tuple(given.values())
+    first = torch.autograd.grad(value, inputs, create_graph=True)
+    return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+
+@on_ranks
+def second_derivatives_of_gathered_keys(me: Rank) -> None:
+    """Those of impl="reference", of which a rank's part is that of the whole sequence's."""
+    names = ("student_q", "student_k", "teacher_q", "teacher_k")
+    whole = {name: me.randn(1, 2, 8 * me.size, 4).double() for name in names}
+    for balance in ("head_tail", None):
+        for options in ({"is_causal": True}, {"window": (3, 2)}):
+            leaves = {k: x.clone().requires_grad_() for k, x in whole.items()}
+            value = attention_kl(**leaves, impl="reference", **options).sum()
+            expected = of_squared_gradients(value, leaves)
+            mine = {
+                k: shard_sequence(x, me.mesh, load_balance=balance).requires_grad_()
+                for k, x in whole.items()
+            }
+            value = attention_kl_context_parallel(
+                **mine, mesh=me.mesh, load_balance=balance, impl="reference", **options
+            ).sum()
+            for got, x in zip(of_squared_gradients(value, mine), expected, strict=True):
+                x = shard_sequence(x, me.mesh, load_balance=balance)
+                torch.testing.assert_close(got, x, rtol=1e-10, atol=1e-12)
+
+
 @on_ranks
 def keys_that_change_after_the_forward(me: Rank) -> None:
     """Ranks exchange copies: gradients are those of the numbers that the forward saw."""

@@ -101,19 +101,28 @@ def by_rank(x: Tensor, num_ranks: int, load_balance: str | None) -> Tensor:
     return parts.movedim(2, 0).contiguous()
 
 
+def _gathered(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
+    """All ranks' rows in the order of the sequence."""
+    parts = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
+    return in_order(parts.unflatten(0, (size, -1)), load_balance)
+
+
+def _summed(parts: Tensor, group_name: str) -> Tensor:
+    """This rank's part of [ranks, batch, heads, rows, ...], summed over ranks."""
+    reduced = collectives.reduce_scatter(parts.flatten(0, 1), parts.shape[0], group_name)
+    return collectives.wait(reduced)
+
+
 class _WholeSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str, size: int, balance: str | None) -> Tensor:
         ctx.how = (group_name, size, balance)
-        gathered = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
-        return in_order(gathered.unflatten(0, (size, -1)), balance)
+        return _gathered(x, group_name, size, balance)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         group_name, size, balance = ctx.how
-        parts = by_rank(grad, size, balance).flatten(0, 1)
-        reduced = collectives.reduce_scatter(parts, size, group_name)
-        return collectives.wait(reduced), None, None, None
+        return _summed(by_rank(grad, size, balance), group_name), None, None, None
 
 
 def whole_sequence(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
@@ -135,25 +144,48 @@ class _Ranges(torch.autograd.Function):
         ctx.how = (group_name, size, balance, bounds)
         ctx.shape = tuple(x.shape)
         ctx.set_materialize_grads(False)
-        gathered = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
-        whole = in_order(gathered.unflatten(0, (size, -1)), balance)
+        whole = _gathered(x, group_name, size, balance)
         return tuple(whole[:, :, start:stop] for start, stop in bounds)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        group_name, size, balance, bounds = ctx.how
+        *how, bounds = ctx.how
         given = [(b, g) for b, g in zip(bounds, grads, strict=True) if g is not None]
         if not given:  # on every rank: all of them differentiate the same ranges
             return (None,) * 5
-        parts = given[0][1].new_zeros((size, *ctx.shape))
-        for (start, stop), grad in given:
-            for first, rows in _rows_of_parts(parts, balance):
-                low, high = max(start, first), min(stop, first + rows.shape[2])
-                if low < high:
-                    part = grad[:, :, low - start : high - start]
-                    rows[:, :, low - first : high - first] += part
-        reduced = collectives.reduce_scatter(parts.flatten(0, 1), size, group_name)
-        return collectives.wait(reduced), None, None, None, None
+        # Dynamo traces no context in a backward, and AOTAutograd has no create_graph
+        is_once = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        sum_of = _sum_of_ranges if is_once else _SumOfRanges.apply
+        arguments = ctx.shape, *how, tuple(b for b, _ in given), *(g for _, g in given)
+        return sum_of(*arguments), None, None, None, None
+
+
+class _SumOfRanges(torch.autograd.Function):
+    """Differentiates `_sum_of_ranges`, the adjoint of `_Ranges`: its gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *arguments: Any) -> Tensor:
+        ctx.how = arguments[:4]
+        return _sum_of_ranges(shape, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return (None,) * 5 + ranges_of_sequence(grad, *ctx.how)
+
+
+def _sum_of_ranges(
+    shape: tuple[int, ...], group_name: str, size: int, balance: str | None, bounds: Bounds,
+    *ranges: Tensor,
+) -> Tensor:  # fmt: skip
+    """This rank's rows, of that shape, of the sum of all ranks' ranges of the sequence."""
+    parts = ranges[0].new_zeros((size, *shape))
+    for (start, stop), given in zip(bounds, ranges, strict=True):
+        for first, rows in _rows_of_parts(parts, balance):
+            low, high = max(start, first), min(stop, first + rows.shape[2])
+            if low < high:
+                part = given[:, :, low - start : high - start]
+                rows[:, :, low - first : high - first] += part
+    return _summed(parts, group_name)
 
 
 def _rows_of_parts(parts: Tensor, load_balance: str | None) -> Iterator[tuple[int, Tensor]]:

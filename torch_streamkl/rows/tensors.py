@@ -198,9 +198,7 @@ def _operands(name: str, pair: object) -> tuple[Tensor, Tensor]:
         raise TypeError(f"dot {name} must be a pair of tensors, got {type(pair).__name__}")
     for i, x in enumerate(pair):
         _check_tensor(f"{name}[{i}]", x)
-        if x.dtype not in checks.FLOAT_DTYPES:
-            raise TypeError(f"{name}[{i}] must be float64, float32, bfloat16 or float16, "
-                            f"got {x.dtype}")  # fmt: skip
+        checks.floating(f"{name}[{i}]", x)
     q, k = pair
     if not ((k.ndim == 2 and q.ndim >= 2) or (k.ndim == 4 and q.ndim == 4)):
         raise ValueError(
@@ -330,10 +328,8 @@ def _columns(name: str, given: object, sizes: _Sizes) -> list[tuple[str, Tensor]
         is_number = x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
         if kind == COLUMNS and is_number:
             raise TypeError(f"ids of {name} must be integers, got {x.dtype}")
-        if kind == VALUES and x.dtype not in checks.FLOAT_DTYPES:
-            raise TypeError(
-                f"values of {name} must be float64, float32, bfloat16 or float16, got {x.dtype}"
-            )
+        if kind == VALUES:
+            checks.floating(f"values of {name}", x)
         if sizes.row_shape is not None:
             if tuple(x.shape[:-1]) != sizes.row_shape:
                 raise ValueError(
