@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
-from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, MAX, SUM, Node
+from torch_streamkl.program.graph import CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
 from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.steps import Step
 from torch_streamkl.program.walks import walk
@@ -227,7 +227,24 @@ def is_as_special(program: Program, dtypes: Collection[torch.dtype]) -> bool:
         and all((n.op in PLAIN and n.is_finite) or _is_scale(program, n) for n in program.nodes)
         and all(program.reductions[c].kind == SUM for c in program.outputs)
         and all(r.kind != MAX for r in program.reductions)
+        and not any(_adds_values_per_row(program, n) for n in program.nodes)
     )
+
+
+def _adds_values_per_row(program: Program, node: Step) -> bool:
+    """Whether a captured value of each row is added to elements: -inf takes all keys of a row.
+
+    The row is then one without keys, of which eager code has NaN.
+    """
+    if node.op not in ("add", "sub") or not node.by_key:
+        return False
+    inside = [program.nodes[a] for a in node.args if not program.nodes[a].by_key]
+    while inside:
+        step = inside.pop()
+        if step.op == "capture" and step.dtype == FLOAT:
+            return True
+        inside += [program.nodes[a] for a in step.args] if step.op != "reduction" else []
+    return False
 
 
 def is_never_infinite(program: Program, dtypes: Collection[torch.dtype]) -> bool:

@@ -315,7 +315,7 @@ class Steps:
                     counts[f] = counts.get(f, 0) + 1
         shared = max(counts, key=lambda f: counts[f], default=None)
         if shared is None or counts[shared] < 2:
-            return [(c, self._times([self.nodes[f] for f in factors])) for c, factors in terms]
+            return [self._term(c, factors) for c, factors in terms]
         inside, others = [], []
         for c, factors in terms:
             if shared in factors and len(factors) > 1:
@@ -326,6 +326,15 @@ class Steps:
                 others.append((c, factors))
         difference = self._total(self._grouped(inside), 0.0)
         return [*self._grouped(others), (1.0, self._times([self.nodes[shared], difference]))]
+
+    def _term(self, c: float, factors: Sequence[Node]) -> tuple[float, Node]:
+        """A coefficient and a product. The coefficient is one of the values of the row, if there
+        are any: the lowest number, as masks fill it in, times one of two factors may be infinite.
+        """
+        nodes = [self.nodes[f] for f in factors]
+        if abs(c) == 1.0 or all(x.by_key for x in nodes):
+            return c, self._times(nodes)
+        return math.copysign(1.0, c), self._times([*nodes, const(abs(c))])
 
     def _total(self, terms: Sequence[tuple[float, Node]], constant: float) -> Node:
         """A sum: what is added first, then what is subtracted."""

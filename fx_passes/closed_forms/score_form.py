@@ -31,6 +31,7 @@ from torch_streamkl.program.canonical import (
 )
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, SUM, Axis, Node, intern
 from torch_streamkl.program.reductions import remade
+from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_small
 from torch_streamkl.program.walks import rebuilt, walk
 
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,
@@ -38,9 +39,6 @@ from torch_streamkl.program.walks import rebuilt, walk
 ABSORBING = -1e30
 # Next to any score that a model makes, one this low has no probability in float32.
 IMPROBABLE = -1e4
-# In float32, scores next to a larger number have less than three decimals left.
-LARGEST_SHIFT = 1e4
-LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 
 NOT_NUMBERS = {"isinf": "infinite", "isnan": "NaN"}  # of conditions on scores
 
@@ -387,6 +385,8 @@ def _with_tanh(form: ScoreForm) -> ScoreForm:
 
 def _with_bias(form: ScoreForm, bias: Bias, has_key: bool) -> ScoreForm:
     if not has_key:  # a softmax ignores it; what comes later may not
+        if not is_small(bias.weight, bias.value):
+            raise NoForm("a value per row is added to scores, which may be lost next to it")
         return replace(form, row_shift=True)
     if form.mask and form.fill > ABSORBING:
         raise NoForm("a tensor is added to scores after a finite mask value was filled in")

@@ -169,8 +169,9 @@ def _normalised(
             if len(weights) != 1 or not any(y.op == CONTRACT for y in walk([rest])):
                 continue
             shift, terms = terms_of(rest)
-            constant += k * shift
-            inside = linear(0.0, [*((k * d, t) for d, t in terms), (c, lse)])
+            if not terms_of(lse.args[0])[0]:  # which is where it cancels
+                constant, shift = constant + k * shift, 0.0
+            inside = linear(k * shift, [*((k * d, t) for d, t in terms), (c, lse)])
             bodies = [*bodies[:i], (1.0, product(weights[0], inside)), *bodies[i + 1 :]]
             break
         else:

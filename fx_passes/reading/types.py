@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from torch_streamkl.fx_passes.reading.registry import NoRule, number_of
+from torch_streamkl.fx_passes.reading.registry import NoRule, in_type, number_of
 from torch_streamkl.program.canonical import function, truth
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, MAX, SUM, Node, const
 from torch_streamkl.program.reductions import remade, rounded
@@ -68,7 +68,9 @@ def stored(x: Node, dtype: torch.dtype) -> Node:
         return number_of(x, kind)
     if kind == INT and x.dtype == FLOAT and not is_whole(x):
         raise NoRule("a number that is no integer in a tensor of integers")
-    if x.dtype == INT and not holds(x, dtype):
+    if kind == INT and x.op == "const":  # a folded sum is one of floating-point numbers
+        return in_type(x.value, dtype)
+    if INT in (kind, x.dtype) and not holds(x, dtype):
         if is_of_positions(x) or kind == FLOAT:
             return _rounded(x, name, kind)
         raise NoRule(f"integers that {name} may not hold")
@@ -79,7 +81,7 @@ def cast(x: Node, to: torch.dtype, than: torch.dtype) -> Node:
     """Returns what a cast makes of a value."""
     kind = kind_of(to)
     if kind == INT and x.dtype == FLOAT:
-        if x.op == "const":
+        if x.op == "const" and holds(x, to):
             return const(float(math.trunc(x.value)), INT)
         raise NoRule("a floating-point number is cast to an integer")
     if kind == FLOAT and x.dtype == FLOAT and is_narrower(to, than):

@@ -103,6 +103,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
         return whole
     if (masked := _in_masks(constant, total)) is not None:
         return masked
+    if (choice := _of_two_numbers(constant, total)) is not None:
+        return choice
     is_int = all(x.dtype == INT for _, x in terms) and _is_whole(constant, *total.values())
     dtype = INT if is_int else FLOAT
     if not total:
@@ -212,6 +214,25 @@ def as_added(x: Node) -> Node:
     if not is_removed(x) or not x.args[1].flows:
         return x
     return intern(x.op, x.args, ADDED, x.dtype, x.axes, x.is_finite, x.range)
+
+
+def _of_two_numbers(constant: float, total: Mapping[Node, float]) -> Node | None:
+    """A number and a multiple of a choice of two, as one choice: 1 - mask as the opposite mask.
+
+    It is added to scores as a whole: scores next to 1e4 * mask have few digits left, next to
+    1e4 * mask - 1e4 they have theirs where it is 0.
+    """
+    if len(total) != 1 or not constant or not math.isfinite(constant):
+        return None
+    ((x, c),) = total.items()
+    if x.op != "where" or {y.op for y in x.args[1:]} != {"const"}:
+        return None
+    a, b = (constant + c * y.value for y in x.args[1:])
+    dtype = INT if x.dtype == INT and _is_whole(a, b) else FLOAT
+    if a == 0.0 or b == 0.0:  # NaN is neither
+        one, zero = const(1.0, dtype), const(0.0, dtype)
+        return scaled(a or b, choose(x.args[0], one if a else zero, zero if a else one))
+    return choose(x.args[0], const(a, dtype), const(b, dtype))
 
 
 def _cancels(a: float, b: float) -> bool:
@@ -350,7 +371,10 @@ def function(op: str, *args: Node) -> Node:
         args = widened(*args)
     if all(a.op == "const" for a in args):
         dtypes = [FLOAT if OPERATIONS[op].result == FLOAT else a.dtype for a in args]
-        return const(operations.of_numbers(op, [a.value for a in args], dtypes))
+        found = operations.of_numbers(op, [a.value for a in args], dtypes)
+        if OPERATIONS[op].result == BOOL:
+            return TRUE if found else FALSE
+        return const(found)
     if op == "clamp_min" and args[0].range[0] >= args[1].range[1]:
         return args[0]
     if op == "clamp_max" and args[0].range[1] <= args[1].range[0]:

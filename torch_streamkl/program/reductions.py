@@ -57,6 +57,7 @@ from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
 from torch_streamkl.program.renaming import names_of, renamed
+from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_small
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
@@ -139,11 +140,8 @@ def _no_form(axis: Axis, body: Node) -> Node | None:
     return None
 
 
-LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
-
-
 def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
-    """A shift of a row leaves the log-sum-exp; that of a log-softmax is 0.
+    """A small shift of a row leaves the log-sum-exp; that of a log-softmax is 0.
 
     A number stays that makes a large tensor a mask: scores next to 1e9 * mask have no digits left,
     those next to 1e9 * mask - 1e9 have.
@@ -151,11 +149,13 @@ def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
     if body.op == "log_softmax" and body.value == axis:
         return const(0.0)
     constant, terms = terms_of(body)
-    inside = [(c, t) for c, t in terms if axis in t.axes]
-    outside = [(c, t) for c, t in terms if axis not in t.axes]
-    kept = constant if any(abs(c) >= LARGE and c * constant < 0.0 for c, _ in inside) else 0.0
+    outside = [(c, t) for c, t in terms if axis not in t.axes and is_small(c, t)]
+    inside = [term for term in terms if term not in outside]
+    has_key = any(axis in t.axes for _, t in inside)
+    is_masked = any(abs(c) >= LARGE and c * constant < 0.0 for c, _ in inside)
+    kept = constant if is_masked or abs(constant) > LARGEST_SHIFT else 0.0
     shift = constant - kept
-    if inside and ((shift and math.isfinite(shift)) or outside):
+    if has_key and (shift or outside):
         lse = reduced(LOGSUMEXP, axis, linear(kept, inside))
         return linear(shift, [*outside, (1.0, lse)])
     return None
