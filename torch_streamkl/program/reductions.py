@@ -348,7 +348,17 @@ def _substituted_log_softmax(x: Node, theta: Theta) -> Node:
             return log_softmax(substitute(score, theta), place.value)
     free = fresh_axis(axis.size)
     every = substitute(score, {**theta, axis: index(free)})
+    if _is_shifted(score, axis):  # the difference would lose the digits of its logarithm
+        here = compare("eq", index(free), place)
+        return reduced(SUM, free, choose(here, log_softmax(every, free), const(0.0)))
     return subtracted(substitute(score, theta), reduced(LOGSUMEXP, free, every))
+
+
+def _is_shifted(score: Node, axis: Axis) -> bool:
+    """Returns whether something large is added to all scores."""
+    constant, terms = terms_of(score)
+    outside = [(c, t) for c, t in terms if axis not in t.axes]
+    return abs(constant) > LARGEST_SHIFT or not all(is_small(c, t) for c, t in outside)
 
 
 def remade(x: Node, args: tuple[Node, ...]) -> Node:
