@@ -562,8 +562,8 @@ FAULTS = (
     ),
     Fault(
         f"{CLOSED}/sums.py",
-        "inside = linear(0.0, [*((k * d, t) for d, t in terms), (c, lse)])",
-        "inside = linear(0.0, [*terms, (c, lse)])",
+        "inside = linear(k * shift, [*((k * d, t) for d, t in terms), (c, lse)])",
+        "inside = linear(k * shift, [*terms, (c, lse)])",
         MATCHED,
     ),
     # ---------------------------------------------------------------------------- row programs
