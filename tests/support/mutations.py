@@ -61,6 +61,7 @@ CHOSEN = "rewrite/test_chosen_entries.py"
 RULES = "fx_passes/reading/rules"
 CLOSED = "fx_passes/closed_forms"
 READ = "rewrite/test_reading.py::test_operations[{}]"
+SHIFTS = "rewrite/test_large_shifts.py"
 MATCHED = "rewrite/test_closed_forms.py"
 SEQUENCE = "torch_streamkl/distributed/sequence.py"
 
@@ -565,6 +566,36 @@ FAULTS = (
         "inside = linear(k * shift, [*((k * d, t) for d, t in terms), (c, lse)])",
         "inside = linear(k * shift, [*terms, (c, lse)])",
         MATCHED,
+    ),
+    Fault(
+        "torch_streamkl/program/shifts.py",
+        'if y.op == "capture" and y.dtype == FLOAT:',
+        'if y.op == "capture" and y.dtype != FLOAT:',
+        SHIFTS,
+    ),
+    Fault(
+        "torch_streamkl/program/reductions.py",
+        "kept = constant if is_masked or abs(constant) > LARGEST_SHIFT else 0.0",
+        "kept = constant if is_masked else 0.0",
+        SHIFTS,
+    ),
+    Fault(
+        "torch_streamkl/program/reductions.py",
+        "if _is_shifted(score, axis):  # the difference would lose the digits of its logarithm",
+        "if False:",
+        SHIFTS,
+    ),
+    Fault(
+        f"{CLOSED}/row_steps.py",
+        "return math.copysign(1.0, c), self._times([*nodes, const(abs(c))])",
+        "return c, self._times(nodes)",
+        SHIFTS,
+    ),
+    Fault(
+        "fx_passes/reading/types.py",
+        "return in_type(x.value, dtype)",
+        "return const(x.value, INT)",
+        SHIFTS,
     ),
     # ---------------------------------------------------------------------------- row programs
     Fault(
