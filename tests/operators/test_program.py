@@ -92,7 +92,7 @@ SAME: dict[str, tuple[Node, Node]] = {
     "a log-softmax of scaled scores": (X * 0.5 - lse(X * 0.5), log(softmax(X * 0.5))),
     "a log-softmax in pieces": ((Y + X) - (R + lse(X)), Y + ((X - lse(X)) - R)),
     "the logarithm of a softmax by hand": (log(exp(X) / total(exp(X))), X - lse(X)),
-    "the shift of a log-sum-exp": (lse(X + R), lse(X) + R),
+    "the shift of a log-sum-exp": (lse(X + lse(Y)), lse(X) + lse(Y)),
     "a sum of exponentials": (log(total(exp(X))), lse(X)),
     "a softmax sums to one": (total(softmax(X)), total(softmax(Y))),
     "a log-softmax has no normaliser": (lse(X - lse(X)), lse(Y - lse(Y))),
@@ -113,8 +113,11 @@ SAME: dict[str, tuple[Node, Node]] = {
         where(apply("and", M, K), X, -math.inf),
     ),
     "a row's shift below a mask": (where(M, X + R, -math.inf), MASKED + R),
-    "the log-sum-exp of a masked shift": (lse(where(M, X - R, -math.inf)), lse(MASKED) - R),
-    "the softmax of a masked shift": (softmax(where(M, X - R, -math.inf)), softmax(MASKED)),
+    "the log-sum-exp of a masked shift": (
+        lse(where(M, X - lse(Y), -math.inf)),
+        lse(MASKED) - lse(Y),
+    ),
+    "the softmax of a masked shift": (softmax(where(M, X - lse(Y), -math.inf)), softmax(MASKED)),
     "a fill on the left": (where(apply("not", CAUSAL), -math.inf, X), where(CAUSAL, X, -math.inf)),
     "what a mask hides": (where(M, where(M, X, Y), R), where(M, X, R)),
     "a comparison of positions": (
@@ -177,6 +180,8 @@ def test_expressions_that_differ_have_different_forms() -> None:
         (lse(X), lse(X * 2.0)),
         (where(M, X, 0.0), where(K, X, 0.0)),
         (where(M, X, -1e4), X),
+        (softmax(X + R), softmax(X)),  # R may be so large that scores are lost next to it
+        (softmax(X + 1e9), softmax(X)),
         (rounded(X, "bfloat16"), X),
         (total(X * Y), total(X) * total(Y)),
         (where(M, softmax(X), 0.0), softmax(MASKED)),

@@ -225,7 +225,7 @@ def _of_two_numbers(constant: float, total: Mapping[Node, float]) -> Node | None
     if len(total) != 1 or not constant or not math.isfinite(constant):
         return None
     ((x, c),) = total.items()
-    if x.op != "where" or {y.op for y in x.args[1:]} != {"const"}:
+    if x.op != "where" or any(y.op != "const" or math.isinf(y.value) for y in x.args[1:]):
         return None
     a, b = (constant + c * y.value for y in x.args[1:])
     dtype = INT if x.dtype == INT and _is_whole(a, b) else FLOAT
