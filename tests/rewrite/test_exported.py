@@ -179,8 +179,7 @@ def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
     torch.save(([x], expected_of(step, x, trains=True)), saved)
     # sizes that vary decide in how many chunks the LM heads are: an operator does
     imports = IMPORTS["cpu" if dynamic else device]
-    found = loaded(package, saved, imports)
-    assert found.stdout == "equal\n", (found.returncode, found.stderr)
+    assert_equal(loaded(package, saved, imports), device, tmp_path)
 
 
 def _value_and_gradients(function: Callable[..., Tensor], step: Step, x: Tensor) -> list[Tensor]:
