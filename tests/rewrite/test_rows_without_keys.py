@@ -100,19 +100,21 @@ def test_scores_next_to_a_billion_have_digits_left_in_float64() -> None:
     torch.testing.assert_close(leaf.grad, (p - t) @ k, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("is_tensor", [False, True])
-def test_a_mask_that_is_added_to_one_side_alone(is_tensor: bool) -> None:
+@pytest.mark.parametrize("kind", ["where", "tensor", "integers"])
+def test_a_mask_that_is_added_to_one_side_alone(kind: str) -> None:
     """The teacher is uniform in a row without keys, and the student learns from it."""
     keep = torch.ones(NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril(-1)  # row 0 has no key
 
     def loss(q: Tensor, k: Tensor, t: Tensor, added: Tensor) -> Tensor:
-        mask = added if is_tensor else torch.zeros(keep.shape).masked_fill(~keep, -1e9)
+        mask = torch.zeros(keep.shape).masked_fill(~keep, -1e9) if kind == "where" else added
+        mask = (mask - 1) * 1e9 if kind == "integers" else mask
         teacher = (t @ t.mT + mask).softmax(-1)
         return -(teacher * (q @ k.mT).log_softmax(-1)).sum()
 
     generator = torch.Generator().manual_seed(0)
     q, k, t = (torch.randn(1, 2, NUM_ROWS, HEAD_DIM, generator=generator) for _ in range(3))
     added = torch.zeros(keep.shape).masked_fill(~keep, -1e9)
+    added = keep.int() if kind == "integers" else added
     options = {"streamkl.inner": "eager", "streamkl.min_mib": 0, "streamkl.verify": "never"}
     torch._dynamo.reset()
     with backend.collected() as report:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import CONTRACT, FLOAT, Node
+from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Node
 from torch_streamkl.program.ranges import times
 from torch_streamkl.program.walks import walk
 
@@ -30,16 +30,25 @@ def is_small(c: float, x: Node) -> bool:
         return True
     if abs(c) > LARGEST_SHIFT:
         return False
-    for y in walk([x], lambda y: y.op not in (CONTRACT, "capture") and not _is_of_scores(y)):
-        if y.op == "const" and not abs(y.value) <= LARGEST_SHIFT:
+    for y in walk([x], lambda y: not _is_condition_or_score(y)):
+        if not all(abs(number) <= LARGEST_SHIFT for number in _numbers(y)):
             return False
         if y.op == "capture" and y.dtype == FLOAT:
             return False
     return True
 
 
-def _is_of_scores(x: Node) -> bool:
-    """Whether a reduction is one of products."""
+def _numbers(x: Node) -> Sequence[float]:
+    """The numbers of a sum, or of a constant."""
+    if x.op == "linear":
+        return (x.value[0], *x.value[1])
+    return (x.value,) if x.op == "const" else ()
+
+
+def _is_condition_or_score(x: Node) -> bool:
+    """Whether the numbers in an expression say nothing of its size: a reduction is of products."""
+    if x.dtype == BOOL or x.op in (CONTRACT, "capture"):
+        return True
     return x.op == "reduce" and any(y.op == CONTRACT for y in walk(x.args))
 
 
