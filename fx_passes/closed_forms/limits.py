@@ -22,6 +22,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     requires_grad,
 )
 from torch_streamkl.program.graph import CONTRACT, Axis
+from torch_streamkl.program.shifts import is_small
 from torch_streamkl.program.walks import walk
 
 
@@ -78,10 +79,27 @@ def check_call(call: Call) -> None:
         if side.num_keys is not None:
             raise NoForm("scores are padded to another number of keys")
     _check_masks(call)
+    _check_hidden_rows(call)
     if math.isnan(call.functional.absent) and call.functional.closed_form is None:
         # a key that -inf is added to: operators multiply its 0 with its logarithm
         if any(side.biases for side in call.sides):
             raise NoForm("of a key without probability the divergence and a bias would make NaN")
+
+
+def _check_hidden_rows(call: Call) -> None:
+    """Raises NoForm if a tensor that is added may hide all keys of a row on one side alone.
+
+    The backward of such a row is not that of eager code: lowering/empty_rows.py. If both sides
+    have the tensor, both are uniform there, and the gradient is 0.
+    """
+    large = [
+        {b.value for b in side.biases if b.factors or not is_small(b.weight, b.value)}
+        for side in call.sides
+    ]
+    if large[0] != large[1]:
+        raise NoForm(
+            "a tensor is added to the scores of one side alone: it may hide all keys of a row"
+        )
 
 
 def _check_side(side: Side, key: Axis) -> None:

@@ -8,7 +8,7 @@ for. Sums over keys of scores are not written: operators compute them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,16 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, prod
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, tensor_of
-from torch_streamkl.fx_passes.lowering.captured import Captures
+from torch_streamkl.fx_passes.lowering.captured import (
+    Captures,
+    moves_around,
+    repeats,
+    undivided,
+)
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.selected_rows import SelectedRows
+from torch_streamkl.fx_passes.lowering.torch_functions import BINARY, OF_NUMBERS, TURNED, UNARY
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import Positions, is_signed
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -40,30 +46,6 @@ from torch_streamkl.program.graph import (
     size_of,
 )
 from torch_streamkl.program.walks import walk
-
-UNARY: dict[str, Callable[..., Any]] = {
-    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log,
-    "log1p": torch.log1p, "sqrt": torch.sqrt, "abs": torch.abs, "sign": torch.sign,
-    "floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc, "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid, "erf": torch.erf, "sin": torch.sin, "cos": torch.cos,
-    "tan": torch.tan, "sinh": torch.sinh, "cosh": torch.cosh, "relu": torch.relu,
-    "softplus": torch.nn.functional.softplus, "isnan": torch.isnan, "isinf": torch.isinf,
-    "not": torch.logical_not,
-}  # fmt: skip
-BINARY: dict[str, Callable[..., Any]] = {
-    "div": torch.div, "eq": torch.eq, "gt": torch.gt, "ge": torch.ge,
-    "remainder": torch.remainder, "floor_divide": torch.floor_divide,
-    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
-    "minimum": torch.minimum, "maximum": torch.maximum,
-}  # fmt: skip
-# of a tensor and a number what operations are of a number and a tensor, which torch has not
-TURNED: dict[str, Callable[..., Any]] = {
-    "eq": torch.eq, "gt": torch.lt, "ge": torch.le,
-    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
-}  # fmt: skip
-OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
-}  # fmt: skip
 
 OF_FLOAT8 = torch.bfloat16  # has all their numbers; torch promotes and computes with none of them
 COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
@@ -195,7 +177,7 @@ class Writer:
             case "capture":
                 return self._captured(x, None if is_root else least)
             case "linear":
-                return self._sum(x, args)
+                return self._sum(x.value[0], zip(x.value[1], args, strict=True), x.dtype)
             case "product":
                 return self._product(x, args, least)
             case "and" | "or":
@@ -204,7 +186,7 @@ class Writer:
                 call = torch.logical_and if x.op == "and" else torch.logical_or
                 return self._folded(call, call, args)
             case "nonnegative":
-                return self._pointwise(torch.ge, [*args, Placed(0)])
+                return self._not_negative(x.args[0], args)
             case "where":
                 return self._pointwise(torch.where, args)
             case "pow":
@@ -264,13 +246,22 @@ class Writer:
 
     def _in_wide(self, x: Node, args: Sequence[Placed]) -> Sequence[Placed]:
         """The arguments of an operation, with integers as floating-point numbers where it has no
-        others: torch would compute in the default type, which may be narrow.
+        others: torch would compute in the default type, which may be narrow. Arithmetic of
+        integers is that of int64: expressions are exact, narrow types wrap around.
         """
         given = [a for a in args if not a.is_number]
+        if x.dtype == INT or x.op == "nonnegative":
+            return [self._exact(a) for a in args]
         if x.dtype != FLOAT or not given or any(a.value.is_floating_point() for a in given):
             return args
         first = args[: 1 if x.op == "where" else 0]  # the condition
         return [*first, *(self._floating(a) for a in args[len(first) :])]
+
+    def _exact(self, a: Placed) -> Placed:
+        if a.is_number or a.value.dtype in (torch.bool, torch.int64):
+            return a
+        is_narrow = not a.value.is_floating_point()
+        return Placed(self.build.method("long", a.node), a.dims) if is_narrow else a
 
     def _floating(self, a: Placed) -> Placed:
         if a.is_number:
@@ -315,11 +306,29 @@ class Writer:
         rest = [a for i, a in enumerate(args) if i != logs[0]]
         return self._pointwise(torch.xlogy, [self._folded(torch.mul, operator.mul, rest), inside])
 
-    def _sum(self, x: Node, args: Sequence[Placed]) -> Placed:
-        """A number and multiples of others, positive ones first."""
+    def _not_negative(self, x: Node, args: Sequence[Placed]) -> Placed:
+        """Whether a sum of integers is at least 0, as a comparison of two sums.
+
+        A difference of captured tensors, or of one and a number, may wrap around.
+        """
+        if x.op != "linear":
+            return self._pointwise(torch.ge, [*args, Placed(0)])
         constant, coefficients = x.value
-        is_int = x.dtype == INT
-        pairs = sorted(zip(coefficients, args, strict=True), key=lambda p: p[0] < 0.0)
+        sides: tuple[list[tuple[float, Placed]], ...] = [], []
+        has_tensors = [False, False]
+        for c, a, y in zip(coefficients, args, x.args, strict=True):
+            sides[c < 0.0].append((abs(c), a))
+            has_tensors[c < 0.0] |= any(z.op == "capture" for z in walk([y]))
+        is_left = not sides[0] or (bool(sides[1]) and not has_tensors[0])
+        numbers = (constant, 0.0) if is_left else (0.0, -constant)
+        left, right = map(self._sum, numbers, sides, (INT, INT))
+        call, pair = (torch.le, [right, left]) if left.is_number else (torch.ge, [left, right])
+        return self._pointwise(call, pair)
+
+    def _sum(self, constant: float, terms: Iterable[tuple[float, Placed]], dtype: str) -> Placed:
+        """A number and multiples of others, positive ones first."""
+        is_int = dtype == INT
+        pairs = sorted(terms, key=lambda p: p[0] < 0.0)
         total: Placed | None = None
         for c, a in pairs:
             c = int(c) if is_int else c
@@ -334,9 +343,10 @@ class Writer:
                 continue
             add = (torch.add, operator.add) if sign > 0 else (torch.sub, operator.sub)
             total = self._joined(*add, total, term)
-        assert total is not None
+        number = int(constant) if is_int else constant
+        if total is None:
+            return Placed(number)
         if constant:
-            number = int(constant) if is_int else constant
             total = self._joined(torch.add, operator.add, total, Placed(number))
         return total
 
@@ -434,7 +444,7 @@ class Writer:
 
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
-        if not any(y.op == "capture" or _moves_around(y) or _repeats(y) for y in walk([at])):
+        if not any(y.op == "capture" or moves_around(y) or repeats(y) for y in walk([at])):
             raise Unsupported("gather or reshape that mixes the axes of the scores")
         self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)
@@ -447,7 +457,7 @@ class Writer:
         at = list(at)
         for d in reversed(range(len(at) - 1)):
             size = self.reading.sizes.of(tensor_of(tensor).shape[d + 1])
-            whole = _undivided(at[d], at[d + 1], size_of(size))
+            whole = undivided(at[d], at[d + 1], size_of(size))
             if whole is not None:
                 tensor = self.build.method("flatten", tensor, d, d + 1)
                 at[d : d + 2] = [whole]
@@ -464,33 +474,15 @@ def _axes_of(x: Node) -> list[Axis]:
 
 
 def _inputs(x: Node) -> tuple[Node, ...]:
-    """The arguments of an operation; of a sum of sums, those of the innermost."""
+    """The arguments of an operation; of a sum of sums, those of the innermost, and of what is
+    not negative the terms of a sum.
+    """
     while _is_sum(x) and _is_sum(x.args[0]):
+        x = x.args[0]
+    if x.op == "nonnegative" and x.args[0].op == "linear":
         x = x.args[0]
     return x.args
 
 
 def _is_sum(x: Node) -> bool:
     return x.op == "reduce" and x.value.kind == SUM
-
-
-def _undivided(above: Node, below: Node, size: Node) -> Node | None:
-    """The position of which two are the quotient and the remainder by a size."""
-    digits = above.op, below.op
-    if digits != ("floor_divide", "remainder") or above.args[0] is not below.args[0]:
-        return None
-    return above.args[0] if all(_is_size(x.args[1], size) for x in (above, below)) else None
-
-
-def _is_size(x: Node, size: Node) -> bool:
-    return x is size or (x.op == size.op and x.value == size.value)
-
-
-def _moves_around(x: Node) -> bool:
-    """Whether positions are shifted and begin anew, as of `roll`."""
-    return x.op == "remainder" and x.args[0].op == "linear" and x.args[0].value[0] != 0.0
-
-
-def _repeats(x: Node) -> bool:
-    """Whether a position is one of several in a row, as many as a size that varies says."""
-    return x.op == "floor_divide" and x.args[0].op == "index" and x.args[1].op == "size"

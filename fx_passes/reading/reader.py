@@ -222,6 +222,8 @@ class Reader:
             return self._number(self.sizes.expression(x))
         if isinstance(x, bool):
             return self._number(truth_of(x))
+        if isinstance(x, int) and abs(x) > types.LARGEST_POSITION:
+            raise NoRule("an integer with more digits than float64 has")
         if isinstance(x, (int, float)):
             return self._number(const(x, INT if isinstance(x, int) else FLOAT))
         raise NoRule(f"an argument is {type(x).__name__}, neither a tensor nor a number")

@@ -17,8 +17,9 @@ from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import key_of
-from torch_streamkl.program.canonical import FALSE, TRUE, choose, function
+from torch_streamkl.program.canonical import FALSE, TRUE, choose, function, linear
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node, Size, const
+from torch_streamkl.program.shifts import is_lost
 
 if TYPE_CHECKING:
     from torch_streamkl.fx_passes.reading.reader import Reader
@@ -191,3 +192,11 @@ def in_type(value: float, dtype: torch.dtype) -> Node:
 def applied(op: str) -> Callable[..., Node]:
     """Returns an operation of the table, of numbers."""
     return lambda *args: function(op, *(number_of(x) for x in args))
+
+
+def added(a: Node, b: Node, sign: float = 1.0) -> Node:
+    """Returns ``a + sign * b``, of which no large part is lost: `shifts.is_lost`."""
+    total = linear(0.0, [(1.0, a), (sign, b)])
+    if FLOAT in (a.dtype, b.dtype) and is_lost(total, (a, b)):
+        raise NoRule("a number that is large is added to scores, and taken away again")
+    return total

@@ -68,6 +68,8 @@ def stored(x: Node, dtype: torch.dtype) -> Node:
         return number_of(x, kind)
     if kind == INT and x.dtype == FLOAT and not is_whole(x):
         raise NoRule("a number that is no integer in a tensor of integers")
+    if kind == FLOAT and x.op == "linear" and not _multiplies_within(x, dtype):
+        raise NoRule(f"values times a number that {name} does not hold")
     if kind == INT and x.op == "const":  # a folded sum is one of floating-point numbers
         return in_type(x.value, dtype)
     if INT in (kind, x.dtype) and not holds(x, dtype):
@@ -75,6 +77,18 @@ def stored(x: Node, dtype: torch.dtype) -> Node:
             return _rounded(x, name, kind)
         raise NoRule(f"integers that {name} may not hold")
     return x
+
+
+def _multiplies_within(x: Node, dtype: torch.dtype) -> bool:
+    """Whether a type holds the numbers of a sum: what is multiplied with others is 0 or infinite,
+    whatever it is multiplied with later.
+    """
+    limits, (constant, coefficients) = torch.finfo(dtype), x.value
+    smallest = limits.smallest_normal * limits.eps
+    sizes = [abs(c) for c in coefficients if c and math.isfinite(c)]
+    if math.isfinite(constant):
+        sizes.append(max(abs(constant), smallest))
+    return all(smallest <= size <= limits.max for size in sizes)
 
 
 def cast(x: Node, to: torch.dtype, than: torch.dtype) -> Node:

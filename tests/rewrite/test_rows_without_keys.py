@@ -98,3 +98,34 @@ def test_scores_next_to_a_billion_have_digits_left_in_float64() -> None:
     kept = keep | ~keep.any(-1, keepdim=True)  # a number for the whole row changes no softmax
     p, t = (x.masked_fill(~kept, -math.inf).softmax(-1) for x in (q @ k.mT, r @ s.mT))
     torch.testing.assert_close(leaf.grad, (p - t) @ k, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["where", "tensor", "integers"])
+def test_a_mask_that_is_added_to_one_side_alone(kind: str) -> None:
+    """The teacher is uniform in a row without keys, and the student learns from it."""
+    keep = torch.ones(NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril(-1)  # row 0 has no key
+
+    def loss(q: Tensor, k: Tensor, t: Tensor, added: Tensor) -> Tensor:
+        mask = torch.zeros(keep.shape).masked_fill(~keep, -1e9) if kind == "where" else added
+        mask = (mask - 1) * 1e9 if kind == "integers" else mask
+        teacher = (t @ t.mT + mask).softmax(-1)
+        return -(teacher * (q @ k.mT).log_softmax(-1)).sum()
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, t = (torch.randn(1, 2, NUM_ROWS, HEAD_DIM, generator=generator) for _ in range(3))
+    added = torch.zeros(keep.shape).masked_fill(~keep, -1e9)
+    added = keep.int() if kind == "integers" else added
+    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0, "streamkl.verify": "never"}
+    torch._dynamo.reset()
+    with backend.collected() as report:
+        fn = torch.compile(loss, backend="streamkl", options=options)
+        leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
+        found = torch.autograd.grad(fn(*leaves, t, added), leaves)
+    assert report.num_fused, report
+
+    q, k, t = q.double(), k.double(), t.double()
+    removed = (t @ t.mT).masked_fill(~keep, -torch.inf).softmax(-1)
+    teacher = removed.nan_to_num(1 / NUM_ROWS)
+    slope = (q @ k.mT).softmax(-1) - teacher
+    for x, exact in zip(found, (slope @ k, slope.mT @ q), strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=1e-5)

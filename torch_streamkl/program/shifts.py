@@ -7,7 +7,11 @@ moves it elsewhere, asks here first.
 
 from __future__ import annotations
 
-from torch_streamkl.program.graph import CONTRACT, FLOAT, Node
+import math
+from collections.abc import Sequence
+
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Node
 from torch_streamkl.program.ranges import times
 from torch_streamkl.program.walks import walk
 
@@ -19,14 +23,58 @@ LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 def is_small(c: float, x: Node) -> bool:
     """Returns whether scores keep their digits next to ``c * x``.
 
-    So they do next to what is bounded, and next to what is made of products and reductions, which
-    are as large as scores are. A captured tensor and a mask may be of any size.
+    So they do next to what is bounded, and next to what is made of products and their reductions,
+    which are as large as scores are. A captured tensor and a mask may be of any size.
     """
     if all(abs(times(c, bound)) <= LARGEST_SHIFT for bound in x.range):
         return True
-    for y in walk([x], lambda y: y.op not in (CONTRACT, "reduce", "capture")):
-        if y.op == "const" and not abs(y.value) <= LARGEST_SHIFT:
+    if abs(c) > LARGEST_SHIFT:
+        return False
+    for y in walk([x], lambda y: not _is_condition_or_score(y)):
+        if not all(abs(number) <= LARGEST_SHIFT for number in _numbers(y)):
             return False
         if y.op == "capture" and y.dtype == FLOAT:
             return False
     return True
+
+
+def _numbers(x: Node) -> Sequence[float]:
+    """The numbers of a sum, or of a constant."""
+    if x.op == "linear":
+        return (x.value[0], *x.value[1])
+    return (x.value,) if x.op == "const" else ()
+
+
+def _is_condition_or_score(x: Node) -> bool:
+    """Whether the numbers in an expression say nothing of its size: a reduction is of products."""
+    if x.dtype == BOOL or x.op in (CONTRACT, "capture"):
+        return True
+    return x.op == "reduce" and any(y.op == CONTRACT for y in walk(x.args))
+
+
+def is_lost(total: Node, parts: Sequence[Node]) -> bool:
+    """Returns whether a sum lacks what is large in one of its parts, next to smaller terms.
+
+    Over real numbers ``(scores + 1e9) - 1e9`` is ``scores``. In floating point it has the digits
+    that scores have next to 1e9.
+    """
+    constant, terms = terms_of(total)
+    left = {t: abs(c) for c, t in terms}
+    for x in parts:
+        number, own = terms_of(x)
+        if abs(constant) < abs(number) / LARGE and any(
+            abs(number) > LARGEST_SHIFT * _size(c, t) for c, t in own
+        ):
+            return True
+        for c, t in own if len(own) > 1 else ():
+            if left.get(t, 0.0) >= abs(c) / LARGE or is_small(c, t):
+                continue
+            if all(y is not t for y in walk([total])):  # nor inside of a softmax, or of a mask
+                return True
+    return False
+
+
+def _size(c: float, x: Node) -> float:
+    """How large a term is: as scores are, unless it is known."""
+    size = max(abs(times(c, bound)) for bound in x.range)
+    return size if size < math.inf else max(abs(c), 1.0)

@@ -6,7 +6,7 @@ import torch
 
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, rule
+from torch_streamkl.fx_passes.reading.registry import Call, NoRule, added, number_of, rule
 from torch_streamkl.fx_passes.reading.rules.reductions import (
     averaged,
     count_of,
@@ -61,7 +61,7 @@ def mse_loss(call: Call) -> Array:
     """Reads squared differences."""
 
     def squares(x: Node, y: Node) -> Node:
-        difference = subtracted(x, y)
+        difference = added(x, y, -1.0)
         return product(difference, difference)
 
     return _finished(call, call.pointwise(squares, *call.arrays("self", "target")))
@@ -71,7 +71,7 @@ def mse_loss(call: Call) -> Array:
 def l1_loss(call: Call) -> Array:
     """Reads absolute differences."""
     pair = call.arrays("self", "target")
-    return _finished(call, call.pointwise(lambda x, y: function("abs", subtracted(x, y)), *pair))
+    return _finished(call, call.pointwise(lambda x, y: function("abs", added(x, y, -1.0)), *pair))
 
 
 @rule(aten.smooth_l1_loss.default, aten.huber_loss.default)
@@ -83,7 +83,7 @@ def huber_loss(call: Call) -> Array:
         raise NoRule("a loss with a bound of 0")
 
     def values(x: Node, y: Node) -> Node:
-        distance = function("abs", subtracted(x, y))
+        distance = function("abs", added(x, y, -1.0))
         near = scaled(0.5 / beta, product(distance, distance))
         far = linear(-0.5 * beta, [(1.0, distance)])
         found = choose(compare("lt", distance, const(beta)), near, far)

@@ -9,7 +9,14 @@ import torch
 
 from torch_streamkl.fx_passes.reading import types
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
+from torch_streamkl.fx_passes.reading.registry import (
+    Call,
+    NoRule,
+    added,
+    applied,
+    number_of,
+    rule,
+)
 from torch_streamkl.program.canonical import (
     all_of,
     any_of,
@@ -131,10 +138,7 @@ def _sum(call: Call, sign: float, first: str = "self", second: str = "other") ->
     def add(a: Node, b: Node) -> Node:
         if a.dtype == BOOL and b.dtype == BOOL:
             return any_of(a, b)
-        b = number_of(b)
-        if alpha.op == "const":
-            return linear(0.0, [(1.0, number_of(a)), (sign * alpha.value, b)])
-        return linear(0.0, [(1.0, number_of(a)), (sign, product(alpha, b))])
+        return added(number_of(a), product(alpha, number_of(b)), sign)
 
     return call.pointwise(add, x, y)
 
