@@ -31,6 +31,7 @@ from torch_streamkl.fx_passes.planning.special_values import (
     Scores,
     check_masked_logarithms,
     check_nan_readers,
+    check_promoted,
     check_replaced,
 )
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
@@ -98,6 +99,7 @@ class Fusing:
         scores = Scores(found.inner, found.forms, self.losses.reading)
         for call in found.calls:
             self._check_comparisons(call)
+        check_promoted(scores)
         check_masked_logarithms(scores)
         check_replaced(scores)
         check_nan_readers(found.node, scores, self.outside)

@@ -160,6 +160,23 @@ def check_replaced(loss: Scores) -> None:
             raise Unsupported("values after the softmax that are infinite are replaced")
 
 
+def check_promoted(loss: Scores) -> None:
+    """Raises Unsupported if a tensor of float64 makes scores float64: with digits next to -1e4."""
+    for node in loss.nodes:
+        x = loss.expression(node)
+        if _dtype(node) != torch.float64 or x is None or not (_has_product(x) and _is_score(x)):
+            continue
+        others = [(a in loss.reading.reads_products, _dtype(a)) for a in node.all_input_nodes]
+        made = {dtype for is_made, dtype in others if is_made}
+        if made and torch.float64 not in made and (False, torch.float64) in others:
+            raise Unsupported("scores become float64 after their matmul")
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
 # ------------------------------------------------------------------------ expressions
 
 

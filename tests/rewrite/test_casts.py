@@ -119,3 +119,16 @@ def test_numbers_made_of_integers_are_as_wide_as_the_scores(make) -> None:
     assert outcome.num_fused == 1, outcome.report
     for ours, eager in zip(outcome.compiled.tensors(), outcome.eager.tensors(), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mask_of_float64_keeps_the_digits_of_scores_of_float32() -> None:
+    """Rows that it masks as a whole have them next to -1e4, which float32 has not."""
+
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        keep = torch.arange(24)[:, None] == torch.arange(5, 37)
+        teacher = (qt @ kt.mT + (1 - keep.double()) * -1e4).softmax(-1)
+        return F.kl_div((q @ k.mT).log_softmax(-1), teacher, reduction="batchmean")
+
+    outcome = compare(loss, inputs(), options={"streamkl.verify": "never"}).check()
+    assert outcome.num_fused == 0
+    assert "scores become float64" in str(outcome.report)
