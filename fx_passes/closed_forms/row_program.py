@@ -237,8 +237,11 @@ class _Planner:
         outputs = [steps.output(x) for x in self.opened]
         tracer.captures = leaves.declared()
         dtypes = {dtype for x in products for dtype in dtypes_of(x, self.facts)}
-        elements = Elements(self.opened, steps.nodes, logs, dtypes)
-        check_readers_inside(elements, are_exact=are_exact)
+        # what a program detaches is made of the same numbers: one check of both
+        bare = {detached.get(x, x): y for x, y in steps.nodes.items() if y.op == "detach"}
+        bare |= {detached.get(x, x): y for x, y in steps.nodes.items() if y.op != "detach"}
+        roots, logs = [detached.get(x, x) for x in self.opened], {detached.get(x, x) for x in logs}
+        check_readers_inside(Elements(roots, bare, logs, dtypes), are_exact=are_exact)
         return tracer, leaves, outputs
 
     def _logarithms(self, detached: dict[Node, Node]) -> set[Node]:

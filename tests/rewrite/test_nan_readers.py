@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.comparing import compare
 from tests.support.covering import every
 from torch_streamkl import explain
 from torch_streamkl.fx_passes import backend
@@ -212,3 +213,20 @@ def test_the_report_names_the_reader() -> None:
     report = explain(program, *maps())
     assert report.num_fused == 0
     assert "nan_to_num reads the divergence, and eager has NaN where a key" in str(report)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_comparison_inside_of_a_program_reads_nan(learns: bool) -> None:
+    """Of sums over the rows: it has no gradient, where what it chooses has one."""
+
+    def program(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor) -> Tensor:
+        p = (h @ w.T).masked_fill(torch.ones(6, 12, dtype=torch.bool).tril(-1), -1e4).softmax(-1)
+        e = (ht @ wt.T).exp()
+        r = (p * (p / (e / e.sum(-1, keepdim=True))).log()).sum(-2)
+        return torch.where(r > 0.1, r, 0.0).mean()
+
+    shapes = ((6, 5), (12, 5), (6, 3), (12, 3))
+    inputs = [torch.randn(*n, dtype=torch.float64) for n in shapes]
+    inputs[3].requires_grad_(learns)
+    outcome = compare(program, inputs, options={"streamkl.verify": "never"}).check()
+    assert outcome.num_fused == 0
