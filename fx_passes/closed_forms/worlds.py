@@ -40,6 +40,7 @@ class World:
     empty: tuple[Condition, ...] = ()  # which no key of the row meets
     logs: Mapping[int, float] = field(default_factory=dict)  # log-probabilities that are known
     is_allowed: bool = False
+    unbounded: frozenset[int] = frozenset()  # distributions with scores that a tensor may hide
 
 
 def mentions_variables(x: Node) -> bool:
@@ -130,7 +131,9 @@ def _compared(condition: Node, world: World) -> bool | None:
     x, y = value_at(a, world), value_at(b, world)
     if x is not None and y is not None:
         return bool(operations.of_numbers(condition.op, [x, y], [a.dtype, b.dtype]))
-    if not world.is_allowed:
+    if not world.is_allowed or any(
+        y.op == LOG and int(y.value) in world.unbounded for y in walk([condition])
+    ):
         return None
     for x_, y_ in ((a, b), (b, a)):  # probabilities are positive, their logarithms finite
         if y_.op != "const":
@@ -254,13 +257,19 @@ class Judgement:
     is_zero_outside: bool = True  # the divergence is 0 at the other keys, without the condition
 
 
+def has_infinite_bias(form: ScoreForm) -> bool:
+    """Returns whether a tensor is added to scores that may hold anything."""
+    return any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
+
+
 def judged(x: Node, forms: Sequence[ScoreForm], key: Axis) -> Judgement:
     """Returns the divergence of an expression of the distributions with these scores."""
     masks = [form.mask for form in forms]
     every = frozenset[Node]().union(*masks)
+    unbounded = frozenset(i for i, form in enumerate(forms) if has_infinite_bias(form))
     if all(mask == every for mask in masks):
-        return _judged_alike(x, forms, every, key)
-    allowed = World(key, holds=every, is_allowed=True)
+        return _judged_alike(x, forms, every, key, unbounded)
+    allowed = World(key, holds=every, is_allowed=True, unbounded=unbounded)
     on = settled(x, allowed)
     if on is x:
         return Judgement(x)
@@ -281,8 +290,14 @@ def _absent(forms: Sequence[ScoreForm], of: Sequence[int]) -> dict[int, float]:
     return {i: -math.inf if forms[i].fill <= IMPROBABLE else math.nan for i in of}
 
 
-def _judged_alike(x: Node, forms: Sequence[ScoreForm], mask: Condition, key: Axis) -> Judgement:
-    on = settled(x, World(key, holds=mask, is_allowed=True))
+def _judged_alike(
+    x: Node,
+    forms: Sequence[ScoreForm],
+    mask: Condition,
+    key: Axis,
+    unbounded: frozenset[int],
+) -> Judgement:
+    on = settled(x, World(key, holds=mask, is_allowed=True, unbounded=unbounded))
     if on is x or not mask:
         return Judgement(on)
     logs = _absent(forms, range(len(forms)))

@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.heads import Variables
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
-from torch_streamkl.fx_passes.closed_forms.worlds import World, value_at
+from torch_streamkl.fx_passes.closed_forms.worlds import World, has_infinite_bias, value_at
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
@@ -149,7 +149,7 @@ def check_replaced(loss: Scores) -> None:
     The matcher has decided which keys a mask removes; what a tensor removes is not known.
     """
     by_mask = loss.drops_absent_keys or not loss.may_be_infinite
-    by_tensor = loss.drops_absent_keys or not any(map(_has_infinite_bias, loss.forms))
+    by_tensor = loss.drops_absent_keys or not any(map(has_infinite_bias, loss.forms))
     for node in loss.nodes:
         what, x = loss.reading.observers.get(node), loss.expression(next(iter(node.args), None))
         if what not in ASKS or x is None or not (is_of_keys(x) or _has_product(x)):
@@ -209,11 +209,7 @@ def is_of_keys(x: Node) -> bool:
 def may_be_infinite(form: ScoreForm) -> bool:
     """Returns whether some scores may be -inf; a tensor that is added may hold anything."""
     is_removed = bool(form.mask) and form.fill == -math.inf
-    return is_removed or _has_infinite_bias(form)
-
-
-def _has_infinite_bias(form: ScoreForm) -> bool:
-    return any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
+    return is_removed or has_infinite_bias(form)
 
 
 def _may_hide_keys(form: ScoreForm) -> bool:

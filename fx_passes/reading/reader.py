@@ -15,6 +15,7 @@ recorded a gradient and the expression has none, the result is captured.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -222,7 +223,7 @@ class Reader:
             return self._number(self.sizes.expression(x))
         if isinstance(x, bool):
             return self._number(truth_of(x))
-        if isinstance(x, int) and abs(x) > types.LARGEST_POSITION:
+        if isinstance(x, int) and types.LARGEST_POSITION < abs(x) != sys.maxsize:  # end of a slice
             raise NoRule("an integer with more digits than float64 has")
         if isinstance(x, (int, float)):
             return self._number(const(x, INT if isinstance(x, int) else FLOAT))

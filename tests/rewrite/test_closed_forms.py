@@ -131,10 +131,11 @@ def test_options_of_scores() -> None:
     def build(t: n.Tensors) -> Array:
         bias = t.make("bias", n.HEADS, n.ROWS, n.KEYS)
         s = n.scaled(n.plus(n.softcapped(n.scores(t, "s"), 5.0), bias), 0.5)
-        return n.mean(n.kl(s, n.scaled(n.scores(t, "t"), 0.25)))
+        return n.mean(n.kl(s, n.scaled(n.plus(n.scores(t, "t"), bias), 0.25)))
 
     call = call_of(build)
     student = call.student
+    assert [b.weight for b in call.teacher.biases] == [0.25]
     assert student.softcap == pytest.approx(2.5)
     assert student.scale == pytest.approx(0.5 * n.DIM**-0.5)
     assert [b.weight for b in student.biases] == [0.5]

@@ -463,8 +463,9 @@ def compare(op: str, a: Node, b: Node) -> Node:
         return negation(compare("eq", a, b))
     if op == "eq" and a.dtype == BOOL and b.op == "const":
         return a if b.value else negation(a)
-    if op == "eq" and a is b:
-        return TRUE
+    if op == "eq" and a is b:  # so code asks for NaN
+        is_number = a.dtype != FLOAT or a.is_finite
+        return TRUE if is_number else negation(function("isnan", a))
     for x, y in ((a, b), (b, a)):
         if x.op == "where" and {y.op, x.args[1].op, x.args[2].op} == {"const"}:
             yes, no = (compare(op, *((z, y) if x is a else (y, z))) for z in x.args[1:])

@@ -138,7 +138,10 @@ def _sum(call: Call, sign: float, first: str = "self", second: str = "other") ->
     def add(a: Node, b: Node) -> Node:
         if a.dtype == BOOL and b.dtype == BOOL:
             return any_of(a, b)
-        return added(number_of(a), product(alpha, number_of(b)), sign)
+        a, b = number_of(a), number_of(b)
+        if alpha.op == "const":
+            return added(a, b, sign * alpha.value)
+        return added(a, product(alpha, b), sign)
 
     return call.pointwise(add, x, y)
 
