@@ -20,7 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
-from torch_streamkl.program.graph import CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
+from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
+from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
 from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.steps import Step
 from torch_streamkl.program.walks import walk
@@ -205,6 +207,31 @@ def _check_powers(order: Sequence[Node], elements: Elements) -> None:
 
 def _constant(x: Node) -> float:
     return float(x.value) if x.op == "const" else -math.inf
+
+
+def is_filled(scores: Node, least: float) -> bool:
+    """Returns whether a finite number of at least this size replaces scores, or is added to them.
+
+    A tensor of rows and keys without a gradient may be a mask that is added.
+    """
+
+    def is_large(number: float) -> bool:
+        return least <= abs(number) < math.inf
+
+    def is_entered(x: Node) -> bool:
+        return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
+
+    for x in walk([scores], is_entered):
+        if x.op == "const" and is_large(x.value):
+            return True
+        if x.op == "linear":
+            constant, terms = terms_of(x)
+            free = [c for c, t in terms if not has_products(t)]
+            if any(map(is_large, (constant, *free))):
+                return True
+        if x.op == "capture" and x.dtype == FLOAT and not x.flows and len(x.axes) > 1:
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------ of whole programs

@@ -15,7 +15,7 @@ for. What has to be found is which axis is which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch_streamkl.fx_passes.closed_forms.row_checks import (
     Elements,
     UnderflowRead,
     check_readers_inside,
+    is_filled,
 )
 from torch_streamkl.fx_passes.closed_forms.row_groups import (
     Dim,
@@ -50,11 +51,20 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     products_in,
     sites_of,
 )
-from torch_streamkl.fx_passes.closed_forms.row_steps import Steps
+from torch_streamkl.fx_passes.closed_forms.row_steps import HIDES, Steps
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.reading.arrays import position
 from torch_streamkl.program.derive import HeadJacobianError
-from torch_streamkl.program.graph import CONTRACT, Axis, HeadsError, Node, Source, capture, index
+from torch_streamkl.program.graph import (
+    CONTRACT,
+    LOGSUMEXP,
+    Axis,
+    HeadsError,
+    Node,
+    Source,
+    capture,
+    index,
+)
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.walks import walk
@@ -184,10 +194,10 @@ class _Planner:
             forms = self._traced(products, numbers, groups, detached, True)
         tracer, leaves, outputs = forms
         different = list(dict.fromkeys(outputs))
-        program = tracer.program(different)
+        program, numbers_of = tracer.program(different)
         derive.forward_plan(program, True)
         self._check_gradients(program, products, leaves)
-        slots = dict(zip(different, program.outputs, strict=True))
+        slots = dict(zip(different, numbers_of, strict=True))
         values, around = self._around(groups, [slots[x] for x in outputs], outputs)
         return RowForm(
             program,
@@ -246,10 +256,10 @@ class _Planner:
 
     def _logarithms(self, detached: dict[Node, Node]) -> set[Node]:
         """The log-softmaxes that eager code computes as the logarithm of a probability."""
+        every = [x for x in walk(self.facts.logarithms, is_entered) if x.op == "log_softmax"]
+        _check_chosen(every, detached)
         shapes = _Shapes()
-        wanted = {
-            shapes.of(x) for x in walk(self.facts.logarithms, is_entered) if x.op == "log_softmax"
-        }
+        wanted = set(map(shapes.of, every))
         return {x for x in detached if x.op == "log_softmax" and shapes.of(x) in wanted}
 
     def _check_gradients(
@@ -328,6 +338,17 @@ def _numbered(
         numbers[bare] = len(products)
         products.append(product_of(trained[0] if trained else bare, keys))
     return products, numbers
+
+
+def _check_chosen(logarithms: Sequence[Node], opened: Iterable[Node]) -> None:
+    """Raises NoForm if a logarithm of probabilities is taken at some keys, as those of labels.
+
+    There it is a score minus the log-sum-exp. Eager code has -inf where a mask made it 0.
+    """
+    hidden = {frozenset(_products_of(x)) for x in logarithms if is_filled(x.args[0], HIDES)}
+    for x in opened:
+        if x.op == "reduce" and x.value.kind == LOGSUMEXP and _products_of(x) in hidden:
+            raise NoForm("the logarithm of some probabilities of a row, which a mask may make 0")
 
 
 class _Shapes:

@@ -12,7 +12,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.closed_forms.row_checks import SMALLEST, SMALLEST_OF_OTHERS
+from torch_streamkl.fx_passes.closed_forms.row_checks import (
+    SMALLEST,
+    SMALLEST_OF_OTHERS,
+    is_filled,
+)
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors
@@ -20,7 +24,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading, is_number
 from torch_streamkl.fx_passes.reading.types import is_narrower
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Node, Source
+from torch_streamkl.program.graph import Node, Source
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
@@ -120,28 +124,3 @@ def _check_power(node: fx.Node, operands: Collection[torch.dtype], reading: Read
     scales = [abs(c) for c, t in terms if t.op == "log_softmax"]
     if scales and 0.0 > min(scales) * smallest > math.log(eps):
         raise Unsupported("a small power of a probability that may underflow")
-
-
-def is_filled(scores: Node, least: float) -> bool:
-    """Returns whether a finite number of at least this size replaces scores, or is added to them.
-
-    A tensor of rows and keys without a gradient may be a mask that is added.
-    """
-
-    def is_large(number: float) -> bool:
-        return least <= abs(number) < math.inf
-
-    def is_entered(x: Node) -> bool:
-        return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
-
-    for x in walk([scores], is_entered):
-        if x.op == "const" and is_large(x.value):
-            return True
-        if x.op == "linear":
-            constant, terms = terms_of(x)
-            free = [c for c, t in terms if not has_products(t)]
-            if any(map(is_large, (constant, *free))):
-                return True
-        if x.op == "capture" and x.dtype == FLOAT and not x.flows and len(x.axes) > 1:
-            return True
-    return False

@@ -19,6 +19,7 @@ from tests.support.row_cases import (
     example,
     value_and_gradients,
 )
+from torch_streamkl import row_program
 from torch_streamkl.rows import torch_impl
 
 
@@ -53,6 +54,27 @@ def test_example(name: str, impl: str, small_blocks: None) -> None:
 @pytest.mark.parametrize("name", every(2, CASES))
 def test_float32_errs_no_more_than_naive_code(name: str, small_blocks: None) -> None:
     check_errors(name, "torch", torch.float32)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_sums_that_differ_in_the_order_of_factors_are_one(impl: str) -> None:
+    """Each has its gradient, although the program computes them once."""
+    dots = [torch.randn(1, 2, n, 3, dtype=torch.float64) for n in (4, 5)] * 2
+    q, k = dots[:2]
+
+    def both(e):
+        return {"a": (e.t * e.s.exp()).sum("key"), "b": (e.s.exp() * e.t).sum("key")}
+
+    q.requires_grad_()
+    found = row_program(both, dots={"s": (q, k), "t": (q.detach(), k)}, impl=impl)
+    s = q @ k.mT
+    expected = (s.exp() * s.detach()).sum(-1)
+    weights = torch.randn(2, *expected.shape, dtype=torch.float64)
+    total = sum((found[name] * w).sum() for name, w in zip("ab", weights, strict=True))
+    (gradient,) = torch.autograd.grad(total, q)
+    (wanted,) = torch.autograd.grad((expected * weights.sum(0)).sum(), q)
+    torch.testing.assert_close(found["b"], expected)
+    torch.testing.assert_close(gradient, wanted)
 
 
 @settings(max_examples=25, deadline=None)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.rewrite.test_row_program_counterexamples import KEYS, OPTIONS, ROWS, judge, tensors
+from tests.support.comparing import compare
 from tests.support.covering import every
 from tests.support.misleading.registry import student
 from torch_streamkl.fx_passes import backend
@@ -112,3 +113,20 @@ def test_given_entries_that_are_padded_have_no_part_in_the_divergence() -> None:
     assert report.num_fused == 1, report
     own = (h @ w.mT).log_softmax(-1).gather(-1, ids)
     torch.testing.assert_close(found, (logs.exp() * (logs - own))[kept].sum())
+
+
+@pytest.mark.parametrize("fill", [None, -1e4])
+def test_logarithms_of_probabilities_at_labels(fill: float | None) -> None:
+    """Where a mask makes one 0, eager code has -inf, and a score minus the log-sum-exp -1e4."""
+
+    def step(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+        s = h @ w.mT
+        if fill is not None:
+            s = s.masked_fill(torch.arange(6)[:, None] == torch.arange(11), fill)
+        return s.softmax(-1).log().gather(-1, labels[:, None])
+
+    h, w = (torch.randn(n, 4, dtype=torch.float64) for n in (6, 11))
+    inputs = [h, w, torch.tensor([3, 1, 10, 3, 0, 2])]
+    outcome = compare(step, inputs, options={"streamkl.verify": "never"}).check()
+    assert outcome.num_fused == (fill is None), outcome.report
+    assert outcome.compiled.outputs[0].isneginf().equal(outcome.eager.outputs[0].isneginf())

@@ -208,7 +208,8 @@ def row_program(
         flop_counts.register()
         every = op.row_program(inputs.tensors, program.text, is_differentiated, impl)
         results = [every[c] for c in program.outputs]
-    values = dict(zip(traced.reductions, results, strict=True))
+    of_number = dict(zip(program.outputs, results, strict=True))
+    values = {x: of_number[c] for x, c in traced.numbers.items()}
     finished = reference.of_rows(problem, traced.roots, values)
     if inputs.row_shape is not None:
         finished = [x.reshape(*inputs.row_shape, *x.shape[3:]) for x in finished]
@@ -273,7 +274,7 @@ def _loss_of(
 ) -> RowLoss | None:
     """Builds that loss from a traced program; None if it uses a tensor that needs a gradient."""
     (root,) = traced.roots
-    numbers = dict(zip(traced.reductions, traced.program.outputs, strict=True))
+    numbers = traced.numbers
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         return row_value(numbers[x], x.head) if x in numbers else with_args(x, args)

@@ -183,16 +183,18 @@ class Program:
 
 def program_of(
     dot_heads: tuple[int, ...], captures: tuple[Capture, ...], outputs: Sequence[Node], keys: Keys
-) -> Program:
-    """Returns the program of reductions: one, whatever order it was written in.
+) -> tuple[Program, tuple[int, ...]]:
+    """Returns the program of reductions, and the number of each in it.
 
-    Arguments of commutative operations are sorted by what they compute, and reductions stand in
-    the order in which the outputs first need them.
+    The program is one, whatever order it was written in. Arguments of commutative operations are
+    sorted by what they compute, and reductions stand in the order in which the outputs first need
+    them. So reductions of ``x * y`` and ``y * x`` are one, which the program has once.
     """
     schedule = Schedule(is_sorted=True)
     numbers = tuple(schedule.reduction(x) for x in outputs)
     steps, reductions = tuple(schedule.steps), tuple(schedule.reductions)
-    return Program(dot_heads, captures, steps, reductions, numbers, keys)
+    different = tuple(dict.fromkeys(numbers))
+    return Program(dot_heads, captures, steps, reductions, different, keys), numbers
 
 
 def check(program: Program) -> None:

@@ -68,8 +68,8 @@ class Tracer:
             return const(x.value * self.num_heads[x.head], FLOAT, x.axes & {ROWS, KEYS})
         return sum_heads(x)
 
-    def program(self, outputs: Sequence[Node]) -> Program:
-        """Returns the program with these reductions as its outputs."""
+    def program(self, outputs: Sequence[Node]) -> tuple[Program, tuple[int, ...]]:
+        """Returns the program with these reductions as its outputs, and their numbers in it."""
         return program_of(self.dot_heads, self.captures, outputs, self.keys)
 
 
@@ -94,7 +94,7 @@ class Traced:
 
     program: Program
     roots: list[Node]
-    reductions: list[Node]  # the program's outputs, as the roots have them
+    numbers: dict[Node, int]  # of the program's outputs, as the roots have them
     names: list[str] | None  # None for a single value
 
 
@@ -139,10 +139,11 @@ def trace(
         raise ValueError('a row program must have a sum or logsumexp over "key"')
     roots = [_connected(x, sums) for x in given]
     first = outermost(roots) or sums[:1]
+    program, numbers = tracer.program(first)
     return Traced(
-        tracer.program(first),
+        program,
         roots,
-        first,
+        dict(zip(first, numbers, strict=True)),
         list(outputs) if isinstance(returned, Mapping) else None,
     )
 
