@@ -15,15 +15,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 
-from torch_streamkl.registration import NAMESPACE, register
+from torch_streamkl.registration import NAMESPACE, define, register
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-_lib.define(
-    'checked_ids(Tensor ids, SymInt size, int dim, str of="gather") -> Tensor',
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 # the ids themselves, after an error where one of them is no position along a dimension of a tensor
-checked_ids = torch.ops.torch_streamkl.checked_ids.default
+checked_ids = define(
+    _lib,
+    'checked_ids(Tensor ids, SymInt size, int dim, str of="gather") -> Tensor',
+    (torch.Tag.pt2_compliant_tag,),
+)
 
 
 def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:

@@ -29,9 +29,14 @@ from torch_streamkl.attention.problem import (
 from torch_streamkl.checks import is_plain
 from torch_streamkl.registration import (
     NAMESPACE,
+    contiguous,
+    define,
+    fake_gradients,
+    only_needed,
     register,
-    register_no_double_backward,
+    register_autograd,
     without_autocast,
+    without_none,
 )
 
 _lib = Library(NAMESPACE, "DEF")
@@ -48,18 +53,16 @@ _NOT_DIFFERENTIABLE = (
     "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes"
 )  # fmt: skip
 
-_lib.define(
+attention_kl = define(
+    _lib,
     f"attention_kl({ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-_lib.define(
+attention_kl_backward = define(
+    _lib,
     "attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
     f"bool[] needs_grad, {ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-attention_kl = torch.ops.torch_streamkl.attention_kl.default
-attention_kl_backward = torch.ops.torch_streamkl.attention_kl_backward.default
 
 
 def problem_of(*args: Any, **kwargs: Any) -> tuple[AttentionProblem, str]:
@@ -123,12 +126,9 @@ def _run_backward(
     needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     given = (grad, student_stats, teacher_stats, needs_grad)
-    grads = _needs_grads(is_compiled, *given, *args, **kwargs)
-    # the operator returns a tensor for each of q and k, its first four arguments
-    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
-    return a, b, c, d
+    return without_none(_needs_grads(is_compiled, *given, *args, **kwargs), args[0])
 
 
 def _needs_grads(
@@ -165,13 +165,9 @@ def _backward_fake(
     needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     problem, _ = problem_of(*args, **kwargs)
-    a, b, c, d = (
-        x.new_empty(x.shape if need else (0,))
-        for x, need in zip(problem.queries_and_keys, needs_grad, strict=True)
-    )
-    return a, b, c, d
+    return fake_gradients(problem.queries_and_keys, needs_grad, problem.student.q, contiguous)
 
 
 def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
@@ -268,8 +264,7 @@ def gradients(
             grads[:4] = without_autocast(call, needs_grad, grad, *saved)
         else:
             given = (grad, student_stats, teacher_stats, list(needs_grad), *tensors, *options)
-            out = attention_kl_backward(*given)
-            grads[:4] = [g if need else None for g, need in zip(out, needs_grad, strict=True)]
+            grads[:4] = only_needed(attention_kl_backward(*given), needs_grad)
     for index, stats in ((4, student_stats), (5, teacher_stats)):
         if needs[index]:
             unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]
@@ -297,10 +292,7 @@ def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -
     return -share.sum((0, 2)).to(sink.dtype)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_kl", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "attention_kl")
+register_autograd(_lib, "attention_kl", _autograd, _setup_context)
 
 
 _UNBATCHED = (

@@ -15,11 +15,20 @@ from torch.library import Library
 
 from torch_streamkl.attention_topk import limits, torch_impl, values
 from torch_streamkl.attention_topk.problem import ChosenKeys, NeedsGrad, RowStats
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.registration import (
+    NAMESPACE,
+    contiguous,
+    define,
+    fake_gradients,
+    only_needed,
+    refuse_vmap,
+    register,
+    register_autograd,
+    without_none,
+)
 from torch_streamkl.runtime.devices import require_driver, warn_once
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 TENSORS = (
     "Tensor student_q, Tensor student_k, Tensor? head_weights, Tensor teacher_q, "
     "Tensor teacher_k, Tensor ids, Tensor? teacher_lse, Tensor? key_ranges"
@@ -30,16 +39,14 @@ OPTIONS = (
 NUM_TENSORS = 8  # of TENSORS
 LSE = 6  # teacher_lse among them
 
-_lib.define(
-    f"attention_topk({TENSORS}, {OPTIONS}) -> (Tensor value, Tensor stats, Tensor lse)", tags=TAGS
+attention_topk = define(
+    _lib, f"attention_topk({TENSORS}, {OPTIONS}) -> (Tensor value, Tensor stats, Tensor lse)"
 )
-_lib.define(
+attention_topk_backward = define(
+    _lib,
     f"attention_topk_backward(Tensor grad, Tensor stats, bool[] needs_grad, {TENSORS}, {OPTIONS})"
     " -> (Tensor q_grad, Tensor k_grad, Tensor head_weights_grad)",
-    tags=TAGS,
 )
-attention_topk = torch.ops.torch_streamkl.attention_topk.default
-attention_topk_backward = torch.ops.torch_streamkl.attention_topk_backward.default
 
 
 def problem_of(*args: Any) -> ChosenKeys:
@@ -88,8 +95,7 @@ def _backward(
     else:
         is_fixed = deterministic or torch.are_deterministic_algorithms_enabled()
         found = module.backward(problem, saved, grad, needs, is_fixed)
-    nothing = problem.student_q.new_empty
-    return tuple(nothing(0) if x is None else x for x in found)
+    return without_none(found, problem.student_q)
 
 
 def _backward_fake(
@@ -97,11 +103,7 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     problem = problem_of(*args)
     given = (problem.student_q, problem.student_k, problem.head_weights)
-    nothing = problem.student_q.new_empty
-    return tuple(
-        nothing(0) if x is None or not need else x.new_empty(x.shape)
-        for x, need in zip(given, needs_grad, strict=True)
-    )
+    return fake_gradients(given, needs_grad, problem.student_q, contiguous)
 
 
 def _products(q: Any, topk: int) -> int:
@@ -151,20 +153,15 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     found: list[Any] = [None] * (NUM_TENSORS + len(ctx.options))
     if grad is not None and any(needs):
         grads = attention_topk_backward(grad, stats, needs, *tensors, *ctx.options)
-        found[:3] = [g if need else None for g, need in zip(grads, needs, strict=True)]
+        found[:3] = only_needed(grads, needs)
     return tuple(found)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_topk", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "attention_topk")
-
-
-def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError(
+register_autograd(_lib, "attention_topk", _autograd, _setup_context)
+refuse_vmap(
+    _lib,
+    "attention_topk",
+    message=(
         "vmap over attention_topk_kl is not supported; its batch dimension takes more problems"
-    )
-
-
-torch.library.register_vmap(f"{NAMESPACE}::attention_topk", _no_vmap, lib=_lib)
+    ),
+)

@@ -31,7 +31,6 @@ from torch_streamkl.linear.ops import (
     INPUTS,
     NUM_TENSORS,
     OPTIONS,
-    TAGS,
     TENSORS,
     forward_flops,
     gradient_fakes,
@@ -52,7 +51,13 @@ from torch_streamkl.linear.problem import (
     RowValues,
     workspace_bytes,
 )
-from torch_streamkl.registration import NAMESPACE, register
+from torch_streamkl.registration import (
+    NAMESPACE,
+    define,
+    only_needed,
+    register,
+    register_autograd,
+)
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 IGNORED = -(2**62)  # of labels that count from this rank's first vocabulary entry
@@ -63,19 +68,17 @@ IGNORED = -(2**62)  # of labels that count from this rank's first vocabulary ent
 # `linear_kl` has it.
 _SHARD_ARGUMENTS = "*, str group_name, int student_vocab_start=-1, int teacher_vocab_start=-1"
 
-_lib.define(
+linear_kl_sharded = define(
+    _lib,
     f"linear_kl_sharded({TENSORS}, {OPTIONS}, {_SHARD_ARGUMENTS}) -> "
     "(Tensor value, Tensor hard, Tensor statistics, Tensor local_labels)",
-    tags=TAGS,
 )
-_lib.define(
+linear_kl_sharded_sum = define(
+    _lib,
     f"linear_kl_sharded_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
     f"bool[] needs_grad=[], {OPTIONS}, {_SHARD_ARGUMENTS}) -> "
     f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS})",
-    tags=TAGS,
 )
-linear_kl_sharded = torch.ops.torch_streamkl.linear_kl_sharded.default
-linear_kl_sharded_sum = torch.ops.torch_streamkl.linear_kl_sharded_sum.default
 
 
 def _shard(
@@ -260,7 +263,7 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, *_: Any) 
         local_labels if ctx.has_labels else None,
         **{**options, "ignore_index": IGNORED},
     )
-    given = [g if need else None for g, need in zip(grads, needs_grad, strict=False)]
+    given = only_needed(grads, needs_grad)
     return tuple((given + [None] * ctx.num_inputs)[: ctx.num_inputs])
 
 
@@ -271,10 +274,5 @@ def _setup_sum_context(
 
 
 _OPTION_NAMES = [a.name for a in linear_kl_sharded._schema.arguments[NUM_TENSORS:-3]]
-for _name, _backward, _setup in (
-    ("linear_kl_sharded", _autograd, _setup_context),
-    ("linear_kl_sharded_sum", sum_autograd, _setup_sum_context),
-):
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{_name}", _backward, setup_context=_setup, lib=_lib
-    )
+register_autograd(_lib, "linear_kl_sharded", _autograd, _setup_context)
+register_autograd(_lib, "linear_kl_sharded_sum", sum_autograd, _setup_sum_context)

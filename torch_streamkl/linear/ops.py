@@ -31,11 +31,16 @@ from torch_streamkl.linear.problem import (
 )
 from torch_streamkl.registration import (
     NAMESPACE,
+    define,
+    fake_gradients,
+    only_needed,
+    refuse_vmap,
     register,
-    register_no_double_backward,
+    register_autograd,
+    without_none,
 )
 from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
-from torch_streamkl.stored_gradients import may_overwrite, scaled
+from torch_streamkl.stored_gradients import scaled, scaled_gradients
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
@@ -49,27 +54,23 @@ GRADIENTS, ADAPTER_GRADIENTS = (
     for names in (SPEC.tensor_names[:6], ADAPTER_NAMES)
 )
 INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `NeedsGrad`
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
-_lib.define(
+linear_kl = define(
+    _lib,
     f"linear_kl({TENSORS}, {OPTIONS}, {ADAPTERS}) -> "
     "(Tensor value, Tensor hard, Tensor statistics)",
-    tags=TAGS,
 )
-_lib.define(
+linear_kl_backward = define(
+    _lib,
     f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] needs_grad, "
     f"{TENSORS}, {OPTIONS}, {ADAPTERS}) -> ({GRADIENTS}, {ADAPTER_GRADIENTS})",
-    tags=TAGS,
 )
-_lib.define(
+linear_kl_sum = define(
+    _lib,
     f"linear_kl_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
     f"bool[] needs_grad=[], {OPTIONS}, {ADAPTERS}) -> "
     f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS}, {ADAPTER_GRADIENTS})",
-    tags=TAGS,
 )
-linear_kl = torch.ops.torch_streamkl.linear_kl.default
-linear_kl_backward = torch.ops.torch_streamkl.linear_kl_backward.default
-linear_kl_sum = torch.ops.torch_streamkl.linear_kl_sum.default
 
 IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 
@@ -151,17 +152,13 @@ def _backward(
         workspace,
         rows_of(is_compiled, problem, impl),
     )
-    return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
+    return without_none(grads, problem.student.hidden)
 
 
 def gradient_fakes(problem: LinearProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
     """Returns empty gradients: what a fake call returns."""
     inputs = [getattr(getattr(problem, side), part) for side, part in OUTPUTS]
-    flags = (*needs_grad, *(False,) * len(inputs))
-    return tuple(
-        torch.empty_like(x) if need and x is not None else problem.student.hidden.new_empty(0)
-        for x, need in zip(inputs, flags, strict=False)
-    )
+    return fake_gradients(inputs, needs_grad, problem.student.hidden)
 
 
 def _backward_fake(
@@ -226,8 +223,7 @@ def sum_results(
     total = weighted_sum(rows.value, weights.value)
     if weights.hard is not None:
         total = total + weighted_sum(rows.hard, weights.hard)
-    nothing = problem.student.hidden.new_empty
-    return total, rows.value, rows.hard, *(nothing(0) if g is None else g for g in grads)
+    return total, rows.value, rows.hard, *without_none(grads, problem.student.hidden)
 
 
 def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
@@ -328,9 +324,8 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
         *ctx.options,
         **adapters,
     )
-    for index, gradient, need in zip(positions, grads, needs_grad, strict=False):
-        if need:
-            given[index] = gradient
+    for index, gradient in zip(positions, only_needed(grads, needs_grad), strict=False):
+        given[index] = gradient
     return tuple(given)
 
 
@@ -379,10 +374,9 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None,) * ctx.num_inputs
     value, hard, *stored = ctx.saved_tensors
     grads: list[Tensor | None] = [None] * ctx.num_inputs
-    in_place = may_overwrite(stored)
-    for index, gradient in zip(positions, stored, strict=False):
-        if needs[index]:
-            grads[index] = scaled(gradient, grad, in_place)
+    each = scaled_gradients(stored, grad, [needs[index] for index in positions])
+    for index, gradient in zip(positions, each, strict=False):
+        grads[index] = gradient
     for index, rows, dtype in zip(
         (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
@@ -391,13 +385,8 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return tuple(grads)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_kl", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "linear_kl")
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_kl_sum", sum_autograd, setup_context=setup_sum_context, lib=_lib
-)
+register_autograd(_lib, "linear_kl", _autograd, _setup_context)
+register_autograd(_lib, "linear_kl_sum", sum_autograd, setup_sum_context)
 
 
 def _vmap(
@@ -436,11 +425,11 @@ def _vmap(
     ), (0, 0, 1)
 
 
-def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError(
-        "vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows"
-    )
-
-
 torch.library.register_vmap(f"{NAMESPACE}::linear_kl", _vmap, lib=_lib)
-torch.library.register_vmap(f"{NAMESPACE}::linear_kl_sum", _no_vmap, lib=_lib)
+refuse_vmap(
+    _lib,
+    "linear_kl_sum",
+    message=(
+        "vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows"
+    ),
+)

@@ -17,39 +17,46 @@ from torch.nn import Parameter
 
 from torch_streamkl.caches import Bounded
 from torch_streamkl.checks import has_batched_gradients
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.registration import (
+    NAMESPACE,
+    contiguous,
+    define,
+    fake_gradients,
+    only_needed,
+    refuse_vmap,
+    register,
+    register_autograd,
+    without_none,
+)
 from torch_streamkl.rows import closed, named, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 from torch_streamkl.runtime.devices import matmul_precision, require_driver
 from torch_streamkl.runtime.replay import Replay, Tensors
-from torch_streamkl.stored_gradients import may_overwrite, scaled
+from torch_streamkl.stored_gradients import scaled_gradients
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
 # parts of each log-sum-exp, then the Jacobians and materialized nodes that the
 # backward reads; outputs are among the reductions. Of a divergence they are what named.py says.
-_lib.define(
+row_program = define(
+    _lib,
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-_lib.define(
+row_program_backward = define(
+    _lib,
     "row_program_backward(Tensor[] grads, int[] grad_of, Tensor[] saved, bool[] needs_grad, "
     "Tensor[] tensors, str program, str impl) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 # ``loss`` is a `RowLoss`, ``row_tensors`` what it reads, [1, 1, rows or 1] each. The sum, then its
 # gradients to operands and captured tensors, then the program's outputs, without gradients.
-_lib.define(
+row_program_sum = define(
+    _lib,
     "row_program_sum(Tensor[] tensors, Tensor[] row_tensors, str program, str loss, "
     "bool[] needs_grad, str impl) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-row_program = torch.ops.torch_streamkl.row_program.default
-row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
-row_program_sum = torch.ops.torch_streamkl.row_program_sum.default
 IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 CLOSED = "closed"
 _calls: Bounded[Callable[..., Tensors]] = Bounded()  # by metadata and options
@@ -226,7 +233,7 @@ def _backward(
         return compute, _module(RowProblem.of(program, tensors), impl, True)
 
     out = _repeated(every, ("backward", program, *grad_of, *needs_grad, impl), make)(*every)
-    return [tensors[0].new_empty(0) if g is None else g for g in out]
+    return list(without_none(out, tensors[0]))
 
 
 def _backward_fake(
@@ -240,10 +247,7 @@ def _backward_fake(
 ) -> list[Tensor]:
     problem = RowProblem.of(program, tensors)  # lengths and a mask come last, without gradients
     given = tensors[: 2 * len(problem.operands) + len(problem.captures)]
-    return [
-        x.new_empty(x.shape) if need else tensors[0].new_empty(0)
-        for x, need in zip(given, needs_grad, strict=False)
-    ]
+    return list(fake_gradients(given, needs_grad, tensors[0], contiguous))
 
 
 def _sum(
@@ -275,7 +279,7 @@ def _sum(
     count = len(tensors)
     every = (*tensors, *row_tensors)
     call = _repeated(every, ("sum", program, loss, *needs_grad, impl), make)
-    return [tensors[0].new_empty(0) if x is None else x for x in call(*every)]
+    return list(without_none(call(*every), tensors[0]))
 
 
 def _sum_fake(
@@ -389,15 +393,12 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         ctx.program,
         ctx.impl,
     )
-    found = [g if need else None for g, need in zip(out, needs, strict=False)]
+    found = only_needed(out, needs)
     found += [None] * (ctx.num_tensors - len(found))
     return found, None, None, None
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::row_program", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "row_program")
+register_autograd(_lib, "row_program", _autograd, _setup_context)
 
 
 def first_value(program: str, results: Sequence[Any]) -> int:
@@ -425,24 +426,17 @@ def _sum_autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     found: list[Tensor | None] = [None] * num_tensors
     grad = grads[0]
     if grad is not None:
-        stored = list(ctx.saved_tensors)
-        in_place = may_overwrite(stored)  # NOTE [Multiplying stored gradients]
-        for i, (x, need) in enumerate(zip(stored, ctx.is_needed, strict=False)):
-            if need:
-                found[i] = scaled(x, grad, in_place)
+        each = scaled_gradients(ctx.saved_tensors, grad, ctx.is_needed)
+        found[: len(each)] = each
     return found, [None] * num_row_tensors, None, None, None, None
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::row_program_sum", _sum_autograd, setup_context=_setup_sum, lib=_lib
-)
-
-
-def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError(
+register_autograd(_lib, "row_program_sum", _sum_autograd, _setup_sum)
+refuse_vmap(
+    _lib,
+    "row_program",
+    "row_program_sum",
+    message=(
         "vmap over row_program is not supported; its tensors have dimensions of batch and heads"
-    )
-
-
-for _name in ("row_program", "row_program_sum"):
-    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _no_vmap, lib=_lib)
+    ),
+)
