@@ -64,8 +64,4 @@ def has_values(x: Tensor) -> bool:
     return not (isinstance(x, FakeTensor) or x.is_meta) and x.numel() > 0
 
 
-def _no_flops(*_: Any, **__: Any) -> int:
-    return 0
-
-
-register(_lib, "checked_ids", _checked, _fake, _no_flops)
+register(_lib, "checked_ids", _checked, _fake)

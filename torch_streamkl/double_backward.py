@@ -62,12 +62,8 @@ def _factor(grad: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     return torch.ones_like(grad)
 
 
-def _no_flops(*_: Any, **__: Any) -> int:
-    return 0
-
-
-register(_lib, "once", _once, _once, _no_flops)
-register(_lib, "double_backward_factor", _factor, _factor, _no_flops)
+register(_lib, "once", _once, _once)
+register(_lib, "double_backward_factor", _factor, _factor)
 
 
 def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:

@@ -31,13 +31,19 @@ def register(
     name: str,
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
-    flops: Callable[..., int],
+    flops: Callable[[dict[str, Any]], int] = lambda given: 0,
     compiled: Callable[..., Any] | None = None,
 ) -> None:
     """Registers an operator: its implementation on every device, fake and FLOP count.
 
+    ``flops`` counts those of a call from its arguments by name, with shapes in place of tensors.
     ``compiled`` is the implementation in graphs that Inductor compiles, where it is another.
     """
+    names = [argument.name for argument in _operator(name)._schema.arguments]
+
+    def formula(*args: Any, **kwargs: Any) -> int:
+        return flops({**dict(zip(names, args, strict=False)), **kwargs})
+
     schema = str(_operator(name)._schema).removeprefix(f"{NAMESPACE}::")
     lib.define(f"_{schema}", tags=tuple(_operator(name).tags))
     WITHOUT_AUTOGRAD[_operator(name)] = _operator(f"_{name}")
@@ -46,7 +52,7 @@ def register(
         torch.library.register_fake(f"{NAMESPACE}::{each}", fake, lib=lib)
         for device in ("CPU", "CUDA"):
             lib.impl(each, _without_autocast(_operator(each), device), f"Autocast{device}")
-        flop_counts.add(getattr(torch.ops.torch_streamkl, each), flops)
+        flop_counts.add(getattr(torch.ops.torch_streamkl, each), formula)
 
 
 def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -60,14 +60,7 @@ def _fake(
     return value, stats.student, stats.teacher, *grads
 
 
-def _flops(
-    _w: Any, needs_grad: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
-) -> int:
-    """Counts the two score matmuls, and one for each gradient."""
-    return ops.backward_flops(None, None, None, needs_grad, sq, sk, tq, tk)
-
-
 _PLAIN, _COMPILED = (
     functools.partial(_run, module.forward_with_gradients) for module in (torch_impl, query_tiles)
 )
-register(_lib, "attention_kl_with_gradients", _PLAIN, _fake, _flops, _COMPILED)
+register(_lib, "attention_kl_with_gradients", _PLAIN, _fake, ops.backward_flops, _COMPILED)

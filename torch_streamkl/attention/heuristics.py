@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 
 import torch
@@ -29,13 +28,12 @@ from torch_streamkl.runtime.devices import (
     device_name,
     dot_precision,
     gpu_of,
+    is_interpreted,
     multiprocessors,
     require_driver,
-    warn_once,
+    runs_kernels,
 )
 from torch_streamkl.runtime.launch_table import LaunchKey, MeasuredLaunch
-
-IMPLEMENTATIONS = ("auto", "hopper", "triton", "torch", "reference")
 
 LSE_UNIT = {
     "hopper": math.log(2.0),
@@ -61,37 +59,20 @@ def select_implementation(problem: AttentionProblem, impl: str, backward: bool =
     """
     if impl == "torch":
         return "torch"
-    chosen = _select(problem, impl, backward)
-    if chosen != "torch" and problem.student.q.device.type == "cuda":
-        require_driver()
-    return chosen
-
-
-def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
     if impl == "hopper" or (impl == "auto" and _prefers_hopper(problem, backward)):
         limit = limits.hopper_limit(problem)
         if limit is None:
+            require_driver()
             return "hopper"
         if impl == "hopper":
             raise NotImplementedError(f"impl='hopper' {limit}; impl='triton' may compute it")
-    limit = limits.triton_limit(problem)
-    if impl == "triton":
-        if limit is not None:
-            raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-        return "triton"
-    if limit is None:
-        return "triton"
-    if problem.student.q.device.type != "cpu":
-        warn_once(
-            "attention_kl runs its plain torch implementation here, which is slower: "
-            f"the kernel {limit}"
-        )
-    return "torch"
+    device, limit = problem.student.q.device, limits.triton_limit(problem)
+    return "triton" if runs_kernels("attention_kl", impl, device, limit) else "torch"
 
 
 def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
     """Whether "auto" takes the Hopper kernels if they can run: measured, or decided by size."""
-    if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if problem.student.q.device.type == "cpu" and not is_interpreted():
         return False  # without asking for sizes that only the data decides
     if problem.head_mean:
         ratio = problem.teacher.num_heads // max(1, problem.num_heads)

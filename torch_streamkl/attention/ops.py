@@ -38,6 +38,7 @@ from torch_streamkl.registration import (
     without_autocast,
     without_none,
 )
+from torch_streamkl.spec import SIDES
 
 _lib = Library(NAMESPACE, "DEF")
 
@@ -170,38 +171,22 @@ def _backward_fake(
     return fake_gradients(problem.queries_and_keys, needs_grad, problem.student.q, contiguous)
 
 
-def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
-    batch, heads, seqlen_q, head_dim = q_shape
-    return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim
+def _matmul_flops(given: dict[str, Any], side: str) -> int:
+    batch, heads, seqlen_q, head_dim = given[f"{side}_q"]
+    flops: int = 2 * batch * heads * seqlen_q * given[f"{side}_k"][2] * head_dim
+    return flops
 
 
-def forward_flops(
-    student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
-) -> int:
+def forward_flops(given: dict[str, Any]) -> int:
     """Counts two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
-    return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
+    return sum(_matmul_flops(given, side) for side in SIDES)
 
 
-def backward_flops(
-    _g: Any,
-    _s: Any,
-    _t: Any,
-    needs_grad: Any,
-    sq: Any,
-    sk: Any,
-    tq: Any,
-    tk: Any,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Counts the recomputed scores and one matmul for each gradient."""
-    sides = (
-        _matmul_flops(sq, sk),
-        _matmul_flops(sq, sk),
-        _matmul_flops(tq, tk),
-        _matmul_flops(tq, tk),
-    )
-    return sides[0] + sides[2] + sum(f for f, need in zip(sides, needs_grad, strict=True) if need)
+def backward_flops(given: dict[str, Any]) -> int:
+    """Counts the two score matmuls, and one for each gradient."""
+    each = [_matmul_flops(given, side) for side in SIDES for _ in "qk"]
+    of_gradients = (f for f, need in zip(each, given["needs_grad"], strict=True) if need)
+    return forward_flops(given) + sum(of_gradients)
 
 
 register(_lib, "attention_kl", run_forward, allocated, forward_flops, run_compiled_forward)

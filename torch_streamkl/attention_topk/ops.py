@@ -6,6 +6,7 @@ scores.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch_streamkl.registration import (
     register_autograd,
     without_none,
 )
-from torch_streamkl.runtime.devices import require_driver, warn_once
+from torch_streamkl.runtime.devices import runs_kernels
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 TENSORS = (
@@ -56,15 +57,11 @@ def problem_of(*args: Any) -> ChosenKeys:
 
 def _implementation(problem: ChosenKeys, impl: str) -> ModuleType:
     """Returns the module that computes a problem: the kernels' or plain torch."""
-    limit, device = limits.triton_limit(problem), problem.student_q.device.type
-    if impl == "triton" and limit is not None:
-        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-    if impl == "torch" or limit is not None or (impl == "auto" and device != "cuda"):
-        if impl != "torch" and device == "cuda":
-            warn_once(f"attention_topk_kl runs in plain torch here, which is slower: {limit}")
+    device = problem.student_q.device
+    if impl == "auto" and device.type != "cuda":  # also in the interpreter
         return torch_impl
-    if device == "cuda":
-        require_driver()
+    if not runs_kernels("attention_topk_kl", impl, device, limits.triton_limit(problem)):
+        return torch_impl
     from torch_streamkl.attention_topk.triton import launches
 
     module: ModuleType = launches
@@ -106,27 +103,24 @@ def _backward_fake(
     return fake_gradients(given, needs_grad, problem.student_q, contiguous)
 
 
-def _products(q: Any, topk: int) -> int:
-    """Counts the products of queries of this shape with their chosen keys."""
-    return int(2 * q[0] * q[1] * q[2] * q[3] * topk)
+def _products(given: dict[str, Any]) -> tuple[int, int]:
+    """Counts the products of the student's and the teacher's queries with their chosen keys."""
+    queries = given["student_q"], given["teacher_q"]
+    student, teacher = (int(2 * math.prod(q) * given["ids"][2]) for q in queries)
+    return student, teacher
 
 
-def _forward_flops(
-    student_q: Any, student_k: Any, weights: Any, teacher_q: Any, teacher_k: Any, ids: Any,
-    teacher_lse: Any, *_: Any, **__: Any,
-) -> int:  # fmt: skip
+def _forward_flops(given: dict[str, Any]) -> int:
     """Counts the scores; those of the teacher twice if their log-sum-exps are not known."""
-    passes = 2 if teacher_lse is None else 1
-    return _products(student_q, ids[2]) + passes * _products(teacher_q, ids[2])
+    student, teacher = _products(given)
+    return student + (2 if given["teacher_lse"] is None else 1) * teacher
 
 
-def _backward_flops(
-    _grad: Any, _stats: Any, needs: Any, student_q: Any, student_k: Any, weights: Any,
-    teacher_q: Any, teacher_k: Any, ids: Any, *_: Any, **__: Any,
-) -> int:  # fmt: skip
+def _backward_flops(given: dict[str, Any]) -> int:
     """Counts the recomputed scores, and a product for each gradient of queries and keys."""
-    own = _products(student_q, ids[2])
-    return own * (1 + (needs[0] or needs[2]) + needs[1]) + _products(teacher_q, ids[2])
+    student, teacher = _products(given)
+    q, k, weights = given["needs_grad"]
+    return student * (1 + (q or weights) + k) + teacher
 
 
 for _name, _function, _fake, _flops in (

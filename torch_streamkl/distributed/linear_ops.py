@@ -32,7 +32,7 @@ from torch_streamkl.linear.ops import (
     NUM_TENSORS,
     OPTIONS,
     TENSORS,
-    forward_flops,
+    flops_of,
     gradient_fakes,
     linear_kl_backward,
     needs_grad_of,
@@ -41,7 +41,6 @@ from torch_streamkl.linear.ops import (
     setup_sum_context,
     sum_arguments,
     sum_autograd,
-    sum_flops,
     sum_results,
     weights_of,
 )
@@ -227,8 +226,8 @@ def _sum_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
     return rows.value.new_empty(()), rows.value, rows.hard, *grads
 
 
-register(_lib, "linear_kl_sharded", _forward, _forward_fake, forward_flops)
-register(_lib, "linear_kl_sharded_sum", _sum, _sum_fake, sum_flops)
+register(_lib, "linear_kl_sharded", _forward, _forward_fake, flops_of)
+register(_lib, "linear_kl_sharded_sum", _sum, _sum_fake, flops_of)
 
 
 def _setup_context(

@@ -6,6 +6,8 @@ backward are separate operators, as those of `attention_kl` are.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -102,19 +104,13 @@ def _backward_fake(
     return fake_gradients(args[:4], needs_grad, args[0], contiguous)
 
 
-def _group_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    return collectives.resolve(given["group_name"]).size()
+def _of_ring(flops: Callable[[dict[str, Any]], int], given: dict[str, Any]) -> int:
+    """Counts what a rank computes with the keys of all ranks."""
+    return flops(given) * collectives.resolve(given["group_name"]).size()
 
 
-def _forward_flops(q: Any, k: Any, t: Any, u: Any, *args: Any, **kwargs: Any) -> int:
-    return ops.forward_flops(q, k, t, u) * _group_size((q, k, t, u, *args), kwargs)
-
-
-def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    return ops.backward_flops(*args[:8]) * _group_size(args[4:], kwargs)
-
-
+_forward_flops = functools.partial(_of_ring, ops.forward_flops)
+_backward_flops = functools.partial(_of_ring, ops.backward_flops)
 register(_lib, "attention_kl_ring", _forward, _forward_fake, _forward_flops)
 register(_lib, "attention_kl_ring_backward", _backward, _backward_fake, _backward_flops)
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -39,7 +38,7 @@ from torch_streamkl.registration import (
     register_autograd,
     without_none,
 )
-from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
+from torch_streamkl.runtime.devices import gpu_limit, kernel_limit, runs_kernels
 from torch_streamkl.stored_gradients import scaled, scaled_gradients
 
 _lib = Library(NAMESPACE, "FRAGMENT")
@@ -85,15 +84,9 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[LinearProblem, int, str]:
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
     """Returns the module that works on rows of logits: Triton's or plain torch."""
-    limit, device = triton_limit(problem), problem.student.hidden.device.type
-    if impl == "triton" and limit is not None:
-        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-    if impl == "torch" or limit is not None:
-        if impl != "torch" and device == "cuda":
-            warn_once(f"linear_kl runs in plain torch here, which is slower: the kernel {limit}")
+    device = problem.student.hidden.device
+    if not runs_kernels("linear_kl", impl, device, triton_limit(problem)):
         return linear_rows
-    if device == "cuda":
-        require_driver()
     from torch_streamkl.linear.triton import launches as kernels
 
     module: ModuleType = kernels
@@ -109,12 +102,13 @@ def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
 
 def triton_limit(problem: LinearProblem) -> str | None:
     """Explains why the Triton kernels cannot run a problem; None if they can."""
-    device = problem.student.hidden.device.type
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
-    if problem.compute_dtype == torch.float64:
-        return "takes float16, bfloat16 and float32, got float64"
-    return gpu_limit(problem.student.hidden.device) if device == "cuda" else None
+    return rows_limit(problem.student.hidden.device, problem.compute_dtype)
+
+
+def rows_limit(device: torch.device, compute_dtype: torch.dtype) -> str | None:
+    """Explains why kernels that read rows of logits cannot run; None if they can."""
+    limit = kernel_limit(device, compute_dtype)
+    return gpu_limit(device) if limit is None and device.type == "cuda" else limit
 
 
 def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,56 +232,32 @@ def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, needs_grad)
 
 
-def _matmul_flops(hidden: Any, weight: Any) -> int:
-    flops: int = 2 * hidden[0] * hidden[1] * weight[0]
-    return flops
-
-
-def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], Any]:
-    """Counts the FLOPs of each matmul of the logits, and reads the output mask of a call."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    flops = []
-    for side in ("student", "teacher"):
-        for kind in ("", "adapter_"):
-            pair = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
-            flops.append(0 if None in pair else _matmul_flops(*pair))
-    return flops, given.get("needs_grad", ())
-
-
-def forward_flops(*args: Any, **kwargs: Any) -> int:
-    """Counts the logits matmuls."""
-    return sum(_matmuls(linear_kl, args, kwargs)[0])
-
-
-def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    """Counts the recomputed logits, and one matmul for each gradient."""
-    return _with_gradients(*_matmuls(linear_kl_backward, args, kwargs))
-
-
-def sum_flops(*args: Any, **kwargs: Any) -> int:
-    """Counts the logits, and one matmul for each gradient."""
-    return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
-
-
-def _with_gradients(logits: list[int], needs_grad: Any) -> int:
-    student, student_adapter, teacher, teacher_adapter = logits
-    heads = (student, student, teacher, teacher, 0, 0)
-    adapters = (student_adapter, student_adapter, teacher_adapter, teacher_adapter)
-    each = zip((*heads, *adapters), needs_grad, strict=False)
-    return sum(logits) + sum(flops for flops, need in each if need)
+def flops_of(given: dict[str, Any]) -> int:
+    """Counts the logits matmuls, and one matmul for each gradient to one of their operands."""
+    flops = {}
+    for side, part in OUTPUTS:
+        kind = part.removesuffix("hidden").removesuffix("weight")
+        pair = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
+        if part == "bias" or None in pair:
+            flops[side, part] = 0
+        else:
+            (num_tokens, hidden_size), (vocab_size, _) = pair
+            flops[side, part] = 2 * num_tokens * hidden_size * vocab_size
+    logits = sum(each for (_, part), each in flops.items() if part.endswith("hidden"))
+    of_gradients = zip(flops.values(), given.get("needs_grad", ()), strict=False)
+    return logits + sum(each for each, need in of_gradients if need)
 
 
 run_forward, run_backward, run_sum = (
     functools.partial(x, False) for x in (_forward, _backward, _sum)
 )
-for _name, _implementation, _fake, _flops in (
-    ("linear_kl", _forward, allocated, forward_flops),
-    ("linear_kl_backward", _backward, _backward_fake, _backward_flops),
-    ("linear_kl_sum", _sum, _sum_fake, sum_flops),
+for _name, _implementation, _fake in (
+    ("linear_kl", _forward, allocated),
+    ("linear_kl_backward", _backward, _backward_fake),
+    ("linear_kl_sum", _sum, _sum_fake),
 ):
     _plain, _compiled = (functools.partial(_implementation, x) for x in (False, True))
-    register(_lib, _name, _plain, _fake, _flops, _compiled)
+    register(_lib, _name, _plain, _fake, flops_of, _compiled)
 
 
 def _setup_context(

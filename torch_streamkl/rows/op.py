@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -300,45 +301,28 @@ def _sum_fake(
     return [total, *_backward_fake((), (), (), needs_grad, tensors, program, impl), *values]
 
 
-def _matmul_flops(shapes: Sequence[Any], dot: int) -> int:
-    batch, heads, rows, dim = shapes[2 * dot]
-    return int(2 * batch * heads * rows * shapes[2 * dot + 1][2] * dim)
+def _matmul_flops(given: dict[str, Any]) -> tuple[Program, list[int]]:
+    """Counts the FLOPs of each dot product."""
+    problem = RowProblem.of(given["program"], given["tensors"])
+    return problem.program, [int(2 * math.prod(q) * k[2]) for q, k in problem.operands]
 
 
-def _forward_flops(shapes: Any, program: str, *_: Any, **__: Any) -> int:
+def _forward_flops(given: dict[str, Any]) -> int:
     """Counts one matmul for each dot product and pass; masks are not counted."""
-    problem = RowProblem.of(program, shapes).program
-    dots = range(len(problem.dot_heads))
-    return max(problem.levels) * sum(_matmul_flops(shapes, i) for i in dots)
+    program, dots = _matmul_flops(given)
+    return max(program.levels) * sum(dots)
 
 
-def _backward_flops(
-    _grads: Any,
-    _of: Any,
-    _saved: Any,
-    needs_grad: Any,
-    shapes: Any,
-    program: str,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Counts the recomputed dots, and one matmul for each gradient."""
-    dots = range(len(RowProblem.of(program, shapes).program.dot_heads))
-    return sum(
-        _matmul_flops(shapes, i) * (1 + needs_grad[2 * i] + needs_grad[2 * i + 1]) for i in dots
-    )
-
-
-def _sum_flops(
-    shapes: Any, _: Any, program: str, _loss: str, needs_grad: Any, *__: Any, **___: Any
-) -> int:
-    """Counts the dots, and one matmul for each gradient."""
-    return _backward_flops((), (), (), needs_grad, shapes, program)
+def _backward_flops(given: dict[str, Any]) -> int:
+    """Counts the dots, which a backward recomputes, and one matmul for each gradient."""
+    needs = given["needs_grad"]
+    dots = enumerate(_matmul_flops(given)[1])
+    return sum(flops * (1 + needs[2 * i] + needs[2 * i + 1]) for i, flops in dots)
 
 
 register(_lib, "row_program", _forward, _forward_fake, _forward_flops)
 register(_lib, "row_program_backward", _backward, _backward_fake, _backward_flops)
-register(_lib, "row_program_sum", _sum, _sum_fake, _sum_flops)
+register(_lib, "row_program_sum", _sum, _sum_fake, _backward_flops)
 
 
 def _batched_backward(backward: Any) -> Callable[..., list[Tensor]]:

@@ -64,12 +64,13 @@ def _backward_fake(
     return fake_gradients((hidden, weight), needs_grad, hidden)
 
 
-def _flops(hidden: Any, weight: Any, ids: Any, *_: Any, **__: Any) -> int:
-    return int(2 * hidden[1] * ids[0] * ids[1])
+def _flops(given: dict[str, Any]) -> int:
+    num_tokens, k = given["ids"]
+    return int(2 * given["hidden"][1] * num_tokens * k)
 
 
-def _backward_flops(_grad: Any, needs: Any, *tensors: Any, **__: Any) -> int:
-    return _flops(*tensors) * sum(needs)
+def _backward_flops(given: dict[str, Any]) -> int:
+    return _flops(given) * sum(given["needs_grad"])
 
 
 register(_lib, "entry_logits", _forward, _forward_fake, _flops)

@@ -9,7 +9,6 @@ With a ``group_name`` that is not empty, the head is this rank's vocabulary shar
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_streamkl.linear.ops import rows_limit
 from torch_streamkl.linear.problem import Head, NeedsGrad
 from torch_streamkl.loading import distributed
 from torch_streamkl.program.divergences import Functional
@@ -30,7 +30,7 @@ from torch_streamkl.registration import (
     register_autograd,
     without_none,
 )
-from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
+from torch_streamkl.runtime.devices import runs_kernels
 from torch_streamkl.stored_gradients import scaled, scaled_gradients
 from torch_streamkl.topk import chunks, values
 from torch_streamkl.topk import rows as torch_rows
@@ -78,27 +78,14 @@ def problem_of(
     return TopkProblem(head, ids, log_probs, Functional.of(functional), tail, temperature)
 
 
-def triton_limit(problem: TopkProblem) -> str | None:
-    """Explains why the Triton kernels cannot run a problem; None if they can."""
-    device = problem.head.hidden.device
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device.type}"
-    if problem.compute_dtype == torch.float64:
-        return "takes float16, bfloat16 and float32, got float64"
-    return gpu_limit(device) if device.type == "cuda" else None
-
-
 def row_functions(problem: TopkProblem, impl: str) -> ModuleType:
     """Returns the module that reads whole rows of logits: Triton's or plain torch."""
-    limit, device = triton_limit(problem), problem.head.hidden.device.type
-    if impl == "triton" and limit is not None:
-        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-    if impl == "torch" or limit is not None or (impl == "auto" and device != "cuda"):
-        if impl != "torch" and device == "cuda":
-            warn_once(f"linear_topk_kl runs in plain torch here, which is slower: {limit}")
+    device = problem.head.hidden.device
+    limit = rows_limit(device, problem.compute_dtype)
+    if impl == "auto" and device.type != "cuda":  # also in the interpreter
         return torch_rows
-    if device == "cuda":
-        require_driver()
+    if not runs_kernels("linear_topk_kl", impl, device, limit):
+        return torch_rows
     from torch_streamkl.topk.triton import rows as kernels
 
     module: ModuleType = kernels
@@ -189,35 +176,18 @@ def _sum_fake(row_weight: Tensor, needs_grad: list[bool], *args: Any) -> tuple[T
     return out.value.new_empty(()), out.value, out.log_s, *grads
 
 
-def _logit_flops(hidden: Any, weight: Any, ids: Any, tail: str) -> int:
-    entries = ids[1] if tail == "renormalize" else weight[0]
-    return int(2 * hidden[0] * hidden[1] * entries)
+def _flops(given: dict[str, Any]) -> int:
+    """Counts the logits, and one matmul for each gradient to hidden states and weight."""
+    num_tokens, hidden_size = given["hidden"]
+    is_sparse = given["tail"] == "renormalize"
+    entries = given["ids"][1] if is_sparse else given["weight"][0]
+    return int(2 * num_tokens * hidden_size * entries) * (1 + sum(given.get("needs_grad", ())[:2]))
 
 
-def _forward_flops(hidden: Any, weight: Any, bias: Any, ids: Any, *args: Any, **_: Any) -> int:
-    """Counts the logits."""
-    return _logit_flops(hidden, weight, ids, args[2])
-
-
-def _backward_flops(
-    _grad: Any, _entries: Any, _factors: Any, needs: Any, hidden: Any, weight: Any, bias: Any,
-    ids: Any, *args: Any, **_: Any,
-) -> int:  # fmt: skip
-    """Counts the recomputed logits, and one matmul for each gradient."""
-    return _logit_flops(hidden, weight, ids, args[2]) * (1 + sum(needs[:2]))
-
-
-def _sum_flops(
-    _weight: Any, needs: Any, hidden: Any, weight: Any, bias: Any, ids: Any, *args: Any, **_: Any
-) -> int:
-    """Counts the logits, and one matmul for each gradient."""
-    return _logit_flops(hidden, weight, ids, args[2]) * (1 + sum(needs[:2]))
-
-
-for _name, _implementation, _fake, _flops in (
-    ("linear_topk", _forward, _forward_fake, _forward_flops),
-    ("linear_topk_backward", _backward, _backward_fake, _backward_flops),
-    ("linear_topk_sum", _sum, _sum_fake, _sum_flops),
+for _name, _implementation, _fake in (
+    ("linear_topk", _forward, _forward_fake),
+    ("linear_topk_backward", _backward, _backward_fake),
+    ("linear_topk_sum", _sum, _sum_fake),
 ):
     register(_lib, _name, _implementation, _fake, _flops)
 
