@@ -28,7 +28,7 @@ HOPPER_HEAD_DIMS = (64, 128, 192, 256)
 
 def triton_limit(problem: AttentionProblem) -> str | None:
     """Explains why the Triton kernels cannot run a problem; None if they can."""
-    device, dtype = problem.student.q.device, problem.student.q.dtype
+    device, dtype = problem.device, problem.student.q.dtype
     limit = kernel_limit(device, dtype)
     if limit is not None:
         return limit
@@ -131,7 +131,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
         return "takes no mask tensor next to packed sequences"
     if problem.functional.closed_form is None:
         return "takes no mask tensor with a divergence of two passes"
-    groups = [x.num_heads // x.num_kv_heads for x in (problem.student, problem.teacher)]
+    groups = [x.num_heads // x.num_kv_heads for x in problem.sides]
     if mask.shape[1] > 1 and max(groups) > 1:
         return "takes a mask per head with as many key heads as heads"
     return None

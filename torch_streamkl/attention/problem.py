@@ -101,6 +101,21 @@ class AttentionProblem:
         return self.student.k.shape[2]
 
     @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.student, self.teacher
+
+    @property
+    def device(self) -> torch.device:
+        return self.student.q.device
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Returns the rows and keys of the longest sequence."""
+        if self.is_packed:
+            return self.max_seqlen_q, self.max_seqlen_k
+        return self.seqlen_q, self.seqlen_k
+
+    @property
     def queries_and_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the tensors that have gradients, in the order of the operators' arguments."""
         return self.student.q, self.student.k, self.teacher.q, self.teacher.k

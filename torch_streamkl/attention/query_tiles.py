@@ -81,8 +81,8 @@ class QueryTile:
 
 def limit(problem: AttentionProblem) -> str | None:
     """Explains why query tiles cannot compute a problem; None if they can."""
-    if problem.student.q.device.type != "cpu":
-        return f"are for the CPU, got device {problem.student.q.device.type}"
+    if problem.device.type != "cpu":
+        return f"are for the CPU, got device {problem.device.type}"
     if problem.head_mean:
         return "take as many heads on both sides, got averaged heads of the teacher"
     if problem.teacher_lse is not None:
@@ -199,7 +199,7 @@ def _form(problem: AttentionProblem, needs_grad: NeedsGrad) -> RowForm:
 
 def head_group(problem: AttentionProblem) -> int:
     """Counts the query heads that a query tile holds together: those with common keys."""
-    sides = (problem.student, problem.teacher)
+    sides = problem.sides
     group = math.lcm(*(side.num_heads // side.num_kv_heads for side in sides))
     return group if problem.num_heads % group == 0 else problem.num_heads
 

@@ -53,7 +53,7 @@ def allowed_keys(problem: AttentionProblem) -> Tensor:
     """Returns boolean [batch or 1, num_heads or 1, seqlen_q, seqlen_k], True where a key takes
     part.
     """
-    device, n, m = problem.student.q.device, problem.seqlen_q, problem.seqlen_k
+    device, n, m = problem.device, problem.seqlen_q, problem.seqlen_k
     i = torch.arange(n, device=device)[:, None] + bottom_right_offset(n, m)
     j = torch.arange(m, device=device)[None, :]
     allowed = torch.ones(1, 1, n, m, dtype=torch.bool, device=device)

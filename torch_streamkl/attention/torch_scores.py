@@ -126,7 +126,7 @@ class Blocks:
         left, right = p.window_left, p.window_right
         if left is None and right is None and p.key_lengths is None:
             return None if p.mask is None else Mask(_broadcast_block(p.mask, rows, keys))
-        i, j = self._positions(rows, keys, p.student.q.device)
+        i, j = self._positions(rows, keys, p.device)
         first, last = rows.queries.start + self.offset, rows.queries.stop - 1 + self.offset
         parts = []
         if left is not None and keys.start < last - left:

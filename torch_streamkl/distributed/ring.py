@@ -90,7 +90,7 @@ class Ring:
                 changes[f"max_seqlen_{name}"] = min(self.max_seqlen, size)
         student, teacher = (
             replace(side, q=side.q[:, :, rows], k=k[:, :, block.keys])
-            for side, k in zip((p.student, p.teacher), keys, strict=True)
+            for side, k in zip(p.sides, keys, strict=True)
         )
         problem = replace(p, student=student, teacher=teacher, **changes)
         return problem, LSE_UNIT[select_implementation(problem, problem.impl)]
@@ -209,7 +209,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Returns this rank's gradients of q and k of both sides."""
     problem = ring.problem
-    sides = (problem.student, problem.teacher)
+    sides = problem.sides
     d_queries = [
         side.q.new_zeros(side.q.shape, dtype=problem.compute_dtype) if need else None
         for side, need in zip(sides, needs_grad[::2], strict=True)

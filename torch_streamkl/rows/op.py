@@ -84,7 +84,7 @@ def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
     """Checks that ``impl="triton"`` runs on a GPU, or in Triton's interpreter."""
     from triton import knobs
 
-    device = problem.operands[0][0].device
+    device = problem.like.device
     if device.type != "cuda" and not knobs.runtime.interpret:
         _module(problem, "triton", is_differentiated)  # why it would not on a GPU, either
         raise NotImplementedError(
@@ -96,7 +96,7 @@ def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """Returns the module that computes a problem; raises if its kernels have no driver."""
     module = _module(problem, impl, is_differentiated)
     is_compiled = module is not torch_impl and module is not named
-    if is_compiled and problem.operands[0][0].device.type == "cuda":
+    if is_compiled and problem.is_on_gpu:
         require_driver()
     return module
 
@@ -118,7 +118,7 @@ def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
     """Chooses the implementation: kernels on a GPU, elsewhere blocks in plain torch."""
     if closed.form_of(problem) is not None:
         return CLOSED
-    if problem.operands[0][0].device.type != "cuda":
+    if not problem.is_on_gpu:
         return "torch"
     return "torch" if _kernels(problem, is_differentiated)[1] else "triton"
 
@@ -145,7 +145,7 @@ def chosen_of_sum(
     if how != CLOSED or RowLoss.of(loss).is_linear:
         return how
     problem = RowProblem.of(program, tensors)
-    if problem.operands[0][0].device.type != "cuda" or _kernels(problem, True)[1]:
+    if not problem.is_on_gpu or _kernels(problem, True)[1]:
         return "torch"
     return "triton"
 
@@ -156,10 +156,9 @@ def has_sum(problem: RowProblem) -> bool:
     It is of LM heads: for attention the products that this saves are not what takes the time.
     In float16 gradients might overflow before they are scaled.
     """
-    is_of_vocab = not any(problem.program.dot_heads) and problem.batch == 1
-    is_of_vocab = is_of_vocab and problem.num_rows > 0 and problem.num_keys > 0
-    is_of_vocab = is_of_vocab and not problem.program.has_blocks
-    return is_of_vocab and problem.operands[0][0].dtype != torch.float16
+    is_whole = problem.batch == 1 and problem.num_rows > 0 and problem.num_keys > 0
+    is_of_vocab = problem.is_of_vocab and is_whole and not problem.program.has_blocks
+    return is_of_vocab and problem.like.dtype != torch.float16
 
 
 def _repeated(
@@ -246,8 +245,7 @@ def _backward_fake(
     program: str,
     impl: str,
 ) -> list[Tensor]:
-    problem = RowProblem.of(program, tensors)  # lengths and a mask come last, without gradients
-    given = tensors[: 2 * len(problem.operands) + len(problem.captures)]
+    given = RowProblem.of(program, tensors).differentiable
     return list(fake_gradients(given, needs_grad, tensors[0], contiguous))
 
 

@@ -108,7 +108,7 @@ def backward_task(
     problem: AttentionProblem, plan: Plan, student: bool, rows: bool, adds: bool
 ) -> backward_config.Task:
     """Returns the choices of dQ (``rows``) or dK of a side; dK ``adds`` dQ, too."""
-    sides = (problem.student, problem.teacher)
+    sides = problem.sides
     own, other = sides if student else sides[::-1]
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None

@@ -22,21 +22,15 @@ from torch_streamkl.rows.triton.materialized import Block, columns_source, rows_
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
 
 
-def is_of_vocab(problem: RowProblem) -> bool:
-    """Whether no dot has heads: an LM head."""
-    return not any(problem.program.dot_heads)
-
-
 class Gradients:
     """Holds the gradients that the blocks add to."""
 
     def __init__(self, problem: RowProblem, needs_grad: Sequence[bool]) -> None:
         self.problem, self.program = problem, problem.program
         plan = derive.backward_plan(problem.program)
-        operands = [x for pair in problem.operands for x in pair]
-        count = len(operands)
+        count = 2 * len(problem.operands)
         kinds = [c.kind for c in self.program.captures]
-        self.tensors = [*operands, *problem.captures]
+        self.tensors = problem.differentiable
         self.dots = {
             i: node
             for i, node in enumerate(plan.dots)
@@ -70,7 +64,7 @@ class Gradients:
         x = self.tensors[n]
         if n >= 2 * len(self.problem.operands):
             return torch.float32
-        is_added = n % 2 == 1 and not is_of_vocab(self.problem)
+        is_added = n % 2 == 1 and not self.problem.is_of_vocab
         return torch.float32 if is_added else x.dtype
 
     def _allocated(self, n: int) -> Tensor:

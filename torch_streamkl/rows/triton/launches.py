@@ -66,7 +66,7 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 
 def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
     """Explains why no kernel's tiles fit these dot products on the GPU; empty if one fits."""
-    q = problem.operands[0][0]
+    q = problem.like
     if q.device.type != "cuda":
         return ""
     if not dots:
@@ -84,7 +84,7 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
     """Returns tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots'
     operands.
     """
-    q = problem.operands[0][0]
+    q = problem.like
     if q.device.type != "cuda":
         return INTERPRETED
     operands = operands_of(problem, range(len(problem.operands)))
@@ -93,14 +93,14 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
 
 def operands_of(problem: RowProblem, dots: Sequence[int]) -> Operands:
     """Describes the operands of some dots, by which tiles are chosen."""
-    q = problem.operands[0][0]
+    q = problem.like
     dims = tuple(padded_dim(problem.operands[i][0].shape[-1]) for i in dots)
     return Operands(dims, q.element_size(), dot_precision(q) == "ieee")
 
 
 def is_exact(problem: RowProblem) -> bool:
     """Returns whether operands are float32 (Writer)."""
-    return problem.operands[0][0].element_size() == 4
+    return problem.like.element_size() == 4
 
 
 SCOPE = {
@@ -311,7 +311,7 @@ def arguments_of(
         "WIDTH": 1,
         "offset": problem.num_keys - problem.num_rows,
         "lengths": problem.lengths,
-        "PRECISION": dot_precision(problem.operands[0][0]),
+        "PRECISION": dot_precision(problem.like),
     }
     for i, (q, k) in enumerate(problem.operands):
         found.update(operand_argument(f"a{i}", q, f"a{i}"))
