@@ -112,7 +112,6 @@ def test_sums_in_the_order_of_registers() -> None:
 def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the kernel for Hopper, whose rows may fail (forward.py)."""
     from torch_streamkl.attention import plans
-    from torch_streamkl.attention.hopper import launches as hopper
     from torch_streamkl.attention.triton import forward as attention_forward
     from torch_streamkl.attention.triton import launches as portable
 

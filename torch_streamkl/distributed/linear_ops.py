@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch_streamkl.bounds import check_labels
 from torch_streamkl.distributed import collectives, shard_rows
 from torch_streamkl.distributed.agreement import agree
 from torch_streamkl.distributed.shard_rows import Shard
-from torch_streamkl.distributed.vocab_ranges import Shards
+from torch_streamkl.distributed.vocab_ranges import BY_RANK, Shards
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.ops import (
     GRADIENTS,
@@ -80,21 +80,25 @@ linear_kl_sharded_sum = define(
 )
 
 
-def _shard(
-    problem: LinearProblem,
-    max_workspace_mib: int,
-    impl: str,
-    needs_grad: list[bool],
-    group_name: str,
-    student_vocab_start: int,
-    teacher_vocab_start: int,
-) -> Shard:
+class _Place(NamedTuple):
+    """Holds what NOTE [Shard arguments] describes."""
+
+    group_name: str
+    student_vocab_start: int = BY_RANK
+    teacher_vocab_start: int = BY_RANK
+
+    @staticmethod
+    def taken_from(kwargs: dict[str, Any]) -> _Place:
+        """Removes these arguments from those by keyword."""
+        return _Place(**{name: kwargs.pop(name) for name in _Place._fields if name in kwargs})
+
+
+def _shard(problem: LinearProblem, needs_grad: list[bool], place: _Place) -> Shard:
     """Returns this rank's part of a call that all ranks make; if one rank's fails, all raise."""
     student, teacher = problem.heads
-    rows = row_functions(problem, impl)
-    workspace = workspace_bytes(problem, max_workspace_mib)
+    rows = row_functions(problem, problem.impl)
     facts = agree(
-        group_name,
+        place.group_name,
         student.hidden.device,
         "linear_kl",
         {
@@ -104,14 +108,14 @@ def _shard(
             "element size of student_hidden": student.hidden.element_size(),
             "element size of teacher_hidden": teacher.hidden.element_size(),
             "presence of labels (0 or 1)": int(problem.labels is not None),
-            **_options_of(problem, max_workspace_mib, rows.__name__, needs_grad),
+            **_options_of(problem, rows.__name__, needs_grad),
         },
         {
             "student_vocab": student.vocab_size,
             "teacher_vocab": teacher.vocab_size,
-            "student_vocab_start": student_vocab_start,
-            "teacher_vocab_start": teacher_vocab_start,
-            "workspace": workspace,
+            "student_vocab_start": place.student_vocab_start,
+            "teacher_vocab_start": place.teacher_vocab_start,
+            "workspace": workspace_bytes(problem, problem.max_workspace_mib),
         },
     )
     shards = Shards.of(facts)
@@ -119,14 +123,13 @@ def _shard(
         max(fact["student_vocab"] for fact in facts),
         max(fact["teacher_vocab"] for fact in facts),
     )
-    vocab_start = shards.vocab_start(collectives.resolve(group_name).rank())
+    vocab_start = shards.vocab_start(collectives.resolve(place.group_name).rank())
     return Shard(
         problem=replace(problem, vocab_start=vocab_start),
-        group_name=group_name,
+        group_name=place.group_name,
         num_ranks=len(facts),
         student_vocab_size=shards.student_vocab_size,
         row_bytes=shard_rows.row_bytes(problem, largest),
-        max_workspace_mib=max_workspace_mib,
         workspace=min(fact["workspace"] for fact in facts),
         rows=_shard_functions(rows),
     )
@@ -142,15 +145,13 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
     return module
 
 
-def _options_of(
-    problem: LinearProblem, max_workspace_mib: int, rows: str, needs_grad: list[bool]
-) -> dict[str, str]:
+def _options_of(problem: LinearProblem, rows: str, needs_grad: list[bool]) -> dict[str, str]:
     """Returns the options that ranks have to give alike, and that no number describes."""
     options: dict[str, Any] = {
         "divergence": problem.functional.text,
         "temperature": problem.temperature,
         "ignore_index": problem.ignore_index,
-        "max_workspace_mib": max_workspace_mib or None,
+        "max_workspace_mib": problem.max_workspace_mib or None,
         "implementation": "torch" if rows == linear_rows.__name__ else "triton",
         "needed gradients": needs_grad,
     }
@@ -162,17 +163,10 @@ def _options_of(
     return {name: str(value) for name, value in options.items()}
 
 
-def _forward(
-    *args: Any,
-    group_name: str,
-    student_vocab_start: int = -1,
-    teacher_vocab_start: int = -1,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    problem, workspace, impl = problem_of(*args, **kwargs)
-    shard = _shard(
-        problem, workspace, impl, [], group_name, student_vocab_start, teacher_vocab_start
-    )
+def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    place = _Place.taken_from(kwargs)
+    problem = problem_of(*args, **kwargs)[0]
+    shard = _shard(problem, [], place)
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
     out = shard_rows.forward(shard)
     return out.value, out.hard, out.statistics, _local_labels(shard.problem)
@@ -186,9 +180,8 @@ def _local_labels(problem: LinearProblem) -> Tensor:
     return torch.where(counted, problem.labels.long() - problem.vocab_start, IGNORED)
 
 
-def _forward_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
-    for name in ("student_vocab_start", "teacher_vocab_start"):
-        kwargs.pop(name, None)
+def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    _Place.taken_from(kwargs)
     out = RowValues.allocate(problem_of(*args, **kwargs)[0])
     return (
         out.value,
@@ -198,28 +191,18 @@ def _forward_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, .
     )
 
 
-def _sum(
-    *args: Any,
-    group_name: str,
-    student_vocab_start: int = -1,
-    teacher_vocab_start: int = -1,
-    **kwargs: Any,
-) -> tuple[Tensor, ...]:
-    (problem, workspace, impl), row_weight, hard_row_weight, needs_grad = sum_arguments(
-        *args, **kwargs
-    )
+def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    place = _Place.taken_from(kwargs)
+    (problem, _, _), row_weight, hard_row_weight, needs_grad = sum_arguments(*args, **kwargs)
     weights = weights_of(problem, row_weight, hard_row_weight)
-    shard = _shard(
-        problem, workspace, impl, needs_grad, group_name, student_vocab_start, teacher_vocab_start
-    )
+    shard = _shard(problem, needs_grad, place)
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
     rows, grads = shard_rows.forward_with_gradients(shard, weights, NeedsGrad(*needs_grad))
     return sum_results(problem, rows, weights, grads[: len(INPUTS)])  # of no adapters
 
 
-def _sum_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
-    for name in ("student_vocab_start", "teacher_vocab_start"):
-        kwargs.pop(name, None)
+def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    _Place.taken_from(kwargs)
     (problem, _, _), _, _, needs_grad = sum_arguments(*args, **kwargs)
     rows = RowValues.allocate(problem)
     grads = gradient_fakes(problem, needs_grad)[: len(INPUTS)]

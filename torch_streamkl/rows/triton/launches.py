@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
+from torch_streamkl.kernels.generated import function_of
 from torch_streamkl.kernels.row_state import tile_coordinates
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.kernels.tiles import (
@@ -124,15 +123,7 @@ SCOPE = {
 @functools.lru_cache(maxsize=512)
 def compiled(source: Source) -> Any:
     """Returns the jit function of a text, created once."""
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
-    filename = f"<streamkl row program {digest}>"
-    # Triton reads the source of a jit function through inspect, which asks linecache
-    linecache.cache[filename] = (
-        len(source.text), None, source.text.splitlines(keepends=True), filename,
-    )  # fmt: skip
-    scope = {**SCOPE, "__name__": f"torch_streamkl.kernels.generated_{digest}"}
-    exec(compile(source.text, filename, "exec"), scope)
-    return scope[source.name]
+    return function_of(source.text, source.name, "row program", SCOPE)
 
 
 @functools.lru_cache(maxsize=512)
