@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -122,6 +122,23 @@ def refuse_vmap(lib: Library, *names: str, message: str) -> None:
     """Makes vmap over operators raise ``message``."""
     for name in names:
         torch.library.register_vmap(f"{NAMESPACE}::{name}", _refusal(message), lib=lib)
+
+
+def mapped_tensors(
+    names: Iterable[str], in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> Iterator[tuple[int, str, Tensor, int | None]]:
+    """Yields position, name and value of each tensor of a call under vmap, and its mapped
+    dimension.
+    """
+    for index, (name, x, dim) in enumerate(zip(names, args, in_dims, strict=False)):
+        if isinstance(x, Tensor):
+            yield index, name, x, dim
+
+
+def refuse_mapped(name: str, dim: int | None, others: str) -> None:
+    """Raises if vmap maps over an argument that may not vary."""
+    if dim is not None:
+        raise NotImplementedError(f"vmap over {name} is not supported; map over {others}")
 
 
 def _refusal(message: str) -> Callable[..., NoReturn]:

@@ -131,7 +131,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
         return "takes no mask tensor next to packed sequences"
     if problem.functional.closed_form is None:
         return "takes no mask tensor with a divergence of two passes"
-    groups = [x.num_heads // x.num_kv_heads for x in problem.sides]
+    groups = [x.group for x in problem.sides]
     if mask.shape[1] > 1 and max(groups) > 1:
         return "takes a mask per head with as many key heads as heads"
     return None
@@ -151,7 +151,7 @@ def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
 
 def _least_splits(student: Side, teacher: Side) -> int:
     """Counts the splits of dK on the side that needs more: a program has one key head per side."""
-    groups = [side.num_heads // side.num_kv_heads for side in (student, teacher)]
+    groups = [side.group for side in (student, teacher)]
     return max(groups) // math.gcd(*groups)
 
 

@@ -32,7 +32,9 @@ from torch_streamkl.registration import (
     contiguous,
     define,
     fake_gradients,
+    mapped_tensors,
     only_needed,
+    refuse_mapped,
     register,
     register_autograd,
     without_autocast,
@@ -284,7 +286,6 @@ _UNBATCHED = (
     "student_alibi_slopes", "teacher_alibi_slopes", "student_sink", "teacher_sink",
     "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
-_BATCHED = SPEC.positions(*(x for x in SPEC.tensor_names if x not in _UNBATCHED))
 
 
 def _vmap(
@@ -292,17 +293,12 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Folds the mapped dimension into the batch."""
     tensors = list(args)
-    for index, name in zip(SPEC.positions(*_UNBATCHED), _UNBATCHED, strict=True):
-        if index < len(args) and in_dims[index] is not None:
-            raise NotImplementedError(
-                f"vmap over {name} is not supported; map over q, k, masks or biases"
-            )
     q, dim = args[0], in_dims[0]
     batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
-    for index in _BATCHED:
-        if index >= len(args) or args[index] is None:
+    for index, name, x, dim in mapped_tensors(SPEC.tensor_names, in_dims, args):
+        if name in _UNBATCHED:
+            refuse_mapped(name, dim, "q, k, masks or biases")
             continue
-        x, dim = args[index], in_dims[index]
         x = x.movedim(dim, 0) if dim is not None else x.unsqueeze(0)
         if dim is None and x.shape[1] == 1 and index >= 4:
             tensors[index] = x[0]

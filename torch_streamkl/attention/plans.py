@@ -233,7 +233,7 @@ def _side_metadata(problem: AttentionProblem, side: Side) -> tuple[tuple[Any, ..
         side.q.stride(),
         side.k.stride(),
         _broadcast_strides(side.bias),
-        (scale, side.softcap, side.num_heads // side.num_kv_heads),
+        (scale, side.softcap, side.group),
     )
 
 

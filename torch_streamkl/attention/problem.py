@@ -47,8 +47,17 @@ class Side:
         return self.k.shape[1]
 
     @property
+    def group(self) -> int:
+        """Returns the number of query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def head_dim(self) -> int:
         return self.q.shape[3]
+
+    def kv_heads(self, heads: slice) -> slice:
+        """Returns the key heads of some query heads."""
+        return slice(heads.start // self.group, -(-heads.stop // self.group))
 
 
 @dataclass(eq=False)

@@ -71,7 +71,7 @@ def allowed_keys(problem: AttentionProblem) -> Tensor:
 def scores(side: Side, problem: AttentionProblem) -> Tensor:
     """Returns scores [batch, num_heads, seqlen_q, seqlen_k] before masking."""
     dtype = problem.compute_dtype
-    k = side.k.repeat_interleave(side.num_heads // side.num_kv_heads, dim=1)
+    k = side.k.repeat_interleave(side.group, dim=1)
     x = side.q.to(dtype) @ k.to(dtype).transpose(-1, -2) * side.scale
     if side.softcap:
         x = side.softcap * torch.tanh(x / side.softcap)

@@ -32,7 +32,9 @@ from torch_streamkl.registration import (
     NAMESPACE,
     define,
     fake_gradients,
+    mapped_tensors,
     only_needed,
+    refuse_mapped,
     refuse_vmap,
     register,
     register_autograd,
@@ -363,23 +365,11 @@ def _vmap(
     info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Folds the mapped dimension into the tokens."""
-    tensors, first = list(args), NUM_TENSORS + NUM_OPTIONS
-    for index, name in (
-        (1, "student_weight"),
-        (3, "teacher_weight"),
-        (4, "student_bias"),
-        (5, "teacher_bias"),
-        (first + 1, "student_adapter_weight"),
-        (first + 3, "teacher_adapter_weight"),
-    ):
-        if index < len(args) and in_dims[index] is not None:
-            raise NotImplementedError(
-                f"vmap over {name} is not supported; map over hidden states and labels"
-            )
-    for index in (0, 2, 6, first, first + 2):
-        if index >= len(args) or args[index] is None:
+    tensors = list(args)
+    for index, name, x, dim in mapped_tensors(SPEC.names, in_dims, args):
+        if name.endswith(("weight", "bias")):
+            refuse_mapped(name, dim, "hidden states and labels")
             continue
-        x, dim = args[index], in_dims[index]
         x = x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
         tensors[index] = x.flatten(0, 1)
     value, hard, statistics = linear_kl(*tensors)

@@ -392,9 +392,12 @@ class _Gradients:
     @property
     def finished(self) -> list[Tensor | None]:
         """Returns the gradients in the dtypes of their tensors."""
-        return [
-            g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
-        ]
+        return in_dtypes_of(self.out, self.tensors)
+
+
+def in_dtypes_of(grads: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns gradients in the dtypes of their tensors."""
+    return [None if g is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)]
 
 
 def loss_and_gradients(

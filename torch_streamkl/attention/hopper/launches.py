@@ -20,7 +20,6 @@ from torch_streamkl.attention.hopper.split_kv import combine_kernel
 from torch_streamkl.attention.hopper.tasks import (
     backward_task,
     forward_task,
-    group_of,
     rows_of_block,
     sides_of,
 )
@@ -131,7 +130,7 @@ def _launch_forward(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, .
             ),
             *outputs, state, *strides, blocks.first_row, blocks.num_whole,
             blocks.num_programs, blocks.of_head, problem.num_heads, problem.batch,
-            group_of(other), group_of(weight), *_masks(problem), table,
+            other.group, weight.group, *_masks(problem), table,
             *_mask_blocks(prepared, True),
             _log2_scale(problem, other), _log2_scale(problem, weight),
             _bias(other), _bias(weight), LOG2E / problem.temperature,
@@ -281,7 +280,7 @@ def _gradient(
         if task.PERSISTENT else (works, 1, 1),
         (
             *tensors, grad if sums is None else sums,  # nobody reads it without sums
-            works, num_blocks, problem.num_heads, problem.batch, group_of(own), group_of(other),
+            works, num_blocks, problem.num_heads, problem.batch, own.group, other.group,
             *_masks(problem), table, *_mask_blocks(prepared, rows), *scales,
             _bias(own), _bias(other), LOG2E / problem.temperature,
         ),

@@ -15,6 +15,7 @@ from torch_streamkl.program.graph import SUM
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import KEY, PAIR, ROW
+from torch_streamkl.rows.torch_impl import in_dtypes_of
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton.launches import row_argument
 from torch_streamkl.rows.triton.materialized import Block, columns_source, rows_source
@@ -79,9 +80,7 @@ class Gradients:
     def finished(self, rest: list[Tensor | None] | None) -> list[Tensor | None]:
         for i in list(self.splits):
             self._add_splits(i)
-        found = [
-            g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
-        ]
+        found = in_dtypes_of(self.out, self.tensors)
         for i, g in enumerate(rest or ()):
             found[i] = g if g is not None else found[i]
         return found
