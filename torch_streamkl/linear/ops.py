@@ -239,7 +239,7 @@ def flops_of(given: dict[str, Any]) -> int:
     flops = {}
     for side, part in OUTPUTS:
         kind = part.removesuffix("hidden").removesuffix("weight")
-        pair = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
+        pair: list[Any] = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
         if part == "bias" or None in pair:
             flops[side, part] = 0
         else:
