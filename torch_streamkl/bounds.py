@@ -15,15 +15,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 
-from torch_streamkl.registration import NAMESPACE, register
+from torch_streamkl.registration import NAMESPACE, define, register
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-_lib.define(
-    'checked_ids(Tensor ids, SymInt size, int dim, str of="gather") -> Tensor',
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 # the ids themselves, after an error where one of them is no position along a dimension of a tensor
-checked_ids = torch.ops.torch_streamkl.checked_ids.default
+checked_ids = define(
+    _lib,
+    'checked_ids(Tensor ids, SymInt size, int dim, str of="gather") -> Tensor',
+    (torch.Tag.pt2_compliant_tag,),
+)
 
 
 def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:
@@ -64,8 +64,4 @@ def has_values(x: Tensor) -> bool:
     return not (isinstance(x, FakeTensor) or x.is_meta) and x.numel() > 0
 
 
-def _no_flops(*_: Any, **__: Any) -> int:
-    return 0
-
-
-register(_lib, "checked_ids", _checked, _fake, _no_flops)
+register(_lib, "checked_ids", _checked, _fake)

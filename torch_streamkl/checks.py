@@ -298,6 +298,34 @@ def check_broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.
     return view
 
 
+def row_mask(x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Checks a boolean mask of rows, and gives it as many dimensions as ``shape``."""
+    view = check_broadcast("row_mask", x, shape, device)
+    if x.dtype != torch.bool:
+        raise TypeError(f"row_mask must be boolean, got {x.dtype}")
+    return view
+
+
+def log_sum_exps(x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Checks log-sum-exps of a teacher that are known."""
+    tensor("teacher_lse", x)
+    if tuple(x.shape) != shape:
+        raise ValueError(f"teacher_lse must have shape {shape}, got {tuple(x.shape)}")
+    on_device("teacher_lse", x, device)
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {x.dtype}")
+
+
+def offsets(device: torch.device, **named: Tensor | None) -> None:
+    """Checks the offsets of packed sequences, of one length if there are several."""
+    first, x = next(iter(named.items()))
+    size = x.shape[0] if isinstance(x, Tensor) and x.ndim == 1 else 2
+    for name, each in named.items():
+        check_vector(name, each, size, device, (torch.int32,))  # type: ignore[arg-type]
+    if size < 2:
+        raise ValueError(f"{first} must have num_sequences + 1 >= 2 entries, got {size}")
+
+
 def floating(name: str, x: Tensor) -> None:
     """Checks for a dtype that operands may have."""
     if x.dtype not in FLOAT_DTYPES:

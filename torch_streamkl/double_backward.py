@@ -10,24 +10,28 @@ a gradient for its backward; `once` keeps such inputs, as the replaced code did.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.checks import is_plain
-from torch_streamkl.registration import NAMESPACE, register
+from torch_streamkl.registration import (
+    NAMESPACE,
+    define,
+    refuse_autograd,
+    register,
+    register_autograd,
+)
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-
-_lib.define("once(Tensor x, Tensor[] inputs) -> Tensor", tags=TAGS)
+once = define(_lib, "once(Tensor x, Tensor[] inputs) -> Tensor")
 # 1, to multiply a gradient by: its derivative by ``inputs`` is an error. It takes the gradient so
 # that graphs compute it in the backward, and have to keep the inputs until then.
-_lib.define("double_backward_factor(Tensor grad, Tensor[] inputs) -> Tensor", tags=TAGS)
-once = torch.ops.torch_streamkl.once.default
-double_backward_factor = torch.ops.torch_streamkl.double_backward_factor.default
+double_backward_factor = define(
+    _lib, "double_backward_factor(Tensor grad, Tensor[] inputs) -> Tensor"
+)
 
 
 def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
@@ -58,12 +62,8 @@ def _factor(grad: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     return torch.ones_like(grad)
 
 
-def _no_flops(*_: Any, **__: Any) -> int:
-    return 0
-
-
-register(_lib, "once", _once, _once, _no_flops)
-register(_lib, "double_backward_factor", _factor, _factor, _no_flops)
+register(_lib, "once", _once, _once)
+register(_lib, "double_backward_factor", _factor, _factor)
 
 
 def _gradient(grad: Tensor | None, inputs: Sequence[Tensor]) -> Tensor | None:
@@ -103,13 +103,6 @@ def _autograd(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     return _gradient(grad, ctx.saved_tensors), [None] * ctx.num_inputs
 
 
-def _refuse(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "a sum whose gradients are computed in the forward can be differentiated once; use "
-        "impl='reference' for higher derivatives"
-    )
-
-
 def _vmap_factor(
     info: Any, in_dims: tuple[Any, ...], grad: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, int | None]:
@@ -122,9 +115,12 @@ def _batched_factor(grad: Tensor, inputs: list[Tensor]) -> Tensor:
     return torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::once", _autograd, setup_context=_setup_context, lib=_lib
+register_autograd(_lib, "once", _autograd, _setup_context)
+refuse_autograd(
+    _lib,
+    "double_backward_factor",
+    "a sum whose gradients are computed in the forward can be differentiated once; use "
+    "impl='reference' for higher derivatives",
 )
-torch.library.register_autograd(f"{NAMESPACE}::double_backward_factor", _refuse, lib=_lib)
 torch.library.register_vmap(f"{NAMESPACE}::double_backward_factor", _vmap_factor, lib=_lib)
 _lib.impl("double_backward_factor", _batched_factor, "Batched")

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import Library
 
 from torch_streamkl import flop_counts
 
 NAMESPACE = "torch_streamkl"
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 # Of each operator the one that compiled graphs call. Autograd is done with when a graph is traced,
 # but the dispatcher would still pass all arguments through the Python that registers it, and back:
 # 33 of the 257 us of CPU time of a compiled step, without its kernels.
 WITHOUT_AUTOGRAD: dict[Any, Any] = {}
+
+
+def define(lib: Library, schema: str, tags: Sequence[torch.Tag] = TAGS) -> Any:
+    """Defines an operator by its schema, and returns it."""
+    lib.define(schema, tags=tags)
+    return _operator(schema.partition("(")[0])
 
 
 def register(
@@ -23,13 +31,19 @@ def register(
     name: str,
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
-    flops: Callable[..., int],
+    flops: Callable[[dict[str, Any]], int] = lambda given: 0,
     compiled: Callable[..., Any] | None = None,
 ) -> None:
     """Registers an operator: its implementation on every device, fake and FLOP count.
 
+    ``flops`` counts those of a call from its arguments by name, with shapes in place of tensors.
     ``compiled`` is the implementation in graphs that Inductor compiles, where it is another.
     """
+    names = [argument.name for argument in _operator(name)._schema.arguments]
+
+    def formula(*args: Any, **kwargs: Any) -> int:
+        return flops({**dict(zip(names, args, strict=False)), **kwargs})
+
     schema = str(_operator(name)._schema).removeprefix(f"{NAMESPACE}::")
     lib.define(f"_{schema}", tags=tuple(_operator(name).tags))
     WITHOUT_AUTOGRAD[_operator(name)] = _operator(f"_{name}")
@@ -38,7 +52,7 @@ def register(
         torch.library.register_fake(f"{NAMESPACE}::{each}", fake, lib=lib)
         for device in ("CPU", "CUDA"):
             lib.impl(each, _without_autocast(_operator(each), device), f"Autocast{device}")
-        flop_counts.add(getattr(torch.ops.torch_streamkl, each), flops)
+        flop_counts.add(getattr(torch.ops.torch_streamkl, each), formula)
 
 
 def _without_dual_numbers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -81,12 +95,86 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def register_no_double_backward(lib: Library, name: str) -> None:
-    """Makes the gradient of ``<name>_backward`` an error that says what to use."""
+def register_autograd(
+    lib: Library, name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> None:
+    """Registers the gradient of an operator.
 
-    def refuse(*_: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name} can be differentiated once; use impl='reference' for higher derivatives"
+    Where ``<name>_backward`` computes it, the gradient of that is an error which says what to use.
+    """
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=lib
+    )
+    if hasattr(torch.ops.torch_streamkl, f"{name}_backward"):
+        refuse_autograd(
+            lib,
+            f"{name}_backward",
+            f"{name} can be differentiated once; use impl='reference' for higher derivatives",
         )
 
-    torch.library.register_autograd(f"{NAMESPACE}::{name}_backward", refuse, lib=lib)
+
+def refuse_autograd(lib: Library, name: str, message: str) -> None:
+    """Makes the gradient of an operator raise ``message``."""
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", _refusal(message), lib=lib)
+
+
+def refuse_vmap(lib: Library, *names: str, message: str) -> None:
+    """Makes vmap over operators raise ``message``."""
+    for name in names:
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", _refusal(message), lib=lib)
+
+
+def mapped_tensors(
+    names: Iterable[str], in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> Iterator[tuple[int, str, Tensor, int | None]]:
+    """Yields position, name and value of each tensor of a call under vmap, and its mapped
+    dimension.
+    """
+    for index, (name, x, dim) in enumerate(zip(names, args, in_dims, strict=False)):
+        if isinstance(x, Tensor):
+            yield index, name, x, dim
+
+
+def refuse_mapped(name: str, dim: int | None, others: str) -> None:
+    """Raises if vmap maps over an argument that may not vary."""
+    if dim is not None:
+        raise NotImplementedError(f"vmap over {name} is not supported; map over {others}")
+
+
+def _refusal(message: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise NotImplementedError(message)
+
+    return refuse
+
+
+# ------------------------------------------------------------------------ gradients of an operator
+# An operator's schema has a tensor for every gradient: an empty one for a gradient that its output
+# mask, ``needs_grad``, does not ask for.
+
+
+def without_none(grads: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Returns gradients as an operator does."""
+    return tuple(like.new_empty(0) if g is None else g for g in grads)
+
+
+def only_needed(grads: Iterable[Tensor], needs_grad: Iterable[bool]) -> list[Tensor | None]:
+    """Returns an operator's gradients as autograd takes them."""
+    return [g if need else None for g, need in zip(grads, needs_grad, strict=False)]
+
+
+def fake_gradients(
+    inputs: Sequence[Tensor | None],
+    needs_grad: Iterable[bool],
+    like: Tensor,
+    make: Callable[[Tensor], Tensor] = torch.empty_like,
+) -> tuple[Tensor, ...]:
+    """Returns what a fake call does, made from the inputs; what the mask lacks is not needed."""
+    flags = (*needs_grad, *(False,) * len(inputs))
+    each = zip(inputs, flags, strict=False)
+    return without_none((make(x) if need and x is not None else None for x, need in each), like)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Allocates a tensor of the same shape and dtype, contiguous."""
+    return x.new_empty(x.shape)

@@ -8,6 +8,8 @@ reuses the buffer that it sees die.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,16 @@ def scaled(stored: Tensor, factor: Tensor, in_place: bool) -> Tensor:
     return stored
 
 
-def may_overwrite(stored: list[Tensor]) -> bool:
+def scaled_gradients(
+    stored: Sequence[Tensor], factor: Tensor, needs_grad: Iterable[bool]
+) -> list[Tensor | None]:
+    """Multiplies the stored gradients that are needed by the gradient of their sum."""
+    in_place = may_overwrite(stored)
+    each = zip(stored, needs_grad, strict=False)
+    return [scaled(x, factor, in_place) if need else None for x, need in each]
+
+
+def may_overwrite(stored: Sequence[Tensor]) -> bool:
     """Whether stored gradients may be multiplied in place: NOTE [Multiplying stored gradients]."""
     if has_batched_gradients():
         return False

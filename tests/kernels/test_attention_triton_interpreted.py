@@ -112,7 +112,6 @@ def test_sums_in_the_order_of_registers() -> None:
 def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the kernel for Hopper, whose rows may fail (forward.py)."""
     from torch_streamkl.attention import plans
-    from torch_streamkl.attention.hopper import launches as hopper
     from torch_streamkl.attention.triton import forward as attention_forward
     from torch_streamkl.attention.triton import launches as portable
 
@@ -128,7 +127,7 @@ def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.Mo
         x.fill_(7.0)
     value[-1, 1, rows.stop - 1] = math.nan
     plan, config = plans.plan_of(p), plans.config_of(p, hopper_tiles.HOPPER_AGAIN)
-    blocks = tiles.ceil_div(hopper._longest(p)[0], config.BLOCK_M)
+    blocks = tiles.ceil_div(p.longest[0], config.BLOCK_M)
     works = blocks * 2 * plan.num_sequences
     attention_forward.recompute_kernel[(tiles.ceil_div(works, 3), 1, 1)](
         *plan.arguments(p), *found, plan.stats_stride, blocks, 2, works, plan.inv_temperature,

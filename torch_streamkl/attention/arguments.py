@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_streamkl import checks
 from torch_streamkl.attention.problem import SPEC
-from torch_streamkl.divergences.names import Reduction, divergence_text
+from torch_streamkl.divergences.names import Reduction, text_of
 
 Layout = Literal["bhnd", "bnhd"]
 AttentionImpl = Literal["auto", "hopper", "triton", "torch", "reference"]
@@ -130,9 +130,7 @@ def checked_options(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
         lengths = (torch.int32, torch.int64)
         checks.check_vector("key_lengths", inputs.key_lengths, rows[0], q_s.device, lengths)
     if inputs.row_mask is not None:
-        checks.check_broadcast("row_mask", inputs.row_mask, rows, q_s.device)
-        if inputs.row_mask.dtype != torch.bool:
-            raise TypeError(f"row_mask must be boolean, got {inputs.row_mask.dtype}")
+        checks.row_mask(inputs.row_mask, rows, q_s.device)
     for side, q, given in (
         ("student", q_s, inputs.student_q),
         ("teacher", q_t, inputs.teacher_q),
@@ -161,23 +159,15 @@ def _functional(settings: Settings) -> str:
     checks.one_of("impl", settings.impl, IMPLEMENTATIONS)
     checks.boolean("deterministic", settings.deterministic)
     checks.positive("temperature", settings.temperature)
-    return divergence_text(
-        settings.divergence,
-        settings.beta,
-        settings.student_eps,
-        settings.teacher_eps,
-        settings.student_clamp,
-        settings.teacher_clamp,
-    )
+    return text_of(settings)
 
 
 def _check_offsets(inputs: Inputs, settings: Settings) -> None:
-    device, offsets = inputs.student_q.device, inputs.cu_seqlens_q
-    size = offsets.shape[0] if isinstance(offsets, Tensor) and offsets.ndim == 1 else 2
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        checks.check_vector(name, getattr(inputs, name), size, device, (torch.int32,))
-    if size < 2:
-        raise ValueError(f"cu_seqlens_q must have num_sequences + 1 >= 2 entries, got {size}")
+    checks.offsets(
+        inputs.student_q.device,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+    )
     # no sequence has a query or key where there is none at all
     for name, x in (("q", inputs.student_q), ("k", inputs.student_k)):
         least = 1 if x.shape[0] else 0
@@ -260,11 +250,7 @@ def _check_head_reduction(inputs: Inputs, settings: Settings, teacher_q: Tensor)
         )
     packed = settings.layout == PACKED
     shape = tuple(teacher_q.shape[1:3] if packed else teacher_q.shape[:3])
-    if tuple(lse.shape) != shape:
-        raise ValueError(f"teacher_lse must have shape {shape}, got {tuple(lse.shape)}")
-    checks.on_device("teacher_lse", lse, teacher_q.device)
-    if lse.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {lse.dtype}")
+    checks.log_sum_exps(lse, shape, teacher_q.device)
 
 
 def window_of(window: Any) -> tuple[int | None, int | None] | None:

@@ -11,25 +11,29 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.attention import ops, query_tiles, torch_impl
 from torch_streamkl.attention.problem import AttentionProblem, Gradients, NeedsGrad, RowStatistics
-from torch_streamkl.registration import NAMESPACE, register
+from torch_streamkl.registration import (
+    NAMESPACE,
+    define,
+    fake_gradients,
+    register,
+    without_none,
+)
 
 Compute = Callable[
     [AttentionProblem, Tensor | None, NeedsGrad], tuple[Tensor, RowStatistics, Gradients]
 ]
 _lib = Library(NAMESPACE, "FRAGMENT")
-_lib.define(
+attention_kl_with_gradients = define(
+    _lib,
     f"attention_kl_with_gradients(Tensor? row_weight, bool[] needs_grad, {ops.ARGUMENTS})"
     " -> (Tensor value, Tensor student_stats, Tensor teacher_stats, Tensor student_q, "
     "Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-attention_kl_with_gradients = torch.ops.torch_streamkl.attention_kl_with_gradients.default
 
 
 def _run(
@@ -39,8 +43,7 @@ def _run(
     if row_weight is not None:
         row_weight = row_weight.expand(problem.student.q.shape[:3])
     value, stats, grads = compute(problem, row_weight, NeedsGrad(*needs_grad))
-    nothing = value.new_empty
-    return value, stats.student, stats.teacher, *(nothing(0) if g is None else g for g in grads)
+    return value, stats.student, stats.teacher, *without_none(grads, value)
 
 
 def _fake(
@@ -48,21 +51,16 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     problem, _ = ops.problem_of(*args, **kwargs)
     value, stats = RowStatistics.allocate(problem)
-    grads = (
-        x.new_empty(x.shape if need else (0,), dtype=problem.compute_dtype)
-        for x, need in zip(problem.queries_and_keys, needs_grad, strict=True)
-    )
+
+    def in_compute_dtype(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape, dtype=problem.compute_dtype)
+
+    inputs = problem.queries_and_keys
+    grads = fake_gradients(inputs, needs_grad, value, in_compute_dtype)
     return value, stats.student, stats.teacher, *grads
-
-
-def _flops(
-    _w: Any, needs_grad: Any, sq: Any, sk: Any, tq: Any, tk: Any, *_: Any, **__: Any
-) -> int:
-    """Counts the two score matmuls, and one for each gradient."""
-    return ops.backward_flops(None, None, None, needs_grad, sq, sk, tq, tk)
 
 
 _PLAIN, _COMPILED = (
     functools.partial(_run, module.forward_with_gradients) for module in (torch_impl, query_tiles)
 )
-register(_lib, "attention_kl_with_gradients", _PLAIN, _fake, _flops, _COMPILED)
+register(_lib, "attention_kl_with_gradients", _PLAIN, _fake, ops.backward_flops, _COMPILED)

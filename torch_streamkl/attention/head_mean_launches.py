@@ -194,7 +194,7 @@ class Launcher:
                 self.stats.student, self.stats.teacher, sums, partials, *split_strides(partials),
                 side.scale / self.problem.temperature, self.num_blocks, self.stage.num_key_blocks,
                 self.problem.num_heads, self.ratio, side.num_kv_heads,
-                side.num_heads // side.num_kv_heads, rows_of_split, self.plan.inv_temperature,
+                side.group, rows_of_split, self.plan.inv_temperature,
             ),
             (student, self.plan.helper, self.stage.config),
             self.stage.options,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 
 import torch
@@ -29,13 +28,12 @@ from torch_streamkl.runtime.devices import (
     device_name,
     dot_precision,
     gpu_of,
+    is_interpreted,
     multiprocessors,
     require_driver,
-    warn_once,
+    runs_kernels,
 )
 from torch_streamkl.runtime.launch_table import LaunchKey, MeasuredLaunch
-
-IMPLEMENTATIONS = ("auto", "hopper", "triton", "torch", "reference")
 
 LSE_UNIT = {
     "hopper": math.log(2.0),
@@ -61,37 +59,20 @@ def select_implementation(problem: AttentionProblem, impl: str, backward: bool =
     """
     if impl == "torch":
         return "torch"
-    chosen = _select(problem, impl, backward)
-    if chosen != "torch" and problem.student.q.device.type == "cuda":
-        require_driver()
-    return chosen
-
-
-def _select(problem: AttentionProblem, impl: str, backward: bool) -> str:
     if impl == "hopper" or (impl == "auto" and _prefers_hopper(problem, backward)):
         limit = limits.hopper_limit(problem)
         if limit is None:
+            require_driver()
             return "hopper"
         if impl == "hopper":
             raise NotImplementedError(f"impl='hopper' {limit}; impl='triton' may compute it")
-    limit = limits.triton_limit(problem)
-    if impl == "triton":
-        if limit is not None:
-            raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-        return "triton"
-    if limit is None:
-        return "triton"
-    if problem.student.q.device.type != "cpu":
-        warn_once(
-            "attention_kl runs its plain torch implementation here, which is slower: "
-            f"the kernel {limit}"
-        )
-    return "torch"
+    device, limit = problem.device, limits.triton_limit(problem)
+    return "triton" if runs_kernels("attention_kl", impl, device, limit) else "torch"
 
 
 def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
     """Whether "auto" takes the Hopper kernels if they can run: measured, or decided by size."""
-    if problem.student.q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if problem.device.type == "cpu" and not is_interpreted():
         return False  # without asking for sizes that only the data decides
     if problem.head_mean:
         ratio = problem.teacher.num_heads // max(1, problem.num_heads)
@@ -148,9 +129,9 @@ def _splits_keys(problem: AttentionProblem) -> bool:
     rows = ceil_div(problem.seqlen_q, launch.groups * launch.block_m)
     blocks = rows * problem.num_heads * problem.batch
     tiles = ceil_div(problem.seqlen_k, launch.block_n)
-    num_whole, parts = splits_of_last_wave(blocks, tiles, problem.student.q.device)
+    num_whole, parts = splits_of_last_wave(blocks, tiles, problem.device)
     return num_whole + (blocks - num_whole) * parts >= LEAST_SHARE * multiprocessors(
-        problem.student.q.device
+        problem.device
     )
 
 
@@ -163,7 +144,7 @@ def triton_launch(problem: AttentionProblem, kernel: str) -> TritonLaunch:
 
     With a head-averaged teacher that of "lse", "mean", or "forward": all that read the mean.
     """
-    device = problem.student.q.device
+    device = problem.device
     measured = measured_launch(problem, kernel)
     if measured is not None:
         launch = TritonLaunch(
@@ -188,7 +169,7 @@ def _operands(problem: AttentionProblem) -> tiles.Operands:
 
 def measured_launch(problem: AttentionProblem, kernel: str) -> MeasuredLaunch | None:
     """Looks up a kernel of a problem in the user's launch table (runtime/launch_table.py)."""
-    table = launch_table.current(device_name(problem.student.q.device))
+    table = launch_table.current(device_name(problem.device))
     if table is None or not is_tunable(problem):  # every call asks, and most have no table
         return None
     return table.find(launch_key(problem, kernel))
@@ -200,7 +181,7 @@ def is_tunable(problem: AttentionProblem) -> bool:
     Mask tensors, biases and second passes need registers and shared memory that the tuner's
     problems do not: the defaults leave room for them.
     """
-    sides = (problem.student, problem.teacher)
+    sides = problem.sides
     return not (
         problem.mask is not None
         or problem.functional.bilinear is None
@@ -211,19 +192,13 @@ def is_tunable(problem: AttentionProblem) -> bool:
 
 def launch_key(problem: AttentionProblem, kernel: str) -> LaunchKey:
     """Returns the key of a problem's measured launch."""
-    packed = problem.is_packed
-    lengths = (
-        (problem.max_seqlen_q, problem.max_seqlen_k)
-        if packed
-        else (problem.seqlen_q, problem.seqlen_k)
-    )
     return LaunchKey(
         kernel,
         padded_dim(problem.student.head_dim),
         padded_dim(problem.teacher.head_dim),
         problem.student.q.element_size(),
         problem.window_right is not None,
-        max(hint_of(n) for n in lengths),
+        max(map(hint_of, problem.longest)),
     )
 
 
@@ -266,5 +241,5 @@ def _shared_by(problem: AttentionProblem, each: int, programs: int, most: int) -
     """Chooses splits of a block: ``each`` programs per multiprocessor, at most ``most``."""
     if problem.is_packed:
         return 1
-    enough = each * multiprocessors(problem.student.q.device)
+    enough = each * multiprocessors(problem.device)
     return max(1, min(enough // max(hint_of(programs), 1), hint_of(most), MOST_SPLITS))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 
 import torch
 
@@ -16,7 +15,7 @@ from torch_streamkl.attention.hopper_tiles import (
     is_wide,
 )
 from torch_streamkl.attention.problem import AttentionProblem, Side
-from torch_streamkl.runtime.devices import gpu_of, matmul_limit
+from torch_streamkl.runtime.devices import gpu_of, kernel_limit, matmul_limit
 
 MOST_BIAS_STRIDE = 2**24  # of rows: offsets in a tile of 64 rows are 32-bit
 
@@ -29,16 +28,14 @@ HOPPER_HEAD_DIMS = (64, 128, 192, 256)
 
 def triton_limit(problem: AttentionProblem) -> str | None:
     """Explains why the Triton kernels cannot run a problem; None if they can."""
-    device = problem.student.q.device.type
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
-    dtype = problem.student.q.dtype
-    if str(dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
-        return f"takes float16, bfloat16 and float32, got {dtype}"
+    device, dtype = problem.device, problem.student.q.dtype
+    limit = kernel_limit(device, dtype)
+    if limit is not None:
+        return limit
     widest = max(problem.student.head_dim, problem.teacher.head_dim)
     if widest > MAX_TRITON_HEAD_DIM:
         return f"takes head_dim up to {MAX_TRITON_HEAD_DIM}, got {widest}"
-    return matmul_limit(problem.student.q.device, dtype, widest) if device == "cuda" else None
+    return matmul_limit(device, dtype, widest) if device.type == "cuda" else None
 
 
 def hopper_limit(problem: AttentionProblem) -> str | None:
@@ -134,7 +131,7 @@ def _mask_limit(problem: AttentionProblem) -> str | None:
         return "takes no mask tensor next to packed sequences"
     if problem.functional.closed_form is None:
         return "takes no mask tensor with a divergence of two passes"
-    groups = [x.num_heads // x.num_kv_heads for x in (problem.student, problem.teacher)]
+    groups = [x.group for x in problem.sides]
     if mask.shape[1] > 1 and max(groups) > 1:
         return "takes a mask per head with as many key heads as heads"
     return None
@@ -154,7 +151,7 @@ def _bias_limit(problem: AttentionProblem, bias: torch.Tensor) -> str | None:
 
 def _least_splits(student: Side, teacher: Side) -> int:
     """Counts the splits of dK on the side that needs more: a program has one key head per side."""
-    groups = [side.num_heads // side.num_kv_heads for side in (student, teacher)]
+    groups = [side.group for side in (student, teacher)]
     return max(groups) // math.gcd(*groups)
 
 

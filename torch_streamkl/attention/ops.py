@@ -29,10 +29,18 @@ from torch_streamkl.attention.problem import (
 from torch_streamkl.checks import is_plain
 from torch_streamkl.registration import (
     NAMESPACE,
+    contiguous,
+    define,
+    fake_gradients,
+    mapped_tensors,
+    only_needed,
+    refuse_mapped,
     register,
-    register_no_double_backward,
+    register_autograd,
     without_autocast,
+    without_none,
 )
+from torch_streamkl.spec import SIDES
 
 _lib = Library(NAMESPACE, "DEF")
 
@@ -48,18 +56,16 @@ _NOT_DIFFERENTIABLE = (
     "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes"
 )  # fmt: skip
 
-_lib.define(
+attention_kl = define(
+    _lib,
     f"attention_kl({ARGUMENTS}) -> (Tensor value, Tensor student_stats, Tensor teacher_stats)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-_lib.define(
+attention_kl_backward = define(
+    _lib,
     "attention_kl_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
     f"bool[] needs_grad, {ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-attention_kl = torch.ops.torch_streamkl.attention_kl.default
-attention_kl_backward = torch.ops.torch_streamkl.attention_kl_backward.default
 
 
 def problem_of(*args: Any, **kwargs: Any) -> tuple[AttentionProblem, str]:
@@ -123,12 +129,9 @@ def _run_backward(
     needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     given = (grad, student_stats, teacher_stats, needs_grad)
-    grads = _needs_grads(is_compiled, *given, *args, **kwargs)
-    # the operator returns a tensor for each of q and k, its first four arguments
-    a, b, c, d = (x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
-    return a, b, c, d
+    return without_none(_needs_grads(is_compiled, *given, *args, **kwargs), args[0])
 
 
 def _needs_grads(
@@ -165,47 +168,27 @@ def _backward_fake(
     needs_grad: list[bool],
     *args: Any,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     problem, _ = problem_of(*args, **kwargs)
-    a, b, c, d = (
-        x.new_empty(x.shape if need else (0,))
-        for x, need in zip(problem.queries_and_keys, needs_grad, strict=True)
-    )
-    return a, b, c, d
+    return fake_gradients(problem.queries_and_keys, needs_grad, problem.student.q, contiguous)
 
 
-def _matmul_flops(q_shape: Any, k_shape: Any) -> int:
-    batch, heads, seqlen_q, head_dim = q_shape
-    return 2 * batch * heads * seqlen_q * k_shape[2] * head_dim
+def _matmul_flops(given: dict[str, Any], side: str) -> int:
+    batch, heads, seqlen_q, head_dim = given[f"{side}_q"]
+    flops: int = 2 * batch * heads * seqlen_q * given[f"{side}_k"][2] * head_dim
+    return flops
 
 
-def forward_flops(
-    student_q: Any, student_k: Any, teacher_q: Any, teacher_k: Any, *_: Any, **__: Any
-) -> int:
+def forward_flops(given: dict[str, Any]) -> int:
     """Counts two score matmuls; masks are not counted, as for scaled_dot_product_attention."""
-    return _matmul_flops(student_q, student_k) + _matmul_flops(teacher_q, teacher_k)
+    return sum(_matmul_flops(given, side) for side in SIDES)
 
 
-def backward_flops(
-    _g: Any,
-    _s: Any,
-    _t: Any,
-    needs_grad: Any,
-    sq: Any,
-    sk: Any,
-    tq: Any,
-    tk: Any,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Counts the recomputed scores and one matmul for each gradient."""
-    sides = (
-        _matmul_flops(sq, sk),
-        _matmul_flops(sq, sk),
-        _matmul_flops(tq, tk),
-        _matmul_flops(tq, tk),
-    )
-    return sides[0] + sides[2] + sum(f for f, need in zip(sides, needs_grad, strict=True) if need)
+def backward_flops(given: dict[str, Any]) -> int:
+    """Counts the two score matmuls, and one for each gradient."""
+    each = [_matmul_flops(given, side) for side in SIDES for _ in "qk"]
+    of_gradients = (f for f, need in zip(each, given["needs_grad"], strict=True) if need)
+    return forward_flops(given) + sum(of_gradients)
 
 
 register(_lib, "attention_kl", run_forward, allocated, forward_flops, run_compiled_forward)
@@ -268,8 +251,7 @@ def gradients(
             grads[:4] = without_autocast(call, needs_grad, grad, *saved)
         else:
             given = (grad, student_stats, teacher_stats, list(needs_grad), *tensors, *options)
-            out = attention_kl_backward(*given)
-            grads[:4] = [g if need else None for g, need in zip(out, needs_grad, strict=True)]
+            grads[:4] = only_needed(attention_kl_backward(*given), needs_grad)
     for index, stats in ((4, student_stats), (5, teacher_stats)):
         if needs[index]:
             unit = LSE_UNIT[select_implementation(*problem_of(*tensors, *options))]
@@ -297,17 +279,13 @@ def _sink_gradient(grad: Tensor, stats: Tensor, lse_unit: float, sink: Tensor) -
     return -share.sum((0, 2)).to(sink.dtype)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_kl", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "attention_kl")
+register_autograd(_lib, "attention_kl", _autograd, _setup_context)
 
 
 _UNBATCHED = (
     "student_alibi_slopes", "teacher_alibi_slopes", "student_sink", "teacher_sink",
     "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
-_BATCHED = SPEC.positions(*(x for x in SPEC.tensor_names if x not in _UNBATCHED))
 
 
 def _vmap(
@@ -315,17 +293,12 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Folds the mapped dimension into the batch."""
     tensors = list(args)
-    for index, name in zip(SPEC.positions(*_UNBATCHED), _UNBATCHED, strict=True):
-        if index < len(args) and in_dims[index] is not None:
-            raise NotImplementedError(
-                f"vmap over {name} is not supported; map over q, k, masks or biases"
-            )
     q, dim = args[0], in_dims[0]
     batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
-    for index in _BATCHED:
-        if index >= len(args) or args[index] is None:
+    for index, name, x, dim in mapped_tensors(SPEC.tensor_names, in_dims, args):
+        if name in _UNBATCHED:
+            refuse_mapped(name, dim, "q, k, masks or biases")
             continue
-        x, dim = args[index], in_dims[index]
         x = x.movedim(dim, 0) if dim is not None else x.unsqueeze(0)
         if dim is None and x.shape[1] == 1 and index >= 4:
             tensors[index] = x[0]

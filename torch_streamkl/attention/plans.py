@@ -65,9 +65,7 @@ class Plan:
         self.fill = 0.0 if fill == -math.inf else max(fill, LOWEST_FILL)
         self.stats_stride = problem.batch * problem.num_heads * problem.seqlen_q
         self.num_sequences = num_sequences(problem)
-        self._sides = tuple(
-            _side_metadata(problem, side) for side in (problem.student, problem.teacher)
-        )
+        self._sides = tuple(_side_metadata(problem, side) for side in problem.sides)
         tensors = (
             problem.mask, problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k
         )  # fmt: skip
@@ -208,9 +206,9 @@ def _together(side: Side) -> int:
 
 def _stage_of(problem: AttentionProblem, launch: TritonLaunch) -> Stage:
     config = config_of(problem, launch)
-    longest = problem.max_seqlen_q if problem.is_packed else problem.seqlen_q
-    num_blocks = triton.cdiv(longest, launch.block_m)
-    num_key_blocks = triton.cdiv(longest_keys(problem), launch.block_n)
+    rows, keys = problem.longest
+    num_blocks = triton.cdiv(rows, launch.block_m)
+    num_key_blocks = triton.cdiv(keys, launch.block_n)
     return Stage(
         launch,
         launch.options(),
@@ -229,18 +227,13 @@ def num_sequences(problem: AttentionProblem) -> int:
     return problem.batch
 
 
-def longest_keys(problem: AttentionProblem) -> int:
-    """Returns the largest number of keys of a sequence."""
-    return problem.max_seqlen_k if problem.is_packed else problem.seqlen_k
-
-
 def _side_metadata(problem: AttentionProblem, side: Side) -> tuple[tuple[Any, ...], ...]:
     scale = side.scale if side.softcap else side.scale * LOG2E / problem.temperature
     return (
         side.q.stride(),
         side.k.stride(),
         _broadcast_strides(side.bias),
-        (scale, side.softcap, side.num_heads // side.num_kv_heads),
+        (scale, side.softcap, side.group),
     )
 
 

@@ -47,8 +47,17 @@ class Side:
         return self.k.shape[1]
 
     @property
+    def group(self) -> int:
+        """Returns the number of query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def head_dim(self) -> int:
         return self.q.shape[3]
+
+    def kv_heads(self, heads: slice) -> slice:
+        """Returns the key heads of some query heads."""
+        return slice(heads.start // self.group, -(-heads.stop // self.group))
 
 
 @dataclass(eq=False)
@@ -99,6 +108,21 @@ class AttentionProblem:
     @property
     def seqlen_k(self) -> int:
         return self.student.k.shape[2]
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.student, self.teacher
+
+    @property
+    def device(self) -> torch.device:
+        return self.student.q.device
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Returns the rows and keys of the longest sequence."""
+        if self.is_packed:
+            return self.max_seqlen_q, self.max_seqlen_k
+        return self.seqlen_q, self.seqlen_k
 
     @property
     def queries_and_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

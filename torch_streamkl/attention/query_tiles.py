@@ -81,8 +81,8 @@ class QueryTile:
 
 def limit(problem: AttentionProblem) -> str | None:
     """Explains why query tiles cannot compute a problem; None if they can."""
-    if problem.student.q.device.type != "cpu":
-        return f"are for the CPU, got device {problem.student.q.device.type}"
+    if problem.device.type != "cpu":
+        return f"are for the CPU, got device {problem.device.type}"
     if problem.head_mean:
         return "take as many heads on both sides, got averaged heads of the teacher"
     if problem.teacher_lse is not None:
@@ -199,8 +199,8 @@ def _form(problem: AttentionProblem, needs_grad: NeedsGrad) -> RowForm:
 
 def head_group(problem: AttentionProblem) -> int:
     """Counts the query heads that a query tile holds together: those with common keys."""
-    sides = (problem.student, problem.teacher)
-    group = math.lcm(*(side.num_heads // side.num_kv_heads for side in sides))
+    sides = problem.sides
+    group = math.lcm(*(side.group for side in sides))
     return group if problem.num_heads % group == 0 else problem.num_heads
 
 
@@ -248,14 +248,14 @@ class _Work:
                     self._sides, self.d_keys, self.sums[1::2], strict=True
                 ):
                     if dk is not None and d_keys is not None:
-                        dk[batch, _kv_heads(side, heads)] = d_keys.mT
+                        dk[batch, side.kv_heads(heads)] = d_keys.mT
 
     @property
     def _sides(self) -> tuple[Side, Side]:
         return self.problem.student, self.problem.teacher
 
     def _keys_of(self, side: Side, batch: int, heads: slice) -> Tensor:
-        return side.k[batch, _kv_heads(side, heads)].to(self.dtype)
+        return side.k[batch, side.kv_heads(heads)].to(self.dtype)
 
     def inputs(self, query_tile: QueryTile) -> Described:
         """Computes the dot products of both sides, and collects what converts them into scores."""
@@ -336,11 +336,6 @@ class _Work:
             if d_keys is not None:
                 # head_dim times keys: a fifth faster than the other way around
                 d_keys[:, :, query_tile.keys].baddbmm_(self.folded[i].mT, d_dots)
-
-
-def _kv_heads(side: Side, heads: slice) -> slice:
-    group = side.num_heads // side.num_kv_heads
-    return slice(heads.start // group, -(-heads.stop // group))
 
 
 def _bounds(problem: AttentionProblem) -> dict[str, Tensor]:

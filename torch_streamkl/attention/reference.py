@@ -53,7 +53,7 @@ def allowed_keys(problem: AttentionProblem) -> Tensor:
     """Returns boolean [batch or 1, num_heads or 1, seqlen_q, seqlen_k], True where a key takes
     part.
     """
-    device, n, m = problem.student.q.device, problem.seqlen_q, problem.seqlen_k
+    device, n, m = problem.device, problem.seqlen_q, problem.seqlen_k
     i = torch.arange(n, device=device)[:, None] + bottom_right_offset(n, m)
     j = torch.arange(m, device=device)[None, :]
     allowed = torch.ones(1, 1, n, m, dtype=torch.bool, device=device)
@@ -71,7 +71,7 @@ def allowed_keys(problem: AttentionProblem) -> Tensor:
 def scores(side: Side, problem: AttentionProblem) -> Tensor:
     """Returns scores [batch, num_heads, seqlen_q, seqlen_k] before masking."""
     dtype = problem.compute_dtype
-    k = side.k.repeat_interleave(side.num_heads // side.num_kv_heads, dim=1)
+    k = side.k.repeat_interleave(side.group, dim=1)
     x = side.q.to(dtype) @ k.to(dtype).transpose(-1, -2) * side.scale
     if side.softcap:
         x = side.softcap * torch.tanh(x / side.softcap)

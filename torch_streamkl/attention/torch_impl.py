@@ -29,7 +29,6 @@ from torch_streamkl.attention.torch_scores import (
     Mask,
     QueryBlock,
     folded_queries,
-    kv_heads_of,
     per_head,
 )
 from torch_streamkl.cpu import elementwise
@@ -44,6 +43,7 @@ from torch_streamkl.divergences.row_state import (
     without_infinity,
 )
 from torch_streamkl.program.divergence_forms import Bilinear
+from torch_streamkl.program.divergences import variables_of
 
 
 @dataclass
@@ -307,8 +307,7 @@ def _variables(problem: AttentionProblem, log_t: Tensor, log_s: Tensor) -> dict[
         group = log_t.unflatten(1, (log_s.shape[1], -1))
         peak = group.amax(2, keepdim=True).clamp_min_(-1e30)
         log_t = (torch.log(elementwise.exp_(group - peak).mean(2)) + peak.squeeze(2)).contiguous()
-    P, S = elementwise.exp(log_t), elementwise.exp(log_s)
-    return {"P": P, "S": S, "logP": log_t, "logS": log_s}
+    return variables_of(log_t, log_s, elementwise.exp)
 
 
 def _per_teacher_head(
@@ -447,7 +446,7 @@ def _add_gradient(
         d_dot.masked_fill_(row_grad.grad == 0, 0.0)
     if isinstance(slope, Tensor):
         d_dot.mul_(slope)
-    kv_heads = kv_heads_of(side, rows)
+    kv_heads = side.kv_heads(rows.heads)
     folded = d_dot.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(
         2, 3
     )  # [b, kv, g * queries, keys]

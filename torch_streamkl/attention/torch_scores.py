@@ -36,9 +36,9 @@ def torch_blocks(problem: AttentionProblem) -> StreamingBlocks:
     fit.
     """
     teacher_ratio = problem.teacher.num_heads // problem.num_heads
-    teacher_group = problem.teacher.num_heads // problem.teacher.num_kv_heads
+    teacher_group = problem.teacher.group
     group = math.lcm(
-        problem.num_heads // problem.student.num_kv_heads,
+        problem.student.group,
         # the fewest student heads whose teacher heads are whole groups; divides num_heads
         teacher_group // math.gcd(teacher_group, teacher_ratio),
     )
@@ -126,7 +126,7 @@ class Blocks:
         left, right = p.window_left, p.window_right
         if left is None and right is None and p.key_lengths is None:
             return None if p.mask is None else Mask(_broadcast_block(p.mask, rows, keys))
-        i, j = self._positions(rows, keys, p.student.q.device)
+        i, j = self._positions(rows, keys, p.device)
         first, last = rows.queries.start + self.offset, rows.queries.stop - 1 + self.offset
         parts = []
         if left is not None and keys.start < last - left:
@@ -150,7 +150,7 @@ class Blocks:
     def scores(self, side: Side, rows: QueryBlock, keys: slice, mask: Mask | None) -> ScoreBlock:
         """Returns scores of a block, -inf where a key is not allowed."""
         dtype = self.problem.compute_dtype
-        kv_heads = kv_heads_of(side, rows)
+        kv_heads = side.kv_heads(rows.heads)
         k = side.k[rows.batch, kv_heads, keys].to(dtype)
         x = folded_queries(side, rows, dtype) @ k.transpose(-1, -2)  # [b, kv, g * queries, keys]
         shape = (
@@ -190,15 +190,9 @@ class Blocks:
 
 def folded_queries(side: Side, rows: QueryBlock, dtype: torch.dtype) -> Tensor:
     """Returns queries as [batch, kv_heads, group * queries, head_dim]: GQA groups as rows."""
-    kv_heads = kv_heads_of(side, rows)
+    kv_heads = side.kv_heads(rows.heads)
     q = rows.of(side.q).to(dtype)
     return q.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).flatten(2, 3)
-
-
-def kv_heads_of(side: Side, rows: QueryBlock) -> slice:
-    """Returns the key heads of a block of rows."""
-    group = side.num_heads // side.num_kv_heads
-    return slice(rows.heads.start // group, -(-rows.heads.stop // group))
 
 
 def _broadcast_block(x: Tensor, rows: QueryBlock, keys: slice) -> Tensor:

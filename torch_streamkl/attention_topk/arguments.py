@@ -176,13 +176,8 @@ def _teacher_lse(q: Tensor, options: Options) -> Tensor | None:
     lse = options.teacher_lse
     if lse is None:
         return None
-    checks.tensor("teacher_lse", lse)
     shape = tuple(q.shape[1:3] if options.is_packed else q.shape[:3])
-    if tuple(lse.shape) != shape:
-        raise ValueError(f"teacher_lse must have shape {shape}, got {tuple(lse.shape)}")
-    if lse.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {lse.dtype}")
-    checks.on_device("teacher_lse", lse, q.device)
+    checks.log_sum_exps(lse, shape, q.device)
     checks.no_gradient("teacher_lse", lse)
     return lse[None] if options.is_packed else lse
 
@@ -216,11 +211,7 @@ def _key_ranges(
 def _packed_ranges(
     query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    size = cu_seqlens_q.shape[0] if getattr(cu_seqlens_q, "ndim", 0) == 1 else 2
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        checks.check_vector(name, x, size, query.device, (torch.int32,))
-    if size < 2:
-        raise ValueError(f"cu_seqlens_q must have num_sequences + 1 >= 2 entries, got {size}")
+    checks.offsets(query.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     sequence = torch.searchsorted(cu_seqlens_q[1:-1].contiguous(), query, right=True)
     first, end = cu_seqlens_k[:-1][sequence], cu_seqlens_k[1:][sequence]
     if options.is_causal:
@@ -233,7 +224,4 @@ def _row_mask(rows: tuple[int, int], device: torch.device, options: Options) -> 
     if mask is None:
         return None
     wanted = rows[1:] if options.is_packed else rows
-    view = checks.check_broadcast("row_mask", mask, wanted, device)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"row_mask must be boolean, got {mask.dtype}")
-    return view.expand(wanted).reshape(rows)
+    return checks.row_mask(mask, wanted, device).expand(wanted).reshape(rows)

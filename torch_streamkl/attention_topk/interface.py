@@ -10,7 +10,7 @@ from torch_streamkl import checks, flop_counts
 from torch_streamkl.attention_topk import ops, reference
 from torch_streamkl.attention_topk.arguments import OPTION_NAMES, MoreOptions, Options, operands
 from torch_streamkl.divergences.names import Reduction
-from torch_streamkl.linear.interface import denominator
+from torch_streamkl.linear.reductions import denominator
 from torch_streamkl.registration import without_autocast
 
 _TENSORS = (

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
-
 from torch_streamkl.attention_topk.problem import ChosenKeys
-from torch_streamkl.runtime.devices import matmul_limit
+from torch_streamkl.runtime.devices import kernel_limit, matmul_limit
 
 MAX_STUDENT_HEADS = 128  # one tile holds all heads of a query
 MAX_STUDENT_DIM = 256  # the gradient of a query stays in registers
@@ -17,10 +13,9 @@ def triton_limit(problem: ChosenKeys) -> str | None:
     """Explains why the Triton kernels cannot run a problem; None if they can."""
     device, heads = problem.student_q.device, problem.num_student_heads
     head_dim = problem.student_q.shape[3]
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device.type}"
-    if problem.compute_dtype == torch.float64:
-        return "takes float16, bfloat16 and float32, got float64"
+    limit = kernel_limit(device, problem.compute_dtype)
+    if limit is not None:
+        return limit
     if heads > MAX_STUDENT_HEADS:
         return f"takes up to {MAX_STUDENT_HEADS} student heads, got {heads}"
     if head_dim > MAX_STUDENT_DIM:

@@ -6,6 +6,7 @@ scores.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -15,11 +16,20 @@ from torch.library import Library
 
 from torch_streamkl.attention_topk import limits, torch_impl, values
 from torch_streamkl.attention_topk.problem import ChosenKeys, NeedsGrad, RowStats
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
-from torch_streamkl.runtime.devices import require_driver, warn_once
+from torch_streamkl.registration import (
+    NAMESPACE,
+    contiguous,
+    define,
+    fake_gradients,
+    only_needed,
+    refuse_vmap,
+    register,
+    register_autograd,
+    without_none,
+)
+from torch_streamkl.runtime.devices import runs_kernels
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 TENSORS = (
     "Tensor student_q, Tensor student_k, Tensor? head_weights, Tensor teacher_q, "
     "Tensor teacher_k, Tensor ids, Tensor? teacher_lse, Tensor? key_ranges"
@@ -30,16 +40,14 @@ OPTIONS = (
 NUM_TENSORS = 8  # of TENSORS
 LSE = 6  # teacher_lse among them
 
-_lib.define(
-    f"attention_topk({TENSORS}, {OPTIONS}) -> (Tensor value, Tensor stats, Tensor lse)", tags=TAGS
+attention_topk = define(
+    _lib, f"attention_topk({TENSORS}, {OPTIONS}) -> (Tensor value, Tensor stats, Tensor lse)"
 )
-_lib.define(
+attention_topk_backward = define(
+    _lib,
     f"attention_topk_backward(Tensor grad, Tensor stats, bool[] needs_grad, {TENSORS}, {OPTIONS})"
     " -> (Tensor q_grad, Tensor k_grad, Tensor head_weights_grad)",
-    tags=TAGS,
 )
-attention_topk = torch.ops.torch_streamkl.attention_topk.default
-attention_topk_backward = torch.ops.torch_streamkl.attention_topk_backward.default
 
 
 def problem_of(*args: Any) -> ChosenKeys:
@@ -49,15 +57,11 @@ def problem_of(*args: Any) -> ChosenKeys:
 
 def _implementation(problem: ChosenKeys, impl: str) -> ModuleType:
     """Returns the module that computes a problem: the kernels' or plain torch."""
-    limit, device = limits.triton_limit(problem), problem.student_q.device.type
-    if impl == "triton" and limit is not None:
-        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-    if impl == "torch" or limit is not None or (impl == "auto" and device != "cuda"):
-        if impl != "torch" and device == "cuda":
-            warn_once(f"attention_topk_kl runs in plain torch here, which is slower: {limit}")
+    device = problem.student_q.device
+    if impl == "auto" and device.type != "cuda":  # also in the interpreter
         return torch_impl
-    if device == "cuda":
-        require_driver()
+    if not runs_kernels("attention_topk_kl", impl, device, limits.triton_limit(problem)):
+        return torch_impl
     from torch_streamkl.attention_topk.triton import launches
 
     module: ModuleType = launches
@@ -88,8 +92,7 @@ def _backward(
     else:
         is_fixed = deterministic or torch.are_deterministic_algorithms_enabled()
         found = module.backward(problem, saved, grad, needs, is_fixed)
-    nothing = problem.student_q.new_empty
-    return tuple(nothing(0) if x is None else x for x in found)
+    return without_none(found, problem.student_q)
 
 
 def _backward_fake(
@@ -97,34 +100,27 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     problem = problem_of(*args)
     given = (problem.student_q, problem.student_k, problem.head_weights)
-    nothing = problem.student_q.new_empty
-    return tuple(
-        nothing(0) if x is None or not need else x.new_empty(x.shape)
-        for x, need in zip(given, needs_grad, strict=True)
-    )
+    return fake_gradients(given, needs_grad, problem.student_q, contiguous)
 
 
-def _products(q: Any, topk: int) -> int:
-    """Counts the products of queries of this shape with their chosen keys."""
-    return int(2 * q[0] * q[1] * q[2] * q[3] * topk)
+def _products(given: dict[str, Any]) -> tuple[int, int]:
+    """Counts the products of the student's and the teacher's queries with their chosen keys."""
+    queries = given["student_q"], given["teacher_q"]
+    student, teacher = (int(2 * math.prod(q) * given["ids"][2]) for q in queries)
+    return student, teacher
 
 
-def _forward_flops(
-    student_q: Any, student_k: Any, weights: Any, teacher_q: Any, teacher_k: Any, ids: Any,
-    teacher_lse: Any, *_: Any, **__: Any,
-) -> int:  # fmt: skip
+def _forward_flops(given: dict[str, Any]) -> int:
     """Counts the scores; those of the teacher twice if their log-sum-exps are not known."""
-    passes = 2 if teacher_lse is None else 1
-    return _products(student_q, ids[2]) + passes * _products(teacher_q, ids[2])
+    student, teacher = _products(given)
+    return student + (2 if given["teacher_lse"] is None else 1) * teacher
 
 
-def _backward_flops(
-    _grad: Any, _stats: Any, needs: Any, student_q: Any, student_k: Any, weights: Any,
-    teacher_q: Any, teacher_k: Any, ids: Any, *_: Any, **__: Any,
-) -> int:  # fmt: skip
+def _backward_flops(given: dict[str, Any]) -> int:
     """Counts the recomputed scores, and a product for each gradient of queries and keys."""
-    own = _products(student_q, ids[2])
-    return own * (1 + (needs[0] or needs[2]) + needs[1]) + _products(teacher_q, ids[2])
+    student, teacher = _products(given)
+    q, k, weights = given["needs_grad"]
+    return student * (1 + (q or weights) + k) + teacher
 
 
 for _name, _function, _fake, _flops in (
@@ -151,20 +147,15 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     found: list[Any] = [None] * (NUM_TENSORS + len(ctx.options))
     if grad is not None and any(needs):
         grads = attention_topk_backward(grad, stats, needs, *tensors, *ctx.options)
-        found[:3] = [g if need else None for g, need in zip(grads, needs, strict=True)]
+        found[:3] = only_needed(grads, needs)
     return tuple(found)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_topk", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "attention_topk")
-
-
-def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError(
+register_autograd(_lib, "attention_topk", _autograd, _setup_context)
+refuse_vmap(
+    _lib,
+    "attention_topk",
+    message=(
         "vmap over attention_topk_kl is not supported; its batch dimension takes more problems"
-    )
-
-
-torch.library.register_vmap(f"{NAMESPACE}::attention_topk", _no_vmap, lib=_lib)
+    ),
+)

@@ -6,7 +6,6 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,6 +17,7 @@ from torch_streamkl.distributed.agreement import agree
 from torch_streamkl.distributed.arguments import defaults, on_group
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.sequence import LOAD_BALANCES
+from torch_streamkl.divergences.names import OPTIONS as DIVERGENCE_OPTIONS
 from torch_streamkl.divergences.names import divergence_text
 from torch_streamkl.program.divergences import Functional
 
@@ -27,8 +27,7 @@ SINKS = ("student_sink", "teacher_sink")
 SCALES = ("student_scale", "teacher_scale")
 # of attention_kl, what is the same for every rank and row
 _OPTIONS = {
-    "divergence", "beta", *SCALES, "temperature", "student_softcap",
-    "teacher_softcap", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp",
+    *DIVERGENCE_OPTIONS, *SCALES, "temperature", "student_softcap", "teacher_softcap",
     "head_reduction", "impl", "deterministic", *SINKS,
 }  # fmt: skip
 DEFAULTS = {name: x for name, x in defaults(interface.attention_kl).items() if name in _OPTIONS}
@@ -148,7 +147,7 @@ def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, An
                 )
     bounds = keys.bounds
     if keys.packing is not None:
-        _check_packing(keys.packing, given, ranks, method, bounds, keys.lengths)
+        _check_packing(keys.packing, given, method, bounds, keys.lengths)
     elif max_seqlen is not None:
         raise ValueError(
             f"max_seqlen is of packed sequences and needs cu_seqlens, got {max_seqlen}"
@@ -188,16 +187,12 @@ def _check_as_one_rank(
 def _check_packing(
     packing: Packing,
     given: dict[str, Any],
-    ranks: Ranks,
     method: str,
     bounds: tuple[int | None, int | None],
     key_lengths: Tensor | None,
 ) -> None:
-    q, offsets = given["student_q"], packing.cu_seqlens
-    size = offsets.shape[0] if isinstance(offsets, Tensor) and offsets.ndim == 1 else 2
-    checks.check_vector("cu_seqlens", offsets, size, q.device, (torch.int32,))
-    if size < 2:
-        raise ValueError(f"cu_seqlens must have num_sequences + 1 >= 2 entries, got {size}")
+    q = given["student_q"]
+    checks.offsets(q.device, cu_seqlens=packing.cu_seqlens)
     checks.positive("max_seqlen", packing.max_seqlen)
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences have batch size 1, got {q.shape[0]}")
@@ -227,9 +222,6 @@ def _check_ring(options: dict[str, Any]) -> None:
             )
     if options.get("impl") == "reference":
         raise NotImplementedError("method='ring' needs impl='auto' or a streaming one")
-    names = ("divergence", "beta", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp")
-    text = divergence_text(
-        *(options.get(name, default) for name, default in
-          zip(names, ("forward_kl", 0.5, 0.0, 0.0, 0.0, 0.0), strict=True))
-    )  # fmt: skip
+    given = {**DEFAULTS, **options}
+    text = divergence_text(*(given[name] for name in DIVERGENCE_OPTIONS))
     ring.form_of(Functional.of(text))

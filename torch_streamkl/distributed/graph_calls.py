@@ -87,12 +87,7 @@ def linear_kl_sum(
 def attention_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Returns value and statistics per row, as DTensors; raises if placements do not fit."""
     given = {**dict(zip(sharding.ARGUMENTS, args, strict=False)), **kwargs}
-    for name in (*sharding.QUERIES, *sharding.KEYS):
-        if not isinstance(given[name], DTensor):
-            raise NotImplementedError(
-                f"{name} is a plain tensor next to DTensors, and nothing says that ranks have the "
-                "same"
-            )
+    _refuse_plain({name: given[name] for name in (*sharding.QUERIES, *sharding.KEYS)})
     made: tuple[Tensor, ...] = attention_ops.attention_kl(**keys_everywhere(given))
     return made
 
@@ -215,13 +210,17 @@ def _local(
     return [local[name] for name in _TENSORS], options, layout
 
 
-def _check(given: dict[str, Any], options: dict[str, Any]) -> None:
+def _refuse_plain(given: dict[str, Any]) -> None:
     for name, x in given.items():
         if x is not None and not isinstance(x, DTensor):
             raise NotImplementedError(
                 f"{name} is a plain tensor next to DTensors, and nothing says that ranks have the "
                 "same"
             )
+
+
+def _check(given: dict[str, Any], options: dict[str, Any]) -> None:
+    _refuse_plain(given)
     vocab = [given[name].shape[0] for name in ("student_weight", "teacher_weight")]
     if vocab[0] != vocab[1]:
         raise NotImplementedError(

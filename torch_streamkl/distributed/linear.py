@@ -50,8 +50,7 @@ def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: An
     """Calls ``function(...)`` after ranks compared their arguments; all compute, or none does."""
     if torch.compiler.is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
-    group = kwargs["group"]
-    ranks = group.group if isinstance(group, UnsummedGroup) else group_of(group)
+    ranks = _ranks_of(kwargs["group"])
     run = functools.partial(_of_any_tokens, function)
     value: Tensor = on_group(function, args, kwargs, ranks, OWN, run)
     return value
@@ -89,14 +88,16 @@ def shard_arguments_of(
     ):
         if first is not None and first < 0:
             raise ValueError(f"{name} must be at least 0, got {first}")
-    sums_gradients = not isinstance(group, UnsummedGroup)
-    ranks = group.group if isinstance(group, UnsummedGroup) else group_of(group)
     arguments = {
-        "group_name": ranks.group_name,
+        "group_name": _ranks_of(group).group_name,
         "student_vocab_start": BY_RANK if student_vocab_start is None else student_vocab_start,
         "teacher_vocab_start": BY_RANK if teacher_vocab_start is None else teacher_vocab_start,
     }
-    return ShardArguments(arguments, sums_gradients)
+    return ShardArguments(arguments, not isinstance(group, UnsummedGroup))
+
+
+def _ranks_of(group: ProcessGroup | DeviceMesh | UnsummedGroup) -> ProcessGroup:
+    return group.group if isinstance(group, UnsummedGroup) else group_of(group)
 
 
 def rows(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,15 @@ from torch_streamkl.bounds import check_labels
 from torch_streamkl.distributed import collectives, shard_rows
 from torch_streamkl.distributed.agreement import agree
 from torch_streamkl.distributed.shard_rows import Shard
-from torch_streamkl.distributed.vocab_ranges import Shards
+from torch_streamkl.distributed.vocab_ranges import BY_RANK, Shards
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.ops import (
     GRADIENTS,
     INPUTS,
     NUM_TENSORS,
     OPTIONS,
-    TAGS,
     TENSORS,
-    forward_flops,
+    flops_of,
     gradient_fakes,
     linear_kl_backward,
     needs_grad_of,
@@ -42,7 +41,6 @@ from torch_streamkl.linear.ops import (
     setup_sum_context,
     sum_arguments,
     sum_autograd,
-    sum_flops,
     sum_results,
     weights_of,
 )
@@ -52,7 +50,13 @@ from torch_streamkl.linear.problem import (
     RowValues,
     workspace_bytes,
 )
-from torch_streamkl.registration import NAMESPACE, register
+from torch_streamkl.registration import (
+    NAMESPACE,
+    define,
+    only_needed,
+    register,
+    register_autograd,
+)
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 IGNORED = -(2**62)  # of labels that count from this rank's first vocabulary entry
@@ -63,36 +67,38 @@ IGNORED = -(2**62)  # of labels that count from this rank's first vocabulary ent
 # `linear_kl` has it.
 _SHARD_ARGUMENTS = "*, str group_name, int student_vocab_start=-1, int teacher_vocab_start=-1"
 
-_lib.define(
+linear_kl_sharded = define(
+    _lib,
     f"linear_kl_sharded({TENSORS}, {OPTIONS}, {_SHARD_ARGUMENTS}) -> "
     "(Tensor value, Tensor hard, Tensor statistics, Tensor local_labels)",
-    tags=TAGS,
 )
-_lib.define(
+linear_kl_sharded_sum = define(
+    _lib,
     f"linear_kl_sharded_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
     f"bool[] needs_grad=[], {OPTIONS}, {_SHARD_ARGUMENTS}) -> "
     f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS})",
-    tags=TAGS,
 )
-linear_kl_sharded = torch.ops.torch_streamkl.linear_kl_sharded.default
-linear_kl_sharded_sum = torch.ops.torch_streamkl.linear_kl_sharded_sum.default
 
 
-def _shard(
-    problem: LinearProblem,
-    max_workspace_mib: int,
-    impl: str,
-    needs_grad: list[bool],
-    group_name: str,
-    student_vocab_start: int,
-    teacher_vocab_start: int,
-) -> Shard:
+class _Place(NamedTuple):
+    """Holds what NOTE [Shard arguments] describes."""
+
+    group_name: str
+    student_vocab_start: int = BY_RANK
+    teacher_vocab_start: int = BY_RANK
+
+    @staticmethod
+    def taken_from(kwargs: dict[str, Any]) -> _Place:
+        """Removes these arguments from those by keyword."""
+        return _Place(**{name: kwargs.pop(name) for name in _Place._fields if name in kwargs})
+
+
+def _shard(problem: LinearProblem, needs_grad: list[bool], place: _Place) -> Shard:
     """Returns this rank's part of a call that all ranks make; if one rank's fails, all raise."""
     student, teacher = problem.heads
-    rows = row_functions(problem, impl)
-    workspace = workspace_bytes(problem, max_workspace_mib)
+    rows = row_functions(problem, problem.impl)
     facts = agree(
-        group_name,
+        place.group_name,
         student.hidden.device,
         "linear_kl",
         {
@@ -102,14 +108,14 @@ def _shard(
             "element size of student_hidden": student.hidden.element_size(),
             "element size of teacher_hidden": teacher.hidden.element_size(),
             "presence of labels (0 or 1)": int(problem.labels is not None),
-            **_options_of(problem, max_workspace_mib, rows.__name__, needs_grad),
+            **_options_of(problem, rows.__name__, needs_grad),
         },
         {
             "student_vocab": student.vocab_size,
             "teacher_vocab": teacher.vocab_size,
-            "student_vocab_start": student_vocab_start,
-            "teacher_vocab_start": teacher_vocab_start,
-            "workspace": workspace,
+            "student_vocab_start": place.student_vocab_start,
+            "teacher_vocab_start": place.teacher_vocab_start,
+            "workspace": workspace_bytes(problem, problem.max_workspace_mib),
         },
     )
     shards = Shards.of(facts)
@@ -117,14 +123,13 @@ def _shard(
         max(fact["student_vocab"] for fact in facts),
         max(fact["teacher_vocab"] for fact in facts),
     )
-    vocab_start = shards.vocab_start(collectives.resolve(group_name).rank())
+    vocab_start = shards.vocab_start(collectives.resolve(place.group_name).rank())
     return Shard(
         problem=replace(problem, vocab_start=vocab_start),
-        group_name=group_name,
+        group_name=place.group_name,
         num_ranks=len(facts),
         student_vocab_size=shards.student_vocab_size,
         row_bytes=shard_rows.row_bytes(problem, largest),
-        max_workspace_mib=max_workspace_mib,
         workspace=min(fact["workspace"] for fact in facts),
         rows=_shard_functions(rows),
     )
@@ -140,15 +145,13 @@ def _shard_functions(rows: ModuleType) -> ModuleType:
     return module
 
 
-def _options_of(
-    problem: LinearProblem, max_workspace_mib: int, rows: str, needs_grad: list[bool]
-) -> dict[str, str]:
+def _options_of(problem: LinearProblem, rows: str, needs_grad: list[bool]) -> dict[str, str]:
     """Returns the options that ranks have to give alike, and that no number describes."""
     options: dict[str, Any] = {
         "divergence": problem.functional.text,
         "temperature": problem.temperature,
         "ignore_index": problem.ignore_index,
-        "max_workspace_mib": max_workspace_mib or None,
+        "max_workspace_mib": problem.max_workspace_mib or None,
         "implementation": "torch" if rows == linear_rows.__name__ else "triton",
         "needed gradients": needs_grad,
     }
@@ -160,17 +163,10 @@ def _options_of(
     return {name: str(value) for name, value in options.items()}
 
 
-def _forward(
-    *args: Any,
-    group_name: str,
-    student_vocab_start: int = -1,
-    teacher_vocab_start: int = -1,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    problem, workspace, impl = problem_of(*args, **kwargs)
-    shard = _shard(
-        problem, workspace, impl, [], group_name, student_vocab_start, teacher_vocab_start
-    )
+def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    place = _Place.taken_from(kwargs)
+    problem = problem_of(*args, **kwargs)[0]
+    shard = _shard(problem, [], place)
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
     out = shard_rows.forward(shard)
     return out.value, out.hard, out.statistics, _local_labels(shard.problem)
@@ -184,9 +180,8 @@ def _local_labels(problem: LinearProblem) -> Tensor:
     return torch.where(counted, problem.labels.long() - problem.vocab_start, IGNORED)
 
 
-def _forward_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
-    for name in ("student_vocab_start", "teacher_vocab_start"):
-        kwargs.pop(name, None)
+def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    _Place.taken_from(kwargs)
     out = RowValues.allocate(problem_of(*args, **kwargs)[0])
     return (
         out.value,
@@ -196,36 +191,26 @@ def _forward_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, .
     )
 
 
-def _sum(
-    *args: Any,
-    group_name: str,
-    student_vocab_start: int = -1,
-    teacher_vocab_start: int = -1,
-    **kwargs: Any,
-) -> tuple[Tensor, ...]:
-    (problem, workspace, impl), row_weight, hard_row_weight, needs_grad = sum_arguments(
-        *args, **kwargs
-    )
+def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    place = _Place.taken_from(kwargs)
+    (problem, _, _), row_weight, hard_row_weight, needs_grad = sum_arguments(*args, **kwargs)
     weights = weights_of(problem, row_weight, hard_row_weight)
-    shard = _shard(
-        problem, workspace, impl, needs_grad, group_name, student_vocab_start, teacher_vocab_start
-    )
+    shard = _shard(problem, needs_grad, place)
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
     rows, grads = shard_rows.forward_with_gradients(shard, weights, NeedsGrad(*needs_grad))
     return sum_results(problem, rows, weights, grads[: len(INPUTS)])  # of no adapters
 
 
-def _sum_fake(*args: Any, group_name: str, **kwargs: Any) -> tuple[Tensor, ...]:
-    for name in ("student_vocab_start", "teacher_vocab_start"):
-        kwargs.pop(name, None)
+def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    _Place.taken_from(kwargs)
     (problem, _, _), _, _, needs_grad = sum_arguments(*args, **kwargs)
     rows = RowValues.allocate(problem)
     grads = gradient_fakes(problem, needs_grad)[: len(INPUTS)]
     return rows.value.new_empty(()), rows.value, rows.hard, *grads
 
 
-register(_lib, "linear_kl_sharded", _forward, _forward_fake, forward_flops)
-register(_lib, "linear_kl_sharded_sum", _sum, _sum_fake, sum_flops)
+register(_lib, "linear_kl_sharded", _forward, _forward_fake, flops_of)
+register(_lib, "linear_kl_sharded_sum", _sum, _sum_fake, flops_of)
 
 
 def _setup_context(
@@ -260,7 +245,7 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, *_: Any) 
         local_labels if ctx.has_labels else None,
         **{**options, "ignore_index": IGNORED},
     )
-    given = [g if need else None for g, need in zip(grads, needs_grad, strict=False)]
+    given = only_needed(grads, needs_grad)
     return tuple((given + [None] * ctx.num_inputs)[: ctx.num_inputs])
 
 
@@ -271,10 +256,5 @@ def _setup_sum_context(
 
 
 _OPTION_NAMES = [a.name for a in linear_kl_sharded._schema.arguments[NUM_TENSORS:-3]]
-for _name, _backward, _setup in (
-    ("linear_kl_sharded", _autograd, _setup_context),
-    ("linear_kl_sharded_sum", sum_autograd, _setup_sum_context),
-):
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{_name}", _backward, setup_context=_setup, lib=_lib
-    )
+register_autograd(_lib, "linear_kl_sharded", _autograd, _setup_context)
+register_autograd(_lib, "linear_kl_sharded_sum", sum_autograd, _setup_sum_context)

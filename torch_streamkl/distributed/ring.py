@@ -90,7 +90,7 @@ class Ring:
                 changes[f"max_seqlen_{name}"] = min(self.max_seqlen, size)
         student, teacher = (
             replace(side, q=side.q[:, :, rows], k=k[:, :, block.keys])
-            for side, k in zip((p.student, p.teacher), keys, strict=True)
+            for side, k in zip(p.sides, keys, strict=True)
         )
         problem = replace(p, student=student, teacher=teacher, **changes)
         return problem, LSE_UNIT[select_implementation(problem, problem.impl)]
@@ -156,6 +156,15 @@ class _RingExchange:
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
+    def turns(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Yields each rank and its keys, which are then on their way to the next rank."""
+        for step in range(self.size):
+            moving = None if step + 1 == self.size else self.send()
+            student_k, teacher_k = self.tensors()
+            yield (self.rank - step) % self.size, (student_k, teacher_k)
+            if moving is not None:
+                self.receive(moving)
+
     def send(self) -> Tensor:
         """Sends the tensors to the next rank, and begins to receive those of the one before."""
         send, receive = [0] * self.size, [0] * self.size
@@ -172,11 +181,7 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
     value, stats = RowStatistics.allocate(problem)
     state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
     circle = _RingExchange([problem.student.k, problem.teacher.k], ring.group_name)
-    for step in range(circle.size):
-        is_last = step + 1 == circle.size
-        moving = None if is_last else circle.send()
-        keys = (circle.tensors()[0], circle.tensors()[1])
-        owner = (circle.rank - step) % circle.size
+    for owner, keys in circle.turns():
         for block in ring.blocks(circle.rank, owner, circle.size):
             of_block, unit = ring.call(block, keys)
             found = _state_of(ops.forward(of_block)[1], unit, form)
@@ -184,8 +189,6 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
             for old, new in zip(of_rows, merge(RowState(*of_rows), found, form).tensors(),
                                 strict=True):  # fmt: skip
                 old.copy_(new)
-        if moving is not None:
-            circle.receive(moving)
     sums = finish(state, form)
     value.copy_(sums.value)
     stats.student_lse.copy_(sums.student_lse)
@@ -209,7 +212,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Returns this rank's gradients of q and k of both sides."""
     problem = ring.problem
-    sides = (problem.student, problem.teacher)
+    sides = problem.sides
     d_queries = [
         side.q.new_zeros(side.q.shape, dtype=problem.compute_dtype) if need else None
         for side, need in zip(sides, needs_grad[::2], strict=True)
@@ -224,11 +227,7 @@ def backward(
     )
     has_keys, goes_around = any(needs_grad[1::2]), circle.size > 1
     moving_sums: Tensor | None = None
-    for step in range(circle.size):
-        is_last = step + 1 == circle.size
-        moving = None if is_last else circle.send()
-        keys = (circle.tensors()[0], circle.tensors()[1])
-        owner = (circle.rank - step) % circle.size
+    for owner, keys in circle.turns():
         for block in ring.blocks(circle.rank, owner, circle.size):
             of_block, unit = ring.call(block, keys)
             of_rows = RowStatistics(
@@ -245,8 +244,6 @@ def backward(
             for total, part in zip(d_keys.tensors(), found[1::2], strict=True):
                 if part is not None:
                     total[:, :, block.keys] += part
-        if moving is not None:
-            circle.receive(moving)
         if has_keys and goes_around:
             if moving_sums is not None:  # nothing was added
                 d_keys.receive(moving_sums)

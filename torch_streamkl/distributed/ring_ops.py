@@ -6,9 +6,10 @@ backward are separate operators, as those of `attention_kl` are.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.library import Library
 
@@ -16,7 +17,16 @@ from torch_streamkl.attention import ops
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.distributed import collectives, ring
 from torch_streamkl.distributed.ring import Ring
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.registration import (
+    NAMESPACE,
+    contiguous,
+    define,
+    fake_gradients,
+    only_needed,
+    register,
+    register_autograd,
+    without_none,
+)
 from torch_streamkl.spec import Spec
 
 _lib = Library(NAMESPACE, "FRAGMENT")
@@ -31,20 +41,17 @@ _ARGUMENTS = (
     "str group_name='', bool is_head_tail=True"
 )
 _NUM_TENSORS = len(_SPEC.tensor_names) + 1
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-_lib.define(
+attention_kl_ring = define(
+    _lib,
     f"attention_kl_ring({_ARGUMENTS}) -> "
     "(Tensor value, Tensor student_stats, Tensor teacher_stats)",
-    tags=_TAGS,
 )
-_lib.define(
+attention_kl_ring_backward = define(
+    _lib,
     "attention_kl_ring_backward(Tensor grad, Tensor student_stats, Tensor teacher_stats, "
     f"bool[] needs_grad, {_ARGUMENTS})"
     " -> (Tensor student_q, Tensor student_k, Tensor teacher_q, Tensor teacher_k)",
-    tags=_TAGS,
 )
-attention_kl_ring = torch.ops.torch_streamkl.attention_kl_ring.default
-attention_kl_ring_backward = torch.ops.torch_streamkl.attention_kl_ring_backward.default
 
 
 _NAMES = [a.name for a in attention_kl_ring._schema.arguments]
@@ -83,7 +90,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     stats = RowStatistics(student_stats, teacher_stats)
     grads = ring.backward(_ring_of(*args, **kwargs), grad, stats, needs_grad)
-    return tuple(x.new_empty(0) if g is None else g for g, x in zip(grads, args, strict=False))
+    return without_none(grads, args[0])
 
 
 def _backward_fake(
@@ -94,25 +101,16 @@ def _backward_fake(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        x.new_empty(x.shape if need else (0,))
-        for x, need in zip(args[:4], needs_grad, strict=True)
-    )
+    return fake_gradients(args[:4], needs_grad, args[0], contiguous)
 
 
-def _group_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    return collectives.resolve(given["group_name"]).size()
+def _of_ring(flops: Callable[[dict[str, Any]], int], given: dict[str, Any]) -> int:
+    """Counts what a rank computes with the keys of all ranks."""
+    return flops(given) * collectives.resolve(given["group_name"]).size()
 
 
-def _forward_flops(q: Any, k: Any, t: Any, u: Any, *args: Any, **kwargs: Any) -> int:
-    return ops.forward_flops(q, k, t, u) * _group_size((q, k, t, u, *args), kwargs)
-
-
-def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    return ops.backward_flops(*args[:8]) * _group_size(args[4:], kwargs)
-
-
+_forward_flops = functools.partial(_of_ring, ops.forward_flops)
+_backward_flops = functools.partial(_of_ring, ops.backward_flops)
 register(_lib, "attention_kl_ring", _forward, _forward_fake, _forward_flops)
 register(_lib, "attention_kl_ring_backward", _backward, _backward_fake, _backward_flops)
 
@@ -135,11 +133,7 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     grads = attention_kl_ring_backward(
         grad, student_stats, teacher_stats, needs_grad, *tensors, *ctx.options
     )
-    given = [g if need else None for g, need in zip(grads, needs_grad, strict=True)]
-    return (*given, *(None,) * (num_inputs - 4))
+    return (*only_needed(grads, needs_grad), *(None,) * (num_inputs - 4))
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention_kl_ring", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "attention_kl_ring")
+register_autograd(_lib, "attention_kl_ring", _autograd, _setup_context)

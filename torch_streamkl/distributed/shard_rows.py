@@ -34,7 +34,7 @@ from torch_streamkl.linear.chunks import Gradients, GradientSums, logits_buffer,
 from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues, RowWeights, max_sums
 from torch_streamkl.linear.rows import gradient
 from torch_streamkl.program.divergence_forms import Bilinear
-from torch_streamkl.runtime.workspace import MIB, even_ranges, even_step, padded
+from torch_streamkl.runtime.workspace import padded
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]  # as linear.triton.shards
 
@@ -120,7 +120,6 @@ class Shard:
     num_ranks: int
     student_vocab_size: int  # of the whole vocabulary
     row_bytes: tuple[int, int]  # of a token's logits of student and teacher, of the largest shard
-    max_workspace_mib: int
     workspace: int  # bytes, of the rank that has the least
     rows: ModuleType  # this one, or linear.triton.shards
 
@@ -138,16 +137,8 @@ class Shard:
 
     def chunks(self, bytes_per_token: int) -> list[slice]:
         """Returns chunks of tokens whose logits fit, the same on every rank."""
-        limit = self.workspace // max(bytes_per_token, 1)
-        if limit < 1:
-            raise ValueError(
-                "max_workspace_mib must hold the logits of a token, "
-                f"{bytes_per_token / MIB:.2f} MiB for the largest shard of the vocabulary, got "
-                f"{self.workspace // MIB}"
-            )
-        multiple, num_tokens = linear_chunks.token_multiple(self.problem), self.problem.num_tokens
-        step = even_step(num_tokens, limit, multiple)
-        return list(even_ranges(num_tokens, step, multiple))
+        what = " for the largest shard of the vocabulary"
+        return linear_chunks.token_chunks(self.problem, self.workspace, bytes_per_token, what)
 
     def write_state(self, part: LinearProblem, s: Tensor, t: Tensor, out: Tensor) -> None:
         if self.is_empty:
@@ -266,8 +257,9 @@ def backward(
     shard: Shard, values: RowValues, weights: RowWeights, needs_grad: NeedsGrad
 ) -> Gradients:
     """Returns this rank's gradients, from the statistics of whole rows."""
+    problem = shard.problem
     return linear_chunks.backward(
-        shard.problem, values, weights, needs_grad, shard.max_workspace_mib, shard.rows
+        problem, values, weights, needs_grad, problem.max_workspace_mib, shard.rows
     )
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch_streamkl.attention import ops
 
 ARGUMENTS = [argument.name for argument in ops.attention_kl._schema.arguments]
-_INDEX = {name: index for index, name in enumerate(ARGUMENTS)}
 QUERIES, KEYS = ("student_q", "teacher_q"), ("student_k", "teacher_k")
 # what an optional tensor has in place of batch, heads and queries; None where it has none of it
 _DIMENSIONS: dict[str, tuple[int | None, int | None, int | None]] = {

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_streamkl.program.divergences import Functional
+from torch_streamkl.program.divergences import Functional, variables_of
 
 
 def with_infinite_rows(
@@ -32,8 +32,7 @@ def with_infinite_rows(
     with torch.no_grad():
         value = sums(log_t, log_s)
         lost = value.isinf()
-        p, s = log_t.exp(), log_s.exp()
-        h, g = functional.terms("hg", {"P": p, "S": s, "logP": log_t, "logS": log_s})
+        h, g = functional.terms("hg", variables_of(log_t, log_s))
         h, g = (torch.where(counted, x, 0.0) for x in (h, g))
     kept_t, kept_s = (x.masked_fill(lost.unsqueeze(-1), 0.0) for x in (log_t, log_s))
     rows = torch.where(lost, value, sums(kept_t, kept_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch_streamkl import checks
 from torch_streamkl.compiler_marks import assume_constant_result
@@ -11,6 +11,8 @@ from torch_streamkl.program.divergences import NAMES, named
 Divergence = Literal["forward_kl", "reverse_kl", "cross_entropy", "jeffreys", "js", "tv"]
 Reduction = Literal["none", "mean", "sum", "batchmean"]
 DEFAULT_BETA = 0.5
+GUARDS = ("student_eps", "teacher_eps", "student_clamp", "teacher_clamp")
+OPTIONS = ("divergence", "beta", *GUARDS)  # of `divergence_text`
 # other names that people know them by
 ALIASES = {
     "ce": "cross_entropy",
@@ -31,14 +33,7 @@ ALIASES = {
 }
 
 
-def divergence_text(
-    divergence: str,
-    beta: float,
-    student_eps: float,
-    teacher_eps: float,
-    student_clamp: float,
-    teacher_clamp: float,
-) -> str:
+def divergence_text(divergence: str, beta: float, *guards: float) -> str:
     """Returns the expression of a divergence as users name it; raises on meaningless
     combinations.
     """
@@ -49,33 +44,26 @@ def divergence_text(
             f"beta is the teacher's share in divergence='js' and means nothing for "
             f"{divergence!r}, got {beta}"
         )
-    guards = {
-        "student_eps": student_eps,
-        "teacher_eps": teacher_eps,
-        "student_clamp": student_clamp,
-        "teacher_clamp": teacher_clamp,
-    }
-    for name, guard in guards.items():
+    for name, guard in zip(GUARDS, guards, strict=True):
         checks.in_unit_interval(name, guard)
-    if divergence == "tv" and any(guards.values()):
+    if divergence == "tv" and any(guards):
         raise ValueError(
-            f"divergence 'tv' takes no logarithm, so eps and clamp do not apply, got {guards}"
+            "divergence 'tv' takes no logarithm, so eps and clamp do not apply, got "
+            f"{dict(zip(GUARDS, guards, strict=True))}"
         )
     # Under torch.compile(dynamic=True) every float is a symbol, default values too. __float__
     # makes a constant of it: the expression is part of the operator's call.
-    constants = [guard.__float__() for guard in guards.values()]
+    constants = [guard.__float__() for guard in guards]
     text: str = functional_text(divergence, beta.__float__(), *constants)
     return text
 
 
 @assume_constant_result
-def functional_text(
-    divergence: str,
-    beta: float,
-    student_eps: float,
-    teacher_eps: float,
-    student_clamp: float,
-    teacher_clamp: float,
-) -> str:
+def functional_text(divergence: str, beta: float, *guards: float) -> str:
     """Returns `divergence_text` unchecked; a constant to torch.compile, which cannot parse."""
-    return named(divergence, beta, student_eps, teacher_eps, student_clamp, teacher_clamp).text
+    return named(divergence, beta, *guards).text
+
+
+def text_of(options: Any) -> str:
+    """Returns `divergence_text` of the options of a call."""
+    return divergence_text(*(getattr(options, name) for name in OPTIONS))

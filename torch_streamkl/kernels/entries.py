@@ -8,8 +8,6 @@ with such parameters. It builds the tuples again and calls ours, by imports of t
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from torch import Tensor
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from torch_streamkl.kernels import pointwise
+from torch_streamkl.kernels.generated import function_of
 from torch_streamkl.runtime.trace import Launch, Untraceable
 
 
@@ -68,13 +67,8 @@ def entry_of(launch: Launch) -> tuple[Entry, dict[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _entry(name: str, source: str, names: tuple[str, ...]) -> Entry:
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    filename = f"<streamkl entry {digest}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    scope: dict[str, Any] = {"__name__": f"torch_streamkl.kernels.entry_{digest}"}
     definition = source.partition("\n\n")[0]
-    exec(compile(definition, filename, "exec"), scope)
-    return Entry(source, names, scope[name])
+    return Entry(source, names, function_of(source, name, "entry", {}, "entry", definition))
 
 
 class _Writer:

@@ -8,14 +8,13 @@ function does.
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
 import math
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from torch_streamkl.kernels.generated import function_of
 from torch_streamkl.program.divergence_forms import is_lifted, mixture_shares
 from torch_streamkl.program.divergences import Functional
 from torch_streamkl.program.graph import Node
@@ -100,14 +99,9 @@ def _is_finite(e: Node, of_half: bool) -> bool:
 def helper(functional_text: str, of_half: bool = False) -> Any:
     """Returns the jit function of a functional, created once; ``of_half`` as in `source`."""
     text = source(Functional.of(functional_text), of_half)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    filename = f"<streamkl functional {digest}>"
-    # Triton reads the source of a jit function through inspect, which asks linecache
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    scope = {"triton": triton, "tl": tl, "__name__": f"torch_streamkl.kernels.generated_{digest}"}
-    exec(compile(text, filename, "exec"), scope)
-    _texts[scope["helper"]] = functional_text
-    return scope["helper"]
+    found = function_of(text, "helper", "functional", {"triton": triton, "tl": tl})
+    _texts[found] = functional_text
+    return found
 
 
 _texts: dict[Any, str] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
-from torch_streamkl.divergences.names import Divergence, Reduction, divergence_text
+from torch_streamkl.divergences.names import Divergence, Reduction, text_of
 from torch_streamkl.linear import ops as linear_ops
 
 if TYPE_CHECKING:
@@ -72,14 +72,7 @@ def checked_options(options: Options) -> dict[str, Any]:
             f"need a group, got {firsts[0]} and {firsts[1]}"
         )
     for_operator: dict[str, Any] = {
-        "functional": divergence_text(
-            options.divergence,
-            options.beta,
-            options.student_eps,
-            options.teacher_eps,
-            options.student_clamp,
-            options.teacher_clamp,
-        ),
+        "functional": text_of(options),
         "temperature": float(options.temperature),
         "ignore_index": options.ignore_index,
         "max_workspace_mib": options.max_workspace_mib or 0,
@@ -170,8 +163,3 @@ def check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) 
             f"labels must have the shape of the tokens {tokens}, got {tuple(labels.shape)}"
         )
     checks.on_device("labels", labels, device)
-
-
-def broadcast(name: str, x: Tensor, tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Expands a tensor to one element per token."""
-    return checks.check_broadcast(name, x, tokens, device).expand(tokens).reshape(-1)

@@ -16,6 +16,7 @@ The order of every sum is fixed, so results have the same bits on every run.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import fields
 from types import ModuleType
 
@@ -80,11 +81,7 @@ def backward(
         return gradients_of(accumulators)
     item = sum(head.hidden.element_size() for head in problem.heads)
     room = workspace_bytes(problem, max_workspace_mib) // item
-    fewest_vocab = -(-vocab_size // max_sums(problem))
-    vocab_limit = padded(max(room // max(problem.num_tokens, 1), fewest_vocab), VOCAB_MULTIPLE)
-    vocab_step = even_step(vocab_size, vocab_limit, VOCAB_MULTIPLE)
-    tokens_limit = max(room // padded(vocab_step), 1)
-    tokens_step = even_step(problem.num_tokens, tokens_limit, token_multiple(problem))
+    tokens_step, vocab_step = steps = block_steps(problem, vocab_size, room)
     if -(-problem.num_tokens // tokens_step) > max_sums(problem):
         needed = -(-problem.num_tokens // max_sums(problem)) * padded(vocab_step) * item / MIB
         raise ValueError(
@@ -94,18 +91,34 @@ def backward(
             f"got {room * item // MIB}"
         )
     buffers = [head.hidden.new_empty((tokens_step, padded(vocab_step))) for head in problem.heads]
-    for vocab in even_ranges(vocab_size, vocab_step, VOCAB_MULTIPLE):
-        for chunk in even_ranges(problem.num_tokens, tokens_step, token_multiple(problem)):
-            part = problem.of_vocab(vocab).of_tokens(chunk)
-            s, t = (
-                logits_of(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True)
-            )
-            rows.gradient(
-                part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), needs_grad
-            )
-            for accumulator, d_logits in zip(accumulators, (s, t), strict=True):
-                accumulator.add(d_logits, chunk, vocab)
+    for vocab, chunk in blocks(problem, vocab_size, steps):
+        part = problem.of_vocab(vocab).of_tokens(chunk)
+        s, t = (logits_of(head, buffer) for head, buffer in zip(part.heads, buffers, strict=True))
+        rows.gradient(part, s, t, values.of_tokens(chunk), weights.of_tokens(chunk), needs_grad)
+        for accumulator, d_logits in zip(accumulators, (s, t), strict=True):
+            accumulator.add(d_logits, chunk, vocab)
     return gradients_of(accumulators)
+
+
+def block_steps(problem: LinearProblem, vocab_size: int, room: int) -> tuple[int, int]:
+    """Chooses the tokens and vocabulary entries of a block of the backward.
+
+    ``room`` is how many logits of each side fit into the workspace.
+    """
+    fewest_vocab = -(-vocab_size // max_sums(problem))
+    vocab_limit = padded(max(room // max(problem.num_tokens, 1), fewest_vocab), VOCAB_MULTIPLE)
+    vocab_step = even_step(vocab_size, vocab_limit, VOCAB_MULTIPLE)
+    tokens_limit = max(room // padded(vocab_step), 1)
+    return even_step(problem.num_tokens, tokens_limit, token_multiple(problem)), vocab_step
+
+
+def blocks(
+    problem: LinearProblem, vocab_size: int, steps: tuple[int, int]
+) -> Iterator[tuple[slice, slice]]:
+    """Yields blocks of the vocabulary and of tokens."""
+    for vocab in even_ranges(vocab_size, steps[1], VOCAB_MULTIPLE):
+        for chunk in even_ranges(problem.num_tokens, steps[0], token_multiple(problem)):
+            yield vocab, chunk
 
 
 def forward_with_gradients(
@@ -195,17 +208,28 @@ def token_multiple(problem: LinearProblem) -> int:
     return TOKEN_MULTIPLE.get(problem.student.hidden.device.type, 128)
 
 
-def tokens_that_fit(problem: LinearProblem, workspace: int, bytes_per_token: int) -> int:
+def tokens_that_fit(
+    problem: LinearProblem,
+    workspace: int,
+    bytes_per_token: int,
+    what: str = " with the student's and the teacher's vocabulary entries",
+) -> int:
     """Counts the tokens whose logits fit into the workspace."""
-    limit = workspace // bytes_per_token
+    limit = workspace // max(bytes_per_token, 1)
     if limit < 1:
         raise ValueError(
             "max_workspace_mib must hold the logits of a token, "
-            f"{sum(row_bytes(problem)) / MIB:.2f} MiB with the student's and the teacher's "
-            "vocabulary entries, "
-            f"got {workspace // MIB}"
+            f"{bytes_per_token / MIB:.2f} MiB{what}, got {workspace // MIB}"
         )
     return even_step(problem.num_tokens, limit, token_multiple(problem))
+
+
+def token_chunks(
+    problem: LinearProblem, workspace: int, bytes_per_token: int, what: str = ""
+) -> list[slice]:
+    """Returns chunks of tokens whose logits fit into the workspace."""
+    step = tokens_that_fit(problem, workspace, bytes_per_token, what)
+    return list(even_ranges(problem.num_tokens, step, token_multiple(problem)))
 
 
 def logits_buffer(head: Head, tokens: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -24,11 +23,11 @@ from torch_streamkl.linear.arguments import (
     LinearImpl,
     Options,
     Strategy,
-    broadcast,
     check_heads,
     check_labels,
     checked_options,
 )
+from torch_streamkl.linear.reductions import TokenReduction, per_token
 from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
 
@@ -205,17 +204,12 @@ def linear_kl(
     }
     check_heads(named, is_shard=places is not None)
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
-    counted = None if row_mask is None else broadcast("row_mask", row_mask, tokens, device)
-    if counted is not None and counted.dtype != torch.bool:
-        raise TypeError(f"row_mask must be boolean, got {counted.dtype}")
+    counted, factor = per_token(row_mask, row_weight, tokens, device)
     if labels is not None:
         check_labels(labels, tokens, device)
         labels = labels.reshape(-1)
         of_labels = labels != ignore_index
         counted = of_labels if counted is None else counted & of_labels
-    factor = None if row_weight is None else broadcast("row_weight", row_weight, tokens, device)
-    if factor is not None and factor.is_complex():
-        raise TypeError(f"row_weight must be real, got {factor.dtype}")
     tensors: list[Any] = [
         checks.as_matmul_operand(x)
         for x in (
@@ -226,7 +220,7 @@ def linear_kl(
         )
     ]
     tensors += [student_bias, teacher_bias, labels]
-    how = (counted, factor, hard_weight, reduction, tokens, places)
+    how = (TokenReduction(reduction, tokens, counted, factor), hard_weight, places)
     if impl != "reference":
         checks.refuse_transforms("linear_kl")
         flop_counts.register()
@@ -340,21 +334,12 @@ def _computes_in_forward(strategy: str, reduction: str, tensors: list[Any]) -> b
 def _sum_in_forward(
     tensors: list[Any],
     options: dict[str, Any],
-    counted: Tensor | None,
-    weight: Tensor | None,
+    rows: TokenReduction,
     hard_weight: float,
-    reduction: str,
-    tokens: tuple[int, ...],
     places: Any,
 ) -> Tensor:
-    hidden = tensors[0]
-    factor = hidden.new_ones(hidden.shape[0], dtype=_value_dtype(tensors))
-    if counted is not None:
-        factor = counted.to(factor.dtype)
-    if weight is not None:
-        factor = weight.to(factor.dtype) if counted is None else torch.where(counted, weight, 0.0)
-        factor = factor.to(_value_dtype(tensors))
-    factor = factor / denominator(counted, reduction, tokens)
+    is_double = torch.float64 in (tensors[0].dtype, tensors[2].dtype)
+    factor = rows.weights(tensors[0], torch.float64 if is_double else torch.float32)
     hard_factor = None
     if tensors[6] is not None:
         # at 0 the cross-entropy is not there: it may be infinite
@@ -374,11 +359,8 @@ def _sum_in_forward(
 def _per_token(
     tensors: list[Any],
     options: dict[str, Any],
-    counted: Tensor | None,
-    weight: Tensor | None,
+    rows: TokenReduction,
     hard_weight: float,
-    reduction: str,
-    tokens: tuple[int, ...],
     places: Any,
 ) -> Tensor:
     if places is not None:
@@ -391,40 +373,4 @@ def _per_token(
         value, hard, _ = linear_ops.linear_kl(*tensors, **options)
     if tensors[6] is not None and hard_weight:
         value = value + hard_weight * hard
-    if counted is not None:
-        value = torch.where(counted, value, 0.0)
-    if weight is not None:
-        value = weighted(value, weight.to(value.dtype))
-    if reduction == "none":
-        return value.view(tokens)
-    return value.sum() / denominator(counted, reduction, tokens)
-
-
-def weighted(value: Tensor, weight: Tensor) -> Tensor:
-    """Returns ``value * weight``, and 0 for a row of weight 0 whose value is not finite."""
-    lost = (weight == 0) & ~value.isfinite()
-    product = value.masked_fill(lost, 0.0) * weight
-    if weight.requires_grad:
-        # the gradient to that weight is the row's value, as everywhere: sqrt(w) is 0 at 0 and
-        # has an infinite derivative, whose sign is that of the value
-        root = torch.where(lost, weight, 1.0).sqrt()
-        root = torch.where(value == -math.inf, -root, root)
-        product = product + torch.where(lost, root, 0.0)
-    return product
-
-
-def denominator(counted: Tensor | None, reduction: str, tokens: tuple[int, ...]) -> Tensor | int:
-    """Returns what a reduction divides the sum by."""
-    match reduction:
-        case "mean":
-            num_tokens = math.prod(tokens)
-            return num_tokens if counted is None else counted.sum().clamp(min=min(1, num_tokens))
-        case "batchmean":
-            return tokens[0]
-    return 1
-
-
-def _value_dtype(tensors: list[Any]) -> torch.dtype:
-    return (
-        torch.float64 if torch.float64 in (tensors[0].dtype, tensors[2].dtype) else torch.float32
-    )
+    return rows.reduced(value)

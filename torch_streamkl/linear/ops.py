@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -31,11 +30,18 @@ from torch_streamkl.linear.problem import (
 )
 from torch_streamkl.registration import (
     NAMESPACE,
+    define,
+    fake_gradients,
+    mapped_tensors,
+    only_needed,
+    refuse_mapped,
+    refuse_vmap,
     register,
-    register_no_double_backward,
+    register_autograd,
+    without_none,
 )
-from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
-from torch_streamkl.stored_gradients import may_overwrite, scaled
+from torch_streamkl.runtime.devices import gpu_limit, kernel_limit, runs_kernels
+from torch_streamkl.stored_gradients import scaled, scaled_gradients
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
@@ -49,27 +55,23 @@ GRADIENTS, ADAPTER_GRADIENTS = (
     for names in (SPEC.tensor_names[:6], ADAPTER_NAMES)
 )
 INPUTS = (0, 1, 2, 3, 4, 5)  # of the tensors, those with a gradient, in the order of `NeedsGrad`
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
-_lib.define(
+linear_kl = define(
+    _lib,
     f"linear_kl({TENSORS}, {OPTIONS}, {ADAPTERS}) -> "
     "(Tensor value, Tensor hard, Tensor statistics)",
-    tags=TAGS,
 )
-_lib.define(
+linear_kl_backward = define(
+    _lib,
     f"linear_kl_backward(Tensor? grad, Tensor? hard_grad, Tensor statistics, bool[] needs_grad, "
     f"{TENSORS}, {OPTIONS}, {ADAPTERS}) -> ({GRADIENTS}, {ADAPTER_GRADIENTS})",
-    tags=TAGS,
 )
-_lib.define(
+linear_kl_sum = define(
+    _lib,
     f"linear_kl_sum({TENSORS}, Tensor? row_weight=None, Tensor? hard_row_weight=None, "
     f"bool[] needs_grad=[], {OPTIONS}, {ADAPTERS}) -> "
     f"(Tensor total, Tensor value, Tensor hard, {GRADIENTS}, {ADAPTER_GRADIENTS})",
-    tags=TAGS,
 )
-linear_kl = torch.ops.torch_streamkl.linear_kl.default
-linear_kl_backward = torch.ops.torch_streamkl.linear_kl_backward.default
-linear_kl_sum = torch.ops.torch_streamkl.linear_kl_sum.default
 
 IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 
@@ -84,15 +86,9 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[LinearProblem, int, str]:
 
 def row_functions(problem: LinearProblem, impl: str) -> ModuleType:
     """Returns the module that works on rows of logits: Triton's or plain torch."""
-    limit, device = triton_limit(problem), problem.student.hidden.device.type
-    if impl == "triton" and limit is not None:
-        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-    if impl == "torch" or limit is not None:
-        if impl != "torch" and device == "cuda":
-            warn_once(f"linear_kl runs in plain torch here, which is slower: the kernel {limit}")
+    device = problem.student.hidden.device
+    if not runs_kernels("linear_kl", impl, device, triton_limit(problem)):
         return linear_rows
-    if device == "cuda":
-        require_driver()
     from torch_streamkl.linear.triton import launches as kernels
 
     module: ModuleType = kernels
@@ -108,12 +104,13 @@ def rows_of(is_compiled: bool, problem: LinearProblem, impl: str) -> ModuleType:
 
 def triton_limit(problem: LinearProblem) -> str | None:
     """Explains why the Triton kernels cannot run a problem; None if they can."""
-    device = problem.student.hidden.device.type
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device}"
-    if problem.compute_dtype == torch.float64:
-        return "takes float16, bfloat16 and float32, got float64"
-    return gpu_limit(problem.student.hidden.device) if device == "cuda" else None
+    return rows_limit(problem.student.hidden.device, problem.compute_dtype)
+
+
+def rows_limit(device: torch.device, compute_dtype: torch.dtype) -> str | None:
+    """Explains why kernels that read rows of logits cannot run; None if they can."""
+    limit = kernel_limit(device, compute_dtype)
+    return gpu_limit(device) if limit is None and device.type == "cuda" else limit
 
 
 def _forward(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,17 +148,13 @@ def _backward(
         workspace,
         rows_of(is_compiled, problem, impl),
     )
-    return tuple(problem.student.hidden.new_empty(0) if g is None else g for g in grads)
+    return without_none(grads, problem.student.hidden)
 
 
 def gradient_fakes(problem: LinearProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
     """Returns empty gradients: what a fake call returns."""
     inputs = [getattr(getattr(problem, side), part) for side, part in OUTPUTS]
-    flags = (*needs_grad, *(False,) * len(inputs))
-    return tuple(
-        torch.empty_like(x) if need and x is not None else problem.student.hidden.new_empty(0)
-        for x, need in zip(inputs, flags, strict=False)
-    )
+    return fake_gradients(inputs, needs_grad, problem.student.hidden)
 
 
 def _backward_fake(
@@ -226,8 +219,7 @@ def sum_results(
     total = weighted_sum(rows.value, weights.value)
     if weights.hard is not None:
         total = total + weighted_sum(rows.hard, weights.hard)
-    nothing = problem.student.hidden.new_empty
-    return total, rows.value, rows.hard, *(nothing(0) if g is None else g for g in grads)
+    return total, rows.value, rows.hard, *without_none(grads, problem.student.hidden)
 
 
 def weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
@@ -242,56 +234,32 @@ def _sum_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return rows.value.new_empty(()), rows.value, rows.hard, *gradient_fakes(problem, needs_grad)
 
 
-def _matmul_flops(hidden: Any, weight: Any) -> int:
-    flops: int = 2 * hidden[0] * hidden[1] * weight[0]
-    return flops
-
-
-def _matmuls(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], Any]:
-    """Counts the FLOPs of each matmul of the logits, and reads the output mask of a call."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    flops = []
-    for side in ("student", "teacher"):
-        for kind in ("", "adapter_"):
-            pair = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
-            flops.append(0 if None in pair else _matmul_flops(*pair))
-    return flops, given.get("needs_grad", ())
-
-
-def forward_flops(*args: Any, **kwargs: Any) -> int:
-    """Counts the logits matmuls."""
-    return sum(_matmuls(linear_kl, args, kwargs)[0])
-
-
-def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    """Counts the recomputed logits, and one matmul for each gradient."""
-    return _with_gradients(*_matmuls(linear_kl_backward, args, kwargs))
-
-
-def sum_flops(*args: Any, **kwargs: Any) -> int:
-    """Counts the logits, and one matmul for each gradient."""
-    return _with_gradients(*_matmuls(linear_kl_sum, args, kwargs))
-
-
-def _with_gradients(logits: list[int], needs_grad: Any) -> int:
-    student, student_adapter, teacher, teacher_adapter = logits
-    heads = (student, student, teacher, teacher, 0, 0)
-    adapters = (student_adapter, student_adapter, teacher_adapter, teacher_adapter)
-    each = zip((*heads, *adapters), needs_grad, strict=False)
-    return sum(logits) + sum(flops for flops, need in each if need)
+def flops_of(given: dict[str, Any]) -> int:
+    """Counts the logits matmuls, and one matmul for each gradient to one of their operands."""
+    flops = {}
+    for side, part in OUTPUTS:
+        kind = part.removesuffix("hidden").removesuffix("weight")
+        pair: list[Any] = [given.get(f"{side}_{kind}{name}") for name in ("hidden", "weight")]
+        if part == "bias" or None in pair:
+            flops[side, part] = 0
+        else:
+            (num_tokens, hidden_size), (vocab_size, _) = pair
+            flops[side, part] = 2 * num_tokens * hidden_size * vocab_size
+    logits = sum(each for (_, part), each in flops.items() if part.endswith("hidden"))
+    of_gradients = zip(flops.values(), given.get("needs_grad", ()), strict=False)
+    return logits + sum(each for each, need in of_gradients if need)
 
 
 run_forward, run_backward, run_sum = (
     functools.partial(x, False) for x in (_forward, _backward, _sum)
 )
-for _name, _implementation, _fake, _flops in (
-    ("linear_kl", _forward, allocated, forward_flops),
-    ("linear_kl_backward", _backward, _backward_fake, _backward_flops),
-    ("linear_kl_sum", _sum, _sum_fake, sum_flops),
+for _name, _implementation, _fake in (
+    ("linear_kl", _forward, allocated),
+    ("linear_kl_backward", _backward, _backward_fake),
+    ("linear_kl_sum", _sum, _sum_fake),
 ):
     _plain, _compiled = (functools.partial(_implementation, x) for x in (False, True))
-    register(_lib, _name, _plain, _fake, _flops, _compiled)
+    register(_lib, _name, _plain, _fake, flops_of, _compiled)
 
 
 def _setup_context(
@@ -328,9 +296,8 @@ def _autograd(ctx: Any, grad: Tensor | None, hard_grad: Tensor | None, _: Any) -
         *ctx.options,
         **adapters,
     )
-    for index, gradient, need in zip(positions, grads, needs_grad, strict=False):
-        if need:
-            given[index] = gradient
+    for index, gradient in zip(positions, only_needed(grads, needs_grad), strict=False):
+        given[index] = gradient
     return tuple(given)
 
 
@@ -379,10 +346,9 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None,) * ctx.num_inputs
     value, hard, *stored = ctx.saved_tensors
     grads: list[Tensor | None] = [None] * ctx.num_inputs
-    in_place = may_overwrite(stored)
-    for index, gradient in zip(positions, stored, strict=False):
-        if needs[index]:
-            grads[index] = scaled(gradient, grad, in_place)
+    each = scaled_gradients(stored, grad, [needs[index] for index in positions])
+    for index, gradient in zip(positions, each, strict=False):
+        grads[index] = gradient
     for index, rows, dtype in zip(
         (NUM_TENSORS, NUM_TENSORS + 1), (value, hard), ctx.weight_dtypes, strict=True
     ):
@@ -391,36 +357,19 @@ def sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return tuple(grads)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_kl", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "linear_kl")
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_kl_sum", sum_autograd, setup_context=setup_sum_context, lib=_lib
-)
+register_autograd(_lib, "linear_kl", _autograd, _setup_context)
+register_autograd(_lib, "linear_kl_sum", sum_autograd, setup_sum_context)
 
 
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Folds the mapped dimension into the tokens."""
-    tensors, first = list(args), NUM_TENSORS + NUM_OPTIONS
-    for index, name in (
-        (1, "student_weight"),
-        (3, "teacher_weight"),
-        (4, "student_bias"),
-        (5, "teacher_bias"),
-        (first + 1, "student_adapter_weight"),
-        (first + 3, "teacher_adapter_weight"),
-    ):
-        if index < len(args) and in_dims[index] is not None:
-            raise NotImplementedError(
-                f"vmap over {name} is not supported; map over hidden states and labels"
-            )
-    for index in (0, 2, 6, first, first + 2):
-        if index >= len(args) or args[index] is None:
+    tensors = list(args)
+    for index, name, x, dim in mapped_tensors(SPEC.names, in_dims, args):
+        if name.endswith(("weight", "bias")):
+            refuse_mapped(name, dim, "hidden states and labels")
             continue
-        x, dim = args[index], in_dims[index]
         x = x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
         tensors[index] = x.flatten(0, 1)
     value, hard, statistics = linear_kl(*tensors)
@@ -436,11 +385,11 @@ def _vmap(
     ), (0, 0, 1)
 
 
-def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError(
-        "vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows"
-    )
-
-
 torch.library.register_vmap(f"{NAMESPACE}::linear_kl", _vmap, lib=_lib)
-torch.library.register_vmap(f"{NAMESPACE}::linear_kl_sum", _no_vmap, lib=_lib)
+refuse_vmap(
+    _lib,
+    "linear_kl_sum",
+    message=(
+        "vmap over a reduced linear_kl is not supported; use reduction='none' and reduce its rows"
+    ),
+)

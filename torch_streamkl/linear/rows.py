@@ -24,7 +24,7 @@ from torch_streamkl.divergences.row_state import (
 )
 from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
 from torch_streamkl.program.divergence_forms import Bilinear
-from torch_streamkl.program.divergences import evaluate
+from torch_streamkl.program.divergences import evaluate, variables_of
 from torch_streamkl.program.graph import Node
 from torch_streamkl.runtime.workspace import ranges
 
@@ -201,8 +201,7 @@ def second_pass(problem: LinearProblem, student: Tensor, teacher: Tensor, out: R
 
 def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
     log_s, log_t = _log_probabilities(s, t, rows)
-    P, S = elementwise.exp(log_t), elementwise.exp(log_s)
-    return {"P": P, "S": S, "logP": log_t, "logS": log_s}
+    return variables_of(log_t, log_s, elementwise.exp)
 
 
 def _counted(problem: LinearProblem) -> Tensor:

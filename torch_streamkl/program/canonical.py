@@ -38,7 +38,6 @@ from torch_streamkl.program.graph import (
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
 
-Theta = Mapping[Axis, Node]
 ONE_OR_ZERO = [("const", 1.0), ("const", 0.0)]
 ADDED = "added"  # the value of a `where`: NOTE [Masks that are added]
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled

@@ -27,6 +27,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,12 +170,18 @@ def evaluate(
     return memo[e]
 
 
+def variables_of(
+    log_t: Tensor, log_s: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp
+) -> dict[str, Tensor]:
+    """Returns the variables of a divergence, by name."""
+    return {"P": exp(log_t), "S": exp(log_s), "logP": log_t, "logS": log_s}
+
+
 def evaluate_logs(e: Node, log_t: Tensor, log_s: Tensor) -> Tensor:
     """Returns the expression's value of every key, from log-probabilities; differentiable by
     autograd.
     """
-    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
-    return evaluate(e, variables).expand_as(log_t)
+    return evaluate(e, variables_of(log_t, log_s)).expand_as(log_t)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ value exists before the keys are read again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_streamkl.program import graph
 from torch_streamkl.program.graph import (
@@ -44,6 +44,11 @@ class Step(NamedTuple):
     head: int = 0
     by_key: bool = False
     is_finite: bool = True
+
+
+def steps_of(parsed: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
+    """Returns steps that were written as JSON, which has them as lists."""
+    return tuple(Step(op, tuple(args), *rest) for op, args, *rest in parsed)
 
 
 class Reduced(NamedTuple):

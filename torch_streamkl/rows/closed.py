@@ -50,7 +50,7 @@ def form_of(problem: RowProblem) -> ClosedForm | None:
     is_half = q.device.type != "cpu" and q.dtype.itemsize == 2
     if not is_half and Functional.of(form.functional).squares is not None:
         return None  # a row program rounds them less, which half precision hides
-    if not any(problem.program.dot_heads):
+    if problem.is_of_vocab:
         is_fit = problem.batch == 1
     else:
         sizes = (*q.shape, *k.shape, *other_q.shape, *other_k.shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_streamkl.program.derive import adjoints
 from torch_streamkl.program.graph import ONE, ROW, ZERO, Node, apply, literally
-from torch_streamkl.program.steps import Schedule, Step, nodes_of, used_by
+from torch_streamkl.program.steps import Schedule, Step, nodes_of, steps_of, used_by
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import tile
 from torch_streamkl.rows.problem import RowProblem, Slices, part
@@ -54,18 +54,14 @@ class RowLoss:
     @functools.cached_property
     def text(self) -> str:
         """Returns the loss as an argument of an operator."""
-        nodes = [
-            [n.op, list(n.args), n.value, n.dtype, n.head, n.by_key, n.is_finite]
-            for n in self.nodes
-        ]
-        return json.dumps([nodes, self.is_literal], separators=(",", ":"))
+        return json.dumps([self.nodes, self.is_literal], separators=(",", ":"))
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def of(text: str) -> RowLoss:
         """Returns the loss of a text."""
         nodes, is_literal = json.loads(text)
-        return RowLoss(tuple(Step(n[0], tuple(n[1]), *n[2:]) for n in nodes), is_literal)
+        return RowLoss(steps_of(nodes), is_literal)
 
     @functools.cached_property
     def slopes(self) -> tuple[tuple[Step, ...], dict[int, int]]:

@@ -35,11 +35,6 @@ def _form(problem: RowProblem) -> ClosedForm:
     return form
 
 
-def _is_of_vocab(problem: RowProblem) -> bool:
-    """Whether no dot has heads: LM heads."""
-    return not any(problem.program.dot_heads)
-
-
 def _arguments(problem: RowProblem, form: ClosedForm) -> dict[str, Any]:
     student, teacher = (problem.operands[s.dot] for s in (form.student, form.teacher))
     common = {
@@ -47,7 +42,7 @@ def _arguments(problem: RowProblem, form: ClosedForm) -> dict[str, Any]:
         "student_scale": form.student.scale,
         "teacher_scale": form.teacher.scale,
     }
-    if _is_of_vocab(problem):
+    if problem.is_of_vocab:
         operands = (x.select(0, 0).select(0, 0) for x in (*student, *teacher))
         return common | dict(zip(OPERANDS_OF_VOCAB, operands, strict=True))
     names = ("student_q", "student_k", "teacher_q", "teacher_k")
@@ -65,7 +60,7 @@ def _values(
     problem: RowProblem, form: ClosedForm, value: Tensor, first: Tensor, second: Tensor
 ) -> Values:
     """Orders the operator's results by the number of their reduction."""
-    if _is_of_vocab(problem):
+    if problem.is_of_vocab:
         value, first, second = value.view(1, 1, -1), second, first
     places = {form.student.normaliser: first, form.teacher.normaliser: second}
     return Values([places.get(number, value) for number in range(3)])
@@ -74,14 +69,14 @@ def _values(
 def allocate(problem: RowProblem, is_differentiated: bool) -> Values:
     """Allocates results, uninitialised."""
     form = _form(problem)
-    ops = linear_ops if _is_of_vocab(problem) else attention_ops
+    ops = linear_ops if problem.is_of_vocab else attention_ops
     return _values(problem, form, *ops.allocated(**_arguments(problem, form)))
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Values:
     """Computes a program's reductions by the operator of its divergence."""
     form = _form(problem)
-    ops = linear_ops if _is_of_vocab(problem) else attention_ops
+    ops = linear_ops if problem.is_of_vocab else attention_ops
     return _values(problem, form, *ops.run_forward(**_arguments(problem, form)))
 
 
@@ -125,7 +120,7 @@ def loss_and_gradients(
     """
     form, at = _form(problem), tile.whole(problem)
     (output,) = problem.program.outputs
-    nothing = {output: problem.operands[0][0].new_empty(0)}
+    nothing = {output: problem.like.new_empty(0)}
     weight = losses.gradients(problem, loss, nothing, tensors, at)[output].reshape(-1)
     places = [(s, i) for s in (form.student, form.teacher) for i in (0, 1)]
     flags = [needs_grad[2 * s.dot + i] and not s.is_detached for s, i in places]
@@ -136,11 +131,7 @@ def loss_and_gradients(
     )
     out: list[Tensor | None] = [
         x.new_zeros(x.shape) if need else None
-        for x, need in zip(
-            [*(x for pair in problem.operands for x in pair), *problem.captures],
-            needs_grad,
-            strict=False,
-        )
+        for x, need in zip(problem.differentiable, needs_grad, strict=False)
     ]
     for (s, i), flag, gradient in zip(places, flags, every[3:], strict=False):
         if flag:
@@ -161,7 +152,7 @@ def _gradients(
     """Returns gradients to the operands of the student, then of the teacher."""
     arguments = _arguments(problem, form)
     student = saved[form.student.normaliser]
-    if _is_of_vocab(problem):
+    if problem.is_of_vocab:
         rows = grad.reshape(-1)
         return linear_ops.run_backward(rows, None, student, [*flags, False, False], **arguments)
     teacher = saved[form.teacher.normaliser]

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,39 +18,46 @@ from torch.nn import Parameter
 
 from torch_streamkl.caches import Bounded
 from torch_streamkl.checks import has_batched_gradients
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.registration import (
+    NAMESPACE,
+    contiguous,
+    define,
+    fake_gradients,
+    only_needed,
+    refuse_vmap,
+    register,
+    register_autograd,
+    without_none,
+)
 from torch_streamkl.rows import closed, named, torch_impl
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 from torch_streamkl.runtime.devices import matmul_precision, require_driver
 from torch_streamkl.runtime.replay import Replay, Tensors
-from torch_streamkl.stored_gradients import may_overwrite, scaled
+from torch_streamkl.stored_gradients import scaled_gradients
 
 _lib = Library(NAMESPACE, "FRAGMENT")
 
 # The tensors are those of `Program.tensor_names`. What comes back are all reductions, the two
 # parts of each log-sum-exp, then the Jacobians and materialized nodes that the
 # backward reads; outputs are among the reductions. Of a divergence they are what named.py says.
-_lib.define(
+row_program = define(
+    _lib,
     "row_program(Tensor[] tensors, str program, bool is_differentiated, str impl) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-_lib.define(
+row_program_backward = define(
+    _lib,
     "row_program_backward(Tensor[] grads, int[] grad_of, Tensor[] saved, bool[] needs_grad, "
     "Tensor[] tensors, str program, str impl) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 # ``loss`` is a `RowLoss`, ``row_tensors`` what it reads, [1, 1, rows or 1] each. The sum, then its
 # gradients to operands and captured tensors, then the program's outputs, without gradients.
-_lib.define(
+row_program_sum = define(
+    _lib,
     "row_program_sum(Tensor[] tensors, Tensor[] row_tensors, str program, str loss, "
     "bool[] needs_grad, str impl) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-row_program = torch.ops.torch_streamkl.row_program.default
-row_program_backward = torch.ops.torch_streamkl.row_program_backward.default
-row_program_sum = torch.ops.torch_streamkl.row_program_sum.default
 IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 CLOSED = "closed"
 _calls: Bounded[Callable[..., Tensors]] = Bounded()  # by metadata and options
@@ -76,7 +84,7 @@ def check_kernels(problem: RowProblem, is_differentiated: bool) -> None:
     """Checks that ``impl="triton"`` runs on a GPU, or in Triton's interpreter."""
     from triton import knobs
 
-    device = problem.operands[0][0].device
+    device = problem.like.device
     if device.type != "cuda" and not knobs.runtime.interpret:
         _module(problem, "triton", is_differentiated)  # why it would not on a GPU, either
         raise NotImplementedError(
@@ -88,7 +96,7 @@ def _ready(problem: RowProblem, impl: str, is_differentiated: bool) -> Any:
     """Returns the module that computes a problem; raises if its kernels have no driver."""
     module = _module(problem, impl, is_differentiated)
     is_compiled = module is not torch_impl and module is not named
-    if is_compiled and problem.operands[0][0].device.type == "cuda":
+    if is_compiled and problem.is_on_gpu:
         require_driver()
     return module
 
@@ -110,7 +118,7 @@ def _automatic(problem: RowProblem, is_differentiated: bool) -> str:
     """Chooses the implementation: kernels on a GPU, elsewhere blocks in plain torch."""
     if closed.form_of(problem) is not None:
         return CLOSED
-    if problem.operands[0][0].device.type != "cuda":
+    if not problem.is_on_gpu:
         return "torch"
     return "torch" if _kernels(problem, is_differentiated)[1] else "triton"
 
@@ -137,7 +145,7 @@ def chosen_of_sum(
     if how != CLOSED or RowLoss.of(loss).is_linear:
         return how
     problem = RowProblem.of(program, tensors)
-    if problem.operands[0][0].device.type != "cuda" or _kernels(problem, True)[1]:
+    if not problem.is_on_gpu or _kernels(problem, True)[1]:
         return "torch"
     return "triton"
 
@@ -148,10 +156,9 @@ def has_sum(problem: RowProblem) -> bool:
     It is of LM heads: for attention the products that this saves are not what takes the time.
     In float16 gradients might overflow before they are scaled.
     """
-    is_of_vocab = not any(problem.program.dot_heads) and problem.batch == 1
-    is_of_vocab = is_of_vocab and problem.num_rows > 0 and problem.num_keys > 0
-    is_of_vocab = is_of_vocab and not problem.program.has_blocks
-    return is_of_vocab and problem.operands[0][0].dtype != torch.float16
+    is_whole = problem.batch == 1 and problem.num_rows > 0 and problem.num_keys > 0
+    is_of_vocab = problem.is_of_vocab and is_whole and not problem.program.has_blocks
+    return is_of_vocab and problem.like.dtype != torch.float16
 
 
 def _repeated(
@@ -226,7 +233,7 @@ def _backward(
         return compute, _module(RowProblem.of(program, tensors), impl, True)
 
     out = _repeated(every, ("backward", program, *grad_of, *needs_grad, impl), make)(*every)
-    return [tensors[0].new_empty(0) if g is None else g for g in out]
+    return list(without_none(out, tensors[0]))
 
 
 def _backward_fake(
@@ -238,12 +245,8 @@ def _backward_fake(
     program: str,
     impl: str,
 ) -> list[Tensor]:
-    problem = RowProblem.of(program, tensors)  # lengths and a mask come last, without gradients
-    given = tensors[: 2 * len(problem.operands) + len(problem.captures)]
-    return [
-        x.new_empty(x.shape) if need else tensors[0].new_empty(0)
-        for x, need in zip(given, needs_grad, strict=False)
-    ]
+    given = RowProblem.of(program, tensors).differentiable
+    return list(fake_gradients(given, needs_grad, tensors[0], contiguous))
 
 
 def _sum(
@@ -275,7 +278,7 @@ def _sum(
     count = len(tensors)
     every = (*tensors, *row_tensors)
     call = _repeated(every, ("sum", program, loss, *needs_grad, impl), make)
-    return [tensors[0].new_empty(0) if x is None else x for x in call(*every)]
+    return list(without_none(call(*every), tensors[0]))
 
 
 def _sum_fake(
@@ -296,45 +299,28 @@ def _sum_fake(
     return [total, *_backward_fake((), (), (), needs_grad, tensors, program, impl), *values]
 
 
-def _matmul_flops(shapes: Sequence[Any], dot: int) -> int:
-    batch, heads, rows, dim = shapes[2 * dot]
-    return int(2 * batch * heads * rows * shapes[2 * dot + 1][2] * dim)
+def _matmul_flops(given: dict[str, Any]) -> tuple[Program, list[int]]:
+    """Counts the FLOPs of each dot product."""
+    problem = RowProblem.of(given["program"], given["tensors"])
+    return problem.program, [int(2 * math.prod(q) * k[2]) for q, k in problem.operands]
 
 
-def _forward_flops(shapes: Any, program: str, *_: Any, **__: Any) -> int:
+def _forward_flops(given: dict[str, Any]) -> int:
     """Counts one matmul for each dot product and pass; masks are not counted."""
-    problem = RowProblem.of(program, shapes).program
-    dots = range(len(problem.dot_heads))
-    return max(problem.levels) * sum(_matmul_flops(shapes, i) for i in dots)
+    program, dots = _matmul_flops(given)
+    return max(program.levels) * sum(dots)
 
 
-def _backward_flops(
-    _grads: Any,
-    _of: Any,
-    _saved: Any,
-    needs_grad: Any,
-    shapes: Any,
-    program: str,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Counts the recomputed dots, and one matmul for each gradient."""
-    dots = range(len(RowProblem.of(program, shapes).program.dot_heads))
-    return sum(
-        _matmul_flops(shapes, i) * (1 + needs_grad[2 * i] + needs_grad[2 * i + 1]) for i in dots
-    )
-
-
-def _sum_flops(
-    shapes: Any, _: Any, program: str, _loss: str, needs_grad: Any, *__: Any, **___: Any
-) -> int:
-    """Counts the dots, and one matmul for each gradient."""
-    return _backward_flops((), (), (), needs_grad, shapes, program)
+def _backward_flops(given: dict[str, Any]) -> int:
+    """Counts the dots, which a backward recomputes, and one matmul for each gradient."""
+    needs = given["needs_grad"]
+    dots = enumerate(_matmul_flops(given)[1])
+    return sum(flops * (1 + needs[2 * i] + needs[2 * i + 1]) for i, flops in dots)
 
 
 register(_lib, "row_program", _forward, _forward_fake, _forward_flops)
 register(_lib, "row_program_backward", _backward, _backward_fake, _backward_flops)
-register(_lib, "row_program_sum", _sum, _sum_fake, _sum_flops)
+register(_lib, "row_program_sum", _sum, _sum_fake, _backward_flops)
 
 
 def _batched_backward(backward: Any) -> Callable[..., list[Tensor]]:
@@ -389,15 +375,12 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         ctx.program,
         ctx.impl,
     )
-    found = [g if need else None for g, need in zip(out, needs, strict=False)]
+    found = only_needed(out, needs)
     found += [None] * (ctx.num_tensors - len(found))
     return found, None, None, None
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::row_program", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "row_program")
+register_autograd(_lib, "row_program", _autograd, _setup_context)
 
 
 def first_value(program: str, results: Sequence[Any]) -> int:
@@ -425,24 +408,17 @@ def _sum_autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     found: list[Tensor | None] = [None] * num_tensors
     grad = grads[0]
     if grad is not None:
-        stored = list(ctx.saved_tensors)
-        in_place = may_overwrite(stored)  # NOTE [Multiplying stored gradients]
-        for i, (x, need) in enumerate(zip(stored, ctx.is_needed, strict=False)):
-            if need:
-                found[i] = scaled(x, grad, in_place)
+        each = scaled_gradients(ctx.saved_tensors, grad, ctx.is_needed)
+        found[: len(each)] = each
     return found, [None] * num_row_tensors, None, None, None, None
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::row_program_sum", _sum_autograd, setup_context=_setup_sum, lib=_lib
-)
-
-
-def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError(
+register_autograd(_lib, "row_program_sum", _sum_autograd, _setup_sum)
+refuse_vmap(
+    _lib,
+    "row_program",
+    "row_program_sum",
+    message=(
         "vmap over row_program is not supported; its tensors have dimensions of batch and heads"
-    )
-
-
-for _name in ("row_program", "row_program_sum"):
-    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _no_vmap, lib=_lib)
+    ),
+)

@@ -46,12 +46,31 @@ class RowProblem:
         return RowProblem(program, operands, captures, lengths, mask)
 
     @property
+    def like(self) -> Tensor:
+        """Returns an operand: all have its device and dtype."""
+        return self.operands[0][0]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.like.device.type == "cuda"
+
+    @property
+    def is_of_vocab(self) -> bool:
+        """Returns whether no dot has heads: LM heads."""
+        return not any(self.program.dot_heads)
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """Returns the tensors that gradients go to: two operands of each dot, captured tensors."""
+        return [*(x for pair in self.operands for x in pair), *self.captures]
+
+    @property
     def batch(self) -> int:
-        return self.operands[0][0].shape[0]
+        return self.like.shape[0]
 
     @property
     def num_rows(self) -> int:
-        return self.operands[0][0].shape[2]
+        return self.like.shape[2]
 
     @property
     def num_keys(self) -> int:
@@ -60,7 +79,7 @@ class RowProblem:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Returns the dtype of elements and per-row values."""
-        is_double = self.operands[0][0].dtype == torch.float64
+        is_double = self.like.dtype == torch.float64
         return torch.float64 if is_double else torch.float32
 
     def num_heads(self, axis: int) -> int:

@@ -33,14 +33,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, Axis, Node, reduce
 from torch_streamkl.program.graph import KEY as KEYS
 from torch_streamkl.program.graph import ROW as ROWS
 from torch_streamkl.program.masks import ALL_KEYS, Keys
 from torch_streamkl.program.operations import OPERATIONS
-from torch_streamkl.program.steps import Reduced, Schedule, Step, head_axes, nodes_of
+from torch_streamkl.program.steps import Reduced, Schedule, Step, head_axes, nodes_of, steps_of
 
 ROW, KEY, PAIR, COLUMNS, VALUES = "row", "key", "pair", "columns", "values"
 CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
@@ -89,16 +89,9 @@ class Program:
     @functools.cached_property
     def text(self) -> str:
         """Returns the program as an argument of an operator."""
-        nodes = [
-            [n.op, list(n.args), n.value, n.dtype, n.head, n.by_key, n.is_finite]
-            for n in self.nodes
-        ]
-        captures = [[c.kind, c.dtype, c.head, c.ids] for c in self.captures]
-        keys = [self.keys.left, self.keys.right, self.keys.has_lengths, self.keys.has_mask]
-        reductions = [
-            [r.kind, r.node, r.head, *([r.size] if r.size else [])] for r in self.reductions
-        ]
-        parts = [list(self.dot_heads), captures, nodes, reductions, list(self.outputs), keys]
+        captures, keys = [*map(astuple, self.captures)], astuple(self.keys)
+        reductions = [r if r.size else r[:-1] for r in self.reductions]
+        parts = [self.dot_heads, captures, self.nodes, reductions, self.outputs, keys]
         return json.dumps(parts, separators=(",", ":"))
 
     @staticmethod
@@ -109,7 +102,7 @@ class Program:
         return Program(
             tuple(heads),
             tuple(Capture(*c) for c in captures),
-            tuple(Step(n[0], tuple(n[1]), *n[2:]) for n in nodes),
+            steps_of(nodes),
             tuple(Reduced(*r) for r in reductions),
             tuple(outputs),
             Keys(*keys),

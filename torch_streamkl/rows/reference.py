@@ -119,8 +119,7 @@ def forward(problem: RowProblem) -> list[Tensor]:
 
 def _connected(problem: RowProblem, value: Tensor) -> Tensor:
     """Connects a value to every tensor, so that all of them get a gradient, which may be 0."""
-    tensors = (*(x for pair in problem.operands for x in pair), *problem.captures)
-    for x in tensors:
+    for x in problem.differentiable:
         if x.requires_grad:
             value = value + x[:0].sum().to(value.dtype)
     return value

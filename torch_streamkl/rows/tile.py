@@ -67,7 +67,7 @@ def dots(problem: RowProblem, number: int, at: Slices) -> Tensor:
 def allowed(problem: RowProblem, at: Slices) -> Tensor | None:
     """Returns keys that take part, None for all of them."""
     keys = problem.program.keys
-    device = problem.operands[0][0].device
+    device = problem.like.device
     result: Tensor | None = None
 
     def restrict(result: Tensor | None, by: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def evaluate(
 
     ``reductions`` and ``seeds`` are of the rows of the block. ``run`` replaces operations.
     """
-    device, dtype = problem.operands[0][0].device, problem.compute_dtype
+    device, dtype = problem.like.device, problem.compute_dtype
     results: dict[int, Tensor] = {}
     last_use: dict[int, int] = {}
     order = used_by(nodes, roots)

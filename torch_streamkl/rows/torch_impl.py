@@ -119,22 +119,18 @@ def _evaluate(
     seeds: Values,
     dot: DotProducts = tile.dots,
 ) -> list[Tensor]:
-    run = None if _is_on_gpu(problem) else ON_CPU
+    run = None if problem.is_on_gpu else ON_CPU
     return tile.evaluate(problem, nodes, roots, at, reductions, seeds, dot, run=run)
 
 
-def _is_on_gpu(problem: RowProblem) -> bool:
-    return problem.operands[0][0].device.type == "cuda"
-
-
 def _keys_of_block(problem: RowProblem) -> int:
-    most = MAX_KEYS * (KEYS_ON_GPU if _is_on_gpu(problem) else 1)
+    most = MAX_KEYS * (KEYS_ON_GPU if problem.is_on_gpu else 1)
     return max(1, min(problem.num_keys, most))
 
 
 def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
     """Yields blocks of batch and rows: none where the data has selected none."""
-    keys, factor = _keys_of_block(problem), ON_GPU if _is_on_gpu(problem) else 1
+    keys, factor = _keys_of_block(problem), ON_GPU if problem.is_on_gpu else 1
     budget = max(1, factor * BLOCK_ELEMENTS // (keys * max(1, problem.max_heads)))
     rows = max(1, min(problem.num_rows, budget))
     batch = max(1, budget // rows)
@@ -200,7 +196,7 @@ def _forward_of(
 def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
     """Returns results that nothing is written to so far."""
     plan = derive.forward_plan(problem.program, is_differentiated)
-    q = problem.operands[0][0]
+    q = problem.like
 
     def empty(head: int, size: int = 0, dtype: torch.dtype = problem.compute_dtype) -> Tensor:
         # blocks of which a row has no key are not written
@@ -253,7 +249,7 @@ def _pass(
     ) -> Tensor:
         shape = [batch.stop - batch.start, problem.num_heads(head), rows.stop - rows.start]
         shape += [problem.num_blocks(size)] if size else []
-        return problem.operands[0][0].new_full(shape, value, dtype=dtype)
+        return problem.like.new_full(shape, value, dtype=dtype)
 
     totals = {
         slot: full(
@@ -361,8 +357,7 @@ class _Gradients:
 
     def __init__(self, problem: RowProblem, needs_grad: Sequence[bool]) -> None:
         self.problem, self.plan = problem, derive.backward_plan(problem.program)
-        operands = [x for pair in problem.operands for x in pair]
-        self.count, self.tensors = len(operands), [*operands, *problem.captures]
+        self.count, self.tensors = 2 * len(problem.operands), problem.differentiable
         self.out: list[Tensor | None] = [
             x.new_zeros(x.shape, dtype=problem.compute_dtype) if need else None
             for x, need in zip(self.tensors, needs_grad, strict=False)
@@ -397,9 +392,12 @@ class _Gradients:
     @property
     def finished(self) -> list[Tensor | None]:
         """Returns the gradients in the dtypes of their tensors."""
-        return [
-            g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
-        ]
+        return in_dtypes_of(self.out, self.tensors)
+
+
+def in_dtypes_of(grads: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns gradients in the dtypes of their tensors."""
+    return [None if g is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)]
 
 
 def loss_and_gradients(
@@ -451,7 +449,7 @@ def _tokens_of_chunk(problem: RowProblem) -> int:
     """Returns a chunk's tokens as `linear_kl` does: their logits are as large as a share of the
     weights.
     """
-    q = problem.operands[0][0]
+    q = problem.like
     room = DEFAULT_WORKSPACE_MIB.get(q.device.type, DEFAULT_WORKSPACE_MIB["cuda"]) * MIB
     if q.device.type == "cpu":
         weights = sum(k.numel() * k.element_size() for _, k in problem.operands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,37 @@ def require_driver() -> None:
             "torch, which takes neither, computes the same with impl='torch'. "
             f"Triton's error: {type(error).__name__}: {lines[0]}"
         ) from error
+
+
+def is_interpreted() -> bool:
+    """Returns whether Triton's interpreter runs kernels, also on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernel_limit(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Explains why no kernel takes tensors of a device and dtype; None if one may."""
+    if device.type != "cuda" and not is_interpreted():
+        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device.type}"
+    if str(dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32"):
+        return f"takes float16, bfloat16 and float32, got {dtype}"
+    return None
+
+
+def runs_kernels(operator: str, impl: str, device: torch.device, limit: str | None) -> bool:
+    """Returns whether Triton's kernels compute a call, and not plain torch.
+
+    ``limit`` says why they cannot. An explicit choice that cannot run raises, a slow automatic one
+    is logged, and a GPU whose driver has no compiler raises at the first call.
+    """
+    if impl == "triton" and limit is not None:
+        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
+    if impl == "torch" or limit is not None:
+        if impl != "torch" and device.type != "cpu":
+            warn_once(f"{operator} runs in plain torch here, which is slower: the kernel {limit}")
+        return False
+    if device.type == "cuda":
+        require_driver()
+    return True
 
 
 @functools.cache

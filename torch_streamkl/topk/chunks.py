@@ -21,17 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_streamkl.linear.chunks import (
     SIDE_STREAM_MIB,
-    VOCAB_MULTIPLE,
     Gradients,
     GradientSums,
+    block_steps,
+    blocks,
     logits_buffer,
     logits_of,
-    token_multiple,
+    token_chunks,
 )
 from torch_streamkl.linear.problem import NeedsGrad, max_sums, row_bytes, workspace_bytes
 from torch_streamkl.linear.rows import transformed
 from torch_streamkl.runtime.streams import SideStream
-from torch_streamkl.runtime.workspace import MIB, even_ranges, even_step, padded, ranges
+from torch_streamkl.runtime.workspace import MIB, padded, ranges
 from torch_streamkl.topk import entries, sparse
 from torch_streamkl.topk.problem import Places, RowParts, RowResults, TopkProblem
 
@@ -58,15 +59,7 @@ class Exchange:
 
     def chunks(self, problem: TopkProblem) -> list[slice]:
         """Returns chunks of tokens whose logits fit."""
-        limit = self.workspace // max(self.row_bytes, 1)
-        if limit < 1:
-            raise ValueError(
-                "max_workspace_mib must hold the logits of a token, "
-                f"{self.row_bytes / MIB:.2f} MiB, got {self.workspace // MIB}"
-            )
-        multiple = token_multiple(problem.as_linear)
-        step = even_step(problem.num_tokens, limit, multiple)
-        return list(even_ranges(problem.num_tokens, step, multiple))
+        return token_chunks(problem.as_linear, self.workspace, self.row_bytes)
 
 
 def forward(problem: TopkProblem, rows: ModuleType, exchange: Exchange) -> RowResults:
@@ -121,22 +114,16 @@ def backward(
     if head.vocab_size == 0 or problem.num_tokens == 0:
         return _gradients_of(sums)
     room = exchange.workspace // head.hidden.element_size()
-    fewest = -(-head.vocab_size // max_sums(linear))
-    limit = padded(max(room // problem.num_tokens, fewest), VOCAB_MULTIPLE)
-    vocab_step = even_step(head.vocab_size, limit, VOCAB_MULTIPLE)
-    tokens_step = even_step(
-        problem.num_tokens, max(room // padded(vocab_step), 1), token_multiple(linear)
-    )
+    tokens_step, vocab_step = steps = block_steps(linear, head.vocab_size, room)
     buffer = head.hidden.new_empty((tokens_step, padded(vocab_step)))
-    for vocab in even_ranges(head.vocab_size, vocab_step, VOCAB_MULTIPLE):
-        for chunk in even_ranges(problem.num_tokens, tokens_step, token_multiple(linear)):
-            part = problem.of_vocab(vocab).of_tokens(chunk)
-            logits = logits_of(part.head, buffer)
-            places = Places.of(part)
-            entry_logits = _gathered(logits, places)
-            _hide_(part, logits, places)
-            _gradient_(part, rows, logits, entry_logits, places, results.of_tokens(chunk))
-            sums.add(logits, chunk, vocab)
+    for vocab, chunk in blocks(linear, head.vocab_size, steps):
+        part = problem.of_vocab(vocab).of_tokens(chunk)
+        logits = logits_of(part.head, buffer)
+        places = Places.of(part)
+        entry_logits = _gathered(logits, places)
+        _hide_(part, logits, places)
+        _gradient_(part, rows, logits, entry_logits, places, results.of_tokens(chunk))
+        sums.add(logits, chunk, vocab)
     return _gradients_of(sums)
 
 

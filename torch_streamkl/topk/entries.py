@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_streamkl.program.divergences import variables_of
 from torch_streamkl.topk.problem import LEAST_TAIL, RowParts, RowResults, TopkProblem
 
 
@@ -42,7 +43,7 @@ def results(problem: TopkProblem, parts: RowParts, out: RowResults) -> None:
     log_t = teacher_log_probs(problem, present)
     # what does not exist has logarithms of 0, in which everything is finite, and counts 0 times
     log_s, log_t = (torch.where(exists, x, 0.0) for x in (log_s, log_t))
-    variables = {"P": log_t.exp(), "S": log_s.exp(), "logP": log_t, "logS": log_s}
+    variables = variables_of(log_t, log_s)
     f, h = problem.functional.terms("fh", variables)
     f, h = (torch.where(exists, x, 0.0) for x in (f, h))
     total = h.sum(-1, keepdim=True)

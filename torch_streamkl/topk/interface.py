@@ -13,8 +13,7 @@ from torch import Tensor
 from torch_streamkl import checks, flop_counts
 from torch_streamkl.divergences.names import Divergence, Reduction
 from torch_streamkl.double_backward import differentiable_once
-from torch_streamkl.linear.arguments import broadcast
-from torch_streamkl.linear.interface import denominator, weighted
+from torch_streamkl.linear.reductions import TokenReduction, per_token
 from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
 from torch_streamkl.topk import ops, reference
@@ -148,31 +147,21 @@ def linear_topk_kl(
             )
     check_tensors(hidden, weight, bias, ids, log_probs, given.group is not None)
     tokens, device = tuple(hidden.shape[:-1]), hidden.device
-    counted = None if row_mask is None else broadcast("row_mask", row_mask, tokens, device)
-    if counted is not None and counted.dtype != torch.bool:
-        raise TypeError(f"row_mask must be boolean, got {counted.dtype}")
-    factor = None if row_weight is None else broadcast("row_weight", row_weight, tokens, device)
-    if factor is not None and factor.is_complex():
-        raise TypeError(f"row_weight must be real, got {factor.dtype}")
+    counted, factor = per_token(row_mask, row_weight, tokens, device)
     ids, log_probs = (x.reshape(math.prod(tokens), x.shape[-1]) for x in (ids, log_probs))
     if counted is not None:  # a token that does not count has no entries
         ids = torch.where(counted[:, None], ids, -1)
     rows = hidden.reshape(math.prod(tokens), hidden.shape[-1])
     tensors = [checks.as_matmul_operand(x) for x in (rows, weight)]
-    value, log_s = _computed([*tensors, bias, ids, log_probs], given, counted, factor, tokens)
+    reduction_of = TokenReduction(reduction, tokens, counted, factor)
+    value, log_s = _computed([*tensors, bias, ids, log_probs], given, reduction_of)
     return (value, log_s.view(*tokens, -1)) if given.return_log_probs else value
 
 
 _TENSORS = ("hidden", "weight", "ids", "log_probs", "bias", "row_mask", "row_weight")
 
 
-def _computed(
-    tensors: list[Any],
-    options: Options,
-    counted: Tensor | None,
-    factor: Tensor | None,
-    tokens: tuple[int, ...],
-) -> tuple[Tensor, Tensor]:
+def _computed(tensors: list[Any], options: Options, rows: TokenReduction) -> tuple[Tensor, Tensor]:
     """Returns the reduced value, and the student's log-probabilities."""
     if options.impl == "reference":
         if options.group is not None:
@@ -182,7 +171,7 @@ def _computed(
             )
         problem = ops.problem_of(*tensors, *options.for_operator)
         value, log_s = without_autocast(reference.topk_rows, problem)
-        return _reduced(value, options.reduction, counted, factor, tokens), log_s
+        return rows.reduced(value), log_s
     checks.refuse_transforms("linear_topk_kl")
     flop_counts.register()
     place: tuple[str, int] = ("", 0)
@@ -195,42 +184,8 @@ def _computed(
     is_in_forward = options.reduction != "none" and any(needs_grad) and tensors[0].shape[0] > 0
     if not is_in_forward or tensors[0].dtype == torch.float16:
         value, log_s, *_ = ops.linear_topk(*arguments)
-        return _reduced(value, options.reduction, counted, factor, tokens), log_s
-    weight = _row_weights(tensors[0], options.reduction, counted, factor, tokens)
+        return rows.reduced(value), log_s
+    is_double = tensors[0].dtype == torch.float64
+    weight = rows.weights(tensors[0], torch.float64 if is_double else torch.float32)
     total, _, log_s, *_ = ops.linear_topk_sum(weight, needs_grad, *arguments)
     return differentiable_once(total, (weight, *tensors)), log_s
-
-
-def _value_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
-def _row_weights(
-    hidden: Tensor,
-    reduction: str,
-    counted: Tensor | None,
-    factor: Tensor | None,
-    tokens: tuple[int, ...],
-) -> Tensor:
-    weight = hidden.new_ones(hidden.shape[0], dtype=_value_dtype(hidden))
-    if factor is not None:
-        weight = factor.to(weight.dtype)
-    if counted is not None:
-        weight = torch.where(counted, weight, 0.0)
-    return weight / denominator(counted, reduction, tokens)
-
-
-def _reduced(
-    value: Tensor,
-    reduction: str,
-    counted: Tensor | None,
-    factor: Tensor | None,
-    tokens: tuple[int, ...],
-) -> Tensor:
-    if counted is not None:
-        value = torch.where(counted, value, 0.0)
-    if factor is not None:
-        value = weighted(value, factor.to(value.dtype))
-    if reduction == "none":
-        return value.view(tokens)
-    return value.sum() / denominator(counted, reduction, tokens)

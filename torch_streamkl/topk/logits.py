@@ -9,27 +9,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.linear.problem import Head
 from torch_streamkl.program.divergences import named
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
+from torch_streamkl.registration import (
+    NAMESPACE,
+    define,
+    fake_gradients,
+    only_needed,
+    register,
+    register_autograd,
+    without_none,
+)
 from torch_streamkl.topk import sparse
 from torch_streamkl.topk.problem import Places, TopkProblem
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 TENSORS = "Tensor hidden, Tensor weight, Tensor ids"
-_lib.define(f"entry_logits({TENSORS}) -> Tensor", tags=TAGS)
-_lib.define(
+entry_logits = define(_lib, f"entry_logits({TENSORS}) -> Tensor")
+entry_logits_backward = define(
+    _lib,
     f"entry_logits_backward(Tensor grad, bool[] needs_grad, {TENSORS}) -> "
     "(Tensor hidden_grad, Tensor weight_grad)",
-    tags=TAGS,
 )
-entry_logits = torch.ops.torch_streamkl.entry_logits.default
-entry_logits_backward = torch.ops.torch_streamkl.entry_logits_backward.default
 
 
 def _problem(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[TopkProblem, Places]:
@@ -48,27 +52,25 @@ def _forward_fake(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 def _backward(
     grad: Tensor, needs_grad: list[bool], hidden: Tensor, weight: Tensor, ids: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     needs = needs_grad[0], needs_grad[1], False
     found = sparse.gradients(*_problem(hidden, weight, ids), grad, needs)
-    first, second = (hidden.new_empty(0) if x is None else x for x in found[:2])
-    return first, second
+    return without_none(found[:2], hidden)
 
 
 def _backward_fake(
     grad: Tensor, needs_grad: list[bool], hidden: Tensor, weight: Tensor, ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    made = zip((hidden, weight), needs_grad, strict=True)
-    first, second = (torch.empty_like(x) if need else x.new_empty(0) for x, need in made)
-    return first, second
+) -> tuple[Tensor, ...]:
+    return fake_gradients((hidden, weight), needs_grad, hidden)
 
 
-def _flops(hidden: Any, weight: Any, ids: Any, *_: Any, **__: Any) -> int:
-    return int(2 * hidden[1] * ids[0] * ids[1])
+def _flops(given: dict[str, Any]) -> int:
+    num_tokens, k = given["ids"]
+    return int(2 * given["hidden"][1] * num_tokens * k)
 
 
-def _backward_flops(_grad: Any, needs: Any, *tensors: Any, **__: Any) -> int:
-    return _flops(*tensors) * sum(needs)
+def _backward_flops(given: dict[str, Any]) -> int:
+    return _flops(given) * sum(given["needs_grad"])
 
 
 register(_lib, "entry_logits", _forward, _forward_fake, _flops)
@@ -85,11 +87,7 @@ def _autograd(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     if grad is None or not any(needs):
         return None, None, None
     found = entry_logits_backward(grad, needs, *ctx.saved_tensors)
-    first, second = (x if need else None for x, need in zip(found, needs, strict=True))
-    return first, second, None
+    return *only_needed(found, needs), None
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::entry_logits", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "entry_logits")
+register_autograd(_lib, "entry_logits", _autograd, _setup_context)

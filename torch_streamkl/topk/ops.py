@@ -9,7 +9,6 @@ With a ``group_name`` that is not empty, the head is this rank's vocabulary shar
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 from typing import Any
 
@@ -17,20 +16,28 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_streamkl.linear.ops import rows_limit
 from torch_streamkl.linear.problem import Head, NeedsGrad
 from torch_streamkl.loading import distributed
 from torch_streamkl.program.divergences import Functional
-from torch_streamkl.registration import NAMESPACE, register, register_no_double_backward
-from torch_streamkl.runtime.devices import gpu_limit, require_driver, warn_once
-from torch_streamkl.stored_gradients import may_overwrite, scaled
+from torch_streamkl.registration import (
+    NAMESPACE,
+    define,
+    fake_gradients,
+    only_needed,
+    refuse_vmap,
+    register,
+    register_autograd,
+    without_none,
+)
+from torch_streamkl.runtime.devices import runs_kernels
+from torch_streamkl.stored_gradients import scaled, scaled_gradients
 from torch_streamkl.topk import chunks, values
 from torch_streamkl.topk import rows as torch_rows
 from torch_streamkl.topk.chunks import Exchange
 from torch_streamkl.topk.problem import Places, RowResults, TopkProblem
 
 _lib = Library(NAMESPACE, "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-IMPLEMENTATIONS = ("auto", "triton", "torch", "reference")
 NUM_TENSORS = 5  # of TENSORS
 GROUP_NAME = NUM_TENSORS + 8  # where it stands in a call
 TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor log_probs"
@@ -40,24 +47,21 @@ OPTIONS = (
 )
 GRADIENTS = "Tensor hidden_grad, Tensor weight_grad, Tensor bias_grad"
 
-_lib.define(
+linear_topk = define(
+    _lib,
     f"linear_topk({TENSORS}, {OPTIONS}) -> "
     "(Tensor value, Tensor log_s, Tensor entry_grad, Tensor factors, Tensor local_ids)",
-    tags=TAGS,
 )
-_lib.define(
+linear_topk_backward = define(
+    _lib,
     "linear_topk_backward(Tensor grad, Tensor entry_grad, Tensor factors, bool[] needs_grad, "
     f"{TENSORS}, {OPTIONS}) -> ({GRADIENTS})",
-    tags=TAGS,
 )
-_lib.define(
+linear_topk_sum = define(
+    _lib,
     f"linear_topk_sum(Tensor row_weight, bool[] needs_grad, {TENSORS}, {OPTIONS}) -> "
     f"(Tensor total, Tensor value, Tensor log_s, {GRADIENTS})",
-    tags=TAGS,
 )
-linear_topk = torch.ops.torch_streamkl.linear_topk.default
-linear_topk_backward = torch.ops.torch_streamkl.linear_topk_backward.default
-linear_topk_sum = torch.ops.torch_streamkl.linear_topk_sum.default
 
 
 def problem_of(
@@ -74,27 +78,14 @@ def problem_of(
     return TopkProblem(head, ids, log_probs, Functional.of(functional), tail, temperature)
 
 
-def triton_limit(problem: TopkProblem) -> str | None:
-    """Explains why the Triton kernels cannot run a problem; None if they can."""
-    device = problem.head.hidden.device
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a GPU (or TRITON_INTERPRET=1), got device {device.type}"
-    if problem.compute_dtype == torch.float64:
-        return "takes float16, bfloat16 and float32, got float64"
-    return gpu_limit(device) if device.type == "cuda" else None
-
-
 def row_functions(problem: TopkProblem, impl: str) -> ModuleType:
     """Returns the module that reads whole rows of logits: Triton's or plain torch."""
-    limit, device = triton_limit(problem), problem.head.hidden.device.type
-    if impl == "triton" and limit is not None:
-        raise NotImplementedError(f"impl='triton' {limit}; impl='torch' computes it")
-    if impl == "torch" or limit is not None or (impl == "auto" and device != "cuda"):
-        if impl != "torch" and device == "cuda":
-            warn_once(f"linear_topk_kl runs in plain torch here, which is slower: {limit}")
+    device = problem.head.hidden.device
+    limit = rows_limit(device, problem.compute_dtype)
+    if impl == "auto" and device.type != "cuda":  # also in the interpreter
         return torch_rows
-    if device == "cuda":
-        require_driver()
+    if not runs_kernels("linear_topk_kl", impl, device, limit):
+        return torch_rows
     from torch_streamkl.topk.triton import rows as kernels
 
     module: ModuleType = kernels
@@ -151,8 +142,7 @@ def _backward(
 
 
 def _flat(problem: TopkProblem, grads: Any) -> tuple[Tensor, ...]:
-    nothing = problem.head.hidden.new_empty
-    return tuple(nothing(0) if g is None else g for g in grads)
+    return without_none(grads, problem.head.hidden)
 
 
 def _needs(needs_grad: list[bool]) -> NeedsGrad:
@@ -161,12 +151,8 @@ def _needs(needs_grad: list[bool]) -> NeedsGrad:
 
 
 def _gradient_fakes(problem: TopkProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
-    inputs = (problem.head.hidden, problem.head.weight, problem.head.bias)
-    found = [
-        torch.empty_like(x) if need and x is not None else None
-        for x, need in zip(inputs, needs_grad, strict=True)
-    ]
-    return _flat(problem, found)
+    head = problem.head
+    return fake_gradients((head.hidden, head.weight, head.bias), needs_grad, head.hidden)
 
 
 def _backward_fake(
@@ -190,35 +176,18 @@ def _sum_fake(row_weight: Tensor, needs_grad: list[bool], *args: Any) -> tuple[T
     return out.value.new_empty(()), out.value, out.log_s, *grads
 
 
-def _logit_flops(hidden: Any, weight: Any, ids: Any, tail: str) -> int:
-    entries = ids[1] if tail == "renormalize" else weight[0]
-    return int(2 * hidden[0] * hidden[1] * entries)
+def _flops(given: dict[str, Any]) -> int:
+    """Counts the logits, and one matmul for each gradient to hidden states and weight."""
+    num_tokens, hidden_size = given["hidden"]
+    is_sparse = given["tail"] == "renormalize"
+    entries = given["ids"][1] if is_sparse else given["weight"][0]
+    return int(2 * num_tokens * hidden_size * entries) * (1 + sum(given.get("needs_grad", ())[:2]))
 
 
-def _forward_flops(hidden: Any, weight: Any, bias: Any, ids: Any, *args: Any, **_: Any) -> int:
-    """Counts the logits."""
-    return _logit_flops(hidden, weight, ids, args[2])
-
-
-def _backward_flops(
-    _grad: Any, _entries: Any, _factors: Any, needs: Any, hidden: Any, weight: Any, bias: Any,
-    ids: Any, *args: Any, **_: Any,
-) -> int:  # fmt: skip
-    """Counts the recomputed logits, and one matmul for each gradient."""
-    return _logit_flops(hidden, weight, ids, args[2]) * (1 + sum(needs[:2]))
-
-
-def _sum_flops(
-    _weight: Any, needs: Any, hidden: Any, weight: Any, bias: Any, ids: Any, *args: Any, **_: Any
-) -> int:
-    """Counts the logits, and one matmul for each gradient."""
-    return _logit_flops(hidden, weight, ids, args[2]) * (1 + sum(needs[:2]))
-
-
-for _name, _implementation, _fake, _flops in (
-    ("linear_topk", _forward, _forward_fake, _forward_flops),
-    ("linear_topk_backward", _backward, _backward_fake, _backward_flops),
-    ("linear_topk_sum", _sum, _sum_fake, _sum_flops),
+for _name, _implementation, _fake in (
+    ("linear_topk", _forward, _forward_fake),
+    ("linear_topk_backward", _backward, _backward_fake),
+    ("linear_topk_sum", _sum, _sum_fake),
 ):
     register(_lib, _name, _implementation, _fake, _flops)
 
@@ -240,14 +209,11 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     found: list[Any] = [None] * (NUM_TENSORS + len(ctx.options))
     if grad is not None and any(needs):
         grads = linear_topk_backward(grad, entry_grad, factors, needs, *tensors, *ctx.options)
-        found[:3] = [g if need else None for g, need in zip(grads, needs, strict=True)]
+        found[:3] = only_needed(grads, needs)
     return tuple(found)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_topk", _autograd, setup_context=_setup_context, lib=_lib
-)
-register_no_double_backward(_lib, "linear_topk")
+register_autograd(_lib, "linear_topk", _autograd, _setup_context)
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -265,30 +231,23 @@ def _sum_autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return tuple(found)
     value, *stored = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    in_place = may_overwrite(stored)
-    for i, (x, is_given) in enumerate(zip(stored, ctx.given, strict=True)):
-        if needs[2 + i] and not is_given:
-            raise RuntimeError(
-                f"linear_topk_sum was called with needs_grad={ctx.given}, but hidden, weight or "
-                "bias requires a gradient that it does not name"
-            )
-        if needs[2 + i]:
-            found[2 + i] = scaled(x, grad, in_place)
+    if any(need and not given for need, given in zip(needs[2:5], ctx.given, strict=True)):
+        raise RuntimeError(
+            f"linear_topk_sum was called with needs_grad={ctx.given}, but hidden, weight or "
+            "bias requires a gradient that it does not name"
+        )
+    found[2:5] = scaled_gradients(stored, grad, needs[2:5])
     if needs[0]:
         found[0] = scaled(value, grad, False).to(ctx.weight_dtype)
     return tuple(found)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::linear_topk_sum", _sum_autograd, setup_context=_setup_sum, lib=_lib
-)
-
-
-def _no_vmap(*_: Any) -> Any:
-    raise NotImplementedError(
+register_autograd(_lib, "linear_topk_sum", _sum_autograd, _setup_sum)
+refuse_vmap(
+    _lib,
+    "linear_topk",
+    "linear_topk_sum",
+    message=(
         "vmap over linear_topk_kl is not supported; its tokens may have any leading dimensions"
-    )
-
-
-for _name in ("linear_topk", "linear_topk_sum"):
-    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _no_vmap, lib=_lib)
+    ),
+)

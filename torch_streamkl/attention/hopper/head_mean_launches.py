@@ -48,7 +48,7 @@ class Launcher(portable.Launcher):
             (blocks * teacher.num_heads * self.plan.num_sequences, 1, 1),
             (
                 *self.operands(launch), self.stats.teacher, blocks, teacher.num_heads,
-                teacher.num_heads // teacher.num_kv_heads, *self.masks_and_scale(),
+                teacher.group, *self.masks_and_scale(),
             ),
             (launch.groups, *self.chunks_and_slots(launch), self.config(launch)),
             {"num_warps": 4},
@@ -69,7 +69,7 @@ class Launcher(portable.Launcher):
             (
                 *self.operands(launch), mean, small, first, self.stats.teacher, stage.num_blocks,
                 stage.num_key_blocks, rows, self.problem.num_heads, self.ratio,
-                teacher.num_heads // teacher.num_kv_heads, *self.masks_and_scale(),
+                teacher.group, *self.masks_and_scale(),
             ),
             (launch.groups, *self.chunks_and_slots(launch), self.config(launch)),
             {"num_warps": 4},

@@ -20,7 +20,6 @@ from torch_streamkl.attention.hopper.split_kv import combine_kernel
 from torch_streamkl.attention.hopper.tasks import (
     backward_task,
     forward_task,
-    group_of,
     rows_of_block,
     sides_of,
 )
@@ -80,7 +79,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     _launch_forward(problem, plan, outputs)
     again = HOPPER_WIDE_AGAIN if is_wide(problem) else HOPPER_AGAIN
     recompute_config = plan.kept("again", lambda: config_of(problem, again))
-    recompute_blocks = ceil_div(_longest(problem)[0], again.block_m)
+    recompute_blocks = ceil_div(problem.longest[0], again.block_m)
     works = recompute_blocks * problem.num_heads * plan.num_sequences
     each = LOOKED_AT if works >= LEAST_LOOKED_AT * multiprocessors(value.device) else 1
     plan.run(
@@ -131,7 +130,7 @@ def _launch_forward(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, .
             ),
             *outputs, state, *strides, blocks.first_row, blocks.num_whole,
             blocks.num_programs, blocks.of_head, problem.num_heads, problem.batch,
-            group_of(other), group_of(weight), *_masks(problem), table,
+            other.group, weight.group, *_masks(problem), table,
             *_mask_blocks(prepared, True),
             _log2_scale(problem, other), _log2_scale(problem, weight),
             _bias(other), _bias(weight), LOG2E / problem.temperature,
@@ -154,7 +153,7 @@ def _launch_forward(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, .
 
 def _num_programs(problem: AttentionProblem, works: int, interleaved_calls: bool) -> int:
     """Counts a persistent kernel's programs: NOTE [Persistent kernels] in tile_scheduler.py."""
-    return min(works, multiprocessors(problem.student.q.device)) if interleaved_calls else works
+    return min(works, multiprocessors(problem.device)) if interleaved_calls else works
 
 
 def _helper(problem: AttentionProblem, plan: Plan) -> Any:
@@ -164,7 +163,7 @@ def _helper(problem: AttentionProblem, plan: Plan) -> Any:
 def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Blocks:
     heads = problem.num_heads * plan.num_sequences
     size = launch.groups * launch.block_m
-    of_head = ceil_div(_longest(problem)[0], size)
+    of_head = ceil_div(problem.longest[0], size)
     if problem.is_packed and not is_wide(problem):  # of a head of all sequences
         heads, of_head = problem.num_heads, packed.num_entries(problem, plan, size, True)
     num_whole, parts = of_head * heads, 1
@@ -173,7 +172,7 @@ def _blocks(problem: AttentionProblem, plan: Plan, launch: HopperLaunch) -> Bloc
     has_parts = not (problem.is_packed or has_bias(problem) or is_wide(problem))
     if whole_rows and has_parts and not by_tiles(problem):
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
-        num_whole, parts = splits_of_last_wave(of_head * heads, tiles, problem.student.q.device)
+        num_whole, parts = splits_of_last_wave(of_head * heads, tiles, problem.device)
     first_row = num_whole // of_head * problem.seqlen_q
     first_row += num_whole % of_head * size
     return Blocks(
@@ -249,11 +248,11 @@ def _gradient(
     All kernels but the first may begin before the one before them ends.
     """
     plan = plan_of(problem)
-    sides = (problem.student, problem.teacher)
+    sides = problem.sides
     statistics = (stats.student, stats.teacher)
     own, other = sides if student else sides[::-1]
     own_stats, other_stats = statistics if student else statistics[::-1]
-    x, length = (own.q if rows else own.k), _longest(problem)[not rows]
+    x, length = (own.q if rows else own.k), problem.longest[not rows]
     outer = (own.q, other.q) if rows else (own.k, other.k)
     inner = (own.k, other.k) if rows else (own.q, other.q)
     adds = sums is not None
@@ -281,7 +280,7 @@ def _gradient(
         if task.PERSISTENT else (works, 1, 1),
         (
             *tensors, grad if sums is None else sums,  # nobody reads it without sums
-            works, num_blocks, problem.num_heads, problem.batch, group_of(own), group_of(other),
+            works, num_blocks, problem.num_heads, problem.batch, own.group, other.group,
             *_masks(problem), table, *_mask_blocks(prepared, rows), *scales,
             _bias(own), _bias(other), LOG2E / problem.temperature,
         ),
@@ -350,13 +349,6 @@ def _mask_tensors(problem: AttentionProblem) -> tuple[Tensor | None, ...]:
         problem.key_lengths, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.mask,
         problem.student.bias, problem.teacher.bias,
     )  # fmt: skip
-
-
-def _longest(problem: AttentionProblem) -> tuple[int, int]:
-    """Returns the rows and keys of the longest sequence."""
-    if problem.is_packed:
-        return problem.max_seqlen_q, problem.max_seqlen_k
-    return problem.seqlen_q, problem.seqlen_k
 
 
 def _log2_scale(problem: AttentionProblem, side: Side) -> float:

@@ -30,13 +30,8 @@ from torch_streamkl.kernels.tiles import ceil_div
 def sides_of(problem: AttentionProblem, plan: Plan) -> tuple[bool, Side, Side]:
     """Returns whether the teacher's probabilities weight the moment; the other side; that side."""
     by_teacher = plan.form.TT != 0.0 or plan.form.TS != 0.0
-    sides = problem.student, problem.teacher
+    sides = problem.sides
     return (by_teacher, *(sides if by_teacher else sides[::-1]))
-
-
-def group_of(side: Side) -> int:
-    """Returns the number of query heads that share a key head."""
-    return side.num_heads // side.num_kv_heads
 
 
 def forward_task(
@@ -108,7 +103,7 @@ def backward_task(
     problem: AttentionProblem, plan: Plan, student: bool, rows: bool, adds: bool
 ) -> backward_config.Task:
     """Returns the choices of dQ (``rows``) or dK of a side; dK ``adds`` dQ, too."""
-    sides = (problem.student, problem.teacher)
+    sides = problem.sides
     own, other = sides if student else sides[::-1]
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
@@ -129,9 +124,9 @@ def backward_task(
         tiles = ceil_div(problem.seqlen_k, launch.block_n)
         num_splits = row_splits(problem, blocks * problem.num_heads, tiles)
     if not rows:
-        group = group_of(own)
+        group = own.group
         programs = blocks * own.num_kv_heads
-        num_splits = key_splits(problem, group, programs, resident=1, together=group_of(other))
+        num_splits = key_splits(problem, group, programs, resident=1, together=other.group)
     return backward_config.Task(
         ROWS=rows,
         STUDENT=student,

@@ -153,7 +153,7 @@ def _gradient(
         sizes = (stage.num_blocks, problem.num_heads, stage.keys_per_split)
     else:
         programs = stage.num_key_blocks * side.num_kv_heads * plan.num_sequences
-        group = problem.num_heads // side.num_kv_heads
+        group = side.group
         splits, kernel = key_splits(problem, group, programs, resident=2), bwd.dk_kernel
         grid = (programs * splits, 1, 1)
         sizes = (stage.num_key_blocks, problem.num_heads, group, group // splits)

@@ -12,7 +12,7 @@ from torch_streamkl.attention_topk.problem import ChosenKeys, Gradients, NeedsGr
 from torch_streamkl.attention_topk.triton.backward import Needs, gradient_kernel
 from torch_streamkl.attention_topk.triton.forward import teacher_lse_kernel, value_kernel
 from torch_streamkl.attention_topk.triton.tiles import Config, Rows, Student, Teacher
-from torch_streamkl.kernels.tiles import ceil_div, next_power_of_2
+from torch_streamkl.kernels.tiles import ceil_div, padded_dim
 from torch_streamkl.runtime.devices import dot_precision, gpu_of
 from torch_streamkl.runtime.launch import launch
 
@@ -144,13 +144,13 @@ def _config(problem: ChosenKeys, kernel: str) -> tuple[Config, dict[str, Any]]:
         BLOCK_N=LEAST,
         T_HEADS=heads,
         T_GROUP=group,
-        T_BLOCK_H=min(padded(group), MAX_TEACHER_HEADS),
+        T_BLOCK_H=min(padded_dim(group), MAX_TEACHER_HEADS),
         T_DIM=t_dim,
         T_BLOCK_D=_block_of(t_dim),
         S_HEADS=problem.num_student_heads,
-        S_BLOCK_H=padded(problem.num_student_heads),
+        S_BLOCK_H=padded_dim(problem.num_student_heads),
         S_DIM=problem.student_q.shape[3],
-        S_BLOCK_D=padded(problem.student_q.shape[3]),
+        S_BLOCK_D=padded_dim(problem.student_q.shape[3]),
         PRECISION=dot_precision(problem.student_q),
     )
     tile = _tile(problem, kernel, config)
@@ -188,15 +188,10 @@ def shared_elements(kernel: str, tile: Tile, config: Config) -> int:
     return held + tile.num_stages * staged
 
 
-def padded(size: int) -> int:
-    """Returns the size of a tile that holds so many rows or columns."""
-    return max(LEAST, next_power_of_2(size))
-
-
 def _block_of(dim: int) -> int:
     """Returns how much of head_dim is multiplied at once: the fewest padded columns in all."""
-    if padded(dim) <= MAX_TEACHER_DIM:
-        return padded(dim)
+    if padded_dim(dim) <= MAX_TEACHER_DIM:
+        return padded_dim(dim)
     return min((MAX_TEACHER_DIM, 64, 32), key=lambda block: ceil_div(dim, block) * block)
 
 

@@ -5,8 +5,6 @@ The log-sum-exps that `values` stores and `gradient` reads are in log2 units.
 
 from __future__ import annotations
 
-import os
-
 from torch import Tensor
 
 from torch_streamkl.kernels.arguments import Form
@@ -19,6 +17,7 @@ from torch_streamkl.linear.triton.rows import (
     row_kernel,
 )
 from torch_streamkl.program.divergence_forms import Bilinear
+from torch_streamkl.runtime.devices import is_interpreted
 from torch_streamkl.runtime.launch import launch
 
 TILE_VOCAB = 4096  # of a row at once: 32 KiB of bfloat16 logits of both sides in flight
@@ -85,14 +84,12 @@ def config_of(
     compute_values: bool,
 ) -> tuple[Config, int]:
     """Returns compile-time choices of a kernel on these rows, and its number of warps."""
-    # few rows take more threads each, and more loads ahead: the kernel waits for memory
-    num_warps, num_stages = (8, 3) if problem.num_tokens > FEW_ROWS else (16, 4)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    narrow = max(student.element_size(), teacher.element_size()) == 2
+    item_size = max(student.element_size(), teacher.element_size())
+    lanes, num_stages, num_warps = tile_of(problem.num_tokens, item_size)
     config = Config(
-        LANES=8 if interpreted else TILE_VOCAB // TILE_WIDTH,
+        LANES=lanes,
         WIDTH=TILE_WIDTH,
-        NUM_STAGES=num_stages if narrow else 1,
+        NUM_STAGES=num_stages,
         S_SOFTCAP=problem.student.softcap != 0.0,
         T_SOFTCAP=problem.teacher.softcap != 0.0,
         S_BIAS=problem.student.bias is not None,
@@ -107,6 +104,14 @@ def config_of(
         HARD_GRAD=weights.hard is not None,
     )
     return config, num_warps
+
+
+def tile_of(num_rows: int, item_size: int) -> tuple[int, int, int]:
+    """Returns the lanes of a tile, its stages, and the warps of a program."""
+    # few rows take more threads each, and more loads ahead: the kernel waits for memory
+    num_warps, num_stages = (8, 3) if num_rows > FEW_ROWS else (16, 4)
+    lanes = 8 if is_interpreted() else TILE_VOCAB // TILE_WIDTH
+    return lanes, num_stages if item_size == 2 else 1, num_warps
 
 
 def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights) -> RowArgs:

@@ -22,7 +22,7 @@ from torch_streamkl.rows.program import COLUMNS, VALUES, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton.cotangents import cotangents_of
-from torch_streamkl.rows.triton.gradients import Gradients, is_of_vocab
+from torch_streamkl.rows.triton.gradients import Gradients
 from torch_streamkl.rows.triton.launches import MAX_DIM, slots_of
 from torch_streamkl.rows.triton.materialized import (
     BACKWARD,
@@ -140,9 +140,9 @@ def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
 
 
 def _workspace(problem: RowProblem, has_kept: bool) -> int:
-    device = problem.operands[0][0].device.type
+    device = problem.like.device.type
     mib = DEFAULT_WORKSPACE_MIB.get(device, DEFAULT_WORKSPACE_MIB["cuda"])
-    if not is_of_vocab(problem):
+    if not problem.is_of_vocab:
         return MIB * min(mib, WORKSPACE_MIB_WITH_KEPT if has_kept else ATTENTION_WORKSPACE_MIB)
     return MIB * mib * 15 // 16  # the rest is for places of ids and per-row values
 
@@ -201,7 +201,7 @@ def backward(
     kept = dict(zip(kept_tensors(problem), result.materialized, strict=True))
     if each:
         size = _bytes_of(problem, BACKWARD, each, kept)
-        blocks = _vocab_blocks if is_of_vocab(problem) else _row_blocks
+        blocks = _vocab_blocks if problem.is_of_vocab else _row_blocks
         for at in blocks(problem, size, bool(kept)):
             out.add(Block(problem, BACKWARD, result, seeds, at, kept))
     rest = torch_impl.backward(problem, result, grads, out.rest) if any(out.rest) else None
@@ -225,7 +225,7 @@ def loss_and_gradients(
     chunks = list(even_ranges(problem.num_rows, sizes.tokens, 128))
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
     buffers = {i: new_buffer(longest, problem.operands[i][0].dtype) for i in out.dots}
-    q = problem.operands[0][0]
+    q = problem.like
     side = SideStream(q.device, not isinstance(q, FakeTensor))
     for chunk in chunks:
         side.join()  # the last chunk's gradients of weights read the logits' place
@@ -303,7 +303,7 @@ def _chunks(problem: RowProblem, out: Gradients) -> Chunks | None:
     A chunk reads the weights twice and reads and writes their gradients, which no other work
     hides: counted twice. A part reads the weights of the other dots, and has its launches.
     """
-    program, element = problem.program, problem.operands[0][0].element_size()
+    program, element = problem.program, problem.like.element_size()
     nodes = nodes_of(program, BACKWARD)
     each = tuple((n, nodes[n].head) for n in (*out.dots.values(), *out.captures.values()))
     plan = derive.forward_plan(program, True)

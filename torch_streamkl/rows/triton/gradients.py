@@ -15,16 +15,12 @@ from torch_streamkl.program.graph import SUM
 from torch_streamkl.rows import derive, tile
 from torch_streamkl.rows.problem import ALL, RowProblem, Slices, part
 from torch_streamkl.rows.program import KEY, PAIR, ROW
+from torch_streamkl.rows.torch_impl import in_dtypes_of
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton.launches import row_argument
 from torch_streamkl.rows.triton.materialized import Block, columns_source, rows_source
 
 MEMBERS = 16  # query heads, at least, that a program of a key head's gradient adds up
-
-
-def is_of_vocab(problem: RowProblem) -> bool:
-    """Whether no dot has heads: an LM head."""
-    return not any(problem.program.dot_heads)
 
 
 class Gradients:
@@ -33,10 +29,9 @@ class Gradients:
     def __init__(self, problem: RowProblem, needs_grad: Sequence[bool]) -> None:
         self.problem, self.program = problem, problem.program
         plan = derive.backward_plan(problem.program)
-        operands = [x for pair in problem.operands for x in pair]
-        count = len(operands)
+        count = 2 * len(problem.operands)
         kinds = [c.kind for c in self.program.captures]
-        self.tensors = [*operands, *problem.captures]
+        self.tensors = problem.differentiable
         self.dots = {
             i: node
             for i, node in enumerate(plan.dots)
@@ -70,7 +65,7 @@ class Gradients:
         x = self.tensors[n]
         if n >= 2 * len(self.problem.operands):
             return torch.float32
-        is_added = n % 2 == 1 and not is_of_vocab(self.problem)
+        is_added = n % 2 == 1 and not self.problem.is_of_vocab
         return torch.float32 if is_added else x.dtype
 
     def _allocated(self, n: int) -> Tensor:
@@ -85,9 +80,7 @@ class Gradients:
     def finished(self, rest: list[Tensor | None] | None) -> list[Tensor | None]:
         for i in list(self.splits):
             self._add_splits(i)
-        found = [
-            g if g is None else g.to(x.dtype) for g, x in zip(self.out, self.tensors, strict=True)
-        ]
+        found = in_dtypes_of(self.out, self.tensors)
         for i, g in enumerate(rest or ()):
             found[i] = g if g is not None else found[i]
         return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels.arguments import Sequence as KeySequence
 from torch_streamkl.kernels.arguments import Window
+from torch_streamkl.kernels.generated import function_of
 from torch_streamkl.kernels.row_state import tile_coordinates
 from torch_streamkl.kernels.scores import keys_of_rows, load_tile, rows_of_keys
 from torch_streamkl.kernels.tiles import (
@@ -66,7 +65,7 @@ def why_unsupported(problem: RowProblem, is_differentiated: bool) -> str:
 
 def why_unsupported_on_gpu(problem: RowProblem, dots: Sequence[int]) -> str:
     """Explains why no kernel's tiles fit these dot products on the GPU; empty if one fits."""
-    q = problem.operands[0][0]
+    q = problem.like
     if q.device.type != "cuda":
         return ""
     if not dots:
@@ -84,7 +83,7 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
     """Returns tiles of "forward", "dq" or "dk": those of the portable kernels, with all dots'
     operands.
     """
-    q = problem.operands[0][0]
+    q = problem.like
     if q.device.type != "cuda":
         return INTERPRETED
     operands = operands_of(problem, range(len(problem.operands)))
@@ -93,14 +92,14 @@ def launch_of(problem: RowProblem, kernel: str) -> TritonLaunch:
 
 def operands_of(problem: RowProblem, dots: Sequence[int]) -> Operands:
     """Describes the operands of some dots, by which tiles are chosen."""
-    q = problem.operands[0][0]
+    q = problem.like
     dims = tuple(padded_dim(problem.operands[i][0].shape[-1]) for i in dots)
     return Operands(dims, q.element_size(), dot_precision(q) == "ieee")
 
 
 def is_exact(problem: RowProblem) -> bool:
     """Returns whether operands are float32 (Writer)."""
-    return problem.operands[0][0].element_size() == 4
+    return problem.like.element_size() == 4
 
 
 SCOPE = {
@@ -124,15 +123,7 @@ SCOPE = {
 @functools.lru_cache(maxsize=512)
 def compiled(source: Source) -> Any:
     """Returns the jit function of a text, created once."""
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
-    filename = f"<streamkl row program {digest}>"
-    # Triton reads the source of a jit function through inspect, which asks linecache
-    linecache.cache[filename] = (
-        len(source.text), None, source.text.splitlines(keepends=True), filename,
-    )  # fmt: skip
-    scope = {**SCOPE, "__name__": f"torch_streamkl.kernels.generated_{digest}"}
-    exec(compile(source.text, filename, "exec"), scope)
-    return scope[source.name]
+    return function_of(source.text, source.name, "row program", SCOPE)
 
 
 @functools.lru_cache(maxsize=512)
@@ -311,7 +302,7 @@ def arguments_of(
         "WIDTH": 1,
         "offset": problem.num_keys - problem.num_rows,
         "lengths": problem.lengths,
-        "PRECISION": dot_precision(problem.operands[0][0]),
+        "PRECISION": dot_precision(problem.like),
     }
     for i, (q, k) in enumerate(problem.operands):
         found.update(operand_argument(f"a{i}", q, f"a{i}"))

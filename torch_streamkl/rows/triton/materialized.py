@@ -152,7 +152,7 @@ def new_buffer(problem: RowProblem, dtype: torch.dtype) -> Tensor:
     """Allocates a materialized node of a block, or of all rows."""
     # rows start aligned, which the fast matmuls need
     shape = (problem.batch, problem.num_rows, padded(problem.num_keys))
-    x = problem.operands[0][0].new_empty(shape, dtype=dtype)
+    x = problem.like.new_empty(shape, dtype=dtype)
     return x.narrow(-1, 0, problem.num_keys)
 
 
@@ -360,7 +360,7 @@ class Block:
         """Returns tiles of "forward", "dq", "dk" or, of sums over heads, "mean" over heads of an
         axis.
         """
-        q = self.problem.operands[0][0]
+        q = self.problem.like
         if q.device.type != "cuda":
             return row_kernels.INTERPRETED
         operands = row_kernels.operands_of(self.problem, dots_of(self.program, axis))
@@ -370,7 +370,7 @@ class Block:
         return one_dot_launch(kernel, operands, gpu)
 
     def _elements(self) -> TritonLaunch:
-        return ELEMENTS if self.problem.operands[0][0].device.type == "cuda" else INTERPRETED
+        return ELEMENTS if self.problem.is_on_gpu else INTERPRETED
 
     def _start_elements(
         self, source: Source, launch: TritonLaunch, num_heads: int, more: dict[str, Any]
@@ -389,7 +389,7 @@ class Block:
         if axis:
             launch = self.launch_of("forward", axis)
         else:
-            is_here = self.problem.operands[0][0].device.type != "cuda"
+            is_here = not self.problem.is_on_gpu
             launch = INTERPRETED if is_here else self._row_sums()
             given.update(LANES=launch.block_n // ROW_WIDTH, WIDTH=ROW_WIDTH)
         num_heads = self.whole.num_heads(axis)

@@ -23,7 +23,6 @@ LOADED = frozenset(
     ["const", "reduction", "seed", "row_index", "key_index", "capture", "materialized"]
 )
 LOG2E = math.log2(math.e)
-INF = "float('inf')"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ end of the row. Scores are in nats: a score of 200 in log2 units is rounded by 2
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW
 from torch_streamkl.kernels.scores import tanh
-from torch_streamkl.linear.triton.launches import FEW_ROWS, TILE_VOCAB, TILE_WIDTH
+from torch_streamkl.linear.triton.launches import TILE_WIDTH, tile_of
 from torch_streamkl.runtime.launch import launch
 from torch_streamkl.topk.problem import TopkProblem
 
@@ -65,12 +64,11 @@ def gradient_(problem: TopkProblem, logits: Tensor, factors: Tensor) -> None:
 
 def _launch(kernel: Any, problem: TopkProblem, logits: Tensor, factors: Tensor) -> None:
     head, num_rows = problem.head, logits.shape[0]
-    num_warps, num_stages = (8, 3) if num_rows > FEW_ROWS else (16, 4)
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    lanes, num_stages, num_warps = tile_of(num_rows, logits.element_size())
     config = Config(
-        LANES=8 if is_interpreted else TILE_VOCAB // TILE_WIDTH,
+        LANES=lanes,
         WIDTH=TILE_WIDTH,
-        NUM_STAGES=num_stages if logits.element_size() == 2 else 1,
+        NUM_STAGES=num_stages,
         SOFTCAP=head.softcap != 0.0,
         BIAS=head.bias is not None,
         HIDES=problem.tail == "bucket",
