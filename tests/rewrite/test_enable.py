@@ -288,7 +288,8 @@ def test_what_compiles_without_it_compiles_with_it(fn: Any) -> None:
     with torch_streamkl.enable():
         got = torch.compile(fn)(s, t, keep)
         assert torch._dynamo.config.capture_dynamic_output_shape_ops
-        assert num_fused(loss) == 1
+        with inductor_without_code():
+            assert num_fused(loss) == 1
     want = fn(mine, t, keep)
     torch.testing.assert_close(got, want)
     got.backward()
