@@ -18,7 +18,9 @@ def given(inputs: str, made: Mapping[str, Program] | None = None) -> Callable[[P
     """
 
     def decorate(fn: Program) -> Program:
-        wanted, names, needed = list(inspect.signature(fn).parameters), inputs.split(), []
+        parameters = inspect.signature(fn).parameters.values()
+        wanted = [p.name for p in parameters if p.default is p.empty]
+        names, needed = inputs.split(), []
         for results, make in (made or {}).items():
             if set(results.split()) & set(wanted):
                 needed.append((make, [names.index(n) for n in inspect.signature(make).parameters]))

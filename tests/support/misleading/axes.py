@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import (
-    KEYS,
-    QUERIES,
-    kd,
-    misleading,
-    plain,
-    rows_of,
-    student,
-)
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
+from tests.support.misleading.registry import KEYS, QUERIES, misleading, plain, student
 
 DIM = 8
 
@@ -30,7 +24,8 @@ SIX = heads(6) | heads(6, of="t")
 
 
 # ----------------------------------------------------------------------- one sum is another
-@misleading("W7", shapes={"qt_b1": (1, 2, QUERIES, DIM), "kt_b1": (1, 2, KEYS, DIM)})
+@misleading("W7", name="sums_over_batches_of_one_and_two_dynamic", dynamic=True)
+@misleading("W7")
 def sums_over_batches_of_one_and_two(q, k, qt_b1, kt_b1):
     lt, ls = student(qt_b1, kt_b1).log_softmax(-1), student(q, k).log_softmax(-1)
     pt = lt.exp()
@@ -96,7 +91,13 @@ def heads_of_one_side_reordered(q, k, qt, kt):
     return kd(student(q, k), t)
 
 
-@misleading("X1", shapes=heads(3) | heads(6, of="t"))
+@misleading(
+    "X1",
+    name="mean_over_the_outer_groups_dynamic",
+    shapes=heads(3) | heads(6, of="t"),
+    dynamic=True,
+)
+@misleading("X1", shapes=heads(3) | heads(6, of="t"), fuses=1)
 def mean_over_the_outer_groups(s, t):
     p = t.softmax(-1).view(2, 2, 3, QUERIES, KEYS).mean(1)
     return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
@@ -124,14 +125,28 @@ def batch_and_heads_swapped(s, t):
 @misleading(
     "X2", name="mean_of_heads_against_queries_of_one_key", shapes=heads(4, 1) | heads(4, of="t")
 )
-@misleading("X2", name="mean_of_three_heads_against_two", shapes=heads(2) | heads(3, of="t"))
-@misleading("X2", shapes=heads(2) | heads(4, of="t"))
+@misleading(
+    "X2", name="mean_of_three_heads_against_two", shapes=heads(2) | heads(3, of="t"), fuses=1
+)
+@misleading(
+    "X2",
+    name="mean_of_four_heads_against_two_dynamic",
+    shapes=heads(2) | heads(4, of="t"),
+    dynamic=True,
+)
+@misleading("X2", shapes=heads(2) | heads(4, of="t"), fuses=1)
 def mean_of_four_heads_against_two(s, t):
     p = t.softmax(-1).mean(1, keepdim=True)
     return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
-@misleading("X2", shapes=heads(2) | heads(4, 2, of="t"))
+@misleading(
+    "X2",
+    name="mean_of_grouped_heads_against_two_dynamic",
+    shapes=heads(2) | heads(4, 2, of="t"),
+    dynamic=True,
+)
+@misleading("X2", shapes=heads(2) | heads(4, 2, of="t"), fuses=1)
 def mean_of_grouped_heads_against_two(q, k, qt, kt):
     p = student(qt, kt.repeat_interleave(2, 1)).softmax(-1).mean(1, keepdim=True)
     return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
@@ -183,6 +198,7 @@ def grouped_key_heads(q, k, qt, kt):
     return kd(student(q, k), student(qt, kt.repeat_interleave(3, 1)))
 
 
+@plain("mean_over_the_inner_groups_dynamic", shapes=heads(2) | heads(6, of="t"), dynamic=True)
 @plain(shapes=heads(2) | heads(6, of="t"), fuses=1)
 def mean_over_the_inner_groups(s, t):
     p = t.softmax(-1).unflatten(1, (2, 3)).mean(2)
@@ -213,6 +229,7 @@ def no_queries(s, t):
 
 
 # --------------------------------------------------------- statistics of another layout
+@misleading("X10", name="log_sum_exp_of_swapped_heads_dynamic", dynamic=True)
 @misleading("X10")
 def log_sum_exp_of_swapped_heads(s, t):
     logs = s - s.transpose(0, 1).logsumexp(-1, True)

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import hard_programs
-from tests.support.misleading.registry import kd, plain, register, rows_of, student
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
+from tests.support.misleading.registry import plain, register, student
 
 
 @plain(fuses=3)

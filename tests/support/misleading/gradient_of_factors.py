@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
 from tests.support.misleading.registry import (
-    kd,
     misleading,
     plain,
     register,
-    rows_of,
     student,
     without_gradient,
 )

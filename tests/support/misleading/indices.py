@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import kd, misleading, plain, register, student
+from tests.support.losses import kd
+from tests.support.misleading.registry import misleading, plain, register, student
 
 
 def masked(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, keep: Tensor) -> Tensor:

@@ -6,15 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import (
-    TEACHER_WIDTH,
-    VOCAB,
-    kd,
-    misleading,
-    plain,
-    rows_of,
-    student,
-)
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
+from tests.support.misleading.registry import TEACHER_WIDTH, VOCAB, misleading, plain, student
 
 
 def _quantised(weight: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 40, 48, 8
@@ -187,14 +186,6 @@ OF_PRODUCTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "s t": ("q k qt kt", student),
     "z t": ("h w ht wt", lambda h, w: h @ w.T),
 }
-
-
-def kd(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-
-def rows_of(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
 def without_gradient(how: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -10,15 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import (
-    INFINITY,
-    kd,
-    misleading,
-    plain,
-    register,
-    rows_of,
-    student,
-)
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
+from tests.support.misleading.registry import INFINITY, misleading, plain, register, student
 
 
 def causal(s: Tensor) -> Tensor:
