@@ -18,8 +18,7 @@ def given(inputs: str, made: Mapping[str, Program] | None = None) -> Callable[[P
     """
 
     def decorate(fn: Program) -> Program:
-        parameters = inspect.signature(fn).parameters.values()
-        wanted = [p.name for p in parameters if p.default is p.empty]
+        wanted = list(inspect.signature(fn).parameters)
         names, needed = inputs.split(), []
         for results, make in (made or {}).items():
             if set(results.split()) & set(wanted):

@@ -37,22 +37,23 @@ def log_ratios(h, w, g, v):
 
 
 @heads(0, "GRPO: selective_log_softmax and the k3 estimate")
-def selective_log_softmax(s, t):
+def selective_log_softmax(h, w, g, v):
     def chosen(logits):
         return logits.gather(-1, LABELS[:, None])[:, 0] - torch.logsumexp(logits, -1)
 
-    difference = chosen(t) - chosen(s)
+    difference = chosen(g @ v.T) - chosen(h @ w.T)
     return (difference.exp() - difference - 1).mean()
 
 
 @heads(2, "verl: the entropy from logits")
-def entropy_from_logits(s):
-    return (s.logsumexp(-1) - (s.softmax(-1) * s).sum(-1)).mean()
+def entropy_from_logits(h, w, g, v):
+    logits = h @ w.T
+    return (logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)).mean()
 
 
 @heads(0, "verl: the KL at the ids of a served top-k")
-def kl_at_served_ids(s):
-    s = s.log_softmax(-1).gather(-1, IDS)
+def kl_at_served_ids(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
     return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="none").sum(-1).mean()
 
 
@@ -79,39 +80,41 @@ def center_in_place(h, w, g, v):
 
 
 @heads(1, "iBOT: masked patches")
-def masked_patches(s, t):
-    rows = ((t / 0.07).softmax(-1) * (s / 0.1).log_softmax(-1)).sum(-1)
+def masked_patches(h, w, g, v):
+    rows = ((g @ v.T / 0.07).softmax(-1) * (h @ w.T / 0.1).log_softmax(-1)).sum(-1)
     return -(rows * KEEP).sum() / KEEP.sum().clamp(min=1.0)
 
 
 @heads(1, "speculative decoding: the acceptance rate")
-def acceptance(s, t):
-    q, p = s.softmax(-1), t.softmax(-1)
+def acceptance(h, w, g, v):
+    q, p = (h @ w.T).softmax(-1), (g @ v.T).softmax(-1)
     return torch.minimum(torch.ones_like(p), p / q).mul(q).sum(-1).mean()
 
 
 @heads(1, "EAGLE: cross-entropy and a smooth L1 of hidden states")
-def eagle(s, t, h, g):
+def eagle(h, w, g, v):
     values = torch.nn.SmoothL1Loss(reduction="none")(h, g[:, :4]).mean()
-    p = t.softmax(-1).detach()
-    return -torch.sum(p * torch.nn.LogSoftmax(dim=-1)(s), -1).mean() + 0.1 * values
+    p = (g @ v.T).softmax(-1).detach()
+    return -torch.sum(p * torch.nn.LogSoftmax(dim=-1)(h @ w.T), -1).mean() + 0.1 * values
 
 
 @heads(0, "EAGLE-3: the teacher's logits in the draft's vocabulary, by a boolean mask")
-def draft_vocabulary(t, h, w):
-    p = t[..., DRAFT].softmax(-1).detach()
+def draft_vocabulary(h, w, g, v):
+    p = (g @ v.T)[..., DRAFT].softmax(-1).detach()
     return -(p * (h @ w[DRAFT].T).log_softmax(-1)).sum(-1).mean()
 
 
 @heads(1, "DistiLLM: skewed forward KL with masked infinities")
-def skewed(s, t, lam=0.1):
+def skewed(h, w, g, v, lam=0.1):
+    s, t = h @ w.T, g @ v.T
     p = F.softmax(t, dim=-1, dtype=torch.float32)
     mixed = lam * p + (1 - lam) * F.softmax(s, dim=-1, dtype=torch.float32)
     return -torch.masked_fill(p * mixed.log(), torch.isinf(s), 0).sum(-1).mean()
 
 
 @heads(0, "NKD: the target's probability apart, others by a mask")
-def others_by_mask(s, t, h):
+def others_by_mask(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
     labels = LABELS[:, None]
     p_s, p_t = s.softmax(1).gather(1, labels), t.softmax(1).gather(1, labels)
     keep = torch.ones_like(s, dtype=torch.bool).scatter(1, labels, False)
@@ -121,30 +124,31 @@ def others_by_mask(s, t, h):
 
 
 @heads(0, "DIST: correlations of probabilities, over classes and over the batch")
-def correlations(s, t):
+def correlations(h, w, g, v):
     def pearson(a, b):
         a, b = (x - x.mean(-1, keepdim=True) for x in (a, b))
         return F.cosine_similarity(a, b, dim=-1).mean()
 
-    s, t = s.softmax(1), t.softmax(1)
+    s, t = (h @ w.T).softmax(1), (g @ v.T).softmax(1)
     return 2 - pearson(s, t) - pearson(s.T, t.T)
 
 
 @heads(0, "a Wasserstein distance by cumulative sums")
-def wasserstein(s, t):
-    s, t = s.softmax(-1), t.softmax(-1)
+def wasserstein(h, w, g, v):
+    s, t = (h @ w.T).softmax(-1), (g @ v.T).softmax(-1)
     return (s.cumsum(-1) - t.cumsum(-1)).abs().mean()
 
 
 @heads(1, "a metric of agreement next to the loss")
-def agreement(s, t):
+def agreement(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
     loss = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
     return loss, (s.argmax(-1) == t.argmax(-1)).float().mean()
 
 
 @heads(0, "smooth L1 of log-probabilities")
-def smooth_l1_of_logs(s, t):
-    return F.smooth_l1_loss(s.log_softmax(-1), t.log_softmax(-1))
+def smooth_l1_of_logs(h, w, g, v):
+    return F.smooth_l1_loss((h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1))
 
 
 KEPT: dict[str, torch.Tensor] = {}
@@ -160,9 +164,9 @@ def hook_of_a_module(h, w, g, v):
 
 
 @attention(1, "output_attentions: probabilities plus an eps, and the layer's output")
-def maps_with_eps(s, t, k, u):
-    p = (s / math.sqrt(4)).softmax(-1)
-    t = (t / math.sqrt(4)).softmax(-1)
+def maps_with_eps(q, k, r, u):
+    p = (q @ k.mT / math.sqrt(4)).softmax(-1)
+    t = (r @ u.mT / math.sqrt(4)).softmax(-1)
     outputs = F.mse_loss(p @ k, (t @ u).detach())
     return F.kl_div((p + 1e-8).log(), t, reduction="batchmean") + outputs
 

@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.named_inputs import given
-
 TOKENS, VOCAB, HIDDEN, TEACHER_HIDDEN, TOP = 48, 160, 4, 5, 6
 HEADS, LENGTH, HEAD_DIM = 2, 64, 4
 LOGITS, SCORES = TOKENS * VOCAB, HEADS * LENGTH * LENGTH
@@ -51,9 +49,6 @@ class UserLoss:
 
 
 USER_LOSSES: dict[str, UserLoss] = {}
-# the student's logits or scores are s, the teacher's t
-of_heads = given("h w g v", {"s": lambda h, w: (h @ w.T,), "t": lambda g, v: (g @ v.T,)})
-of_maps = given("q k r u", {"s": lambda q, k: (q @ k.mT,), "t": lambda r, u: (r @ u.mT,)})
 
 
 def heads(fuses: int, style: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -66,9 +61,8 @@ def attention(fuses: int, style: str) -> Callable[[Callable[..., Any]], Callable
 
 def _registers(fuses: int, style: str, is_attention: bool) -> Callable[..., Any]:
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        program = (of_maps if is_attention else of_heads)(fn)
-        USER_LOSSES[fn.__name__] = UserLoss(program, fuses, style, is_attention)
-        return program
+        USER_LOSSES[fn.__name__] = UserLoss(fn, fuses, style, is_attention)
+        return fn
 
     return register
 
@@ -81,8 +75,8 @@ TOP_LOGPROBS = torch.randn(TOKENS, TOP, generator=_generator).log_softmax(-1) - 
 
 # ------------------------------------------------------------------ distributions of two LM heads
 @heads(1, "TRL GKD")
-def generalized_jsd(s, t, beta=0.5):
-    s, t = s.log_softmax(-1), t.log_softmax(-1)
+def generalized_jsd(h, w, g, v, beta=0.5):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
     m = torch.logsumexp(torch.stack([s + math.log(1 - beta), t + math.log(beta)]), dim=0)
     kl_t = F.kl_div(m, t, reduction="none", log_target=True)
     kl_s = F.kl_div(m, s, reduction="none", log_target=True)
@@ -90,70 +84,74 @@ def generalized_jsd(s, t, beta=0.5):
 
 
 @heads(1, "NeMo-RL distillation, reverse KL")
-def reverse_kl(s, t):
-    s, t = s.log_softmax(-1), t.log_softmax(-1)
+def reverse_kl(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
     return (s.exp() * (s - t)).sum(-1).mean()
 
 
 @heads(1, "distillation with hard labels")
-def kl_and_cross_entropy(s, t):
-    kl = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-    return kl + F.cross_entropy(s, LABELS)
+def kl_and_cross_entropy(h, w, g, v):
+    logits = h @ w.T
+    kl = F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
+    return kl + F.cross_entropy(logits, LABELS)
 
 
 @heads(1, "label smoothing next to a KL")
-def kl_and_smoothed_labels(s, t):
-    kl = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-    return kl + F.cross_entropy(s, LABELS, label_smoothing=0.1)
+def kl_and_smoothed_labels(h, w, g, v):
+    logits = h @ w.T
+    kl = F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
+    return kl + F.cross_entropy(logits, LABELS, label_smoothing=0.1)
 
 
 @heads(1, "GRPO: KL and an entropy bonus")
-def kl_and_entropy_bonus(s, t):
-    s, t = s.log_softmax(-1), t.log_softmax(-1)
+def kl_and_entropy_bonus(h, w, g, v):
+    logits = h @ w.T
+    s, t = logits.log_softmax(-1), (g @ v.T).log_softmax(-1)
     kl = (s.exp() * (s - t)).sum(-1)
     entropy = -(s.exp() * s).sum(-1)
     return (kl - 0.01 * entropy).mean()
 
 
 @heads(2, "R-Drop")
-def r_drop(s, h, w):
-    a, b = s.log_softmax(-1), ((h * 1.1) @ w.T).log_softmax(-1)
+def r_drop(h, w, g, v):
+    a, b = (h @ w.T).log_softmax(-1), ((h * 1.1) @ w.T).log_softmax(-1)
     forward = F.kl_div(a, b.exp(), reduction="batchmean")
     return forward + F.kl_div(b, a.exp(), reduction="batchmean")
 
 
 @heads(1, "swapped arguments of kl_div")
-def swapped(s, t):
-    return F.kl_div(s.softmax(-1), t.softmax(-1), reduction="batchmean")
+def swapped(h, w, g, v):
+    return F.kl_div((h @ w.T).softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
 
 
 @heads(1, "Bhattacharyya")
-def bhattacharyya(s, t):
-    p, q = t.softmax(-1), s.softmax(-1)
+def bhattacharyya(h, w, g, v):
+    p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
     return -(p.sqrt() * q.sqrt()).sum(-1).log().mean()
 
 
 @heads(1, "acceptance of a draft model")
-def acceptance(s, t):
-    p, q = t.softmax(-1), s.softmax(-1)
+def acceptance(h, w, g, v):
+    p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
     return 1 - torch.minimum(p, q).sum(-1).mean()
 
 
 # ------------------------------------------------------------------- cached and served teachers
 @heads(0, "verl, SDPO: log-probabilities of a served top-k")
-def cached_topk(s):
-    s = s.log_softmax(-1).gather(-1, IDS)
+def cached_topk(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
     return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="batchmean")
 
 
 @heads(0, "cached top-k, normalised by hand")
-def cached_topk_by_logsumexp(s):
-    return -(TOP_LOGPROBS.exp() * (s.gather(-1, IDS) - s.logsumexp(-1, keepdim=True))).sum()
+def cached_topk_by_logsumexp(h, w, g, v):
+    z = h @ w.T
+    return -(TOP_LOGPROBS.exp() * (z.gather(-1, IDS) - z.logsumexp(-1, keepdim=True))).sum()
 
 
 @heads(0, "cached top-k with a tail bucket")
-def tail_bucket(s):
-    s = s.log_softmax(-1).gather(-1, IDS)
+def tail_bucket(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
     rest_s = torch.log1p(-s.exp().sum(-1).clamp(max=0.999))
     rest_t = torch.log1p(-TOP_LOGPROBS.exp().sum(-1).clamp(max=0.999))
     kl = (TOP_LOGPROBS.exp() * (TOP_LOGPROBS - s)).sum(-1)
@@ -161,34 +159,34 @@ def tail_bucket(s):
 
 
 @heads(1, "dense target from a cached top-k")
-def scattered_target(s):
+def scattered_target(h, w, g, v):
     target = torch.zeros(TOKENS, VOCAB).scatter_(-1, IDS, TOP_LOGPROBS.exp())
-    return F.kl_div(s.log_softmax(-1), target, reduction="batchmean")
+    return F.kl_div((h @ w.T).log_softmax(-1), target, reduction="batchmean")
 
 
 @heads(1, "one-hot target")
-def one_hot_target(s):
+def one_hot_target(h, w, g, v):
     target = F.one_hot(LABELS, VOCAB).float() * 0.9 + 0.1 / VOCAB
-    return -(target * s.log_softmax(-1)).sum(-1).mean()
+    return -(target * (h @ w.T).log_softmax(-1)).sum(-1).mean()
 
 
 @heads(1, "top-k of the teacher's own logits, NeMo-RL")
-def topk_in_graph(s, t):
-    t = t.topk(TOP, dim=-1)
-    s = s.log_softmax(-1).gather(-1, t.indices)
+def topk_in_graph(h, w, g, v):
+    t = (g @ v.T).topk(TOP, dim=-1)
+    s = (h @ w.T).log_softmax(-1).gather(-1, t.indices)
     return -(t.values.softmax(-1) * s).sum(-1).mean()
 
 
 @heads(1, "cached top-k, rows and ids flattened to pairs")
-def cached_pairs(s):
-    s = s.log_softmax(-1)
+def cached_pairs(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1)
     rows = torch.arange(TOKENS).repeat_interleave(TOP)
     return -(TOP_LOGPROBS.exp().flatten() * s[rows, IDS.flatten()]).sum() / TOKENS
 
 
 @heads(0, "a ghost token for the tail")
-def ghost_token(s):
-    s = s.log_softmax(-1).gather(-1, IDS)
+def ghost_token(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).gather(-1, IDS)
     rest = torch.log1p(-s.exp().sum(-1, keepdim=True).clamp(max=0.999))
     wanted = TOP_LOGPROBS.exp()
     wanted = torch.cat([wanted, 1 - wanted.sum(-1, keepdim=True)], -1)
@@ -206,25 +204,25 @@ def preallocated_chunks(h, w, g, v):
 
 # ------------------------------------------------------------------ other functions of logits
 @heads(0, "ULD: sorted probabilities")
-def universal_logit_distillation(s, t):
-    s = s.softmax(-1).sort(-1, descending=True).values
-    t = t.softmax(-1).sort(-1, descending=True).values
+def universal_logit_distillation(h, w, g, v):
+    s = (h @ w.T).softmax(-1).sort(-1, descending=True).values
+    t = (g @ v.T).softmax(-1).sort(-1, descending=True).values
     return (s - t).abs().sum(-1).mean()
 
 
 @heads(0, "cosine of logits")
-def cosine(s, t):
-    return (1 - F.cosine_similarity(s, t, dim=-1)).mean()
+def cosine(h, w, g, v):
+    return (1 - F.cosine_similarity(h @ w.T, g @ v.T, dim=-1)).mean()
 
 
 @heads(0, "language-model loss alone")
-def cross_entropy_alone(s):
-    return F.cross_entropy(s, LABELS)
+def cross_entropy_alone(h, w, g, v):
+    return F.cross_entropy(h @ w.T, LABELS)
 
 
 @heads(1, "focal loss")
-def focal(s):
-    s = s.log_softmax(-1).gather(-1, LABELS[:, None])[:, 0]
+def focal(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).gather(-1, LABELS[:, None])[:, 0]
     return -((1 - s.exp()) ** 2 * s).mean()
 
 
@@ -238,14 +236,15 @@ def dpo(h, w, g, v):
 
 
 @heads(1, "policy gradient with an entropy")
-def entropy_alone(s):
-    p = s.softmax(-1)
+def entropy_alone(h, w, g, v):
+    p = (h @ w.T).softmax(-1)
     return -(p * p.clamp_min(1e-9).log()).sum(-1).amax()
 
 
 @heads(0, "logits as the result")
-def logits_are_returned(s, t):
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1).cumsum(-1)), s
+def logits_are_returned(h, w, g, v):
+    logits = h @ w.T
+    return F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1).cumsum(-1)), logits
 
 
 @heads(0, "InfoNCE of hidden states")
@@ -256,36 +255,36 @@ def info_nce(h, w, g, v):
 
 
 @heads(1, "a teacher shifted by a row, EAGLE-3")
-def shifted_teacher(s, t):
-    p = t.softmax(-1)
+def shifted_teacher(h, w, g, v):
+    p = (g @ v.T).softmax(-1)
     p = torch.cat([p[1:], torch.zeros(1, VOCAB)])
-    return -(p * s.log_softmax(-1)).sum(-1).mean()
+    return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
 
 
 @heads(1, "vocabularies aligned by a slice write")
-def aligned_vocabularies(s, g, v):
+def aligned_vocabularies(h, w, g, v):
     t = torch.full((TOKENS, VOCAB), -1e4)
     t[:, :150] = (g @ v.T)[:, :150]
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    return F.kl_div((h @ w.T).log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
 @heads(1, "a weight of the overlap")
-def weighted_by_overlap(s, t):
-    p, q = t.softmax(-1), s.softmax(-1)
+def weighted_by_overlap(h, w, g, v):
+    p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
     lam = torch.exp(-3 * torch.minimum(p, q).sum(-1).detach())
     kl = (p * (p.clamp_min(1e-9).log() - q.clamp_min(1e-9).log())).sum(-1)
     return (lam * kl).mean()
 
 
 @heads(0, "smooth L1 of logits")
-def smooth_l1(s, t):
-    return F.smooth_l1_loss(s, t)
+def smooth_l1(h, w, g, v):
+    return F.smooth_l1_loss(h @ w.T, g @ v.T)
 
 
 @heads(1, "pairs of crops by einsum, DINO")
-def crops_by_einsum(s, t):
-    s = s.log_softmax(-1).view(4, TOKENS // 4, VOCAB)
-    t = t.softmax(-1).view(4, TOKENS // 4, VOCAB)[:2]
+def crops_by_einsum(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1).view(4, TOKENS // 4, VOCAB)
+    t = (g @ v.T).softmax(-1).view(4, TOKENS // 4, VOCAB)[:2]
     return -torch.einsum("sbk,tbk->st", s, t).sum()
 
 
@@ -308,11 +307,11 @@ def custom_function(h, w, g, v):
 
 
 @heads(0, "checkpoint around the loss alone")
-def checkpointed_loss(s, t):
+def checkpointed_loss(h, w, g, v):
     def loss(a, b):
         return F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean")
 
-    return checkpoint(loss, s, t, use_reentrant=False)
+    return checkpoint(loss, h @ w.T, g @ v.T, use_reentrant=False)
 
 
 @heads(0, "print between logits and loss")
@@ -339,19 +338,19 @@ def item_between(h, w, g, v):
 
 # ------------------------------------------------------------------------------------ attention
 @attention(1, "TinyBERT on probabilities")
-def attention_kl_of_probabilities(s, t):
-    p, s = t.softmax(-1), s.softmax(-1)
+def attention_kl_of_probabilities(q, k, r, u):
+    p, s = (r @ u.mT).softmax(-1), (q @ k.mT).softmax(-1)
     return (p * (p.clamp_min(1e-9).log() - s.clamp_min(1e-9).log())).sum(-1).mean()
 
 
 @attention(0, "MSE of raw scores, TinyBERT")
-def mse_of_scores(s, t):
-    return (s - t).pow(2).sum().sqrt()
+def mse_of_scores(q, k, r, u):
+    return (q @ k.mT - r @ u.mT).pow(2).sum().sqrt()
 
 
 @attention(0, "norm of differences of scores")
-def norm_of_scores(s, t):
-    return torch.linalg.matrix_norm(s - t).mean()
+def norm_of_scores(q, k, r, u):
+    return torch.linalg.matrix_norm(q @ k.mT - r @ u.mT).mean()
 
 
 @attention(0, "Gram matrices, DINOv3")
@@ -364,24 +363,25 @@ def gram(q, k, r, u):
 
 
 @attention(1, "an indexer that ranks")
-def indexer_topk(s, t):
-    chosen = t.sum(1).topk(8, dim=-1).indices
-    s = s.softmax(-1).sum(1)
+def indexer_topk(q, k, r, u):
+    chosen = (r @ u.mT).sum(1).topk(8, dim=-1).indices
+    s = (q @ k.mT).softmax(-1).sum(1)
     return -s.gather(-1, chosen).clamp_min(1e-9).log().mean()
 
 
 @attention(1, "indexer of Megatron, in-place mask")
-def masked_in_place(s, t):
+def masked_in_place(q, k, r, u):
+    t = r @ u.mT
     t += torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1)
-    s = (s) + torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1)
+    s = (q @ k.mT) + torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1)
     p, log_s = t.softmax(-1), s.log_softmax(-1)
     return (p[:, :, 1:] * -log_s[:, :, 1:].clamp_min(-50)).sum(-1).mean()
 
 
 @attention(0, "dropout of the student's probabilities")
-def dropout_before_the_loss(s, t):
-    p = t.softmax(-1)
-    s = F.dropout(s.softmax(-1), 0.1)
+def dropout_before_the_loss(q, k, r, u):
+    p = (r @ u.mT).softmax(-1)
+    s = F.dropout((q @ k.mT).softmax(-1), 0.1)
     return (p * (p + 1e-8).log() - p * (s + 1e-8).log()).sum(-1).mean()
 
 
@@ -391,13 +391,14 @@ def pairwise_distances(q, k, r, u):
 
 
 @attention(0, "attention alone, nothing is distilled")
-def attention_alone(s, r, u):
-    return ((s.softmax(-1) @ r) * u).sum()
+def attention_alone(q, k, r, u):
+    return (((q @ k.mT).softmax(-1) @ r) * u).sum()
 
 
 @attention(1, "an indexer of Megatron-core: relu and in-place masks")
-def indexer_in_place(s, t):
+def indexer_in_place(q, k, r, u):
     mask = torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1)
+    t = r @ u.mT
     t += mask
-    s = torch.relu(s) + mask
+    s = torch.relu(q @ k.mT) + mask
     return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1)).clamp(-50, 50)).sum(-1).mean()
