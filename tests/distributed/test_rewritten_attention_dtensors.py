@@ -6,7 +6,7 @@ The truth is the same code in float64 on whole tensors of one process.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -36,6 +36,7 @@ class AttentionCase(Case):
 
     wanted: tuple[str, ...] = ALL
     default: tuple[Any, ...] = WAYS[-1]
+    options: dict[str, Any] = field(default_factory=lambda: dict(AS_IT_IS))
     kv_heads: int = HEADS
     has_values: bool = False
 

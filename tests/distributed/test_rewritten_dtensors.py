@@ -114,7 +114,7 @@ class Case:
         """Compiled on every rank; value and gradients are checked.
 
         The rewritten graph runs as it is, unless options say otherwise: AOTAutograd, which takes
-        a third of the time, sees `forms`, `two_mesh_dimensions` and `attention_forms`.
+        a third of the time, sees `forms`, `two_mesh_dimensions` and those of attention.
         """
         torch._dynamo.reset()
         options = {"streamkl.inner": "eager", **self.options}
