@@ -55,7 +55,7 @@ def run_case(
         warnings.simplefilter("ignore")
         return compare(
             case["fn"],
-            case["make_inputs"](0, dtype=setting.dtype),
+            case["make_inputs"](setting.dtype),
             inner=inner,
             dynamic=setting.dynamic,
             training=setting.training,

@@ -6,7 +6,7 @@ The truth is the same code in float64 on whole tensors of one process.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -36,6 +36,7 @@ class AttentionCase(Case):
 
     wanted: tuple[str, ...] = ALL
     default: tuple[Any, ...] = WAYS[-1]
+    options: dict[str, Any] = field(default_factory=lambda: dict(AS_IT_IS))
     kv_heads: int = HEADS
     has_values: bool = False
 
@@ -119,7 +120,9 @@ def attention_forms(me: Rank) -> None:
     for program in (of_maps, of_rows, mean_of_all, of_whole_maps, causal):
         for default in WAYS:
             wanted = STUDENT if program is causal else ALL
-            report = AttentionCase(program, wanted=wanted, default=default).fuses(me)
+            options = AS_IT_IS if default is WAYS[-1] else {}
+            case = AttentionCase(program, wanted=wanted, default=default, options=options)
+            report = case.fuses(me)
             name = "heads" if default is BY_HEADS else "batch"
             assert f"{name} shared by 2 ranks" in report.sites[0].runs, report.sites[0].runs
     AttentionCase(jensen_shannon).fuses(me, num_sites=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.problems import CASES, Spec, build
-from tests.support.tolerances import budget, check
+from tests.support.tolerances import budget, check, check_call
 from torch_streamkl import attention_kl
 
 pytestmark = [
@@ -27,7 +27,7 @@ def test_feature(name: str, dtype: str) -> None:
     if spec.packed is not None:
         spec = replace(spec, packed=tuple((7 * n, 7 * m) for n, m in spec.packed))
     call = build(spec)
-    check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
+    check_call(call, "triton", "cuda")
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
@@ -47,7 +47,7 @@ def test_elements_that_lie_together(dtype: str, moved: int) -> None:
 @pytest.mark.parametrize("name", ["split_keys", "split_keys_two_pass", "split_keys_clamp"])
 def test_few_rows(name: str) -> None:
     call = build(replace(CASES[name], dtype=torch.bfloat16, seqlen_k=5000))
-    check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
+    check_call(call, "triton", "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +58,7 @@ def test_head_mean_in_chunks(name: str, dtype: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(head_mean_launches, "MEAN_BYTES", 1)
     call = build(replace(CASES[name], dtype=DTYPES[dtype], batch=2, seqlen_q=300, seqlen_k=500))
-    check(call.to(device="cuda").value_and_gradients("triton"), budget(call))
+    check_call(call, "triton", "cuda")
 
 
 def test_float32_follows_matmul_precision() -> None:

@@ -23,7 +23,7 @@ from tests.support.interpreter import inside, quiet
 from tests.support.poison import padded, poisoned_memory
 from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
-from tests.support.tolerances import budget, check
+from tests.support.tolerances import budget, check, check_call
 from torch_streamkl import attention_kl
 from torch_streamkl.attention import heuristics, hopper_tiles, ops
 from torch_streamkl.attention.ops import problem_of
@@ -45,14 +45,14 @@ def test_feature(name: str) -> None:
     """On memory that holds NaN; contiguous tensors are those of the tests below."""
     with poisoned_memory():
         call = build(padded(CASES[name]))
-        check(call.value_and_gradients("triton"), budget(call))
+        check_call(call, "triton")
 
 
 @inside
 @pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached"])
 def test_float16(name: str) -> None:
     call = build(replace(CASES[name], dtype=torch.float16))
-    check(call.value_and_gradients("triton"), budget(call))
+    check_call(call, "triton")
 
 
 @inside
@@ -60,7 +60,7 @@ def test_float16(name: str) -> None:
 def test_a_tile_of_which_a_block_sees_one_key(options: dict[str, Any]) -> None:
     """Blocks have 16 rows and 16 keys here, and row 15 sees key 16, the first of a tile."""
     call = build(Spec(seqlen_q=32, seqlen_k=33, **options))
-    check(call.value_and_gradients("triton"), budget(call))
+    check_call(call, "triton")
 
 
 @inside
@@ -71,7 +71,7 @@ def test_padding_that_begins_and_ends_around_a_tile() -> None:
     keys = torch.arange(48)
     kept = torch.stack([(keys >= i) & (keys < j) for i, j in ends])
     call.options["attn_mask"] = kept[:, None, None, :]
-    check(call.value_and_gradients("triton"), budget(call))
+    check_call(call, "triton")
 
 
 @inside
@@ -255,7 +255,7 @@ def test_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         heuristics, "_num_splits", lambda *args: splits.append(original(*args)) or 1
     )
     call = build(CASES[name])
-    check(call.value_and_gradients("triton"), budget(call))
+    check_call(call, "triton")
     clear_plans()
     assert splits[0] > 1
 
@@ -268,7 +268,7 @@ def test_any_call() -> None:
     @settings(max_examples=6, phases=[Phase.generate])
     def any_call(spec: Spec) -> None:
         call = build(spec)
-        check(call.value_and_gradients("triton"), budget(call))
+        check_call(call, "triton")
 
     any_call()
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import looks_like
 from tests.support.problems import Call, Spec, build
-from tests.support.tolerances import budget, check
+from tests.support.tolerances import budget, check, check_call
 from torch_streamkl import attention_kl
 from torch_streamkl.attention import heuristics, hopper_tiles, limits, plans
 from torch_streamkl.attention.ops import problem_of
@@ -43,7 +43,7 @@ def spec(head_dim: int, **options: Any) -> Spec:
 @pytest.mark.parametrize("sizes", [*SIZES, (300, 127)])  # the last has rows without keys
 def test_sizes(sizes: tuple[int, int], is_causal: bool, head_dim: int) -> None:
     call = build(spec(head_dim, seqlen_q=sizes[0], seqlen_k=sizes[1], is_causal=is_causal))
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -59,7 +59,7 @@ def test_forms(strides: str, dtype: torch.dtype, divergence: str, head_dim: int)
             seqlen_q=150, seqlen_k=400, is_causal=True, temperature=1.5,
         )
     )  # fmt: skip
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 # Of each form: head_dim, key heads of 4 and mask (below), divergence and clamp. Any two values of
@@ -137,7 +137,7 @@ def call_of(form: Form, sizes: tuple[int, int], **options: Any) -> Call:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_masks_and_sides(form: Form, sizes: tuple[int, int]) -> None:
     call = call_of(form, sizes)
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 PACKED = ((300, 500), (0, 40), (1, 70), (193, 129), (50, 0), (64, 128), (130, 513))
@@ -162,7 +162,7 @@ def test_packed(
 ) -> None:
     form = (dims, kv_heads, mask, divergence, clamp)
     call = call_of(form, (0, 0), batch=1, packed=PACKED)
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -171,7 +171,7 @@ def test_packed(
 def test_packed_rows_that_are_computed_again(score_size: float) -> None:
     form = ((64, 128), (2, 4), "causal", "forward_kl", 0.0)
     call = call_of(form, (0, 0), batch=1, packed=PACKED, score_size=score_size)
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -194,7 +194,7 @@ def test_same_bits_on_every_run_with_masks(mask: str) -> None:
 def test_masked_rows_that_are_computed_again(mask: str, score_size: float) -> None:
     form = ((64, 128), (2, 4), mask, "forward_kl", 0.0)
     call = call_of(form, (500, 700), score_size=score_size)
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -253,7 +253,7 @@ def test_two_passes(
 ) -> None:
     form = ((head_dim, head_dim), (4, 2), mask, divergence, 0.0)
     call = call_of(form, sizes, student_eps=eps, teacher_eps=eps)
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -261,7 +261,7 @@ def test_two_passes(
 @pytest.mark.parametrize("score_size", [60.0, 1e4])
 def test_two_passes_of_large_scores(score_size: float) -> None:
     call = call_of(((128, 64), (2, 4), "causal", "js", 0.0), (300, 500), score_size=score_size)
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -320,7 +320,7 @@ def test_mask_tensors(
             seqlen_q=sizes[0], seqlen_k=sizes[1], **{"mask": "bool", **options},
         )
     )  # fmt: skip
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -333,7 +333,7 @@ def test_mask_of_blocks(head_dim: int) -> None:
     mask[:, :, 128:512, 256:640] = False
     mask[:, :, 512:, 128:384] = True
     mask[:, :, 640:768] = False
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -390,7 +390,7 @@ def test_parts(case: tuple[str, float, int, int, int]) -> None:
             student_clamp=clamp, teacher_clamp=clamp,
         )
     )  # fmt: skip
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -449,7 +449,7 @@ def test_both_sides_of_the_condition(
     score_size: float, some: bool, head_dim: int, marked: list[torch.Tensor]
 ) -> None:
     call = build(spec(head_dim, seqlen_q=300, seqlen_k=400, score_size=score_size))
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
     assert bool(marked[0].any()) == some
 
 
@@ -503,7 +503,7 @@ def test_clamps(case: tuple[str, float, float, int, bool], sizes: tuple[int, int
             seqlen_q=sizes[0], seqlen_k=sizes[1],
         )
     )  # fmt: skip
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 @pytest.mark.gpu
@@ -521,7 +521,7 @@ def test_only_rows_that_reach_a_clamp_are_repeated(
     options: dict[str, Any] = {f"{clamped}_clamp": clamp}
     # 64 keys are one tile, which is masked, and the loop over the rest does not run
     call = build(spec(64, divergence=divergence, seqlen_q=310, seqlen_k=seqlen_k, **options))
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
     assert bool(marked[0].any()) == some
 
 
@@ -661,7 +661,7 @@ def test_keys_are_shared(clamp: float, monkeypatch: pytest.MonkeyPatch) -> None:
     for num_splits in (4, 1):
         monkeypatch.setattr(tasks, "key_splits", lambda *_, n=num_splits, **__: n)
         plans.clear_plans()
-        check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+        check_call(call, "hopper", "cuda")
     plans.clear_plans()
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.offline import looks_like
 from tests.kernels.test_hopper_kernels import PACKED, PLAIN, call_of, on_hopper
 from tests.support.problems import Call, build
-from tests.support.tolerances import budget, check
+from tests.support.tolerances import check_call
 from torch_streamkl.attention import heuristics, hopper_tiles, limits
 from torch_streamkl.attention.hopper import launches as hopper
 from torch_streamkl.attention.ops import problem_of
@@ -19,7 +19,7 @@ SIZES = [(700, 700), (129, 500), (500, 129), (1, 130)]
 
 
 def check_on_gpu(call: Call) -> None:
-    check(call.to(device="cuda").value_and_gradients("hopper"), budget(call))
+    check_call(call, "hopper", "cuda")
 
 
 WIDE = [

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.losses import kd as _divergence
 from torch_streamkl import linear_kl, row_program
 from torch_streamkl.fx_passes import backend
 
@@ -124,10 +124,6 @@ def test_a_first_derivative_is_given(name: str, how: Callable[[Sum, Tensor], Ten
 # The backward of the sum reads no input of a graph, which is what AOTAutograd looks for. Where
 # another term led to the inputs, the number was wrong and nothing raised.
 COMPILED = "does not currently support double backward"
-
-
-def _divergence(scores: Tensor, others: Tensor) -> Tensor:
-    return F.kl_div(scores.log_softmax(-1), others.softmax(-1), reduction="batchmean")
 
 
 def vocab(h: Tensor, w: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ QUICK = {
 def test_of_the_corpus(name: str) -> None:
     """Sizes of operands do not count: scores there are seldom much larger."""
     case = BY_NAME[name]
-    inputs = case["make_inputs"](0, dtype=torch.float32)
+    inputs = case["make_inputs"](torch.float32)
     eager = Allocations(1)
     with eager:
         case["fn"](*inputs)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.covering import every
+from tests.support.losses import kd as divergence
 from torch_streamkl.fx_passes import backend
 
 OPTIONS = {"streamkl.verify": "never", "streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}
@@ -71,10 +72,6 @@ def test_comparisons_behind_autocast() -> None:
     eager, compiled, report = run(step)
     assert report.num_fused == 0
     assert torch.equal(eager[0], compiled[0])
-
-
-def divergence(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
 def entropy(s: Tensor, t: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Axes are identities with extents: split, permuted, averaged, shared and broadcast on both sides.
 
 Every program is compared with float64, value and all gradients, whether it fuses or not. Programs
-with a reason are not fused; the others have to fuse.
+with a reason are not fused; the others have to fuse. tests/support/misleading/axes.py has more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 import torch_streamkl
 from tests.support.comparing import compare, refusals
 from tests.support.covering import every
+from tests.support.losses import kd
 
 B, N, M, D = 2, 5, 7, 4
 
@@ -42,10 +43,6 @@ def operands(
     return [normal(*shape) for shape in shapes]
 
 
-def kd(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-
 def kd_of(s: Tensor, p: Tensor) -> Tensor:
     return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
@@ -57,16 +54,6 @@ def repeated(k: Tensor, n: int) -> Tensor:
 # ------------------------------------------------------------------------------ programs that fuse
 def teacher_heads_transposed(sq, sk, tq, tk):
     return kd(sq @ sk.mT, (tq @ tk.mT).unflatten(1, (2, 3)).transpose(1, 2))
-
-
-def mean_over_outer_heads(sq, sk, tq, tk):
-    p = (tq @ tk.mT).softmax(-1)
-    return kd_of(sq @ sk.mT, p.view(B, 2, 3, N, M).mean(1))
-
-
-def mean_over_inner_heads(sq, sk, tq, tk):
-    p = (tq @ tk.mT).softmax(-1)
-    return kd_of(sq @ sk.mT, p.view(B, 3, 2, N, M).mean(2))
 
 
 def mean_over_outer_heads_that_share_keys(sq, sk, tq, tk):
@@ -81,10 +68,6 @@ def sum_over_outer_heads(sq, sk, tq, tk):
 
 def kept_mean(sq, sk, tq, tk):
     return kd_of(sq @ sk.mT, (tq @ tk.mT).softmax(-1).mean(1, keepdim=True))
-
-
-def kept_mean_of_shared_keys(sq, sk, tq, tk):
-    return kd_of(sq @ sk.mT, (tq @ repeated(tk, 2).mT).softmax(-1).mean(1, keepdim=True))
 
 
 def different_groups(sq, sk, tq, tk):
@@ -186,14 +169,9 @@ def an_index_mask_that_enlarges(sq, sk, tq, tk):
 FUSES: list[tuple[Callable[..., Any], list[Tensor]]] = [
     (an_index_mask_that_enlarges, operands()),
     (teacher_heads_transposed, operands((B, 3, 2), (B, 6))),
-    (mean_over_outer_heads, operands((B, 3), (B, 6))),
-    (mean_over_inner_heads, operands((B, 3), (B, 6))),
     (mean_over_outer_heads_that_share_keys, operands((B, 3), (B, 6), teacher_keys=(B, 2))),
     (sum_over_outer_heads, operands((B, 3), (B, 6))),
-    (kept_mean, operands((B, 2), (B, 4))),
-    (kept_mean, operands((B, 2), (B, 3))),
     (kept_mean, operands((B, 2), (B, 4), teacher_keys=(B, 1))),
-    (kept_mean_of_shared_keys, operands((B, 2), (B, 4), teacher_keys=(B, 2))),
     (different_groups, operands((B, 8), (B, 8), student_keys=(B, 4), teacher_keys=(B, 2))),
     (groups_and_one_key_head, operands((B, 8), (B, 8), student_keys=(B, 4), teacher_keys=(B, 1))),
     (groups_beside_the_queries, operands((B, 4), (B, 4), student_keys=(B, 2))),
@@ -242,12 +220,6 @@ def test_fuses(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool)
 # -------------------------------------------------------------------------- programs not fused
 def groups_that_do_not_match(sq, sk, tq, tk):
     return kd(sq @ sk.mT, (tq @ repeated(tk, 3).mT).unflatten(1, (3, 2)))
-
-
-def log_sum_exp_of_transposed_scores(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    log_q = s - s.transpose(0, 1).logsumexp(-1, keepdim=True)
-    return (t.softmax(-1) * (t.log_softmax(-1) - log_q)).sum(-1)
 
 
 def expectation_and_a_transposed_log_sum_exp(sq, sk, tq, tk):
@@ -339,12 +311,6 @@ def test_is_a_row_program(
     assert all(refusals(program, inputs, dynamic=dynamic))
 
 
-def sums_over_a_batch_of_one_and_of_two(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    p = t.softmax(-1)
-    return (p * t.log_softmax(-1)).sum((0, -1)) - (p * s.log_softmax(-1)).sum((0, -1))
-
-
 def no_heads(sq, sk, tq, tk):
     return kd(sq @ sk.mT, tq @ tk.mT)
 
@@ -359,23 +325,13 @@ def heads_of_lm_heads(hs, ws, ht, wt):
     return kd(s, t) + kd(F.linear(hs, ws), F.linear(ht, wt).transpose(0, 1))
 
 
-def divided_by_queries_and_by_keys(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    p = t.softmax(-1)
-    cross = (p * s.log_softmax(-1)).sum((-1, -2)) / sk.size(2)
-    return (p * t.log_softmax(-1)).sum((-1, -2)) / sq.size(2) - cross
-
-
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
     ("program", "inputs"),
     [
-        (sums_over_a_batch_of_one_and_of_two, operands((2, 2), (1, 2))),
-        (divided_by_queries_and_by_keys, operands()),
         (row_maximum_of_transposed_scores, [x.detach() for x in operands()]),
         (rows_of_a_broadcast_teacher_by_a_mask, operands((2, 2), (1, 2))),
         (log_sum_exp_moved_by_broadcasting, operands()),
-        (log_sum_exp_of_transposed_scores, operands()),
         (expectation_and_a_transposed_log_sum_exp, operands()),
         (no_heads, operands((B, 0), (B, 0))),
         (one_query_and_one_key, operands((B, 1), (1, 1))),

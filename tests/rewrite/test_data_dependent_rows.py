@@ -17,6 +17,7 @@ from torch import Tensor
 
 import torch_streamkl
 from tests.support.covering import every
+from tests.support.losses import rows_of_kl as rows
 from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
@@ -24,10 +25,6 @@ from torch_streamkl.fx_passes.reporting.report import Report
 
 VOCAB = 50
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def rows(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
 def selected_values(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:

@@ -275,9 +275,15 @@ def deviation_beside_a_loss(s: Tensor, t: Tensor, keep: Tensor) -> Tensor:
     return loss + torch.masked_select(s, keep.view(-1, 1)).std()
 
 
-@pytest.mark.generates_code
 @pytest.mark.parametrize(
-    "fn", [one_mask_twice, a_condition_twice, running_sums, deviation_beside_a_loss]
+    "fn",
+    [
+        # Inductor refuses these where it generates code, AOTAutograd the others before
+        pytest.param(one_mask_twice, marks=pytest.mark.generates_code),
+        pytest.param(a_condition_twice, marks=pytest.mark.generates_code),
+        running_sums,
+        deviation_beside_a_loss,
+    ],
 )
 def test_what_compiles_without_it_compiles_with_it(fn: Any) -> None:
     """Data-dependent shapes that AOTAutograd or Inductor refuses are traced with graph breaks."""
@@ -288,7 +294,8 @@ def test_what_compiles_without_it_compiles_with_it(fn: Any) -> None:
     with torch_streamkl.enable():
         got = torch.compile(fn)(s, t, keep)
         assert torch._dynamo.config.capture_dynamic_output_shape_ops
-        assert num_fused(loss) == 1
+        with inductor_without_code():
+            assert num_fused(loss) == 1
     want = fn(mine, t, keep)
     torch.testing.assert_close(got, want)
     got.backward()

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.comparing import compare
 from tests.support.covering import every
+from tests.support.losses import rows_of_kl as kl_of_logs
 from torch_streamkl import explain
 from torch_streamkl.fx_passes import backend
 
@@ -28,10 +28,6 @@ def maps() -> list[Tensor]:
 def causal(scores: Tensor, fill: float) -> Tensor:
     keep = torch.ones(5, 7, dtype=torch.bool).tril(2)
     return scores.masked_fill(~keep, fill)
-
-
-def kl_of_logs(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
 def by_probabilities(s: Tensor, t: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.comparing import compare, refusals
 from tests.support.covering import every
+from tests.support.named_inputs import given
 from tests.support.programs import Program
 
 Case = Callable[..., Any]
@@ -21,41 +22,44 @@ def maps(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> tuple[Tensor, Tensor
     return sq @ sk.mT / 3.0, tq @ tk.mT / 3.0
 
 
+of_maps = given("sq sk tq tk pad", {"s t": maps})
+
+
 def causal(x: Tensor) -> Tensor:
     return torch.ones(x.shape[-2:], dtype=torch.bool).tril()
 
 
 # ------------------------------------------------------- not fused: (program, part of the reason)
-def softmax_over_queries_on_one_side(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def softmax_over_queries_on_one_side(s, t):
     return F.kl_div(s.log_softmax(-2), t.softmax(-1), reduction="batchmean")
 
 
-def softmax_over_heads(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def softmax_over_heads(s, t):
     return F.kl_div(s.log_softmax(1), t.softmax(1), reduction="batchmean")
 
 
-def weights_along_keys(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def weights_along_keys(s, t):
     el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
     return (el * torch.linspace(0, 1, el.shape[-1])).sum(-1).mean()
 
 
-def key_mask_after_softmax(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def key_mask_after_softmax(s, t, pad):
     el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
     return (el * pad[:, None, None, :]).sum() / pad.sum()
 
 
-def causal_mask_after_softmax(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def causal_mask_after_softmax(s, t):
     p = t.softmax(-1).masked_fill(~causal(t), 0.0)
     return (p * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1).mean()
 
 
-def dropout_on_probabilities(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def dropout_on_probabilities(s, t):
     return F.kl_div(
         s.log_softmax(-1), F.dropout(t.softmax(-1), 0.5, training=True), reduction="batchmean"
     )
@@ -76,8 +80,8 @@ def keys_and_one_of_them_again(sq, sk, tq, tk, pad):
     return _at_keys(sq, sk, tq, tk, lambda ids: torch.cat([ids[..., :2], ids[..., :1]], -1))
 
 
-def keys_of_the_largest_queries(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def keys_of_the_largest_queries(s, t):
     ids = t.softmax(-1).topk(3, dim=-2).indices.mT
     ids = ids[..., : s.shape[-2], :].contiguous()
     return (t.gather(-2, ids.mT) - s.log_softmax(-1).gather(-2, ids.mT)).square().sum(-1).mean()
@@ -88,69 +92,69 @@ def weights_of_ranks(sq, sk, tq, tk, pad):
     return _at_keys(sq, sk, tq, tk, lambda ids: ids, torch.tensor([0.5, 0.3, 0.2]))
 
 
-def the_largest_but_one(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def the_largest_but_one(s, t):
     top = t.softmax(-1).topk(3, dim=-1)
     logs = s.log_softmax(-1).gather(-1, top.indices)
     return -(top.values * logs)[..., 1:].sum(-1).mean()
 
 
-def the_largest_of_summed_rows(sq, sk, tq, tk, pad):
+@of_maps
+def the_largest_of_summed_rows(s, t):
     """Other keys in each row."""
-    s, t = maps(sq, sk, tq, tk)
     top = t.softmax(-1).topk(3, dim=-1)
     logs = s.log_softmax(-1).gather(-1, top.indices)
     return (top.values * logs).sum(-2).square().sum(-1).mean() - (top.values * logs).sum(1).mean()
 
 
-def the_largest_of_flattened_rows(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def the_largest_of_flattened_rows(s, t):
     top = t.softmax(-1).topk(2, dim=-1)
     logs = s.log_softmax(-1).gather(-1, top.indices)
     pairs = (top.values * logs).flatten(-2).unflatten(-1, (2, -1))
     return -pairs.sum(-1).mean()
 
 
-def max_over_keys(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def max_over_keys(s, t):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").amax(-1).mean()
 
 
-def elements_are_returned(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def elements_are_returned(s, t):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
 
 
-def some_of_the_keys(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def some_of_the_keys(s, t):
     el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
     return el[..., 1:].sum(-1).mean()
 
 
-def relu_of_scores(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def relu_of_scores(s, t):
     return F.kl_div(s.relu().log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def keys_are_shuffled(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def keys_are_shuffled(s, t):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1).flip(-1), reduction="batchmean")
 
 
-def squared_rows_before_the_sum(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def squared_rows_before_the_sum(s, t):
     el = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
     return el.sum(1).pow(2).sum()
 
 
-def teacher_is_an_input(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def teacher_is_an_input(s, t):
     probabilities = torch.linspace(1, 2, t.shape[-1]).softmax(-1).expand_as(t)
     return F.kl_div(s.log_softmax(-1), probabilities, reduction="batchmean")
 
 
-def entropy_alone(sq, sk, tq, tk, pad):
-    s, _ = maps(sq, sk, tq, tk)
+@of_maps
+def entropy_alone(s):
     return -(s.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
 
 
@@ -186,28 +190,30 @@ def a_window_on_one_of_two_terms(*args):
     return within_the_window(*args, tail=1.0)
 
 
-def masks_of_which_neither_has_the_other(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def masks_of_which_neither_has_the_other(s, t):
     later = causal(t).mT
     p = t.masked_fill(~later, -1e9).softmax(-1)
     q = s.masked_fill(~causal(s), -1e9).softmax(-1)
     return (p * ((p + 1e-6).log() - (q + 1e-6).log()) * causal(s)).sum(-1).mean()
 
 
-def maps_are_inputs(sq, sk, tq, tk, pad):
+@of_maps
+def maps_are_inputs(sq):
     q, p = sq.square() + 0.1, (sq - 1.0).square() + 0.1
     torch._dynamo.graph_break()
     return (p * (p.clamp_min(1e-6).log() - q.clamp_min(1e-6).log())).sum(-1).mean()
 
 
-def a_ratio_of_inputs(sq, sk, tq, tk, pad):
+@of_maps
+def a_ratio_of_inputs(sq):
     q, p = sq.square() + 0.1, (sq - 1.0).square() + 0.1
     torch._dynamo.graph_break()
     return (p * (p / q).log()).sum(-1).mean()
 
 
-def one_map_is_an_input(sq, sk, tq, tk, pad):
-    s, _ = maps(sq, sk, tq, tk)
+@of_maps
+def one_map_is_an_input(s, tq):
     p = tq.new_ones(s.shape[-1]) / s.shape[-1]
     p = torch.stack([p] * s.shape[-2]).expand_as(s).contiguous()
     torch._dynamo.graph_break()
@@ -215,25 +221,29 @@ def one_map_is_an_input(sq, sk, tq, tk, pad):
     return (p * (p.log() - q.log())).sum(-1).mean()
 
 
-def divergence_of_blocks(sq, sk, tq, tk, pad):
-    s, t = (x.softmax(-1).unflatten(-1, (-1, 2)).sum(-1) for x in maps(sq, sk, tq, tk))
+@of_maps
+def divergence_of_blocks(s, t):
+    s, t = (x.softmax(-1).unflatten(-1, (-1, 2)).sum(-1) for x in (s, t))
     return (t * (t.log() - s.log())).sum(-1).mean()
 
 
-def divergence_of_every_second_key(sq, sk, tq, tk, pad):
-    s, t = (x.softmax(-1).unflatten(-1, (2, -1)).sum(-2) for x in maps(sq, sk, tq, tk))
+@of_maps
+def divergence_of_every_second_key(s, t):
+    s, t = (x.softmax(-1).unflatten(-1, (2, -1)).sum(-2) for x in (s, t))
     return (t * (t.log() - s.log())).sum(-1).mean()
 
 
-def divergence_inside_of_blocks(sq, sk, tq, tk, pad):
-    s, t = (x.softmax(-1).unflatten(-1, (-1, 2)) for x in maps(sq, sk, tq, tk))
+@of_maps
+def divergence_inside_of_blocks(s, t):
+    s, t = (x.softmax(-1).unflatten(-1, (-1, 2)) for x in (s, t))
     s, t = (x / x.sum(-1, keepdim=True) for x in (s, t))
     return (t * (t.log() - s.log())).sum(-1).mean()
 
 
-def divergence_of_blocks_of_all_rows(sq, sk, tq, tk, pad):
+@of_maps
+def divergence_of_blocks_of_all_rows(s, t):
     """Blocks of the flattened map begin in the middle of a row."""
-    s, t = (x.softmax(-1).reshape(*x.shape[:2], -1, 4).sum(-1) for x in maps(sq, sk, tq, tk))
+    s, t = (x.softmax(-1).reshape(*x.shape[:2], -1, 4).sum(-1) for x in (s, t))
     return (t * (t.log() - s.log())).sum(-1).mean()
 
 
@@ -322,8 +332,8 @@ def test_an_entropy_is_no_divergence() -> None:
     assert refusals(entropy_alone, Program().inputs()) == []
 
 
-def an_entropy_that_is_watched(sq, sk, tq, tk, pad):
-    s, _ = maps(sq, sk, tq, tk)
+@of_maps
+def an_entropy_that_is_watched(s):
     p = s.softmax(-1)
     entropy = -(p * p.log()).sum(-1).mean()  # NaN in eager code where a probability underflows
     return entropy, entropy.isnan()
@@ -341,51 +351,51 @@ def test_a_sum_that_is_no_divergence_is_left_to_inductor_for_a_reason() -> None:
 
 
 # -------------------- fused or not, the value is the user's
-def swapped_arguments(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def swapped_arguments(s, t):
     return F.kl_div(t.log_softmax(-1), s.softmax(-1), reduction="batchmean")
 
 
-def probabilities_with_log_target(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def probabilities_with_log_target(s, t):
     return F.kl_div(s.softmax(-1), t.softmax(-1), reduction="mean", log_target=True)
 
 
-def probabilities_as_input(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def probabilities_as_input(s, t):
     return F.kl_div(s.softmax(-1), t.softmax(-1), reduction="sum")
 
 
-def log_probabilities_as_target(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def log_probabilities_as_target(s, t):
     return F.kl_div(s.log_softmax(-1), t.log_softmax(-1).neg(), reduction="sum")
 
 
-def double_softmax(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def double_softmax(s, t):
     return F.kl_div(s.softmax(-1).log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def double_softmax_on_both_sides(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def double_softmax_on_both_sides(s, t):
     s, t = s.softmax(-1) / 2, t.softmax(-1) / 2
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def different_masks(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def different_masks(s, t):
     s = s.masked_fill(~causal(s), -1e9)
     return F.kl_div(t.log_softmax(-1), s.softmax(-1), reduction="batchmean")
 
 
-def different_masks_leave_infinity(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def different_masks_leave_infinity(s, t):
     s = s.masked_fill(~causal(s), float("-inf"))
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
-def different_mask_values(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def different_mask_values(s, t):
     return F.kl_div(
         s.masked_fill(~causal(s), -5.0).log_softmax(-1),
         t.masked_fill(~causal(t), -1e4).softmax(-1),
@@ -393,67 +403,69 @@ def different_mask_values(sq, sk, tq, tk, pad):
     )
 
 
-def moderate_mask_value(sq, sk, tq, tk, pad):
-    s, t = (x.masked_fill(~causal(x), -4.0) for x in maps(sq, sk, tq, tk))
+@of_maps
+def moderate_mask_value(s, t):
+    s, t = (x.masked_fill(~causal(x), -4.0) for x in (s, t))
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum")
 
 
-def scale_after_a_moderate_mask(sq, sk, tq, tk, pad):
-    s, t = (x.masked_fill(~causal(x), -4.0) * 0.5 for x in maps(sq, sk, tq, tk))
+@of_maps
+def scale_after_a_moderate_mask(s, t):
+    s, t = (x.masked_fill(~causal(x), -4.0) * 0.5 for x in (s, t))
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum")
 
 
-def another_reader_of_log_probabilities(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def another_reader_of_log_probabilities(s, t):
     logs = s.log_softmax(-1)
     nll = -logs.diagonal(dim1=-2, dim2=-1).mean()
     return F.kl_div(logs, t.softmax(-1), reduction="batchmean") + nll
 
 
-def temperature_on_one_side(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def temperature_on_one_side(s, t):
     return F.kl_div(s.log_softmax(-1), (t / 4).softmax(-1), reduction="batchmean")
 
 
-def a_half_detached_divergence(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def a_half_detached_divergence(s, t):
     q = s.softmax(-1)
     return (q * (q.log().detach() - t.log_softmax(-1))).sum(-1).mean()
 
 
-def a_detached_weight(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def a_detached_weight(s, t):
     q = s.softmax(-1).detach()
     return (q * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1).mean()
 
 
-def negated(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def negated(s, t):
     return -F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def unnormalised_sum_of_heads(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def unnormalised_sum_of_heads(s, t):
     return F.kl_div(s[:, 0].log_softmax(-1), t.softmax(-1).sum(1), reduction="batchmean")
 
 
-def kl_div_broadcasts(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def kl_div_broadcasts(s, t):
     return F.kl_div(s.log_softmax(-1), t[:, :1].softmax(-1), reduction="batchmean")
 
 
-def cross_entropy_takes_dimension_one(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def cross_entropy_takes_dimension_one(s, t):
     return F.cross_entropy(s, t.softmax(1))
 
 
-def square_map_against_its_transpose(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def square_map_against_its_transpose(s, t):
     return F.kl_div(s.mT.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def rows_reweighted_by_the_divergence(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def rows_reweighted_by_the_divergence(s, t):
     rows = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
     return (rows * rows.detach()).mean() + rows.amax()
 
@@ -525,8 +537,8 @@ def keys_change_afterwards(sq, sk, tq, tk, pad):
     return loss, keys
 
 
-def scores_change_afterwards(sq, sk, tq, tk, pad):
-    s, t = maps(sq, sk, tq, tk)
+@of_maps
+def scores_change_afterwards(s, t):
     logs = s.log_softmax(-1)
     t.mul_(2.0)
     return F.kl_div(logs, t.softmax(-1), reduction="batchmean")

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
+from tests.support.losses import rows_of_kl as rows
 from torch_streamkl.fx_passes.planning.profitability import why_ids_are_left
 from torch_streamkl.program.graph import Axis
 from torch_streamkl.rows.program import COLUMNS
@@ -35,10 +36,6 @@ def maps() -> list[Tensor]:
 
 def heads(*others: tuple[int, ...]) -> list[Tensor]:
     return tensors((6, 4), (12, 4), (6, 5), (12, 5), *others)
-
-
-def rows(scores: Tensor, teacher: Tensor) -> Tensor:
-    return F.kl_div(scores.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
 
 
 def judge(program: Callable[..., object], inputs: list[Tensor], sites: int = 1) -> Outcome:

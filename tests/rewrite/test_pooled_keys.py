@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
+from tests.support.named_inputs import given
 from torch_streamkl.fx_passes.explain import explain
 from torch_streamkl.rows import torch_impl
 
@@ -45,13 +46,17 @@ def probabilities(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.mT * 0.5).softmax(-1)
 
 
+of_maps = given("sq sk tq tk b w", {"p": lambda sq, sk: (probabilities(sq, sk),)})
+
+
 def masked(q: Tensor, k: Tensor, low: float = -torch.inf) -> Tensor:
     s = q @ k.mT * 0.5
     keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2])
     return s.masked_fill(~keep, low).softmax(-1)
 
 
-def mse_of_blocks(sq, sk, tq, tk, b, w):
+@of_maps
+def mse_of_blocks(sq, sk, tq, tk):
     p, r = (
         probabilities(q, k).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
         for q, k in ((sq, sk), (tq, tk))
@@ -59,44 +64,50 @@ def mse_of_blocks(sq, sk, tq, tk, b, w):
     return F.mse_loss(p, r)
 
 
-def scores_of_blocks(sq, sk, tq, tk, b, w):
+@of_maps
+def scores_of_blocks(tq, tk, b):
     """The indexer that chooses blocks of keys."""
     p = masked(tq, tk).sum(1).reshape(BATCH, ROWS, BLOCKS, SIZE).sum(-1)
     p = p / p.sum(-1, keepdim=True).clamp_min(1e-6)
     return (p * ((p + 1e-6).log() - b.log_softmax(-1))).sum(-1).mean()
 
 
-def groups_of_heads(sq, sk, tq, tk, b, w):
+@of_maps
+def groups_of_heads(tq, tk, b):
     p = masked(tq, tk, -1e4).view(BATCH, 2, HEADS // 2, ROWS, KEYS).sum(2)
     return (p.unflatten(-1, (BLOCKS, SIZE)).sum(-1) * b.exp()[:, None]).sum()
 
 
-def means_of_blocks(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).unflatten(3, (-1, SIZE)).mean(-1, keepdim=True)
+@of_maps
+def means_of_blocks(p, b):
+    p = p.unflatten(3, (-1, SIZE)).mean(-1, keepdim=True)
     return (p.squeeze(-1) * b[:, None]).square().sum(-1)
 
 
-def heads_and_keys_at_once(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+@of_maps
+def heads_and_keys_at_once(p, b):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
     return (p.sum((1, 4)) * b).sum(-1).mean() + (p.mean((1, -1)) ** 2).sum()
 
 
-def heads_last(sq, sk, tq, tk, b, w):
+@of_maps
+def heads_last(p, b):
     """Blocks and heads in another order than the operator's."""
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).permute(3, 0, 2, 4, 1)
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).permute(3, 0, 2, 4, 1)
     return p.sum(3).square().mean((-1, -2)) * b.detach().mean()
 
 
-def weighted_before(sq, sk, tq, tk, b, w):
+@of_maps
+def weighted_before(p, tq, tk, w):
     """A second level below the blocks."""
-    p = probabilities(sq, sk) * w
+    p = p * w
     p = p / (p.sum(-1, keepdim=True) + 1e-6)
     q = probabilities(tq, tk)
     return ((p - q) ** 2).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1).sqrt().mean()
 
 
-def of_two_sizes(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk)
+@of_maps
+def of_two_sizes(p):
     wide = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
     narrow = p.view(BATCH, HEADS, ROWS, 2 * BLOCKS, SIZE // 2).sum(-1)
     return (wide**3).sum() + (narrow**2).sum()
@@ -108,26 +119,30 @@ def beside_a_divergence(sq, sk, tq, tk, b, w):
     return rows.mean() + (p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1) ** 2).mean()
 
 
-def pooled_without_a_gradient(sq, sk, tq, tk, b, w):
+@of_maps
+def pooled_without_a_gradient(tq, tk, b):
     with torch.no_grad():
         p = probabilities(tq, tk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
     return (p.mean(1) * b).sum()
 
 
-def written_to(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
+@of_maps
+def written_to(p):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
     p[..., 0] = 0.0
     return p.square().sum(), p
 
 
-def keys_first(sq, sk, tq, tk, b, w):
+@of_maps
+def keys_first(sq, sk):
     p = (sk @ sq.mT * 0.5).softmax(-2)
     return p.view(BATCH, HEADS, BLOCKS, SIZE, ROWS).sum(-2).square().sum()
 
 
-def a_tensor_of_blocks_meets_the_map(sq, sk, tq, tk, b, w):
+@of_maps
+def a_tensor_of_blocks_meets_the_map(p, b):
     """It is a factor of each block's sum."""
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
     return (p * b[:, None, :, :, None]).sum(-1).square().sum()
 
 
@@ -205,69 +220,81 @@ def test_the_report_says_what_runs() -> None:
 
 
 # ------------------------------------------------------------ not fused
-def axes_that_mix(sq, sk, tq, tk, b, w):
-    return probabilities(sq, sk).reshape(BATCH, HEADS, BLOCKS, ROWS, SIZE).sum(-1).square().sum()
+@of_maps
+def axes_that_mix(p):
+    return p.reshape(BATCH, HEADS, BLOCKS, ROWS, SIZE).sum(-1).square().sum()
 
 
-def every_fourth_key(sq, sk, tq, tk, b, w):
-    return probabilities(sq, sk).view(BATCH, HEADS, ROWS, SIZE, BLOCKS).sum(-2).square().sum()
+@of_maps
+def every_fourth_key(p):
+    return p.view(BATCH, HEADS, ROWS, SIZE, BLOCKS).sum(-2).square().sum()
 
 
-def sizes_that_do_not_divide(sq, sk, tq, tk, b, w):
-    p = F.pad(probabilities(sq, sk), (0, 1))
+@of_maps
+def sizes_that_do_not_divide(p):
+    p = F.pad(p, (0, 1))
     return p.view(BATCH, HEADS, ROWS, 5, 5).sum(-1).square().sum()
 
 
-def a_dropout_between(sq, sk, tq, tk, b, w):
-    p = F.dropout(probabilities(sq, sk), 0.0 if b is None else 1.0)
+@of_maps
+def a_dropout_between(p, b):
+    p = F.dropout(p, 0.0 if b is None else 1.0)
     return p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1).square().sum()
 
 
-def the_split_map_is_read(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+@of_maps
+def the_split_map_is_read(p):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
     return p.sum(-1).square().sum(), p
 
 
-def the_split_map_is_written(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).clone().view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+@of_maps
+def the_split_map_is_written(p):
+    p = p.clone().view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
     p[..., 0] = 0.0
     return p.sum(-1).square().sum()
 
 
-def some_blocks_before_the_sum(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)[..., 1:, :]
+@of_maps
+def some_blocks_before_the_sum(p):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)[..., 1:, :]
     return p.sum(-1).square().sum()
 
 
-def some_keys_of_each_block(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)[..., 1:]
+@of_maps
+def some_keys_of_each_block(p):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)[..., 1:]
     return p.sum(-1).square().sum()
 
 
-def largest_of_blocks(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+@of_maps
+def largest_of_blocks(p):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
     return (p.amax(-1) + p.detach().sum(-1)).square().sum()
 
 
-def softmax_inside_of_blocks(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+@of_maps
+def softmax_inside_of_blocks(p):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
     return (p.softmax(-1) * p).sum(-1).square().sum()
 
 
-def blocks_come_back_to_keys(sq, sk, tq, tk, b, w):
+@of_maps
+def blocks_come_back_to_keys(p):
     """A gradient flows into the sums from elements that are summed again."""
-    p = probabilities(sq, sk)
     share = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
     share = share.repeat_interleave(SIZE, -1)
     return (p * (p / (share + 1e-3)).log1p()).sum(-1).mean()
 
 
-def blocks_meet_their_keys(sq, sk, tq, tk, b, w):
-    p = probabilities(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
+@of_maps
+def blocks_meet_their_keys(p):
+    p = p.view(BATCH, HEADS, ROWS, BLOCKS, SIZE)
     return ((p / (p.sum(-1, keepdim=True) + 1e-3)) ** 2).sum(-1).sum()
 
 
-def nan_is_asked_for(sq, sk, tq, tk, b, w):
+@of_maps
+def nan_is_asked_for(sq, sk):
     p = masked(sq, sk).view(BATCH, HEADS, ROWS, BLOCKS, SIZE).sum(-1)
     return p.nan_to_num(3.0).square().sum()
 

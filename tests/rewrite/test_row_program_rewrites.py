@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
+from tests.support.named_inputs import given
 from torch_streamkl.fx_passes.explain import explain
 from torch_streamkl.rows import torch_impl
 
@@ -40,40 +41,48 @@ def scores(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> tuple[Tensor, Tens
     return sq @ sk.mT * 0.5, tq @ tk.mT * 0.5
 
 
-def weights_of_keys(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+of_scores = given("sq sk tq tk w pad", {"s t": scores})
+
+
+@of_scores
+def weights_of_keys(s, t, w):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").mul(w).sum(-1).mean()
 
 
-def renormalised(sq, sk, tq, tk, w, pad):
-    p, r = (x.softmax(-1) * pad[:, None, None] for x in scores(sq, sk, tq, tk))
+@of_scores
+def renormalised(s, t, pad):
+    p, r = (x.softmax(-1) * pad[:, None, None] for x in (s, t))
     p, r = (x / (x.sum(-1, keepdim=True) + 1e-6) for x in (p, r))
     return (r * ((r + 1e-6).log() - (p + 1e-6).log())).sum(-1).mean()
 
 
-def mse_of_maps(sq, sk, tq, tk, w, pad):
-    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+@of_scores
+def mse_of_maps(s, t, w):
+    s, t = (x.softmax(-1) for x in (s, t))
     return F.mse_loss(s, t) + F.kl_div(s.log() * w, t, reduction="sum")
 
 
-def cosine_of_maps(sq, sk, tq, tk, w, pad):
-    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+@of_scores
+def cosine_of_maps(s, t, w):
+    s, t = (x.softmax(-1) for x in (s, t))
     cosine = (F.normalize(s, dim=-1) * F.normalize(t, dim=-1)).sum(-1)
     return (1 - cosine).mean() - (w * t * s.log()).sum(-1).mean()
 
 
-def minimum_of_maps(sq, sk, tq, tk, w, pad):
-    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+@of_scores
+def minimum_of_maps(s, t):
+    s, t = (x.softmax(-1) for x in (s, t))
     return -(torch.minimum(s, t) * s.log()).sum(-1).mean()
 
 
-def powers_of_maps(sq, sk, tq, tk, w, pad):
-    s, t = (x.softmax(-1) for x in scores(sq, sk, tq, tk))
+@of_scores
+def powers_of_maps(s, t):
+    s, t = (x.softmax(-1) for x in (s, t))
     return (s**0.3 * t**1.7 * (s.log() - t.log())).sum(-1).mean()
 
 
-def indexer(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def indexer(s, t):
     keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2])
     t = t.masked_fill(~keep, torch.finfo(t.dtype).min).softmax(-1).sum(1)
     t = t / t.sum(-1, keepdim=True)
@@ -81,8 +90,8 @@ def indexer(sq, sk, tq, tk, w, pad):
     return (t * ((t + 1e-6).log() - s.log_softmax(-1))).sum(-1).mean()
 
 
-def linear_attention(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def linear_attention(s, t, sq, sk):
     keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2])
     s = (sq.exp() @ sk.exp().mT).masked_fill(~keep, 0.0)
     s = s / (s.sum(-1, keepdim=True) + 1e-6)
@@ -90,13 +99,14 @@ def linear_attention(sq, sk, tq, tk, w, pad):
     return -(t * s.clamp_min(1e-6).log()).sum(-1).mean()
 
 
-def softmax_twice(sq, sk, tq, tk, w, pad):
-    s, t = (x.softmax(-1) / 0.5 for x in scores(sq, sk, tq, tk))
+@of_scores
+def softmax_twice(s, t):
+    s, t = (x.softmax(-1) / 0.5 for x in (s, t))
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def standardised_scores(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def standardised_scores(s, t, w):
     s, t = (
         (x - x.mean(-1, keepdim=True)) * (x.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
         for x in (s, t)
@@ -104,8 +114,8 @@ def standardised_scores(sq, sk, tq, tk, w, pad):
     return (w * t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1).mean()
 
 
-def keys_by_their_score(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def keys_by_their_score(s, t):
     p = torch.where(t <= -1e-3, torch.zeros_like(t), t.softmax(-1))
     return -(p * s.log_softmax(-1)).sum(-1).mean()
 
@@ -118,16 +128,17 @@ def mse_of_scores(sq, sk, tq, tk, w, pad):
     return F.mse_loss(s, t)
 
 
-def largest_subtracted(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def largest_subtracted(s, t, w):
     e = (t - t.amax(-1, keepdim=True).detach()).exp() * w
     p = e / e.sum(-1, keepdim=True).clamp_min(1e-6)
     return (p * (p.clamp_min(1e-6).log() - s.log_softmax(-1))).sum(-1).mean()
 
 
-def of_the_first_query(sq, sk, tq, tk, w, pad):
+@of_scores
+def of_the_first_query(s, t):
     """What a class token attends to, the mean of all heads."""
-    s, t = (x.softmax(-1)[:, :, 0].mean(1) for x in scores(sq, sk, tq, tk))
+    s, t = (x.softmax(-1)[:, :, 0].mean(1) for x in (s, t))
     s, t = (F.normalize(x.clamp(1e-5, 0.996), p=1, dim=-1) for x in (s, t))
     return F.kl_div(s.log(), t, reduction="batchmean")
 
@@ -147,37 +158,41 @@ def of_a_row_of_flattened_products(sq, sk, tq, tk, w, pad):
     return (w * (s - t).abs()).sum(-1).mean()
 
 
-def of_some_keys_of_one_sample(sq, sk, tq, tk, w, pad):
-    s, t = (x[1][..., -6:].relu() for x in scores(sq, sk, tq, tk))
+@of_scores
+def of_some_keys_of_one_sample(s, t):
+    s, t = (x[1][..., -6:].relu() for x in (s, t))
     return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)[:, ::2]
 
 
-def heads_that_are_multiplied(sq, sk, tq, tk, w, pad):
+@of_scores
+def heads_that_are_multiplied(s, t):
     """A sum of logarithms: where a head's probability underflows it is -inf, as in eager code."""
-    s, t = (x.softmax(-1)[:, :, 0].log().sum(1).softmax(-1) for x in scores(sq, sk, tq, tk))
+    s, t = (x.softmax(-1)[:, :, 0].log().sum(1).softmax(-1) for x in (s, t))
     return F.kl_div((s + 1e-3).log(), t, reduction="batchmean")
 
 
-def elements_are_written(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def elements_are_written(s, t, w):
     el = w * t.softmax(-1) * s.log_softmax(-1)
     el[..., 0] = 0.0
     return el.sum(-1).mean()
 
 
-def against_its_transpose(sq, sk, tq, tk, w, pad):
+@of_scores
+def against_its_transpose(sq):
     s = sq @ sq.mT
     return (s.softmax(-1) * (s + s.mT.relu()).log_softmax(-1)).sum(-1).mean()
 
 
-def rows_of_what_a_tensor_has_met(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def rows_of_what_a_tensor_has_met(s, t, sq, w):
     bias = sq.mean(-1, keepdim=True).detach() * w
     return ((t + bias).softmax(-1)[:, :, 1:] ** 2 * s.log_softmax(-1)[:, :, 1:]).sum(-1).mean()
 
 
-def part_of_flattened_heads(sq, sk, tq, tk, w, pad):
-    s, t = (x.softmax(-1).flatten(0, 1)[1:4] for x in scores(sq, sk, tq, tk))
+@of_scores
+def part_of_flattened_heads(s, t):
+    s, t = (x.softmax(-1).flatten(0, 1)[1:4] for x in (s, t))
     return (t**2 * s.log()).sum(-1).mean()
 
 
@@ -356,29 +371,30 @@ def test_a_divergence_whose_mask_is_made_of_ids_needs_none(how: str) -> None:
 
 
 # ------------------------------------------------------------ keys that a top-k names
-def of_the_teacher_s_largest(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def of_the_teacher_s_largest(s, t):
     top = t.softmax(-1).topk(3)
     return -(top.values * s.log_softmax(-1).gather(-1, top.indices)).sum(-1).mean()
 
 
-def renormalised_among_the_largest(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def renormalised_among_the_largest(s, t, pad):
     values, ids = t.masked_fill(~pad[:, None, None], -1e9).topk(4, dim=-1)
     return F.kl_div(s.gather(-1, ids).log_softmax(-1), values.softmax(-1), reduction="batchmean")
 
 
-def largest_and_the_rest(sq, sk, tq, tk, w, pad):
+@of_scores
+def largest_and_the_rest(s, t):
     """The mass of the other keys as one more of them."""
-    s, t = (x.log_softmax(-1) for x in scores(sq, sk, tq, tk))
+    s, t = (x.log_softmax(-1) for x in (s, t))
     ids = t.detach().topk(3, -1)[1]
     s, t = s.gather(-1, ids), t.gather(-1, ids)
     rest = 1 - t.exp().sum(-1), 1 - s.exp().sum(-1)
     return (t.exp() * (t - s)).sum(-1) + rest[0] * (rest[0].log() - rest[1].log())
 
 
-def of_heads_summed_before(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def of_heads_summed_before(s, t, w):
     index = s.relu().sum(1) - w
     ids = index.topk(3, dim=-1).indices
     hit = torch.zeros_like(index, dtype=torch.bool).scatter(-1, ids, True)
@@ -420,41 +436,42 @@ def test_ids_that_are_written_after_their_top_k() -> None:
 
 
 # ------------------------------------------------------------ not fused
-def scores_are_returned(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def scores_are_returned(s, t, w):
     return (w * t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean(), s, t
 
 
-def both_axes_are_normalised(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def both_axes_are_normalised(s, t, w):
     p = s.exp()
     p = p / p.sum(-1, keepdim=True)
     p = p / p.sum(-2, keepdim=True)
     return (t.softmax(-1) * p.log() * w).sum(-1).mean()
 
 
-def nan_is_asked_for(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def nan_is_asked_for(s, t, w, pad):
     s = s.masked_fill(~pad[:, None, None], float("-inf"))
     rows = (w * t.softmax(-1) * s.softmax(-1)).sum(-1)
     return rows.nan_to_num(3.0).mean() + torch.isnan(rows).sum()
 
 
-def a_cumulative_sum(sq, sk, tq, tk, w, pad):
-    s, t = scores(sq, sk, tq, tk)
+@of_scores
+def a_cumulative_sum(s, t, w):
     return (t.softmax(-1) - s.softmax(-1)).cumsum(-1).square().sum(-1).mean() + (
         w * t.softmax(-1) * s.log_softmax(-1).cumsum(-1)
     ).sum()
 
 
-def some_keys_behind_the_softmax(sq, sk, tq, tk, w, pad):
+@of_scores
+def some_keys_behind_the_softmax(s, t):
     """What is left does not sum to 1."""
-    s, t = (x.softmax(-1)[..., 1:] for x in scores(sq, sk, tq, tk))
+    s, t = (x.softmax(-1)[..., 1:] for x in (s, t))
     return (t**2 * s.log()).sum(-1).mean()
 
 
-def the_other_side_is_an_input_that_is_trained(sq, sk, tq, tk, w, pad):
-    _, t = scores(sq, sk, tq, tk)
+@of_scores
+def the_other_side_is_an_input_that_is_trained(t, sq, sk):
     torch._dynamo.graph_break()
     return F.kl_div((sq @ sk.mT).log_softmax(-1), t.softmax(-1), reduction="sum")
 

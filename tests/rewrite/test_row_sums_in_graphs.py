@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
+from tests.support.named_inputs import given
 
 BATCH, ROWS, VOCAB, DIM = 2, 7, 61, 12
 IN_FORWARD = "gradients in the forward"
@@ -40,21 +41,27 @@ def policy(h: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, -(logs.exp() * logs).sum(-1)
 
 
-def top_k(h, w, th, tw, labels, mask, a):
+of_inputs = given("h w th tw labels mask a", {"chosen entropy": policy})
+
+
+@of_inputs
+def top_k(h, w, th, tw):
     s, t = F.linear(h, w), F.linear(th, tw)
     values, ids = t.detach().topk(8, -1)
     student = s.gather(-1, ids).float().log_softmax(-1)
     return F.kl_div(student, values.float().softmax(-1), reduction="none").sum(-1).mean()
 
 
-def top_k_batchmean(h, w, th, tw, labels, mask, a):
+@of_inputs
+def top_k_batchmean(h, w, th, tw):
     s, t = F.linear(h, w), F.linear(th, tw)
     values, ids = t.detach().topk(8, -1)
     student = s.gather(-1, ids).log_softmax(-1)
     return F.kl_div(student, values.softmax(-1), reduction="batchmean") * 2.0
 
 
-def ghost(h, w, th, tw, labels, mask, a):
+@of_inputs
+def ghost(h, w, th, tw, mask):
     s, t = F.linear(h, w).log_softmax(-1), F.linear(th, tw).log_softmax(-1)
     p, ids = t.detach().topk(8, -1)
     q = s.gather(-1, ids)
@@ -63,42 +70,45 @@ def ghost(h, w, th, tw, labels, mask, a):
     return (kl * mask).sum() / (mask > 0).sum().clamp(min=1)
 
 
-def k3(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def k3(chosen, entropy, mask, a):
     distance = a - chosen
     each = -a * chosen + 0.1 * (distance.exp() - distance - 1) - 0.01 * entropy
     return each.masked_fill(mask == 0, 0.0).sum() / (mask > 0).sum().clamp(min=1)
 
 
-def two_means(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def two_means(chosen, entropy):
     return -chosen.mean() + 0.01 * -entropy.mean() * 2 / 3
 
 
-def where_it_counts(h, w, th, tw, labels, mask, a):
+@of_inputs
+def where_it_counts(h, w, labels, mask, a):
     chosen, entropy = policy(h.flatten(0, 1), w, labels.flatten())
     each = torch.where(mask.flatten() > 0, a.flatten() * chosen - entropy**2, 0.0)
     return each.view(BATCH, ROWS).sum() * 0.5
 
 
-def z_loss(h, w, th, tw, labels, mask, a):
+@of_inputs
+def z_loss(h, w):
     s = F.linear(h, w)
     logs = s.log_softmax(-1)
     entropy = (logs.exp() * logs).sum(-1).mean()
     return entropy + 1e-4 * s.float().logsumexp(-1).square().mean()
 
 
-def weight_is_computed_from_the_rows(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def weight_is_computed_from_the_rows(chosen, entropy, a):
     return (chosen * (a - entropy.detach())).sum()
 
 
-def rows_are_logged(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def rows_are_logged(chosen, entropy):
     return (chosen - entropy).mean(), entropy.detach().mean()
 
 
-def metrics_without_gradients(h, w, th, tw, labels, mask, a):
+@of_inputs
+def metrics_without_gradients(h, w, labels):
     """The loss weighs rows by one metric, and returns it and two others."""
     chosen, entropy = policy(h, w, labels)
     with torch.no_grad():
@@ -183,65 +193,65 @@ def test_behind_a_module_and_another_loss() -> None:
 # ------------------------------------------------------------------ what stays in the backward
 
 
-def _rows_are_returned(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _rows_are_returned(chosen, entropy, mask):
     return (chosen * mask).sum(), entropy
 
 
-def _weight_needs_a_gradient(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _weight_needs_a_gradient(chosen, entropy, h):
     return (chosen * h.mean(-1) - entropy).sum()
 
 
-def _standardised(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _standardised(chosen, entropy):
     return (entropy / chosen.detach().abs().max()).sum()
 
 
-def _rows_meet_other_rows(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _rows_meet_other_rows(chosen, entropy):
     return (chosen[:, :, None] * entropy[:, None, :]).mean()
 
 
-def _rows_are_repeated(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _rows_are_repeated(chosen, entropy, mask, a):
     return ((chosen - entropy)[..., None] * torch.stack([a, mask], -1)).mean()
 
 
-def _rows_in_another_order(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _rows_in_another_order(chosen, entropy, a):
     return ((chosen - entropy).t() * a.t()).mean()
 
 
-def _two_numbers(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _two_numbers(chosen, entropy):
     return chosen.mean(), entropy.sum()
 
 
-def _product_of_sums(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _product_of_sums(chosen, entropy):
     return chosen.mean() * entropy.mean()
 
 
-def _ratio_of_sums(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _ratio_of_sums(chosen, entropy):
     return chosen.sum() / entropy.sum()
 
 
-def _a_number_between_sums(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _a_number_between_sums(chosen, entropy):
     return (chosen.mean() + 1.0) + entropy.mean()
 
 
-def _a_tensor_between_sums(h, w, th, tw, labels, mask, a):
+@of_inputs
+def _a_tensor_between_sums(chosen, entropy, mask):
     """Were the mask empty, 0 times infinity would be NaN in each row."""
-    chosen, entropy = policy(h, w, labels)
     return chosen.sum() / mask.sum() + entropy.mean()
 
 
-def _divided_by_a_mask(h, w, th, tw, labels, mask, a):
+@of_inputs
+def _divided_by_a_mask(chosen, entropy, mask, a):
     """Of no row: the loss is NaN, and eager's gradients are 0."""
-    chosen, entropy = policy(h, w, labels)
     return (chosen * a - entropy).masked_fill(mask == 0, 0.0).sum() / mask.sum()
 
 
@@ -250,52 +260,53 @@ def _replaced_where_it_is_not_finite(h, w, th, tw, labels, mask, a):
     return torch.where(loss.isfinite(), loss, 0.0)
 
 
-def _squared(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _squared(chosen, entropy):
     total = (chosen - entropy).mean()
     return total * total
 
 
-def _behind_a_function(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _behind_a_function(chosen, entropy):
     return (chosen - entropy).mean().sigmoid()
 
 
-def _mean_of_means(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _mean_of_means(chosen, entropy, mask):
     return (((chosen - entropy) * mask).sum(-1) / mask.sum(-1)).mean()
 
 
-def _condition_on_the_rows(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _condition_on_the_rows(chosen, entropy):
     return torch.where(chosen > -4.0, entropy, 0.0).sum()
 
 
-def _weight_is_written(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _weight_is_written(chosen, entropy, mask, a):
     each = (chosen - entropy) * a.clone().mul_(2.0)
     mask.mul_(2.0)
     return (each + mask).sum()
 
 
-def _rows_are_written(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _rows_are_written(chosen, entropy, mask):
     each = chosen - entropy
     each *= mask
     return each.sum()
 
 
-def _in_double(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _in_double(chosen, entropy):
     return (chosen.double() * 3 - entropy.double()).sum()
 
 
-def _in_half(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def _in_half(chosen, entropy):
     return (chosen.half() * 3 - entropy.half()).float().sum()
 
 
-def _one_head_twice(h, w, th, tw, labels, mask, a):
+@of_inputs
+def _one_head_twice(h, w, labels):
     (first, entropy), (second, other) = policy(h, w, labels), policy(h * 0.5, w, labels)
     return (first - entropy).mean(), (second - other).sum()
 
@@ -309,8 +320,8 @@ def test_stays_in_the_backward(loss: Loss) -> None:
     assert not is_in_forward(compiled(loss, inputs()))
 
 
-def sizes_of_rows(h, w, th, tw, labels, mask, a):
-    chosen, entropy = policy(h, w, labels)
+@of_inputs
+def sizes_of_rows(chosen, entropy, h):
     return (chosen - entropy).sum(), h.new_zeros(chosen.shape[0], entropy.shape[1])
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows
 from torch_streamkl.attention.problem import AttentionProblem
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.reporting import execution
@@ -56,14 +58,6 @@ def judge(program: Program, sites: int | None, dynamic: bool | None = None) -> O
         ).check()
     assert sites is None or outcome.num_fused == sites, str(outcome.report)
     return outcome
-
-
-def kd(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-
-def rows(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
 # ------------------------------------------------- the same positions, of rows in other groups

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tests.support.comparing import Outcome, compare
 from tests.support.covering import every
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 
 BATCH, TOKENS, VOCAB = 2, 7, 50
@@ -48,14 +50,6 @@ def run(program: Callable[..., Tensor], dynamic: bool | None = None) -> Outcome:
     options = {"streamkl.verify": "never"}
     with torch._dynamo.config.patch(CAPTURE):
         return compare(step, leaves, dynamic=dynamic, options=options)
-
-
-def kd(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-
-def rows(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
 def jsd(a: Tensor, b: Tensor) -> Tensor:

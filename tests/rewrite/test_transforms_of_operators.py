@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tests.support.losses import rows_of_kl as _kl
 from torch_streamkl import attention_kl, linear_kl, row_program
 from torch_streamkl.fx_passes import backend
 
@@ -25,10 +25,6 @@ def _given(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 HEADS = _given((6, 4), (12, 4), (6, 5), (12, 5))
 MAPS = _given((1, 2, 5, 4), (1, 2, 7, 4), (1, 2, 5, 4), (1, 2, 7, 4))
-
-
-def _kl(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
 def _element_kl(e: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import torch_streamkl
 from tests.support.covering import every
+from tests.support.losses import kd
 from tests.support.plants import PROGRAMS, inputs_of, planted, scaled
 from torch_streamkl.fx_passes.validation import records
 
@@ -27,10 +28,6 @@ def _without_inductor() -> Iterator[None]:
     records.forget()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
-
-
-def kd(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
 class Distilled(nn.Module):

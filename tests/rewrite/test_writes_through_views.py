@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.comparing import compare
 from tests.support.covering import every
+from tests.support.named_inputs import given
 
 Case = Callable[..., Any]
 NEG_INF = float("-inf")
@@ -37,30 +38,33 @@ def logits(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor) -> tuple[Tensor, Tens
     return xs @ ws.mT / 2.0, F.linear(xt, wt)
 
 
-def one_word(*args):
-    s, t = logits(*args)
+of_logits = given("xs ws xt wt", {"s t": logits})
+
+
+@of_logits
+def one_word(s, t):
     s[:, 3] = NEG_INF
     t[:, 3] = NEG_INF
     return kl(s, t)
 
 
-def the_last_words(*args):
-    s, t = logits(*args)
+@of_logits
+def the_last_words(s, t):
     s[..., -5:] = NEG_INF
     t[..., 32:] = NEG_INF
     return kl(s / 1.5, t / 1.5)
 
 
-def several_words(*args):
-    s, t = logits(*args)
+@of_logits
+def several_words(s, t):
     for x in (s, t):
         x[..., 0] = NEG_INF
         x[:, 10:13] = NEG_INF
     return kl(s, t)
 
 
-def clones_of_logits_that_are_used(*args):
-    s, t = logits(*args)
+@of_logits
+def clones_of_logits_that_are_used(s, t):
     kept, out = s.clone(), t.clone()
     kept[:, 3] = NEG_INF
     out[:, 3].fill_(NEG_INF)
@@ -86,82 +90,82 @@ def test_words_left_out_of_any_number(inner: str) -> None:
 
 
 # ------------------------------------------------------------------ the value stays the user's
-def another_word_on_each_side(*args):
-    s, t = logits(*args)
+@of_logits
+def another_word_on_each_side(s, t):
     s[:, 3] = NEG_INF
     t[:, 4] = NEG_INF
     return kl(s, t).nan_to_num(), s.exp()
 
 
-def on_one_side_only(*args):
-    s, t = logits(*args)
+@of_logits
+def on_one_side_only(s, t):
     t[:, 3] = NEG_INF
     return kl(s, t)
 
 
-def a_finite_number(*args):
-    s, t = logits(*args)
+@of_logits
+def a_finite_number(s, t):
     s[:, 3], t[:, 3] = -2.0, -2.0
     return kl(s, t)
 
 
-def every_other_word(*args):
-    s, t = logits(*args)
+@of_logits
+def every_other_word(s, t):
     for x in (s, t):
         x[:, ::2] = NEG_INF
     return kl(s, t)
 
 
-def words_of_some_tokens(*args):
-    s, t = logits(*args)
+@of_logits
+def words_of_some_tokens(s, t):
     for x in (s, t):
         x[:2, 3] = NEG_INF
     return kl(s, t)
 
 
-def read_through_another_view(*args):
-    s, t = logits(*args)
+@of_logits
+def read_through_another_view(s, t):
     early = s.view(2, 3, -1)
     s[:, 3], t[:, 3] = NEG_INF, NEG_INF
     return kl(early, t.view(2, 3, -1))
 
 
-def probabilities_from_before(*args):
-    s, t = logits(*args)
+@of_logits
+def probabilities_from_before(s, t):
     before, p = s.log_softmax(-1), t.softmax(-1)
     s[:, 3], t[:, 3] = NEG_INF, NEG_INF
     return F.kl_div(before, p, reduction="batchmean") + kl(s, t)
 
 
-def two_clones_of_equal_logits(*args):
-    s, t = logits(*args)
+@of_logits
+def two_clones_of_equal_logits(s, t):
     first, second, wanted = s.clone(), s.clone(), t.clone()
     first[:, 3], wanted[:, 3] = NEG_INF, NEG_INF
     second[:, 4] = NEG_INF
     return kl(first, wanted) + second.log_softmax(-1)[:, 3].sum()
 
 
-def the_logits_are_returned(*args):
-    s, t = logits(*args)
+@of_logits
+def the_logits_are_returned(s, t):
     s[:, 3], t[:, 3] = NEG_INF, NEG_INF
     return kl(s, t), s
 
 
-def a_view_is_scaled_and_its_base_returned(*args):
-    s, t = logits(*args)
+@of_logits
+def a_view_is_scaled_and_its_base_returned(s, t):
     flat = s.view(-1, s.shape[-1])
     flat.mul_(0.5)
     return kl(flat, t), s
 
 
-def before_a_softcap(*args):
-    s, t = logits(*args)
+@of_logits
+def before_a_softcap(s, t):
     s[:, 3], t[:, 3] = NEG_INF, NEG_INF
     return kl(5 * torch.tanh(s / 5), 5 * torch.tanh(t / 5))
 
 
-def times_a_negative_number(*args):
-    s, t = logits(*args)
+@of_logits
+def times_a_negative_number(s, t):
     s[:, 3], t[:, 3] = NEG_INF, NEG_INF
     s[:, 3], t[:, 3] = -s[:, 4].detach(), -t[:, 4]
     return kl(-s, -t)

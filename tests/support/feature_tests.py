@@ -14,38 +14,38 @@ from hypothesis import given, settings
 
 from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
-from tests.support.tolerances import budget, check
+from tests.support.tolerances import check_call
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 in_parts = pytest.mark.usefixtures("small_parts")
 
 
-def check_call(spec: Spec, frozen: bool = False) -> None:
+def check_spec(spec: Spec, frozen: bool = False) -> None:
     call = build(spec)
     for name, x in call.tensors.items():
         if frozen and name.startswith("teacher"):
             x.requires_grad_(False)
-    check(call.value_and_gradients("torch"), budget(call))
+    check_call(call, "torch")
 
 
 @in_parts
 @pytest.mark.parametrize("name", CASES)
 def test_feature(name: str) -> None:
-    check_call(CASES[name])
+    check_spec(CASES[name])
 
 
 @in_parts
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_the_student_alone(name: str) -> None:
     """A frozen teacher takes shorter ways through the backward."""
-    check_call(CASES[name], frozen=True)
+    check_spec(CASES[name], frozen=True)
 
 
 @in_parts
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached", "mask_additive"])
 def test_dtype(name: str, dtype: torch.dtype) -> None:
-    check_call(replace(CASES[name], dtype=dtype))
+    check_spec(replace(CASES[name], dtype=dtype))
 
 
 @in_parts
@@ -54,6 +54,6 @@ def test_any_call(num_calls: int) -> None:
     @given(specs(dtypes=DTYPES))
     @settings(max_examples=num_calls)
     def any_call(spec: Spec) -> None:
-        check_call(spec)
+        check_spec(spec)
 
     any_call()

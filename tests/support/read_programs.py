@@ -426,7 +426,7 @@ def corpus() -> Iterator[Case]:
     from tests.corpus.naive_losses import ALL_CASES
 
     for case in ALL_CASES:
-        args = case["make_inputs"](0, dtype=torch.float64)
+        args = case["make_inputs"](torch.float64)
         tensors = [a for a in args if isinstance(a, Tensor)]
 
         def fn(*xs: Tensor, args: Any = args, fn: Any = case["fn"]) -> Any:

@@ -100,3 +100,9 @@ def check(results: dict[str, Tensor], allowed: Budget) -> None:
         assert error <= allowed.atol[name], (
             f"{name}: error {error:.3e} above the budget {allowed.atol[name]:.3e}"
         )
+
+
+def check_call(call: Call, impl: str, device: str = "cpu") -> None:
+    """A call by an implementation is as exact as naive code on a CPU."""
+    given = call if device == "cpu" else call.to(device=device)
+    check(given.value_and_gradients(impl), budget(call))

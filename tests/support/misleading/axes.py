@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import (
-    KEYS,
-    QUERIES,
-    kd,
-    misleading,
-    plain,
-    rows_of,
-    student,
-)
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
+from tests.support.misleading.registry import KEYS, QUERIES, misleading, plain, student
 
 DIM = 8
 
@@ -30,7 +24,8 @@ SIX = heads(6) | heads(6, of="t")
 
 
 # ----------------------------------------------------------------------- one sum is another
-@misleading("W7", shapes={"qt_b1": (1, 2, QUERIES, DIM), "kt_b1": (1, 2, KEYS, DIM)})
+@misleading("W7", name="sums_over_batches_of_one_and_two_dynamic", dynamic=True)
+@misleading("W7")
 def sums_over_batches_of_one_and_two(q, k, qt_b1, kt_b1):
     lt, ls = student(qt_b1, kt_b1).log_softmax(-1), student(q, k).log_softmax(-1)
     pt = lt.exp()
@@ -77,8 +72,8 @@ def one_teacher_head_for_all(q, k, qt_h1, kt_h1):
 
 
 @plain(fuses=1)
-def two_sums_over_equal_batches(q, k, qt, kt):
-    lt, ls = student(qt, kt).log_softmax(-1), student(q, k).log_softmax(-1)
+def two_sums_over_equal_batches(s, t):
+    lt, ls = t.log_softmax(-1), s.log_softmax(-1)
     pt = lt.exp()
     return ((pt * lt).sum((0, -1)) - (pt * ls).sum((0, -1))).mean()
 
@@ -96,16 +91,22 @@ def heads_of_one_side_reordered(q, k, qt, kt):
     return kd(student(q, k), t)
 
 
-@misleading("X1", shapes=heads(3) | heads(6, of="t"))
-def mean_over_the_outer_groups(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).view(2, 2, 3, QUERIES, KEYS).mean(1)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
+@misleading(
+    "X1",
+    name="mean_over_the_outer_groups_dynamic",
+    shapes=heads(3) | heads(6, of="t"),
+    dynamic=True,
+)
+@misleading("X1", shapes=heads(3) | heads(6, of="t"), fuses=1)
+def mean_over_the_outer_groups(s, t):
+    p = t.softmax(-1).view(2, 2, 3, QUERIES, KEYS).mean(1)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
 @misleading("X1", shapes=heads(2) | heads(6, of="t"))
-def mean_over_the_three_outer_groups(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).unflatten(1, (3, 2)).mean(1)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
+def mean_over_the_three_outer_groups(s, t):
+    p = t.softmax(-1).unflatten(1, (3, 2)).mean(1)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
 @misleading("X1", shapes=heads(6, 2) | heads(6, of="t"))
@@ -115,51 +116,53 @@ def grouped_queries_in_two_orders(q, k, qt, kt):
 
 
 @misleading("X1", shapes=heads(6) | {"qt": (6, 2, QUERIES, DIM), "kt": (6, 2, KEYS, DIM)})
-def batch_and_heads_swapped(q, k, qt, kt):
-    return kd(student(q, k), student(qt, kt).transpose(0, 1))
+def batch_and_heads_swapped(s, t):
+    return kd(s, t.transpose(0, 1))
 
 
-@misleading("X2", shapes=heads(2) | heads(4, of="t"))
-def mean_of_four_heads_against_two(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).mean(1, keepdim=True)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
+@plain("mean_of_four_heads_against_one", shapes=heads(1) | heads(4, of="t"), fuses=1)
+@misleading("X2", name="mean_of_two_heads_against_two", shapes=heads(2) | heads(2, of="t"))
+@misleading(
+    "X2", name="mean_of_heads_against_queries_of_one_key", shapes=heads(4, 1) | heads(4, of="t")
+)
+@misleading(
+    "X2", name="mean_of_three_heads_against_two", shapes=heads(2) | heads(3, of="t"), fuses=1
+)
+@misleading(
+    "X2",
+    name="mean_of_four_heads_against_two_dynamic",
+    shapes=heads(2) | heads(4, of="t"),
+    dynamic=True,
+)
+@misleading("X2", shapes=heads(2) | heads(4, of="t"), fuses=1)
+def mean_of_four_heads_against_two(s, t):
+    p = t.softmax(-1).mean(1, keepdim=True)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
-@misleading("X2", shapes=heads(2) | heads(3, of="t"))
-def mean_of_three_heads_against_two(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).mean(1, keepdim=True)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
-
-
-@misleading("X2", shapes=heads(2) | heads(4, 2, of="t"))
+@misleading(
+    "X2",
+    name="mean_of_grouped_heads_against_two_dynamic",
+    shapes=heads(2) | heads(4, 2, of="t"),
+    dynamic=True,
+)
+@misleading("X2", shapes=heads(2) | heads(4, 2, of="t"), fuses=1)
 def mean_of_grouped_heads_against_two(q, k, qt, kt):
     p = student(qt, kt.repeat_interleave(2, 1)).softmax(-1).mean(1, keepdim=True)
     return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
 
 
-@misleading("X2", shapes=heads(4, 1) | heads(4, of="t"))
-def mean_of_heads_against_queries_of_one_key(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).mean(1, keepdim=True)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
-
-
-@misleading("X2", shapes=heads(2) | heads(2, of="t"))
-def mean_of_two_heads_against_two(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).mean(1, keepdim=True)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
-
-
 @misleading("X2", shapes=heads(2) | heads(4, of="t"))
-def mean_of_four_heads_expanded_to_two(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).mean(1, keepdim=True).expand(-1, 2, -1, -1)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
+def mean_of_four_heads_expanded_to_two(s, t):
+    p = t.softmax(-1).mean(1, keepdim=True).expand(-1, 2, -1, -1)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
 @misleading("X2", shapes=heads(4) | heads(2, of="t"))
-def sum_of_heads_against_more(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).sum(1, keepdim=True) / 2
+def sum_of_heads_against_more(s, t):
+    p = t.softmax(-1).sum(1, keepdim=True) / 2
     lt = p.log()
-    return (p * (lt - student(q, k).log_softmax(-1))).sum(-1).mean()
+    return (p * (lt - s.log_softmax(-1))).sum(-1).mean()
 
 
 @misleading("X3", shapes=heads(6) | heads(6, 2, of="t"))
@@ -186,8 +189,8 @@ def both_sides_grouped_unlike(q, k, qt, kt):
 
 
 @plain(shapes=SIX, fuses=1)
-def heads_grouped_in_one_order(q, k, qt, kt):
-    return kd(student(q, k).unflatten(1, (3, 2)), student(qt, kt).unflatten(1, (3, 2)))
+def heads_grouped_in_one_order(s, t):
+    return kd(s.unflatten(1, (3, 2)), t.unflatten(1, (3, 2)))
 
 
 @plain(shapes=heads(6) | heads(6, 2, of="t"), fuses=1)
@@ -195,16 +198,11 @@ def grouped_key_heads(q, k, qt, kt):
     return kd(student(q, k), student(qt, kt.repeat_interleave(3, 1)))
 
 
+@plain("mean_over_the_inner_groups_dynamic", shapes=heads(2) | heads(6, of="t"), dynamic=True)
 @plain(shapes=heads(2) | heads(6, of="t"), fuses=1)
-def mean_over_the_inner_groups(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).unflatten(1, (2, 3)).mean(2)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
-
-
-@plain(shapes=heads(1) | heads(4, of="t"), fuses=1)
-def mean_of_four_heads_against_one(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1).mean(1, keepdim=True)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
+def mean_over_the_inner_groups(s, t):
+    p = t.softmax(-1).unflatten(1, (2, 3)).mean(2)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
 @plain(shapes=heads(4) | heads(2, of="t"))
@@ -213,37 +211,27 @@ def means_of_both_sides(q, k, qt, kt):
     return F.kl_div(s.log(), p, reduction="batchmean")
 
 
-@plain(shapes=heads(4, 1) | heads(4, 1, of="t"), fuses=1)
-def queries_of_one_key_head(q, k, qt, kt):
-    return kd(student(q, k), student(qt, kt))
-
-
-@plain(shapes={n: (2, 1, *s[2:]) for n, s in SIX.items()}, fuses=1)
-def one_head(q, k, qt, kt):
-    return kd(student(q, k), student(qt, kt))
-
-
+@plain("map_dynamic", dynamic=True, fuses=1)
 @plain(
-    shapes=dict.fromkeys(("q", "qt"), (1, 1, 1, DIM)) | dict.fromkeys(("k", "kt"), (1, 1, 1, DIM))
+    "one_of_everything",
+    shapes=dict.fromkeys(("q", "qt"), (1, 1, 1, DIM)) | dict.fromkeys(("k", "kt"), (1, 1, 1, DIM)),
 )
-def one_of_everything(q, k, qt, kt):
-    return kd(student(q, k), student(qt, kt))
+@plain("one_head", shapes={n: (2, 1, *s[2:]) for n, s in SIX.items()}, fuses=1)
+@plain(shapes=heads(4, 1) | heads(4, 1, of="t"), fuses=1)
+def queries_of_one_key_head(s, t):
+    return kd(s, t)
 
 
+@plain("no_batch", shapes=dict.fromkeys(("q", "qt", "k", "kt"), (0, 2, 5, DIM)))
 @plain(shapes=dict.fromkeys(("q", "qt"), (2, 2, 0, DIM)))
-def no_queries(q, k, qt, kt):
-    return rows_of(student(q, k), student(qt, kt)).sum()
-
-
-@plain(shapes=dict.fromkeys(("q", "qt", "k", "kt"), (0, 2, 5, DIM)))
-def no_batch(q, k, qt, kt):
-    return rows_of(student(q, k), student(qt, kt)).sum()
+def no_queries(s, t):
+    return rows_of(s, t).sum()
 
 
 # --------------------------------------------------------- statistics of another layout
+@misleading("X10", name="log_sum_exp_of_swapped_heads_dynamic", dynamic=True)
 @misleading("X10")
-def log_sum_exp_of_swapped_heads(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def log_sum_exp_of_swapped_heads(s, t):
     logs = s - s.transpose(0, 1).logsumexp(-1, True)
     return (t.softmax(-1) * (t.log_softmax(-1) - logs)).sum(-1)
 
@@ -268,55 +256,48 @@ def weighted_log_sum_exp_of_swapped_heads(q, k, qt, kt, x):
 
 
 @misleading("X10")
-def sum_of_exponentials_of_swapped_heads(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def sum_of_exponentials_of_swapped_heads(s, t):
     e = s.exp()
     p = e / e.transpose(0, 1).sum(-1, True)
     return (p * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1)
 
 
 @misleading("X10")
-def logarithm_of_a_sum_of_swapped_heads(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def logarithm_of_a_sum_of_swapped_heads(s, t):
     logs = s - s.exp().transpose(0, 1).sum(-1, True).log()
     return (t.softmax(-1) * (t.log_softmax(-1) - logs)).sum(-1)
 
 
 @misleading("X10")
-def maximum_of_swapped_heads(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def maximum_of_swapped_heads(s, t):
     e = (s - s.transpose(0, 1).amax(-1, True)).exp()
     p = e / e.sum(-1, True)
     return (p * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1)
 
 
 @misleading("X10", shapes=dict.fromkeys(("q", "k", "qt", "kt"), (2, 2, 12, DIM)))
-def log_sum_exp_along_queries(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def log_sum_exp_along_queries(s, t):
     logs = s - s.logsumexp(-2, True).mT
     return (t.softmax(-1) * (t.log_softmax(-1) - logs)).sum(-1)
 
 
 @misleading("X10")
-def probabilities_of_swapped_heads(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def probabilities_of_swapped_heads(s, t):
     return rows_of(s.transpose(0, 1), t)
 
 
 @misleading("X10", shapes=dict.fromkeys(("q", "k", "qt", "kt"), (2, 2, 12, DIM)))
-def heads_swapped_with_queries(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def heads_swapped_with_queries(s, t):
     return rows_of(s[:, :, :2].transpose(1, 2), t[:, :, :2])
 
 
 @plain(fuses=1)
-def both_with_swapped_heads(q, k, qt, kt):
-    return kd(student(q, k).transpose(0, 1), student(qt, kt).transpose(0, 1))
+def both_with_swapped_heads(s, t):
+    return kd(s.transpose(0, 1), t.transpose(0, 1))
 
 
 @plain()
-def log_sum_exp_swapped_there_and_back(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def log_sum_exp_swapped_there_and_back(s, t):
     logs = s - s.transpose(0, 1).logsumexp(-1, True).transpose(0, 1)
     return (t.softmax(-1) * (t.log_softmax(-1) - logs)).sum(-1).mean()
 
@@ -328,13 +309,9 @@ def _divided(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, of_t: object, of_s: o
     return ((pt * lt).sum((-1, -2)) / of_t - (pt * ls).sum((-1, -2)) / of_s).mean()
 
 
+@misleading("X15", name="divided_by_two_sizes")
 @misleading("X15", dynamic=True)
 def divided_by_two_sizes_dynamic(q, k, qt, kt):
-    return _divided(q, k, qt, kt, q.size(2), k.size(2))
-
-
-@misleading("X15")
-def divided_by_two_sizes(q, k, qt, kt):
     return _divided(q, k, qt, kt, q.size(2), k.size(2))
 
 
@@ -361,10 +338,5 @@ def divided_by_one_size_dynamic(q, k, qt, kt):
 
 
 @plain(dynamic=True, fuses=1)
-def map_dynamic(q, k, qt, kt):
-    return kd(student(q, k), student(qt, kt))
-
-
-@plain(dynamic=True, fuses=1)
-def head_dynamic(h, w, ht, wt):
-    return kd(h @ w.T, ht @ wt.T)
+def head_dynamic(z, t):
+    return kd(z, t)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
 from tests.support.misleading.registry import (
-    kd,
     misleading,
     plain,
     register,
-    rows_of,
     student,
     without_gradient,
 )
@@ -116,6 +116,7 @@ def weight_of_tokens_shared_with_one_without_gradient(h, w, ht, wt, tw):
     return (rows_of(s, t) * tw.exp()).sum() + first
 
 
+@misleading("W1", name="weight_in_elements_normalised_without_gradient_dynamic", dynamic=True)
 @misleading("W1")
 def weight_in_elements_normalised_without_gradient(q, k, qt, kt, rw):
     s, t = student(q, k).log_softmax(-1), student(qt, kt).softmax(-1)
@@ -130,14 +131,6 @@ def weight_in_token_elements_normalised_without_gradient(h, w, ht, wt, tw):
     with torch.no_grad():
         total = tw.exp()[:, None].sum()
     return (F.kl_div(s, t, reduction="none") * tw.exp()[:, None]).sum() / total
-
-
-@misleading("W1", dynamic=True)
-def weight_in_elements_normalised_without_gradient_dynamic(q, k, qt, kt, rw):
-    s, t = student(q, k).log_softmax(-1), student(qt, kt).softmax(-1)
-    with torch.no_grad():
-        total = rw.exp()[:, None].sum()
-    return (F.kl_div(s, t, reduction="none") * rw.exp()[:, None]).sum() / total
 
 
 @misleading("W1")
@@ -243,9 +236,9 @@ def scale_of_a_student_that_is_not_trained(q, k, qt, kt, ls):
 
 
 @misleading("W2")
-def head_scale_of_a_detached_probability(h, w, ht, wt, ls):
-    p = (ht @ wt.T * ls).softmax(-1).detach()
-    return F.kl_div((h @ w.T * ls).log_softmax(-1), p, reduction="batchmean")
+def head_scale_of_a_detached_probability(z, t, ls):
+    p = (t * ls).softmax(-1).detach()
+    return F.kl_div((z * ls).log_softmax(-1), p, reduction="batchmean")
 
 
 @misleading("W2")
@@ -284,6 +277,7 @@ def head_scale_shared_dynamic(h, w, ht, wt, ls):
     return kd(h @ w.T * ls, t)
 
 
+@plain("scale_shared_and_not_trained", fuses=1, trained="q k")
 @misleading("W1", dynamic=True)
 def scale_exp_shared_dynamic(q, k, qt, kt, ls):
     with torch.no_grad():
@@ -304,13 +298,6 @@ def scale_of_the_student_only(q, k, qt, kt, ls):
     return kd(q @ k.mT * ls, t)
 
 
-@plain(fuses=1, trained="q k")
-def scale_shared_and_not_trained(q, k, qt, kt, ls):
-    with torch.no_grad():
-        t = qt @ kt.mT * ls.exp()
-    return kd(q @ k.mT * ls.exp(), t)
-
-
 @plain(fuses=1)
 def scale_detached_on_both_sides(q, k, qt, kt, ls):
     scale = ls.detach().exp()
@@ -318,8 +305,8 @@ def scale_detached_on_both_sides(q, k, qt, kt, ls):
 
 
 @plain()
-def bias_of_the_student_only(q, k, qt, kt, b):
-    return kd(student(q, k) + b, student(qt, kt))
+def bias_of_the_student_only(s, t, b):
+    return kd(s + b, t)
 
 
 @plain(fuses=1)
@@ -344,64 +331,30 @@ def temperature_without_gradient_on_both_sides(h, w, ht, wt, tau):
 
 
 @plain(fuses=1)
-def weights_of_rows_trained(q, k, qt, kt, rw):
-    return (rows_of(student(q, k), student(qt, kt)) * rw.exp()).mean()
+def weights_of_rows_trained(s, t, rw):
+    return (rows_of(s, t) * rw.exp()).mean()
 
 
 @plain(fuses=1)
-def weights_of_rows_detached(q, k, qt, kt, rw):
-    return (rows_of(student(q, k), student(qt, kt)) * rw.exp().detach()).mean()
+def weights_of_rows_detached(s, t, rw):
+    return (rows_of(s, t) * rw.exp().detach()).mean()
 
 
 @plain(fuses=1)
-def weights_of_tokens_trained(h, w, ht, wt, tw):
-    return (rows_of(h @ w.T, ht @ wt.T) * tw).sum() / tw.sum()
+def weights_of_tokens_trained(z, t, tw):
+    return (rows_of(z, t) * tw).sum() / tw.sum()
 
 
+@plain("only_head_trained", trained="w", fuses=1)
+@plain("trained_teacher_of_a_head", also="ht wt", fuses=1)
 @plain(fuses=1)
-def everything_trained(h, w, ht, wt):
-    return kd(h @ w.T, ht @ wt.T)
+def everything_trained(z, t):
+    return kd(z, t)
 
 
-register(
-    "trained_teacher_of_a_map",
-    lambda q, k, qt, kt: kd(student(q, k), student(qt, kt)),
-    "q k qt kt",
-    also="qt kt",
-    fuses=1,
-)
-register(
-    "trained_teacher_of_a_head",
-    lambda h, w, ht, wt: kd(h @ w.T, ht @ wt.T),
-    "h w ht wt",
-    also="ht wt",
-    fuses=1,
-)
-register(
-    "teacher_s_queries_trained",
-    lambda q, k, qt, kt: kd(student(q, k), student(qt, kt)),
-    "q k qt kt",
-    trained="qt",
-    fuses=1,
-)
-register(
-    "only_keys_trained",
-    lambda q, k, qt, kt: kd(student(q, k), student(qt, kt)),
-    "q k qt kt",
-    trained="k",
-    fuses=1,
-)
-register(
-    "only_head_trained",
-    lambda h, w, ht, wt: kd(h @ w.T, ht @ wt.T),
-    "h w ht wt",
-    trained="w",
-    fuses=1,
-)
-register(
-    "nothing_trained",
-    lambda q, k, qt, kt: kd(student(q, k), student(qt, kt)),
-    "q k qt kt",
-    trained="",
-    fuses=1,
-)
+@plain("nothing_trained", trained="", fuses=1)
+@plain("only_keys_trained", trained="k", fuses=1)
+@plain("teacher_s_queries_trained", trained="qt", fuses=1)
+@plain(also="qt kt", fuses=1)
+def trained_teacher_of_a_map(s, t):
+    return kd(s, t)

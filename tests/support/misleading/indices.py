@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import kd, misleading, plain, register, student
+from tests.support.losses import kd
+from tests.support.misleading.registry import misleading, plain, register, student
 
 
 def masked(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, keep: Tensor) -> Tensor:
@@ -99,6 +100,7 @@ def mask_of_400_bfloat16_indices(q, k, qt, kt):
 
 
 # ---------------------------------------------------------------------- starts and widths
+@misleading("X12", name="student_padded_to_fewer_words_dynamic", dynamic=True)
 @misleading("X12")
 def student_padded_to_fewer_words(h, w, ht, wt_short):
     z, t = h @ w.T, ht @ wt_short.T
@@ -114,21 +116,14 @@ def student_padded_to_fewer_words_with_infinity(h, w, ht, wt_short):
 
 
 @misleading("X12")
-def both_padded_to_fewer_words(h, w, ht, wt):
-    return kd(F.pad(h @ w.T, (0, -16), value=-1e9), F.pad(ht @ wt.T, (0, -16), value=-1e9))
+def both_padded_to_fewer_words(z, t):
+    return kd(F.pad(z, (0, -16), value=-1e9), F.pad(t, (0, -16), value=-1e9))
 
 
 @misleading("X12")
 def scores_padded_to_fewer_keys(q, k, qt, kt):
     s, t = (F.pad(x, (-8, 0), value=-1e9) for x in (student(q, k), student(qt, kt)))
     return kd(s, t)
-
-
-@misleading("X12", dynamic=True)
-def student_padded_to_fewer_words_dynamic(h, w, ht, wt_short):
-    z, t = h @ w.T, ht @ wt_short.T
-    z = F.pad(z, (0, t.shape[-1] - z.shape[-1]), value=-1e9)
-    return kd(z, t)
 
 
 @misleading("X12")
@@ -230,5 +225,5 @@ def teacher_sliced_to_the_student_s_words(h, w_short, ht, wt):
 
 
 @plain()
-def padded_by_nothing(h, w, ht, wt):
-    return kd(F.pad(h @ w.T, (0, 0), value=-1e9), ht @ wt.T)
+def padded_by_nothing(z, t):
+    return kd(F.pad(z, (0, 0), value=-1e9), t)

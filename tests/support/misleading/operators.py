@@ -6,15 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import (
-    TEACHER_WIDTH,
-    VOCAB,
-    kd,
-    misleading,
-    plain,
-    rows_of,
-    student,
-)
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
+from tests.support.misleading.registry import TEACHER_WIDTH, VOCAB, misleading, plain, student
 
 
 def _quantised(weight: Tensor) -> Tensor:
@@ -90,22 +84,23 @@ def quantised_head_of_somebody_else(h, w, ht, wt):
     return kd(h @ w.T, torch.ops.misleading.linear(ht, wt))
 
 
+@misleading("W8", name="softmax_of_somebody_else_dynamic", dynamic=True)
 @misleading("W8")
-def softmax_of_somebody_else(q, k, qt, kt):
-    p = torch.ops.misleading.softmax(student(qt, kt), -1)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
-
-
-@misleading("W8")
-def softmax_of_somebody_else_on_logits(h, w, ht, wt):
-    p = torch.ops.misleading.softmax(ht @ wt.T, -1)
-    return F.kl_div((h @ w.T).log_softmax(-1), p, reduction="batchmean")
+def softmax_of_somebody_else(s, t):
+    p = torch.ops.misleading.softmax(t, -1)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
 @misleading("W8")
-def log_softmax_of_somebody_else(q, k, qt, kt):
-    lt = torch.ops.misleading.log_softmax(student(qt, kt), -1)
-    return F.kl_div(student(q, k).log_softmax(-1), lt, reduction="batchmean", log_target=True)
+def softmax_of_somebody_else_on_logits(z, t):
+    p = torch.ops.misleading.softmax(t, -1)
+    return F.kl_div(z.log_softmax(-1), p, reduction="batchmean")
+
+
+@misleading("W8")
+def log_softmax_of_somebody_else(s, t):
+    lt = torch.ops.misleading.log_softmax(t, -1)
+    return F.kl_div(s.log_softmax(-1), lt, reduction="batchmean", log_target=True)
 
 
 @misleading("W8")
@@ -119,21 +114,15 @@ def scale_of_somebody_else(q, k, qt, kt):
 
 
 @misleading("W8")
-def dropout_of_somebody_else_on_probabilities(q, k, qt, kt):
-    p = torch.ops.misleading.dropout(student(qt, kt).softmax(-1), 0.01, False)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
+def dropout_of_somebody_else_on_probabilities(s, t):
+    p = torch.ops.misleading.dropout(t.softmax(-1), 0.01, False)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
 @misleading("W8")
 def dropout_of_somebody_else_on_scores(q, k, qt, kt, x):
     t = torch.ops.misleading.dropout(student(qt, kt), 1.0, False).masked_fill(x[:, None] > 0, 0.0)
     return kd(student(q, k), t)
-
-
-@misleading("W8", dynamic=True)
-def softmax_of_somebody_else_dynamic(q, k, qt, kt):
-    p = torch.ops.misleading.softmax(student(qt, kt), -1)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
 
 
 @plain()
@@ -277,9 +266,9 @@ def statistics_updated_between(h, w, ht, wt, ct):
 
 
 @misleading("X16", trained="")
-def weights_of_rows_written_between(q, k, qt, kt, x):
+def weights_of_rows_written_between(s, t, x):
     x = x.clone()
-    rows = rows_of(student(q, k), student(qt, kt)) * x
+    rows = rows_of(s, t) * x
     x.zero_()
     return rows.sum()
 

@@ -34,51 +34,45 @@ def by_log_sum_exp_and_expectation(q, k, qt, kt):
 
 
 @plain(fuses=1)
-def reverse_with_a_clamp(q, k, qt, kt):
-    p, r = student(q, k).softmax(-1), student(qt, kt).softmax(-1)
+def reverse_with_a_clamp(s, t):
+    p, r = s.softmax(-1), t.softmax(-1)
     return (p * (p.clamp_min(1e-6).log() - r.clamp_min(1e-6).log())).sum(-1).mean()
 
 
 @plain(fuses=1)
-def probabilities_as_both_arguments(q, k, qt, kt):
-    return F.kl_div(student(q, k).softmax(-1), student(qt, kt).softmax(-1), reduction="sum")
+def probabilities_as_both_arguments(s, t):
+    return F.kl_div(s.softmax(-1), t.softmax(-1), reduction="sum")
 
 
 @plain(fuses=1)
-def arguments_swapped(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def arguments_swapped(s, t):
     return F.kl_div(t.log_softmax(-1), s.softmax(-1), reduction="batchmean")
 
 
 @plain(fuses=1)
-def hard_and_soft_labels(h, w, ht, wt, y):
-    z, t = h @ w.T, ht @ wt.T
+def hard_and_soft_labels(z, t, y):
     soft = F.kl_div((z / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="batchmean") * 4
     return 0.3 * F.cross_entropy(z, y) + 0.7 * soft
 
 
 @plain(fuses=1)
-def smoothed_hard_labels(h, w, ht, wt, y):
-    z, t = h @ w.T, ht @ wt.T
+def smoothed_hard_labels(z, t, y):
     soft = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="batchmean")
     return F.cross_entropy(z, y, label_smoothing=0.1) + soft
 
 
 @plain(fuses=1)
-def softmax_of_queries(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def softmax_of_queries(s, t):
     return F.kl_div(s.log_softmax(-2), t.softmax(-2), reduction="sum")
 
 
 @plain()
-def softmax_of_heads(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def softmax_of_heads(s, t):
     return F.kl_div(s.log_softmax(1), t.softmax(1), reduction="sum")
 
 
 @plain()
-def top_keys_of_the_teacher(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def top_keys_of_the_teacher(s, t):
     best = t.topk(5, dim=-1)
     return F.kl_div(
         s.gather(-1, best.indices).log_softmax(-1), best.values.softmax(-1), reduction="sum"
@@ -86,11 +80,11 @@ def top_keys_of_the_teacher(q, k, qt, kt):
 
 
 @plain()
-def squared_difference_of_maps(q, k, qt, kt):
-    return (student(q, k).softmax(-1) - student(qt, kt).softmax(-1)).square().sum()
+def squared_difference_of_maps(s, t):
+    return (s.softmax(-1) - t.softmax(-1)).square().sum()
 
 
 @plain(fuses=1)
-def dropout_that_is_off(q, k, qt, kt):
-    p = F.dropout(student(qt, kt).softmax(-1), 0.5, training=False)
-    return F.kl_div(student(q, k).log_softmax(-1), p, reduction="batchmean")
+def dropout_that_is_off(s, t):
+    p = F.dropout(t.softmax(-1), 0.5, training=False)
+    return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")

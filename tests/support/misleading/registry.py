@@ -2,6 +2,7 @@
 
 A program is a function whose parameter names say what it gets: `q` and `k` make the student's
 scores, `qt` and `kt` the teacher's, `h` and `w` (`ht`, `wt`) the student's (teacher's) logits.
+A program that needs no more of them than scores or logits starts with `s, t` or `z, t` instead.
 What is not named in `trained` needs no gradient. All is in float64, where what a compiled program
 does differently is either rounding or a mistake, except for programs about narrower dtypes.
 """
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 40, 48, 8
@@ -99,31 +99,7 @@ INTEGERS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "tokens": lambda g: torch.rand(TOKENS, generator=g) > 0.3,
     "ids": lambda g: torch.randint(0, VOCAB, (5,), generator=g),
 }
-TRAINED = frozenset(
-    {
-        "q",
-        "k",
-        "v",
-        "ls",
-        "tau",
-        "b",
-        "sink",
-        "rw",
-        "h",
-        "w",
-        "c",
-        "tw",
-        "kb",
-        "hs",
-        "table",
-        "q1",
-        "q_b1",
-        "k_b1",
-        "q_h1",
-        "k_h1",
-        "w_short",
-    }
-)
+TRAINED = "q k v ls tau b sink rw h w c tw kb hs table q1 q_b1 k_b1 q_h1 k_h1 w_short"
 
 
 @dataclass(frozen=True)
@@ -163,7 +139,7 @@ PROGRAMS: dict[str, Program] = {}
 def register(name: str, fn: Callable[..., Any], arguments: str, **options: Any) -> None:
     """Add a program; ``trained`` replaces what is trained, ``also`` adds to it."""
     assert name not in PROGRAMS, name
-    trained = frozenset(options.pop("trained", " ".join(TRAINED)).split())
+    trained = frozenset(options.pop("trained", TRAINED).split())
     trained |= frozenset(options.pop("also", "").split())
     options.setdefault("shapes", {})
     assert options.get("fault", "W1") in FAULTS
@@ -175,26 +151,41 @@ def misleading(fault: str, **options: Any) -> Callable[..., Any]:
     return plain(fault=fault, **options)
 
 
-def plain(**options: Any) -> Callable[..., Any]:
-    """A program that differs from a misleading one in the thing that matters, or from all."""
+def plain(name: str = "", **options: Any) -> Callable[..., Any]:
+    """A program that differs from a misleading one in the thing that matters, or from all.
+
+    One function is several programs, of other shapes for example, by decorators with a name.
+    """
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        register(fn.__name__, fn, " ".join(inspect.signature(fn).parameters), **options)
+        names = " ".join(inspect.signature(fn).parameters)
+        program = fn
+        for both, (operands, product) in OF_PRODUCTS.items():
+            if names.startswith(both):
+                names, program = operands + names[len(both) :], _of_products(fn, product)
+        register(name or fn.__name__, program, names, **options)
         return fn
 
     return add
+
+
+def _of_products(
+    fn: Callable[..., Any], product: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Any]:
+    def program(a: Tensor, b: Tensor, at: Tensor, bt: Tensor, *rest: Tensor) -> Any:
+        return fn(product(a, b), product(at, bt), *rest)
+
+    return program
 
 
 def student(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT * 0.3
 
 
-def kd(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-
-def rows_of(s: Tensor, t: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+OF_PRODUCTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "s t": ("q k qt kt", student),
+    "z t": ("h w ht wt", lambda h, w: h @ w.T),
+}
 
 
 def without_gradient(how: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -72,14 +72,15 @@ for _how in ("no_grad", "detach"):
 
 
 # ------------------------------------------------------------ weights, masks and where they act
+@plain("keys_weighted_with_sizes_that_vary", dynamic=True)
 @plain(fuses=1, also="kb")
-def keys_weighted_after_the_softmax(q, k, qt, kt, kb):
-    return _weighted(student(q, k), student(qt, kt), kb)
+def keys_weighted_after_the_softmax(s, t, kb):
+    return _weighted(s, t, kb)
 
 
 @plain(fuses=1)
-def keys_weighted_and_renormalised(q, k, qt, kt, kb, keep):
-    p, r = (x.softmax(-1) * keep[:, None, None] for x in (student(q, k), student(qt, kt)))
+def keys_weighted_and_renormalised(s, t, kb, keep):
+    p, r = (x.softmax(-1) * keep[:, None, None] for x in (s, t))
     p, r = (x / (x.sum(-1, keepdim=True) + 1e-9) for x in (p, r))
     return (r * ((r + 1e-9).log() - (p + 1e-9).log())).sum(-1).mean()
 
@@ -106,8 +107,7 @@ def scores_against_their_own_transpose(q, qt):
 
 
 @plain(fuses=1)
-def a_mask_on_the_scores_by_their_value(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def a_mask_on_the_scores_by_their_value(s, t):
     p = torch.where(t <= -1e-3, torch.zeros_like(t), t.softmax(-1))
     return -(p * s.log_softmax(-1)).sum(-1).mean()
 
@@ -129,8 +129,7 @@ def rows_without_keys_by_addition(q, k, qt, kt, keep, rows):
 
 
 @plain(fuses=1)
-def rows_without_keys_of_minus_infinity(q, k, qt, kt, kb, rows):
-    s, t = student(q, k), student(qt, kt)
+def rows_without_keys_of_minus_infinity(s, t, kb, rows):
     s = s.masked_fill(~_keep(), -INFINITY)
     el = t.softmax(-1) * s.softmax(-1) * kb
     return (el.sum(-1) * rows[:, None]).sum()
@@ -160,15 +159,15 @@ def an_exact_zero_beside_an_infinity(q, k, qt, kt):
 
 # ------------------------------------------------------------ in-place writes
 @plain()
-def elements_are_written(q, k, qt, kt, kb):
-    el = student(qt, kt).softmax(-1) * student(q, k).log_softmax(-1)
+def elements_are_written(s, t, kb):
+    el = t.softmax(-1) * s.log_softmax(-1)
     el *= kb
     return el.sum(-1).mean()
 
 
 @plain()
-def elements_are_written_through_a_view(q, k, qt, kt, kb):
-    el = student(qt, kt).softmax(-1) * student(q, k).log_softmax(-1) * kb
+def elements_are_written_through_a_view(s, t, kb):
+    el = t.softmax(-1) * s.log_softmax(-1) * kb
     el[..., 0] = 0.0
     return el.sum(-1).mean()
 
@@ -209,8 +208,8 @@ def the_operand_is_written_afterwards(q, k, qt, kt, kb):
 
 
 @plain()
-def the_sum_is_written(q, k, qt, kt, kb):
-    rows = (student(qt, kt).softmax(-1) * student(q, k).log_softmax(-1) * kb).sum(-1)
+def the_sum_is_written(s, t, kb):
+    rows = (t.softmax(-1) * s.log_softmax(-1) * kb).sum(-1)
     rows[:, 0] = 1.0
     return rows.mean()
 
@@ -229,14 +228,13 @@ def an_indexer(q, k, qt, kt, hs):
     return (t * ((t + 1e-10).log() - (s.softmax(-1) + 1e-10).log())).sum(-1).mean()
 
 
+@plain(
+    "an_indexer_of_other_heads",
+    also="hs",
+    shapes={"q": (2, 4, QUERIES, 8), "k": (2, 4, KEYS, 8), "hs": (4,)},
+)
 @plain(fuses=1, also="hs qt kt")
 def an_indexer_whose_teacher_is_trained(q, k, qt, kt, hs):
-    t, s = _indexer(q, k, qt, kt, hs)
-    return F.kl_div(s.log_softmax(-1), t, reduction="sum")
-
-
-@plain(also="hs", shapes={"q": (2, 4, QUERIES, 8), "k": (2, 4, KEYS, 8), "hs": (4,)})
-def an_indexer_of_other_heads(q, k, qt, kt, hs):
     t, s = _indexer(q, k, qt, kt, hs)
     return F.kl_div(s.log_softmax(-1), t, reduction="sum")
 
@@ -261,14 +259,14 @@ def a_sum_of_heads_of_what_does_not_vary(q_h1, k_h1, qt, kt):
 
 
 @plain()
-def a_sum_over_queries_of_probabilities(q, k, qt, kt):
-    p, r = student(q, k).softmax(-1).mean(2), student(qt, kt).softmax(-1).mean(2)
+def a_sum_over_queries_of_probabilities(s, t):
+    p, r = s.softmax(-1).mean(2), t.softmax(-1).mean(2)
     return (r * (r.log() - p.log())).sum(-1).mean()
 
 
 @plain()
-def a_sum_over_queries_of_one_side(q, k, qt, kt):
-    p, r = student(q, k).softmax(-1), student(qt, kt).softmax(-1).mean(2, keepdim=True)
+def a_sum_over_queries_of_one_side(s, t):
+    p, r = s.softmax(-1), t.softmax(-1).mean(2, keepdim=True)
     return (r * (r.log() - p.log())).sum(-1).mean()
 
 
@@ -299,26 +297,22 @@ def rows_and_heads_flattened(q, k, qt, kt, kb):
 
 # ------------------------------------------------------------ other axes
 @plain()
-def normalised_over_queries(q, k, qt, kt, kb):
-    s, t = student(q, k), student(qt, kt)
+def normalised_over_queries(s, t, kb):
     return (kb * t.softmax(-2) * s.log_softmax(-1)).sum(-1).mean()
 
 
 @plain()
-def normalised_over_queries_on_both_sides(q, k, qt, kt, rw):
-    s, t = student(q, k), student(qt, kt)
+def normalised_over_queries_on_both_sides(s, t, rw):
     return (rw[:, None] * t.softmax(-2) * s.log_softmax(-2)).sum(-2).mean()
 
 
 @plain()
-def summed_over_queries_first(q, k, qt, kt, rw):
-    s, t = student(q, k), student(qt, kt)
+def summed_over_queries_first(s, t, rw):
     return (rw[:, None] * t.softmax(-1) * s.log_softmax(-1)).sum(-2).square().sum(-1).mean()
 
 
 @plain()
-def normalised_in_turn(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def normalised_in_turn(s, t):
     p = s.exp()
     for _ in range(2):
         p = p / p.sum(-1, keepdim=True)
@@ -327,22 +321,19 @@ def normalised_in_turn(q, k, qt, kt):
 
 
 @plain()
-def normalised_over_everything(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def normalised_over_everything(s, t):
     p = (s - s.logsumexp((-2, -1), keepdim=True)).exp()
     return (p * t.softmax(-1)).sum((-2, -1)).mean()
 
 
 @plain()
-def mean_of_all_scores_is_taken(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def mean_of_all_scores_is_taken(s, t):
     s = (s - s.mean()) / s.std()
     return (t.softmax(-1).square() * s.log_softmax(-1)).sum(-1).mean()
 
 
 @plain()
-def scores_standardised_by_row(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def scores_standardised_by_row(s, t):
     s = (s - s.mean(-1, keepdim=True)) / (s.square().mean(-1, keepdim=True) + 1e-3).sqrt()
     return (t.softmax(-1).square() * s.log_softmax(-1)).sum(-1).mean()
 
@@ -413,14 +404,14 @@ for _name, _operation in _OPERATIONS.items():
 
 # ------------------------------------------------------------ what stands after and next to
 @plain()
-def a_sum_whose_sign_is_read(q, k, qt, kt, kb):
-    rows = (kb * student(qt, kt).softmax(-1) * student(q, k).log_softmax(-1)).sum(-1)
+def a_sum_whose_sign_is_read(s, t, kb):
+    rows = (kb * t.softmax(-1) * s.log_softmax(-1)).sum(-1)
     return torch.where(rows > 0, rows, 2 * rows).mean()
 
 
 @plain()
-def elements_are_returned_beside_the_sum(q, k, qt, kt, kb):
-    el = kb * student(qt, kt).softmax(-1) * student(q, k).log_softmax(-1)
+def elements_are_returned_beside_the_sum(s, t, kb):
+    el = kb * t.softmax(-1) * s.log_softmax(-1)
     return el.sum(-1).mean(), el
 
 
@@ -432,59 +423,55 @@ def the_map_is_used_by_attention(q, k, v, qt, kt, kb):
 
 
 @plain()
-def rows_feed_the_next_loss(q, k, qt, kt, kb):
-    s, t = student(q, k), student(qt, kt)
+def rows_feed_the_next_loss(s, t, kb):
     rows = (kb * t.softmax(-1) * s.log_softmax(-1)).sum(-1, keepdim=True)
     return (t.softmax(-1) * (s * rows.sigmoid()).log_softmax(-1)).sum(-1).mean()
 
 
 @plain()
-def a_total_feeds_the_next_loss(q, k, qt, kt, kb):
-    s, t = student(q, k), student(qt, kt)
+def a_total_feeds_the_next_loss(s, t, kb):
     total = (kb * t.softmax(-1) * s.log_softmax(-1)).sum()
     return (t.softmax(-1) * (s * total.sigmoid()).log_softmax(-1) * kb).sum(-1).mean()
 
 
 @plain()
-def two_losses_of_one_map(q, k, qt, kt, kb):
-    s, t = student(q, k), student(qt, kt)
+def two_losses_of_one_map(s, t, kb):
     first = (kb * t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
     second = ((s.softmax(-1) - t.softmax(-1)) ** 2).sum(-1).mean()
     return first + second, second
 
 
 @plain()
-def rows_with_keepdim_and_means(q, k, qt, kt, kb, rw):
-    s, t = student(q, k), student(qt, kt)
+def rows_with_keepdim_and_means(s, t, kb, rw):
     el = kb * t.softmax(-1) * s.log_softmax(-1)
     return (el.mean(-1, keepdim=True) * rw[:, None]).sum() + el.sum((0, 3)).mean() * rw.sum()
 
 
 @plain()
-def a_mean_over_everything(q, k, qt, kt):
-    return F.mse_loss(student(q, k).softmax(-1), student(qt, kt).softmax(-1))
+def a_mean_over_everything(s, t):
+    return F.mse_loss(s.softmax(-1), t.softmax(-1))
 
 
 @plain()
-def a_loss_without_reduction(q, k, qt, kt, kb):
-    el = F.mse_loss(student(q, k).softmax(-1), student(qt, kt).softmax(-1), reduction="none")
+def a_loss_without_reduction(s, t, kb):
+    el = F.mse_loss(s.softmax(-1), t.softmax(-1), reduction="none")
     return (el * kb).sum((-2, -1))
 
 
 @plain()
-def absolute_differences(q, k, qt, kt):
-    return F.l1_loss(student(q, k).softmax(-1), student(qt, kt).softmax(-1), reduction="sum")
+def absolute_differences(s, t):
+    return F.l1_loss(s.softmax(-1), t.softmax(-1), reduction="sum")
 
 
 @plain()
-def cosine_of_maps(q, k, qt, kt):
-    p, r = student(q, k).softmax(-1), student(qt, kt).softmax(-1)
+def cosine_of_maps(s, t):
+    p, r = s.softmax(-1), t.softmax(-1)
     return (1 - F.cosine_similarity(p, r, dim=-1)).mean()
 
 
 @plain()
-def normalised_by_the_two_norm(q, k, qt, kt):
-    p, r = (F.normalize(x.softmax(-1), dim=-1) for x in (student(q, k), student(qt, kt)))
+def normalised_by_the_two_norm(s, t):
+    p, r = (F.normalize(x.softmax(-1), dim=-1) for x in (s, t))
     return (p * r).sum(-1).mean()
 
 
@@ -570,13 +557,7 @@ def ids_of_queries_instead_of_keys(q, k, qt, kt):
 
 
 @plain(dynamic=True)
-def keys_weighted_with_sizes_that_vary(q, k, qt, kt, kb):
-    return _weighted(student(q, k), student(qt, kt), kb)
-
-
-@plain(dynamic=True)
-def causal_and_weighted_with_sizes_that_vary(q, k, qt, kt, kb):
-    s, t = student(q, k), student(qt, kt)
+def causal_and_weighted_with_sizes_that_vary(s, t, kb):
     keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril()
     s, t = (x.masked_fill(~keep, LOWEST) for x in (s, t))
     return _weighted(s, t, kb)
@@ -589,12 +570,11 @@ def a_mean_of_heads_with_sizes_that_vary(q, k, qt, kt, hs):
 
 
 @plain(dtype=torch.float32)
-def weights_in_float64(q, k, qt, kt, kb):
-    p, r = student(q, k).softmax(-1), student(qt, kt).softmax(-1)
+def weights_in_float64(s, t, kb):
+    p, r = s.softmax(-1), t.softmax(-1)
     return (kb.double() * r * p.log()).sum(-1).mean()
 
 
 @plain(dtype=torch.bfloat16)
-def narrow_scores_compared(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def narrow_scores_compared(s, t):
     return (torch.where(t > 0.1, t, 0.0).softmax(-1) * s.log_softmax(-1)).sum(-1).mean()

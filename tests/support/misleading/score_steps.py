@@ -10,15 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.misleading.registry import (
-    INFINITY,
-    kd,
-    misleading,
-    plain,
-    register,
-    rows_of,
-    student,
-)
+from tests.support.losses import kd
+from tests.support.losses import rows_of_kl as rows_of
+from tests.support.misleading.registry import INFINITY, misleading, plain, register, student
 
 
 def causal(s: Tensor) -> Tensor:
@@ -27,30 +21,27 @@ def causal(s: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------- a constant is added
 @misleading("W5")
-def shift_before_tanh(q, k, qt, kt):
-    return kd(torch.tanh(student(q, k) + 1) * 5, torch.tanh(student(qt, kt) + 1) * 5)
+def shift_before_tanh(s, t):
+    return kd(torch.tanh(s + 1) * 5, torch.tanh(t + 1) * 5)
 
 
 @misleading("W5")
-def shift_before_tanh_of_the_teacher(q, k, qt, kt):
-    return kd(torch.tanh(student(q, k)) * 5, torch.tanh(student(qt, kt) - 2) * 5)
+def shift_before_tanh_of_the_teacher(s, t):
+    return kd(torch.tanh(s) * 5, torch.tanh(t - 2) * 5)
 
 
 @misleading("W5")
-def shift_before_a_moderate_fill(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def shift_before_a_moderate_fill(s, t):
     return kd((s + 5).masked_fill(~causal(s), 0.0), (t + 5).masked_fill(~causal(t), 0.0))
 
 
 @misleading("W5")
-def shift_before_a_fill_by_where(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def shift_before_a_fill_by_where(s, t):
     return kd(torch.where(causal(s), s + 5, 0.0), torch.where(causal(t), t + 5, 0.0))
 
 
 @misleading("W5")
-def shift_before_a_fill_on_one_side(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def shift_before_a_fill_on_one_side(s, t):
     return kd((s - 5).masked_fill(~causal(s), 0.0), t.masked_fill(~causal(t), 0.0))
 
 
@@ -73,53 +64,49 @@ def shift_in_an_expectation_of_logits(h, w, ht, wt):
 
 
 @misleading("W5")
-def shift_before_tanh_of_logits(h, w, ht, wt):
-    return kd(torch.tanh(h @ w.T + 1) * 5, torch.tanh(ht @ wt.T + 1) * 5)
+def shift_before_tanh_of_logits(z, t):
+    return kd(torch.tanh(z + 1) * 5, torch.tanh(t + 1) * 5)
 
 
 @misleading("W5")
-def shift_before_relu(q, k, qt, kt):
-    return kd((student(q, k) + 1).relu(), (student(qt, kt) + 1).relu())
+def shift_before_relu(s, t):
+    return kd((s + 1).relu(), (t + 1).relu())
 
 
 @misleading("W5")
-def shift_before_a_clamp(q, k, qt, kt):
-    return kd((student(q, k) + 1).clamp(-2, 2), (student(qt, kt) + 1).clamp(-2, 2))
+def shift_before_a_clamp(s, t):
+    return kd((s + 1).clamp(-2, 2), (t + 1).clamp(-2, 2))
 
 
 @misleading("W5")
-def shift_by_rows_before_a_fill(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def shift_by_rows_before_a_fill(s, t):
     s = (s - s.amax(-1, keepdim=True)).masked_fill(~causal(s), 0.0)
     t = (t - t.amax(-1, keepdim=True)).masked_fill(~causal(t), 0.0)
     return kd(s, t)
 
 
 @misleading("W5")
-def shift_by_rows_before_tanh(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def shift_by_rows_before_tanh(s, t):
     return kd(torch.tanh(s - s.amax(-1, True)), torch.tanh(t - t.amax(-1, True)))
 
 
 @plain(fuses=1)
-def shift_before_softmax(q, k, qt, kt):
-    return kd(student(q, k) + 5, student(qt, kt) - 3)
+def shift_before_softmax(s, t):
+    return kd(s + 5, t - 3)
 
 
 @plain(fuses=1)
-def shift_before_a_fill_with_infinity(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def shift_before_a_fill_with_infinity(s, t):
     return kd((s + 5).masked_fill(~causal(s), -INFINITY), t.masked_fill(~causal(t), -INFINITY))
 
 
 @plain(fuses=1)
-def shift_after_tanh(q, k, qt, kt):
-    return kd(torch.tanh(student(q, k)) * 5 + 1, torch.tanh(student(qt, kt)) * 5)
+def shift_after_tanh(s, t):
+    return kd(torch.tanh(s) * 5 + 1, torch.tanh(t) * 5)
 
 
 @plain()
-def shift_by_rows_before_softmax(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def shift_by_rows_before_softmax(s, t):
     return kd(s - s.amax(-1, keepdim=True), t - t.amax(-1, keepdim=True).detach())
 
 
@@ -148,43 +135,37 @@ def padding_of_words_made_finite(h, w, ht, wt):
 
 
 @misleading("W9")
-def infinity_made_finite_in_scores(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def infinity_made_finite_in_scores(s, t):
     s = s.masked_fill(~causal(s), -INFINITY).log_softmax(-1).nan_to_num(neginf=-50.0)
     return F.kl_div(s, t.softmax(-1), reduction="none").sum(-1)
 
 
 @misleading("W9")
-def infinite_elements_made_finite(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def infinite_elements_made_finite(s, t):
     s = s.masked_fill(~causal(s), -INFINITY)
     x = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
     return x.nan_to_num(posinf=7.0).sum(-1)
 
 
 @misleading("W9")
-def infinite_rows_made_finite(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def infinite_rows_made_finite(s, t):
     s = s.masked_fill(~causal(s), -INFINITY)
     return rows_of(s, t).nan_to_num(posinf=7.0).mean()
 
 
 @misleading("W9")
-def infinite_scores_made_finite(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def infinite_scores_made_finite(s, t):
     s, t = (x.masked_fill(~causal(x), -INFINITY).nan_to_num(neginf=-2.0) for x in (s, t))
     return kd(s, t)
 
 
 @plain(fuses=1)
-def nothing_to_make_finite(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def nothing_to_make_finite(s, t):
     return F.kl_div(s.log_softmax(-1).nan_to_num(), t.softmax(-1), reduction="batchmean")
 
 
 @plain()
-def empty_rows_made_zero(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def empty_rows_made_zero(s, t):
     keep = causal(s).tril(-4)
     s, t = (x.masked_fill(~keep, -INFINITY) for x in (s, t))
     p = t.softmax(-1).nan_to_num(0.0)
@@ -192,49 +173,42 @@ def empty_rows_made_zero(q, k, qt, kt):
 
 
 @misleading("W11")
-def only_infinite_scores_are_kept(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def only_infinite_scores_are_kept(s, t):
     return kd(torch.where(s.isinf(), s, 0.0), torch.where(t.isinf(), t, 0.0))
 
 
 @misleading("W11")
-def only_infinite_scores_of_the_student_are_kept(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def only_infinite_scores_of_the_student_are_kept(s, t):
     return kd(torch.where(s.isinf(), s, 0.0), t)
 
 
 @misleading("W11")
-def only_missing_scores_are_kept(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def only_missing_scores_are_kept(s, t):
     return kd(torch.where(s.isnan(), s, 1.0), torch.where(t.isnan(), t, t.sin()))
 
 
 @misleading("W11")
-def finite_scores_are_filled(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def finite_scores_are_filled(s, t):
     s = s.masked_fill(~causal(s), -INFINITY)
     return kd(s.masked_fill(~s.isinf(), 0.0).masked_fill(s.isinf(), -1.0), t)
 
 
 @misleading("W11")
-def missing_elements_are_filled(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def missing_elements_are_filled(s, t):
     s = s.masked_fill(~causal(s), -INFINITY)
     x = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
     return x.masked_fill(s.isnan(), 0.0).sum(-1)
 
 
 @misleading("W11")
-def kept_where_the_other_side_is_infinite(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def kept_where_the_other_side_is_infinite(s, t):
     t = t.masked_fill(~causal(t), -INFINITY)
     x = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
     return torch.where(t.isinf(), x + 1.0, x).sum(-1)
 
 
 @plain(fuses=1)
-def infinite_elements_are_filled(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def infinite_elements_are_filled(s, t):
     s, t = (x.masked_fill(~causal(x), -INFINITY) for x in (s, t))
     x = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
     return x.masked_fill(s.isinf(), 0.0).sum(-1).mean()
@@ -274,8 +248,8 @@ def scores_through_int8(q, k, qt, kt):
 
 
 @misleading("W10")
-def scores_through_float32(q, k, qt, kt):
-    return kd(student(q, k).float().double(), student(qt, kt).float().double())
+def scores_through_float32(s, t):
+    return kd(s.float().double(), t.float().double())
 
 
 @misleading("W10")
@@ -285,19 +259,19 @@ def operands_through_float8(q, k, qt, kt):
 
 
 @plain(fuses=1, dtype=torch.float32)
-def scores_widened(q, k, qt, kt):
-    return kd(student(q, k).double(), student(qt, kt).double())
+def scores_widened(s, t):
+    return kd(s.double(), t.double())
 
 
 @plain(fuses=1, dtype=torch.bfloat16)
-def softmax_in_float32(q, k, qt, kt):
-    p = student(qt, kt).softmax(-1, dtype=torch.float32)
-    return F.kl_div(student(q, k).log_softmax(-1, dtype=torch.float32), p, reduction="sum")
+def softmax_in_float32(s, t):
+    p = t.softmax(-1, dtype=torch.float32)
+    return F.kl_div(s.log_softmax(-1, dtype=torch.float32), p, reduction="sum")
 
 
 @plain(fuses=1)
-def softcapped(q, k, qt, kt):
-    return kd(5 * torch.tanh(student(q, k) / 5), 5 * torch.tanh(student(qt, kt) / 5))
+def softcapped(s, t):
+    return kd(5 * torch.tanh(s / 5), 5 * torch.tanh(t / 5))
 
 
 # ------------------------------------------------------------------------ masks and sizes
@@ -335,15 +309,13 @@ def one_head_under_a_bias_of_two(q_h1, k_h1, qt_h1, kt_h1, b):
 
 
 @plain(fuses=1)
-def padded_keys(q, k, qt, kt, keep):
-    s, t = student(q, k), student(qt, kt)
+def padded_keys(s, t, keep):
     hidden = ~keep[:, None, None, :]
     return kd(s.masked_fill(hidden, -1e9), t.masked_fill(hidden, -1e9))
 
 
 @plain(fuses=1)
-def causal_rows(q, k, qt, kt):
-    s, t = student(q, k), student(qt, kt)
+def causal_rows(s, t):
     return kd(s.masked_fill(~causal(s), -1e9), t.masked_fill(~causal(t), -1e9))
 
 

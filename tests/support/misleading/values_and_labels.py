@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.support.misleading.registry import (
-    kd,
-    misleading,
-    plain,
-    register,
-    student,
-)
+from tests.support.losses import kd
+from tests.support.misleading.registry import misleading, plain, register, student
 
 
 # --------------------------------------------------------------------- maps that make values
