@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 
@@ -9,7 +11,9 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, reached
 
 WITH_SIZES = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
 OF_ITS_TYPE = {"to", "type_as"}
-MADE = {"zeros": torch.zeros, "ones": torch.ones, "full": torch.full, "empty": torch.empty}
+MADE: dict[str, Callable[..., Tensor]] = {
+    "zeros": torch.zeros, "ones": torch.ones, "full": torch.full, "empty": torch.empty,
+}  # fmt: skip
 LIKE = {text: make for n, make in MADE.items() for text in (f"{n}_like", f"new_{n}")}
 
 
