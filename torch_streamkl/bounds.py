@@ -26,6 +26,9 @@ checked_ids = define(
 )
 
 
+LABELS = "labels or"  # and the one value that is ignored: what `checked_ids` checks
+
+
 def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:
     """Raises if a label is neither ``ignore_index`` nor a vocabulary entry."""
     if labels is None or not has_values(labels):
@@ -39,10 +42,12 @@ def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> N
 
 
 def _checked(ids: Tensor, size: int, dim: int, of: str = "gather") -> Tensor:
-    """Raises as gather, indexing or one_hot do; an index may count from the end."""
+    """Raises as gather, indexing, one_hot or cross_entropy do; an index may count from the end."""
     is_index = of == "index"
     if has_values(ids):
         is_right = ids.clamp(-size if is_index else 0, size - 1) == ids
+        if of.startswith(LABELS):
+            is_right |= ids == int(of.removeprefix(LABELS))
         if ids.device.type != "cpu":
             torch._assert_async(is_right.all(), f"an index is out of bounds for size {size}")
         elif not is_right.all():
@@ -50,6 +55,8 @@ def _checked(ids: Tensor, size: int, dim: int, of: str = "gather") -> Tensor:
             if of == "one_hot":
                 rule = "smaller than num_classes" if first >= size else "non-negative"
                 raise RuntimeError(f"Class values must be {rule}.")
+            if of.startswith(LABELS):
+                raise IndexError(f"Target {first} is out of bounds.")
             error = IndexError if is_index else RuntimeError
             raise error(f"index {first} is out of bounds for dimension {dim} with size {size}")
     return torch.where(ids < 0, ids + size, ids) if is_index else ids.clone()

@@ -31,13 +31,15 @@ BARRIERS = {
 DTYPES = {"to", "float", "double", "half", "bfloat16"}
 OPERAND_VIEWS = DTYPES | {
     "transpose", "permute", "swapaxes", "swapdims", "t", "contiguous", "unsqueeze", "expand",
-    "reshape", "view", "repeat_interleave", "getitem", "getattr",
+    "reshape", "view", "repeat_interleave", "getitem", "getattr", "chunk", "split",
 }  # fmt: skip
 PRODUCTS, QUOTIENTS = {"mul", "multiply"}, {"truediv", "div", "divide", "true_divide"}
 DIFFERENCES = {"sub", "subtract"}
 COMPARISONS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity"}
 MEASURES = {"pow", "square", "abs", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
             "linalg_matrix_norm", "linalg_norm"}  # fmt: skip
+ENTRIES = {"gather", "take_along_dim"}
+SUMS = {"sum", "mean", "nansum", "nanmean", "amax", "max", "norm", "var", "std"}
 CASTS = DTYPES | {"_to_copy", "contiguous", "detach"}
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
@@ -68,7 +70,8 @@ def find_region(graph: fx.Graph) -> Region | None:
         value = example(node)
         if isinstance(value, Tensor) and value.dim() == 0:
             continue  # after the first scalar there is only arithmetic on losses
-        for user in node.users:
+        reached = (x for u in node.users for x in ([u] if _is_operation(u) else _filled_by(u)))
+        for user in reached:
             if user not in seen and _is_operation(user) and name_of(user) not in BARRIERS:
                 seen.add(user)
                 if name_of(user) in MATMULS:
@@ -83,6 +86,24 @@ def find_region(graph: fx.Graph) -> Region | None:
     nodes = tuple(n for n in graph.nodes if n in inside)
     leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
     return Region(nodes, tuple(leaves))
+
+
+def _filled_by(node: fx.Node) -> list[fx.Node]:
+    """The tensor that an assignment writes entries of scores to: it is read in their place.
+
+    Values of rows are computed where they are: who reads them later reads numbers.
+    """
+    if name_of(node) not in ("setitem", "__setitem__"):
+        return []
+    frontier, seen = [a for a in node.args[-1:] if isinstance(a, fx.Node)], set[fx.Node]()
+    while frontier:
+        current = frontier.pop()
+        if name_of(current) in ENTRIES:
+            return written_by(node)
+        if current not in seen and name_of(current) not in MATMULS | SEEDS | SUMS:
+            seen.add(current)
+            frontier += current.all_input_nodes
+    return []
 
 
 def _add_shapes(inside: set[fx.Node]) -> None:
@@ -239,7 +260,8 @@ def _is_view_of_operand(node: fx.Node) -> bool:
         isinstance(x, torch.dtype) for x in (*node.args, *node.kwargs.values())
     ):
         return False
-    return name in OPERAND_VIEWS and sum(map(is_tensor, node.all_input_nodes)) == 1
+    given = (example(a) for a in node.all_input_nodes)
+    return name in OPERAND_VIEWS and sum(isinstance(x, (Tensor, tuple)) for x in given) == 1
 
 
 def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:

@@ -54,7 +54,7 @@ def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tu
     chosen: list[Any] = []
     blocks: dict[int, int] = {}  # how many, by their size
     for b in bindings_of(roots):
-        for product in b.products if b.places & places else ():
+        for product in b.products if b.is_over(places) else ():
             place = key_position(product, places)
             at = product.args[place[0]].args[place[1]] if place is not None else None
             if place is None or at is None or b.axis not in at.axes:

@@ -10,7 +10,7 @@ over keys, each of them is tried, the outermost first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,10 @@ class Binding:
     def places(self) -> set[Place]:
         return {place for x in self.products for place in places_of(x, self.axis)}
 
+    def is_over(self, keys: Set[Place]) -> bool:
+        """Returns whether the axis is that of the keys."""
+        return stands_at(self.products, self.axis, keys)
+
 
 def bindings_of(roots: Iterable[Node]) -> list[Binding]:
     """Returns the reductions and softmaxes over axes of products, inner ones first.
@@ -128,7 +132,7 @@ def _is_of_one(product: Node, axis: Axis) -> bool:
 def _closed(places: set[Place], bindings: Sequence[Binding]) -> frozenset[Place]:
     """With the places of other products in the same sums."""
     while True:
-        more = {p for b in bindings if b.places & places for p in b.places} - places
+        more = {p for b in bindings if b.is_over(places) for p in b.places} - places
         if not more:
             return frozenset(places)
         places = places | more
@@ -139,7 +143,15 @@ def is_of_keys(x: Node, keys: frozenset[Place], products: Iterable[Node] | None 
     if x.op != "reduce":
         return False
     inside = products_of(x) if products is None else products
-    return any(places_of(p, x.value.axis) & keys for p in inside)
+    return stands_at(inside, x.value.axis, keys)
+
+
+def stands_at(products: Iterable[Node], axis: Axis, keys: Set[Place]) -> bool:
+    """Returns whether an axis stands where keys do, and nowhere else in the same product.
+
+    On a diagonal an axis of rows stands there, too: that is one key of each row.
+    """
+    return any(found and found <= keys for p in products for found in [places_of(p, axis)])
 
 
 def key_position(product: Node, keys: frozenset[Place]) -> tuple[int, int] | None:

@@ -27,19 +27,19 @@ class Selections:
     """Holds the positions that masks select, each computed once, and where row counts are read.
 
     ``masked`` has the selections by the symbols that the analysis has for their row counts, one
-    for every use of a mask. ``counts`` has tensors of positions and their dimensions by size.
+    for every use of a mask, and how many entries of each row a symbol counts. ``counts`` has
+    tensors of positions and their dimensions by size.
     """
 
-    def __init__(self, masked: Mapping[str, object] | None = None) -> None:
+    def __init__(self, masked: Mapping[str, tuple[object, int]] | None = None) -> None:
         self.masked = masked or {}
         self.positions: dict[object, fx.Node] = {}
         self.counts: dict[str, tuple[fx.Node, int]] = {}
 
-    def positions_of(self, size: str) -> fx.Node | None:
-        """Returns the node with the positions of the rows whose number is ``size``, if there is
-        one.
-        """
-        return self.positions.get(self.masked.get(size))
+    def count_of(self, size: str) -> tuple[fx.Node, int] | None:
+        """Returns the positions of rows, and how many entries of each are ``size`` together."""
+        rows, each = self.masked.get(size, (None, 1))
+        return (self.positions[rows], each) if rows in self.positions else None
 
 
 class Builder:
@@ -150,9 +150,10 @@ class Builder:
     def _symbolic(self, wanted: Any, tensors: Sequence[fx.Node]) -> int | fx.Node:
         if wanted.is_Integer:
             return int(wanted)
-        positions = self.selections.positions_of(str(wanted))
-        if positions is not None:
-            return self.method("size", positions, 0)
+        selected = self.selections.count_of(str(wanted))
+        if selected is not None:
+            rows = self.method("size", selected[0], 0)
+            return rows if selected[1] == 1 else self.call(operator.mul, rows, selected[1])
         for tensor in tensors:
             value = example(tensor)
             assert isinstance(value, Tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 
@@ -9,7 +11,10 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, reached
 
 WITH_SIZES = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
 OF_ITS_TYPE = {"to", "type_as"}
-LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones}
+MADE: dict[str, Callable[..., Tensor]] = {
+    "zeros": torch.zeros, "ones": torch.ones, "full": torch.full, "empty": torch.empty,
+}  # fmt: skip
+LIKE = {text: make for n, make in MADE.items() for text in (f"{n}_like", f"new_{n}")}
 
 
 def values_of(node: fx.Node) -> set[fx.Node]:
@@ -22,14 +27,26 @@ def values_of(node: fx.Node) -> set[fx.Node]:
     return reached([node], inputs)
 
 
+def number_in(node: fx.Node) -> float | None:
+    """Returns the number that ``full_like`` or ``new_full`` fills a tensor with, if it is one."""
+    given = node.args[1:] if name_of(node).endswith("_like") else node.args[2:]
+    value = given[0] if given else node.kwargs.get("fill_value")
+    return value if isinstance(value, (int, float)) else None
+
+
 def read_for_metadata(node: fx.Node) -> fx.Node | None:
     """Returns the argument of which a node reads only shape or type, if there is one."""
     name = name_of(node)
     if name in LIKE:
-        source = node.args[0] if len(node.args) == 1 else None
-        values = (example(source) if isinstance(source, fx.Node) else None), example(node)
-        is_plain = all(isinstance(x, Tensor) and x.is_contiguous() for x in values)
-        return source if isinstance(source, fx.Node) and is_plain else None
+        source, made = node.args[0] if node.args else None, example(node)
+        is_plain = isinstance(made, Tensor) and made.is_contiguous()
+        is_known = LIKE[name] is not torch.full or number_in(node) is not None
+        is_leaf = node.kwargs.get("requires_grad", False)
+        return (
+            source
+            if isinstance(source, fx.Node) and is_plain and is_known and not is_leaf
+            else None
+        )
     if len(node.args) != 2 or node.kwargs:
         return None
     x, other = node.args

@@ -16,20 +16,22 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_unknown
+from torch_streamkl.fx_passes.fx_utils.torch_names import FloorDiv
 from torch_streamkl.fx_passes.reading.positions import MaskedRows
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import Extent
 
 
-def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, MaskedRows]:
+def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, tuple[MaskedRows, int]]:
     """Returns the rows that masks of the trace select, by the symbols of their counts.
 
-    The symbols are those of the trace and of the user's graph.
+    The symbols are those of the trace and of the user's graph. Entries that are selected are so
+    many of each row.
     """
     if not reading.selected:
         return {}
     found = {
-        name: rows
+        name: (rows, 1)
         for count, rows in reading.selected.items()
         for name in reading.sizes.equal_names(count)
     }
@@ -40,7 +42,11 @@ def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, MaskedRows]:
         for size, of_user in zip(made.shape, value.shape, strict=True):
             count = reading.sizes.of(size) if is_unknown(of_user) else None
             if isinstance(count, Extent) and count in reading.selected:
-                found[str(expression(of_user))] = reading.selected[count]
+                found[str(expression(of_user))] = reading.selected[count], 1
+    for count, rows in reading.selected.items():
+        known = expression(count.size)
+        if isinstance(known, FloorDiv) and known.args[1].is_Integer:
+            found.setdefault(str(known.args[0]), (rows, int(known.args[1])))
     return found
 
 
@@ -60,10 +66,10 @@ def reread_counts(
 
 def _reread(user: fx.Node, size: Size, selections: Selections, build: Builder) -> None:
     symbols = expression(size).free_symbols
-    if not any(selections.positions_of(str(s)) for s in symbols):
+    if not any(selections.count_of(str(s)) for s in symbols):
         return
-    positions = selections.positions_of(str(expression(size)))
-    if positions is not None:
+    positions, each = selections.count_of(str(expression(size))) or (None, 0)
+    if each == 1:
         user.args = (positions, 0)
         return
     tensors = [n for n in user.graph.nodes if n.op == "placeholder" and _is_tensor(n)]

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
+import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of, tensor_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import (
     LIKE,
     OF_ITS_TYPE,
     WITH_SIZES,
+    number_in,
     read_for_metadata,
 )
 
@@ -51,9 +53,9 @@ def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node
     assert isinstance(x, fx.Node)
     if name in OF_ITS_TYPE:
         return build.method("to", x, value.dtype)
-    sizes = [build.size(size, tensors) for size in value.shape]
-    if name not in LIKE:
-        return build.method(WITH_SIZES[name], x, *sizes)
-    made = example(node)
-    assert isinstance(made, Tensor)
-    return build.call(LIKE[name], sizes, dtype=made.dtype, device=made.device)
+    if name in WITH_SIZES:
+        return build.method(WITH_SIZES[name], x, *(build.size(n, tensors) for n in value.shape))
+    made, number = tensor_of(node), number_in(node)
+    sizes = [build.size(n, tensors) for n in made.shape]
+    filled = [number] if LIKE[name] is torch.full else []
+    return build.call(LIKE[name], sizes, *filled, dtype=made.dtype, device=made.device)

@@ -17,9 +17,9 @@ from torch_streamkl.fx_passes.closed_forms.row_checks import (
     SMALLEST_OF_OTHERS,
     is_filled,
 )
-from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
+from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, named_arguments
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading, is_number
 from torch_streamkl.fx_passes.reading.types import is_narrower
@@ -32,6 +32,7 @@ COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 CASTS = {
     aten.to.device, aten.to.dtype, aten.to.other, aten._to_copy.default, aten.type_as.default,
 }  # fmt: skip
+OF_LABELS = "cross_entropy of labels"
 WITH_LABELS = {
     aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default,
     aten.nll_loss2d.default,
@@ -52,8 +53,9 @@ def check_eager(
     ``captured`` are what a program reads beside its products, ``operands`` the products' types.
     """
     behind = set(roots).union(*(ancestors(r) for r in roots)) & reading.reads_products
+    if any(map(has_labels, behind if all(map(has_labels, roots)) else behind - set(roots))):
+        raise Unsupported(OF_LABELS)
     for node in sorted(behind, key=lambda n: n.name):
-        _check_labels(node)
         _check_type(node, operands)
         _check_comparison(node, reading)
         _check_log_sum_exp(node, reading)
@@ -65,14 +67,14 @@ def check_eager(
                 raise Unsupported(reading.reasons[name])
 
 
-def _check_labels(node: fx.Node) -> None:
-    """A cross-entropy with labels is computed next to a divergence of the same logits."""
-    if node.target not in WITH_LABELS:
-        return
-    target = node.args[1]
-    value = target.meta.get("val") if isinstance(target, fx.Node) else None
-    if isinstance(value, Tensor) and not value.is_floating_point():
-        raise Unsupported("cross_entropy of labels")
+def has_labels(node: fx.Node) -> bool:
+    """Returns whether a node is a cross-entropy with labels, not with probabilities.
+
+    `linear_kl` computes it next to a divergence of the same logits, a row program next to other
+    sums of them. Alone it stays.
+    """
+    target = node.args[1] if node.target in WITH_LABELS else None
+    return isinstance(target, fx.Node) and not target.meta["val"].is_floating_point()
 
 
 def _check_type(node: fx.Node, operands: Collection[torch.dtype]) -> None:
@@ -104,12 +106,20 @@ def _check_comparison(node: fx.Node, reading: Reading) -> None:
 
 
 def _check_log_sum_exp(node: fx.Node, reading: Reading) -> None:
-    """In a row without keys eager code's sum is the fill, in which their count is lost."""
+    """In a row without keys eager code's sum is the fill, in which their count is lost.
+
+    A sum over no axis of the products, as of two stacked distributions, is one of a known count.
+    """
     if node.target != aten.logsumexp.default:
         return
     (scores,) = node.all_input_nodes
     x = reading.arrays.get(scores)
-    if isinstance(x, Array) and has_products(x.expr) and is_filled(x.expr, ROUNDED):
+    if not isinstance(x, Array) or not is_filled(x.expr, ROUNDED):
+        return
+    given = named_arguments(node)["dim"]
+    dims = [given] if isinstance(given, int) else given or range(len(x.dims))
+    summed = {a for d in dims for a in x.dims[d]}
+    if any(summed & product.axes for product in products_in([x.expr])):
         raise Unsupported("the log-sum-exp of scores that a large number may stand in place of")
 
 

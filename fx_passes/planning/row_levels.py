@@ -22,8 +22,10 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     products_in,
     sites_of,
 )
+from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reading.rules.views import RESHAPES, SAME
 from torch_streamkl.program.graph import CONTRACT, Node
 
 
@@ -42,6 +44,7 @@ class Levels:
         self.places: frozenset[Place] = places_of_keys(every)[0] if said else frozenset()
         self._known: dict[Node, bool] = {}
         self._read: set[fx.Node] | None = None
+        self._left: set[fx.Node] = set()  # what other code reads itself
 
     def is_of_rows(self, node: fx.Node) -> bool:
         """Returns whether a node is computed from sums over keys alone."""
@@ -65,22 +68,39 @@ class Levels:
         """Returns sums over keys that code outside of the elements reads.
 
         A sum inside of one of the user's operations, such as a norm, is no value of the graph: the
-        first one that is computed from it is.
+        first one that is computed from it is. So it is with the score of one key, as of a label:
+        what sums over keys are added to it is a sum over keys, too.
         """
         read = self._read_outside(region)
         roots, hidden = list[fx.Node](), set[fx.Node]()
+        added = {n for n in read & self.trace.outer.keys() if self._is_added_to_one_key(n)}
         for node in self.made:
             if not self.is_of_rows(node):
                 continue
             inputs = [a for a in node.all_input_nodes if a in self.made]
             is_sum = any(not self.is_of_rows(a) for a in inputs)
-            if not is_sum and not hidden & set(inputs):
+            if not is_sum and not hidden & set(inputs) and node not in added:
                 continue
             if node not in self.trace.outer:
                 hidden.add(node)
-            elif node in read:
+            elif node in read and not self._is_only_read_by(node, added):
                 roots.append(node)
         return roots
+
+    def _is_added_to_one_key(self, node: fx.Node) -> bool:
+        """Whether a value of rows adds the score of one key of each row and sums over keys."""
+        if not self.is_of_rows(node) or self.made[node].op != "linear":
+            return False
+        inputs = [a for a in node.all_input_nodes if self.is_of_rows(a)]
+        return {bool(bindings_of([self.made[a]])) for a in inputs} == {True, False}
+
+    def _is_only_read_by(self, node: fx.Node, nodes: Collection[fx.Node]) -> bool:
+        """Whether other values of rows alone read a value, or a view of it."""
+        users = [u for u in node.users if u.op != "output"]
+        return bool(users and node not in self._left) and all(
+            u in nodes or (u.target in SAME | RESHAPES and self._is_only_read_by(u, nodes))
+            for u in users
+        )
 
     def read_by_elements(self, region: Region) -> set[fx.Node]:
         """Returns the per-row values that only elements read, whose sums compute them, too."""
@@ -100,13 +120,13 @@ class Levels:
         for node in reversed(self.trace.graph.nodes):
             users = [user for user in node.users if user.op != "output"]
             if (
-                (
-                    node in self.trace.outer
-                    and _leaves(self.trace.outer[node], inside, mapped, leaves)
-                )
-                or any(self._is_left(user) for user in users)
-                or any(u in found and self.is_of_rows(u) for u in users)
-            ):
+                node in self.trace.outer
+                and _leaves(self.trace.outer[node], inside, mapped, leaves)
+            ) or any(self._is_left(user) for user in users):
+                self._left.add(node)
+            if node in self._left or any(
+                (u in found and self.is_of_rows(u)) or is_in_place(u) for u in users
+            ):  # whoever reads what was written to is no user of the write
                 found.add(node)
         self._read = found
         return found
@@ -130,7 +150,7 @@ def _is_at_one_key(product: Node, places: frozenset[Place]) -> bool:
     side, d = place
     at = product.args[side].args[d]
     if at.op == "index":
-        return at.value in product.value  # summed
+        return at.value in (*product.value, *product.args[1 - side].axes)  # summed, or a diagonal
     return not has_entries(product, place)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,11 +17,11 @@ from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
-from torch_streamkl.fx_passes.planning.row_eager import check_eager
+from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_facts import facts_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
@@ -35,7 +35,6 @@ SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss",
 }  # fmt: skip
-WITH_LABELS = {"cross_entropy_loss"}
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,12 @@ class RowPlanner:
         ``handled`` are nodes that other operators compute already.
         """
         plans: list[ProgramPlan] = []
-        for root in self.levels.roots(self.region):
+        for root in sorted(self.levels.roots(self.region), key=has_labels):
             if root in handled:
                 continue
-            if _has_labels(root):  # `linear_kl` computes it next to a divergence
-                self.refused[root] = NotClosed("cross_entropy of labels")
+            if has_labels(root):  # `linear_kl` computes it next to a divergence
+                if not self._join(plans, root):
+                    self.refused[root] = NotClosed(OF_LABELS)
                 continue
             try:
                 alone = self.plan([root])
@@ -147,12 +147,7 @@ class RowPlanner:
                 at = blocked.at if isinstance(blocked, NoForm) else None
                 self.refused[root] = NotClosed(str(blocked), at)
                 continue
-            for i, plan in enumerate(plans):
-                joined = self._joined(plan, root)
-                if joined is not None:
-                    plans[i] = joined
-                    break
-            else:
+            if not self._join(plans, root):
                 plans.append(alone)
         self._merge(plans)
         replaced = {o.node for plan in plans for o in plan.outputs}
@@ -166,6 +161,15 @@ class RowPlanner:
             if not reason:
                 found.append(plan)
         return found
+
+    def _join(self, plans: list[ProgramPlan], root: fx.Node) -> bool:
+        """Lets the first program that can compute another sum, too; returns whether one can."""
+        for i, plan in enumerate(plans):
+            joined = self._joined(plan, root)
+            if joined is not None:
+                plans[i] = joined
+                return True
+        return False
 
     def _joined(self, plan: ProgramPlan, root: fx.Node) -> ProgramPlan | None:
         """One program with another sum, if all that it reads is there before the first sum."""
@@ -216,14 +220,14 @@ class RowPlanner:
         """Returns programs that compute some of these divergences together with other sums.
 
         Those read the same products, such as entropies next to a divergence. A cross-entropy with
-        labels is no such sum: `linear_kl` computes it, too.
+        labels is no reason for a program: `linear_kl` computes it, too.
         """
-        roots = {r for r in self.levels.roots(self.region) if name_of(r) not in WITH_LABELS}
+        roots = {r for r in self.levels.roots(self.region) if not has_labels(r)}
         if not roots & set(inner) or len(roots) < 2:
             return []
         found = []
         for plan in self.find(set()):
-            outputs = {o.inner for o in plan.outputs}
+            outputs = {o.inner for o in plan.outputs if not has_labels(o.inner)}
             if outputs & set(inner) and len(outputs) > 1 and outputs <= roots:
                 found.append(plan)
         return found
@@ -249,7 +253,7 @@ class RowPlanner:
                 user in gone or name_of(user) in MATMULS or read_for_metadata(user) is node
                 for user in node.users
             )
-            if is_unread and (node.users or is_in_place(node)):
+            if is_unread and (node.users or _is_write_to(node, gone)):
                 gone.add(node)
         kept = ""
         for matmul in plan.matmuls:
@@ -277,6 +281,18 @@ class RowPlanner:
                 behind.add(current)
                 stack += current.all_input_nodes
         return bool(behind & products) or not ancestors(node) & results
+
+
+def _is_write_to(node: fx.Node, gone: Collection[fx.Node]) -> bool:
+    """Whether a node writes to memory that only these nodes read, or masks of other writes."""
+    storages = {storage_of(x) for x in written_by(node)} - {None}
+    same = [n for n in node.graph.nodes if storage_of(n) in storages]
+
+    def following(reader: fx.Node) -> Iterable[fx.Node]:  # of ``x[x < 0] = 0``
+        return () if reader in gone or is_in_place(reader) else reader.users
+
+    ends = [x for x in reached(same, following) if x not in gone and not x.users]
+    return bool(same) and all(map(is_in_place, ends))
 
 
 def _with_shared_rows(arrays: list[Array]) -> list[Array]:
@@ -406,9 +422,3 @@ def describe_program(plan: ProgramPlan) -> str:
         )
         text += ", summed over heads" if are_heads else ", summed over a leading dimension"
     return f"{text}, {levels} passes" if levels > 1 else text
-
-
-def _has_labels(node: fx.Node) -> bool:
-    """Whether a node is a cross-entropy with labels, not with probabilities."""
-    target = node.args[1] if name_of(node) in WITH_LABELS else None
-    return isinstance(target, fx.Node) and not target.meta["val"].is_floating_point()

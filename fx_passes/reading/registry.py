@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.bounds import LABELS
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
@@ -120,8 +121,13 @@ class Call:
         return sorted({d % max(rank, 1) for d in every}) if rank else []
 
     def reads_at(self, at: Node, of: str, dim: int) -> None:
-        """Notes that torch raises where positions are out of range: `Reading.indices`."""
-        self.reader.reading.indices.setdefault(key_of(at), (of, dim))
+        """Notes that torch raises where positions are out of range: `Reading.indices`.
+
+        Of labels one value is no position; what else reads them does not know that.
+        """
+        indices, key = self.reader.reading.indices, key_of(at)
+        if key not in indices or indices[key][0].startswith(LABELS):
+            indices[key] = of, dim
 
     # ------------------------------------------------------------------------- results
 

@@ -36,6 +36,9 @@ ANY_TENSOR = (  # what changes nothing, in the value or in the gradient
     "(0.0 + {0})",
     "(-(-{0}))",
     "({0} ** 1)",
+    "torch.cat({0}.split(1, 0), 0)",
+    "{0}.new_zeros({0}.shape).add_({0})",
+    "({0} + {0}.new_full({0}.shape, 0.0))",
 )
 OPERAND_STEPS = (
     "({0} * 0.5)",
@@ -200,6 +203,9 @@ MEAN_SCORE_STEPS = (
     "{0}.scatter(-1, {0}.argmax(-1, keepdim=True), 0.0)",
     "{0}.add(1).mul_(0.5)",
     "{0}.mul(0.5).masked_fill_(~{mask}, {fill})",
+    "({0} - torch.cat([{0}, {0}.new_ones(*{0}.shape[:-1], 1)], -1).logsumexp(-1, keepdim=True))",
+    "torch.cat([kw.sum().expand(*{0}.shape[:-1], 1), {0}], -1).log_softmax(-1)[..., 1:]",
+    "({0}[..., :2, :] - {0}.diagonal(dim1=-2, dim2=-1)[..., :2, None])",
 )
 DISTRIBUTION_STEPS = (  # probabilities or their logarithms
     "{0}.nan_to_num()",
@@ -558,6 +564,9 @@ OF_IDS = (  # vocabulary entries of each token, some of them twice
     "{0}.masked_fill(F.one_hot(y, {m}).bool(), 0.0).sum(-1)",
     "({0} * torch.zeros_like({0}).scatter(-1, y[:, None], 1.0)).sum(-1)",
     "{0}[torch.arange({n}), y]",
+    "({0}.gather(-1, y[:, None]).squeeze(-1) - {0}.logsumexp(-1))",
+    "({0}.gather(-1, y[:, None]) / 2 - ({0} / 2).logsumexp(-1, keepdim=True)).sum(-1)",
+    "({0}.gather(-1, y[:, None])[:, 0] - {0}.logsumexp(-1)).clamp(-3.0, 3.0)",
     "{0}.index_select(-1, torch.tensor([0, -1 + {m}, 0])).sum(-1)",
 )
 OF_KEYS = (  # weights and masks after a softmax

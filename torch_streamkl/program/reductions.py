@@ -74,6 +74,7 @@ ATOMS = ("dot", "reduce", "capture", "log_softmax", CONTRACT)
 
 def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
     """Returns the expression where conditions are known to hold, or not to hold."""
+    facts = {**{negation(y): not holds for y, holds in facts.items()}, **facts}
 
     def change(y: Node, args: tuple[Node, ...]) -> Node:
         if y in facts:
@@ -114,10 +115,8 @@ def reduced(kind: str, axis: Axis, body: Node) -> Node:
             return product(size_of(axis.size), body)
         if kind == LOGSUMEXP and isinstance(axis.size, int):
             return linear(math.log(axis.size), [(1.0, body)]) if axis.size else const(-math.inf)
-    simple = {SUM: _sum, LOGSUMEXP: _log_sum_exp, ANY: _any}.get(kind, _no_form)(axis, body)
-    if simple is None:
-        simple = _unrolled(kind, axis, body)
-    if simple is not None:
+    rule = {SUM: _sum, LOGSUMEXP: _log_sum_exp, ANY: _any}.get(kind, lambda axis, body: None)
+    if (simple := rule(axis, body) or _unrolled(kind, axis, body)) is not None:
         return simple
     bound = Axis((BOUND, body.level + 1), axis.size)
     return reduce(kind, bound, substitute(body, {axis: index(bound)}))
@@ -136,10 +135,6 @@ def _unrolled(kind: str, axis: Axis, body: Node) -> Node | None:
     return linear(0.0, [(1.0, x) for x in parts]) if kind == SUM else log_add_exp(*parts)
 
 
-def _no_form(axis: Axis, body: Node) -> Node | None:
-    return None
-
-
 def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
     """A small shift of a row leaves the log-sum-exp; that of a log-softmax is 0.
 
@@ -148,6 +143,8 @@ def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
     """
     if body.op == "log_softmax" and body.value == axis:
         return const(0.0)
+    if body.op == "where":
+        return _log_sum_exp_beside(axis, *body.args)
     constant, terms = terms_of(body)
     outside = [(c, t) for c, t in terms if axis not in t.axes and is_small(c, t)]
     inside = [term for term in terms if term not in outside]
@@ -158,6 +155,20 @@ def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
     if has_key and (shift or outside):
         lse = reduced(LOGSUMEXP, axis, linear(kept, inside))
         return linear(shift, [*outside, (1.0, lse)])
+    return None
+
+
+def _log_sum_exp_beside(axis: Axis, condition: Node, a: Node, b: Node) -> Node | None:
+    """A log-sum-exp whose first or last element is another one, as a sink next to the keys."""
+    last = axis.size - 1 if isinstance(axis.size, int) else 0
+    for start, c in ((0, -1.0), (1, 1.0)) if last > 0 else ():
+        here = nonnegative(linear(-1.0 if start else last - 1.0, [(c, index(axis))]))
+        inside, other = (a, b) if condition is here else (b, a)
+        if condition in (here, negation(here)) and other.op != "const":
+            rest = fresh_axis(last)
+            at = linear(float(start), [(1.0, index(rest))])
+            whole = reduced(LOGSUMEXP, rest, substitute(inside, {axis: at}))
+            return log_add_exp(whole, substitute(other, {axis: const(last - last * start, INT)}))
     return None
 
 

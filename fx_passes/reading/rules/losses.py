@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torch_streamkl.bounds import LABELS
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, added, number_of, rule
@@ -161,11 +162,13 @@ def nll_loss(call: Call) -> Array:
 
 def _of_labels(call: Call, logs: Array, d: int, smoothing: float) -> Array:
     labels = call.array("target")
-    ignored = const(float(call.known("ignore_index", -100)), INT)
+    ignored = const(call.known("ignore_index", -100), INT)
+    call.reads_at(labels.expr, f"{LABELS} {int(ignored.value)}", d)
     kept = labels.map(lambda e: negation(compare("eq", e, ignored)))
     counted = kept.map(number_of)
     if call.has("weight"):
-        weights = gathered(call, call.array("weight"), 0, labels, labels.dims)
+        inside = call.pointwise(lambda k, e: choose(k, e, const(0, INT)), kept, labels)
+        weights = gathered(call, call.array("weight"), 0, inside, labels.dims)
         counted = call.pointwise(lambda k, w: choose(k, w, const(0.0)), kept, weights)
     dims = (*labels.dims[:d], (), *labels.dims[d:])
     at_label = _at(call, logs, d, call.made(labels.expr, dims))

@@ -7,7 +7,8 @@ as an expression, so that no map has to exist.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -104,9 +105,26 @@ def _read_or_captured(
 def _is_map(x: Node, along: frozenset[Axis]) -> bool:
     """Whether an operand is made of products with an element for each that is summed over.
 
-    What is summed over keys before, as the output of attention, is a tensor like any other.
+    What is summed over keys before, as the output of attention, is a tensor like any other. So are
+    features, as a softmax of what a weight projects: they need be no larger than that.
     """
-    return any(y.op == CONTRACT and y.axes & along for y in walk([x]))
+    products = [y for y in walk([x]) if y.op == CONTRACT and y.axes & along]
+    is_sum = x.op in (CONTRACT, "linear", "product", "reduce")
+    return any(is_sum or not _is_projection(y, along) for y in products)
+
+
+def _is_projection(product: Node, along: frozenset[Axis]) -> bool:
+    """Whether a product is one with a weight, and about as small as the other operand."""
+    return any(
+        weight.axes <= along | frozenset(product.value)
+        and not x.axes & along
+        and _extent(product.axes) <= 2 * _extent(x.axes)
+        for weight, x in (product.args, product.args[::-1])
+    )
+
+
+def _extent(axes: Iterable[Axis]) -> float:
+    return math.prod(a.size if isinstance(a.size, int) else math.nan for a in axes)
 
 
 def _summed(call: Call, exprs: Sequence[Node], dims: Sequence[arrays.Dim], rank: int) -> Array:

@@ -81,8 +81,7 @@ def ghost_token(h, w):
     return -(p * s.clamp_min(1e-8).log()).sum(-1).mean()
 
 
-@loss(EAGER, style="chunks of tokens into a buffer", findings=True,
-      reason="the buffer is read after writes to its parts")  # fmt: skip
+@loss(ROW, style="chunks of tokens into a buffer", findings=True)
 def chunks_into_a_buffer(h, w):
     kept = torch.empty(TOKENS, TOP)
     for i in range(0, TOKENS, TOKENS // 2):
@@ -197,8 +196,7 @@ def with_overlap(h, w):
     return -(LOG_P.exp() * s.gather(-1, IDS)).sum(-1).mean(), overlap
 
 
-@loss(EAGER, style="chunks of tokens, concatenated",
-      reason="sums over different rows")  # fmt: skip
+@loss(ROW, style="chunks of tokens, concatenated")
 def chunks_concatenated(h, w):
     parts = [
         (a @ w.T).log_softmax(-1).gather(-1, i)
@@ -221,8 +219,7 @@ def by_take_along_dim(h, w):
     return -(p * s).sum(-1).mean(-1).mean()
 
 
-@loss(EAGER, style="a loop over entries",
-      reason="sums are added to a tensor in place")  # fmt: skip
+@loss(ROW, style="a loop over entries")
 def a_loop_over_entries(h, w):
     s = (h @ w.T).log_softmax(-1)
     total = s.new_zeros(TOKENS)

@@ -177,8 +177,7 @@ def patches_by_a_mask(h, w, g, v):
     return -(rows * 0.25).sum() / 3
 
 
-@loss(EAGER, style="elements of the masked rows by masked_select", findings=True,
-      reason="elements are selected before they are summed")  # fmt: skip
+@loss(LINEAR, style="elements of the masked rows by masked_select", findings=True)
 def elements_by_a_mask(h, w, g, v):
     s, t = (h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1)
     terms = t * (t.log() - s)

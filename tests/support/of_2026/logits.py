@@ -149,8 +149,7 @@ def entropic_tokens(h, w, g, v):
     return (kl * chosen).sum() / chosen.sum().clamp(min=1.0)
 
 
-@loss(EAGER, style="verl: low-variance KL of the labels' log-probabilities",
-      reason="clamp tells infinity from numbers")  # fmt: skip
+@loss(ROW, style="verl: low-variance KL of the labels' log-probabilities")
 def low_variance_kl(h, w, g, v):
     def chosen(x, y):
         z = x @ y.T
@@ -161,8 +160,7 @@ def low_variance_kl(h, w, g, v):
     return (kl * KEEP).sum() / KEEP.sum()
 
 
-@loss(EAGER, style="Thinking Machines' OPD: reverse KL as an advantage",
-      reason="clamp tells infinity from numbers")  # fmt: skip
+@loss(ROW, style="Thinking Machines' OPD: reverse KL as an advantage")
 def reverse_kl_as_advantage(h, w, g, v):
     s = torch.gather((h @ w.T).log_softmax(-1), 1, LABELS[:, None])[:, 0]
     with torch.no_grad():
@@ -199,7 +197,7 @@ def softcapped(h, w, g, v):
 @loss(LINEAR, style="PEFT: an adapter of the head, in place")
 def adapted_head(h, w, g, v):
     s = h @ w.T
-    s += 2.0 * ((h @ ADAPTER_IN.T) @ ADAPTER_OUT.T)
+    s += 2.0 * ((h @ ADAPTER_IN.to(h.dtype).T) @ ADAPTER_OUT.to(h.dtype).T)
     return F.kl_div(s.log_softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
 
 

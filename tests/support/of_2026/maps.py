@@ -174,8 +174,7 @@ def without_the_sink(q, k, r, u):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
 
 
-@loss(EAGER, style="an attention sink as a logit of each head",
-      reason="a column of the scores is no product")  # fmt: skip
+@loss(ROW, style="an attention sink as a logit of each head")
 def sinks_as_logits(q, k, r, u):
     sink = torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1).expand(BATCH, HEADS, ROWS, 1)
     s, t = (torch.cat([x, sink], -1).log_softmax(-1)[..., :-1] for x in (q @ k.mT, r @ u.mT))
@@ -216,8 +215,7 @@ def gram(x, y):
     return torch.nn.MSELoss()(s, t)
 
 
-@loss(ROW, EAGER, style="DINOv3: negatives of both removed where the teacher has them",
-      reason="a mask of the scores' signs is read as well")  # fmt: skip
+@loss(ROW, style="DINOv3: negatives of both removed where the teacher has them")
 def gram_of_both(x, y):
     a, b = F.normalize(x, dim=-1).flatten(0, 1), F.normalize(y, dim=-1).flatten(0, 1)
     s, t = a @ a.T, b @ b.T
@@ -270,8 +268,7 @@ def guided_negatives(x, y):
     return F.cross_entropy(s, torch.arange(ROWS))
 
 
-@loss(EAGER, style="MarginMSE over all pairs of a batch",
-      reason="the diagonal of the scores is read as well")  # fmt: skip
+@loss(ROW, style="MarginMSE over all pairs of a batch")
 def margins(x, y):
     s, t = x[0] @ x[1].T, y[0] @ y[1].T
     s, t = (z.diagonal()[:, None] - z for z in (s, t))
