@@ -23,13 +23,14 @@ from torch_streamkl.fx_passes.closed_forms.formulas import (
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
-from torch_streamkl.program.canonical import choose, product, quotient
+from torch_streamkl.program.canonical import choose, product
 from torch_streamkl.program.divergences import (
     DIVERGENCES,
     FLOOR_OF_EXP,
     Functional,
     evaluate,
 )
+from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
 from torch_streamkl.program.operations import exact

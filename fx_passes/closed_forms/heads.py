@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, requires_grad, sources_in
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
-from torch_streamkl.program.canonical import exponential, linear, scaled, terms_of
+from torch_streamkl.program.canonical import linear, scaled, terms_of
+from torch_streamkl.program.functions import exponential
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.identities import variable
 from torch_streamkl.program.reductions import detached, fresh_axis, reduced, remade, substitute

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
-from torch_streamkl.program.canonical import linear, log_add_exp, terms_of
+from torch_streamkl.program.canonical import linear, terms_of
 from torch_streamkl.program.divergences import named
+from torch_streamkl.program.functions import log_add_exp
 from torch_streamkl.program.graph import Node
 
 Polynomial = dict[tuple[Node, ...], float]

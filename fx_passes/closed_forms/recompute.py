@@ -23,16 +23,18 @@ from torch_streamkl.program.canonical import (
     all_of,
     choose,
     compare,
-    exponential,
-    function,
     linear,
-    log_add_exp,
     log_softmax,
-    logarithm,
     nonnegative,
     product,
-    quotient,
     scaled,
+)
+from torch_streamkl.program.functions import (
+    exponential,
+    function,
+    log_add_exp,
+    logarithm,
+    quotient,
 )
 from torch_streamkl.program.graph import SUM, Axis, Node, const, index, size_of
 from torch_streamkl.program.identities import LOGS

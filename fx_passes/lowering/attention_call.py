@@ -20,8 +20,9 @@ from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.reading.arrays import Dim
-from torch_streamkl.program.canonical import all_of, choose, product, quotient
+from torch_streamkl.program.canonical import all_of, choose, product
 from torch_streamkl.program.divergences import DIVERGENCES, Functional
+from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import Node, const
 
 DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text

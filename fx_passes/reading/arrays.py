@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.program.canonical import all_of, choose, function, linear, nonnegative, product
+from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative, product
+from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
 from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, substitute
 

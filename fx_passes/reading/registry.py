@@ -18,7 +18,8 @@ from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import key_of
-from torch_streamkl.program.canonical import FALSE, TRUE, choose, function, linear
+from torch_streamkl.program.canonical import FALSE, TRUE, choose, linear
+from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node, Size, const
 from torch_streamkl.program.shifts import is_lost
 

@@ -15,7 +15,8 @@ import math
 import torch
 
 from torch_streamkl.fx_passes.reading.registry import NoRule, in_type, number_of
-from torch_streamkl.program.canonical import function, truth
+from torch_streamkl.program.canonical import truth
+from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, MAX, SUM, Node, const
 from torch_streamkl.program.reductions import remade, rounded
 from torch_streamkl.program.walks import walk

@@ -76,6 +76,7 @@ def softmax(x: Node) -> Node:
     return exp(x - lse(x))
 
 
+PEAK = reduce(MAX, KEY, X)
 MASKED = where(M, X, -math.inf)
 # what is written, and another way to write it
 SAME: dict[str, tuple[Node, Node]] = {
@@ -86,13 +87,13 @@ SAME: dict[str, tuple[Node, Node]] = {
     "a number of a product": ((X * 2.0) * (Y * 3.0), (X * Y) * 6.0),
     "a softmax by hand": (exp(X) / total(exp(X)), softmax(X)),
     "a softmax shifted by hand": (
-        exp(X - reduce(MAX, KEY, X)) / total(exp(X - reduce(MAX, KEY, X))),
+        exp(X - PEAK) / total(exp(X - PEAK)),
         softmax(X),
     ),
     "a log-softmax of scaled scores": (X * 0.5 - lse(X * 0.5), log(softmax(X * 0.5))),
     "a log-softmax in pieces": ((Y + X) - (R + lse(X)), Y + ((X - lse(X)) - R)),
     "the logarithm of a softmax by hand": (log(exp(X) / total(exp(X))), X - lse(X)),
-    "the shift of a log-sum-exp": (lse(X + lse(Y)), lse(X) + lse(Y)),
+    "the shift of a log-sum-exp": (lse(X + PEAK), lse(X) + PEAK),
     "a sum of exponentials": (log(total(exp(X))), lse(X)),
     "a softmax sums to one": (total(softmax(X)), total(softmax(Y))),
     "a log-softmax has no normaliser": (lse(X - lse(X)), lse(Y - lse(Y))),
@@ -114,10 +115,10 @@ SAME: dict[str, tuple[Node, Node]] = {
     ),
     "a row's shift below a mask": (where(M, X + R, -math.inf), MASKED + R),
     "the log-sum-exp of a masked shift": (
-        lse(where(M, X - lse(Y), -math.inf)),
-        lse(MASKED) - lse(Y),
+        lse(where(M, X - PEAK, -math.inf)),
+        lse(MASKED) - PEAK,
     ),
-    "the softmax of a masked shift": (softmax(where(M, X - lse(Y), -math.inf)), softmax(MASKED)),
+    "the softmax of a masked shift": (softmax(where(M, X - PEAK, -math.inf)), softmax(MASKED)),
     "a fill on the left": (where(apply("not", CAUSAL), -math.inf, X), where(CAUSAL, X, -math.inf)),
     "what a mask hides": (where(M, where(M, X, Y), R), where(M, X, R)),
     "a comparison of positions": (

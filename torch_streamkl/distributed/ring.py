@@ -156,7 +156,7 @@ class _RingExchange:
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def turns(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    def steps(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Yields each rank and its keys, which are then on their way to the next rank."""
         for step in range(self.size):
             moving = None if step + 1 == self.size else self.send()
@@ -181,7 +181,7 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
     value, stats = RowStatistics.allocate(problem)
     state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
     circle = _RingExchange([problem.student.k, problem.teacher.k], ring.group_name)
-    for owner, keys in circle.turns():
+    for owner, keys in circle.steps():
         for block in ring.blocks(circle.rank, owner, circle.size):
             of_block, unit = ring.call(block, keys)
             found = _state_of(ops.forward(of_block)[1], unit, form)
@@ -227,7 +227,7 @@ def backward(
     )
     has_keys, goes_around = any(needs_grad[1::2]), circle.size > 1
     moving_sums: Tensor | None = None
-    for owner, keys in circle.turns():
+    for owner, keys in circle.steps():
         for block in ring.blocks(circle.rank, owner, circle.size):
             of_block, unit = ring.call(block, keys)
             of_rows = RowStatistics(

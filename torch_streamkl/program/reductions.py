@@ -17,23 +17,25 @@ from torch_streamkl.program.canonical import (
     as_added,
     choose,
     compare,
-    exponential,
-    function,
     linear,
     literals,
-    log_add_exp,
     log_softmax,
-    logarithm,
     negation,
     node,
     nonnegative,
     numeric,
     product,
-    quotient,
     scaled,
     subtracted,
     terms_of,
     truth,
+)
+from torch_streamkl.program.functions import (
+    exponential,
+    function,
+    log_add_exp,
+    logarithm,
+    quotient,
 )
 from torch_streamkl.program.graph import (
     ANY,
@@ -146,13 +148,13 @@ def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
     if body.op == "where":
         return _log_sum_exp_beside(axis, *body.args)
     constant, terms = terms_of(body)
-    outside = [(c, t) for c, t in terms if axis not in t.axes and is_small(c, t)]
+    scores = [t for _, t in terms if axis in t.axes]
+    outside = [(c, t) for c, t in terms if axis not in t.axes and is_small(c, t, scores)]
     inside = [term for term in terms if term not in outside]
-    has_key = any(axis in t.axes for _, t in inside)
     is_masked = any(abs(c) >= LARGE and c * constant < 0.0 for c, _ in inside)
     kept = constant if is_masked or abs(constant) > LARGEST_SHIFT else 0.0
     shift = constant - kept
-    if has_key and (shift or outside):
+    if scores and (shift or outside):
         lse = reduced(LOGSUMEXP, axis, linear(kept, inside))
         return linear(shift, [*outside, (1.0, lse)])
     return None
@@ -368,8 +370,9 @@ def _substituted_log_softmax(x: Node, theta: Theta) -> Node:
 def _is_shifted(score: Node, axis: Axis) -> bool:
     """Returns whether something large is added to all scores."""
     constant, terms = terms_of(score)
+    scores = [t for _, t in terms if axis in t.axes]
     outside = [(c, t) for c, t in terms if axis not in t.axes]
-    return abs(constant) > LARGEST_SHIFT or not all(is_small(c, t) for c, t in outside)
+    return abs(constant) > LARGEST_SHIFT or not all(is_small(c, t, scores) for c, t in outside)
 
 
 def remade(x: Node, args: tuple[Node, ...]) -> Node:

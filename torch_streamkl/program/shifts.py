@@ -8,7 +8,7 @@ moves it elsewhere, asks here first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Node
@@ -20,17 +20,19 @@ LARGEST_SHIFT = 1e4
 LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 
 
-def is_small(c: float, x: Node) -> bool:
+def is_small(c: float, x: Node, scores: Collection[Node] = ()) -> bool:
     """Returns whether scores keep their digits next to ``c * x``.
 
     So they do next to what is bounded, and next to what is made of products and their reductions,
-    which are as large as scores are. A captured tensor and a mask may be of any size.
+    which are as large as scores are. So are reductions of ``scores``, the terms that the rest is
+    added to, where they are captured tensors. Any other captured tensor may be of any size.
     """
     if all(abs(times(c, bound)) <= LARGEST_SHIFT for bound in x.range):
         return True
     if abs(c) > LARGEST_SHIFT:
         return False
-    for y in walk([x], lambda y: not _is_condition_or_score(y)):
+    own = {y.value for y in walk(scores) if y.op == "capture"}
+    for y in walk([x], lambda y: not _is_condition_or_score(y, own)):
         if not all(abs(number) <= LARGEST_SHIFT for number in _numbers(y)):
             return False
         if y.op == "capture" and y.dtype == FLOAT:
@@ -45,11 +47,13 @@ def _numbers(x: Node) -> Sequence[float]:
     return (x.value,) if x.op == "const" else ()
 
 
-def _is_condition_or_score(x: Node) -> bool:
-    """Whether the numbers in an expression say nothing of its size: a reduction is of products."""
+def _is_condition_or_score(x: Node, own: Collection[object] = ()) -> bool:
+    """Whether the numbers in an expression say nothing of its size: a reduction is of scores."""
     if x.dtype == BOOL or x.op in (CONTRACT, "capture"):
         return True
-    return x.op == "reduce" and any(y.op == CONTRACT for y in walk(x.args))
+    return x.op == "reduce" and any(
+        y.op == CONTRACT or (y.op == "capture" and y.value in own) for y in walk(x.args)
+    )
 
 
 def is_lost(total: Node, parts: Sequence[Node]) -> bool:

@@ -17,12 +17,12 @@ from torch_streamkl.program.canonical import (
     any_of,
     choose,
     compare,
-    function,
     linear,
     negation,
     nonnegative,
     truth,
 )
+from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import ANY, BOOL, FLOAT, INT, Node, const
 
 aten = torch.ops.aten

@@ -19,16 +19,13 @@ from torch_streamkl.fx_passes.reading.rules.selections import gathered
 from torch_streamkl.program.canonical import (
     choose,
     compare,
-    exponential,
-    function,
     linear,
-    logarithm,
     negation,
     product,
-    quotient,
     scaled,
     subtracted,
 )
+from torch_streamkl.program.functions import exponential, function, logarithm, quotient
 from torch_streamkl.program.graph import INT, SUM, Node, const
 from torch_streamkl.program.reductions import detached
 

@@ -18,7 +18,8 @@ from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, rule
 from torch_streamkl.fx_passes.reading.rules.reductions import over
-from torch_streamkl.program.canonical import linear, product, quotient, terms_of
+from torch_streamkl.program.canonical import linear, product, terms_of
+from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, const
 from torch_streamkl.program.reductions import contraction, reduced
 from torch_streamkl.program.walks import walk

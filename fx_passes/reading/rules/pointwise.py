@@ -22,16 +22,18 @@ from torch_streamkl.program.canonical import (
     any_of,
     choose,
     compare,
-    exponential,
-    function,
     linear,
-    log_add_exp,
-    logarithm,
     negation,
     product,
-    quotient,
     scaled,
     subtracted,
+)
+from torch_streamkl.program.functions import (
+    exponential,
+    function,
+    log_add_exp,
+    logarithm,
+    quotient,
 )
 from torch_streamkl.program.graph import BOOL, FLOAT, Node, const, made_power
 from torch_streamkl.program.operations import MAX_POWER

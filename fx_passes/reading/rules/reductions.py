@@ -10,17 +10,8 @@ import torch
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
-from torch_streamkl.program.canonical import (
-    choose,
-    compare,
-    exponential,
-    function,
-    linear,
-    product,
-    quotient,
-    scaled,
-    subtracted,
-)
+from torch_streamkl.program.canonical import choose, compare, linear, product, scaled, subtracted
+from torch_streamkl.program.functions import exponential, function, quotient
 from torch_streamkl.program.graph import LOGSUMEXP, MAX, SUM, Node, const, size_of
 from torch_streamkl.program.reductions import reduced
 from torch_streamkl.program.walks import walk

@@ -16,15 +16,8 @@ from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
 from torch_streamkl.fx_passes.reading.rules.views import part_written, start_of
-from torch_streamkl.program.canonical import (
-    all_of,
-    choose,
-    compare,
-    function,
-    linear,
-    nonnegative,
-    truth,
-)
+from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative, truth
+from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import (
     ANY,
     INT,
