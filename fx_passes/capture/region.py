@@ -91,7 +91,7 @@ def find_region(graph: fx.Graph) -> Region | None:
 def _filled_by(node: fx.Node) -> list[fx.Node]:
     """The tensor that an assignment writes entries of scores to: it is read in their place.
 
-    Values of rows are computed where they are: who reads them later reads numbers.
+    Per-row values are computed where they are: who reads them later reads numbers.
     """
     if name_of(node) not in ("setitem", "__setitem__"):
         return []

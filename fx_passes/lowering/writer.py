@@ -343,7 +343,7 @@ class Writer:
                 continue
             add = (torch.add, operator.add) if sign > 0 else (torch.sub, operator.sub)
             total = self._joined(*add, total, term)
-        number = int(constant) if is_int else constant
+        number: float = int(constant) if is_int else constant
         if total is None:
             return Placed(number)
         if constant:

@@ -95,7 +95,7 @@ class Levels:
         return {bool(bindings_of([self.made[a]])) for a in inputs} == {True, False}
 
     def _is_only_read_by(self, node: fx.Node, nodes: Collection[fx.Node]) -> bool:
-        """Whether other values of rows alone read a value, or a view of it."""
+        """Whether other per-row values alone read a value, or a view of it."""
         users = [u for u in node.users if u.op != "output"]
         return bool(users and node not in self._left) and all(
             u in nodes or (u.target in SAME | RESHAPES and self._is_only_read_by(u, nodes))
