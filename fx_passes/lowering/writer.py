@@ -337,13 +337,13 @@ class Writer:
                 term = a if c_left == 1 else self._scaled(a, c_left)
                 sign = 1 if total is None or c > 0 else -1
             else:
-                term, sign = a, c
+                term, sign = a, 1 if c > 0 else -1
             if total is None:
                 total = term
                 continue
             add = (torch.add, operator.add) if sign > 0 else (torch.sub, operator.sub)
             total = self._joined(*add, total, term)
-        number: float = int(constant) if is_int else constant
+        number = int(constant) if is_int else constant
         if total is None:
             return Placed(number)
         if constant:
