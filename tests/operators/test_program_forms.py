@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, over, reshaped
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.program import canonical as c
+from torch_streamkl.program import functions
 from torch_streamkl.program.divergence_forms import Bilinear, bilinear
 from torch_streamkl.program.graph import (
     BOOL,
@@ -87,11 +88,11 @@ def log_softmax(x: Array) -> Array:
 
 
 def exp(x: Array) -> Array:
-    return x.map(c.exponential)
+    return x.map(functions.exponential)
 
 
 def log(x: Array) -> Array:
-    return x.map(c.logarithm)
+    return x.map(functions.logarithm)
 
 
 def total(x: Array, *dims: int) -> Array:
@@ -100,7 +101,7 @@ def total(x: Array, *dims: int) -> Array:
 
 def softmax_by_hand(x: Array) -> Array:
     shifted = exp(both(c.subtracted, x, over(MAX, x, [-1], keepdim=True)))
-    return both(c.quotient, shifted, total_kept(shifted))
+    return both(functions.quotient, shifted, total_kept(shifted))
 
 
 def total_kept(x: Array) -> Array:
@@ -264,7 +265,7 @@ def test_averaged_heads() -> None:
     """The mean over heads of probabilities is renormalised by what is 1."""
     p = exp(log_softmax(teacher()))
     mean = scaled(total(p, 1), 1.0 / HEADS)
-    again = both(c.quotient, mean, total_kept(mean))
+    again = both(functions.quotient, mean, total_kept(mean))
     assert again.expr is mean.expr
     scores = scaled(total(teacher(), 1), 1.0 / HEADS)  # averaged before: one product of two axes
     (product,) = [n for n in walk([scores.expr]) if n.op == "contract"]

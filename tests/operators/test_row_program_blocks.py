@@ -209,8 +209,8 @@ def test_the_text_of_programs_without_blocks_is_as_it_was() -> None:
 
     tracer = Tracer((1,), (), Keys(), {})
     x = tracer.dot(0)
-    whole = tracer.program([tracer.reduce("sum", x)])
-    by_blocks = tracer.program([tracer.reduce("block_sum", x, 4)])
+    whole = tracer.program([tracer.reduce("sum", x)])[0]
+    by_blocks = tracer.program([tracer.reduce("block_sum", x, 4)])[0]
     assert whole.text == (
         '[[1],[],[["dot",[],0,"float",1,true,true]],[["sum",0,1]],[0],[null,null,false,false]]'
     )

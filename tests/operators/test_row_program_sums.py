@@ -187,7 +187,7 @@ def _program_of_labels() -> Program:
     tracer = Tracer((0,), (), Keys(), {})
     x = tracer.dot(0)
     total = tracer.reduce("sum", apply("exp", x - tracer.reduce("logsumexp", x)))
-    return tracer.program([total])
+    return tracer.program([total])[0]
 
 
 @outside

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, over
 from torch_streamkl.program import canonical as c
+from torch_streamkl.program import functions
 from torch_streamkl.program.graph import (
     BOOL,
     FLOAT,
@@ -78,7 +79,7 @@ def times(x: Array, y: Array) -> Array:
 
 
 def over_by(x: Array, y: Array) -> Array:
-    return both(c.quotient, x, y)
+    return both(functions.quotient, x, y)
 
 
 def log_softmax(x: Array) -> Array:
@@ -86,11 +87,11 @@ def log_softmax(x: Array) -> Array:
 
 
 def exp(x: Array) -> Array:
-    return x.map(c.exponential)
+    return x.map(functions.exponential)
 
 
 def log(x: Array) -> Array:
-    return x.map(c.logarithm)
+    return x.map(functions.logarithm)
 
 
 def softmax(x: Array) -> Array:
@@ -108,7 +109,7 @@ def mean(x: Array, *dims: int) -> Array:
 
 
 def tanh(x: Array) -> Array:
-    return x.map(lambda e: c.function("tanh", e))
+    return x.map(lambda e: functions.function("tanh", e))
 
 
 def softcapped(x: Array, cap: float) -> Array:
@@ -188,19 +189,19 @@ def js(s: Array, t: Array, beta: float = 0.5) -> Array:
 
 
 def variation(s: Array, t: Array) -> Array:
-    gap = minus(softmax(t), softmax(s)).map(lambda e: c.function("abs", e))
+    gap = minus(softmax(t), softmax(s)).map(lambda e: functions.function("abs", e))
     return scaled(total(gap, -1), 0.5)
 
 
 def clamped_kl(s: Array, t: Array, least: float = 1e-3) -> Array:
-    q = softmax(s).map(lambda e: c.function("clamp_min", e, const(least)))
+    q = softmax(s).map(lambda e: functions.function("clamp_min", e, const(least)))
     p = softmax(t)
     return total(times(p, minus(log(p), log(q))), -1)
 
 
 def lifted_kl(s: Array, t: Array, eps: float = 1e-3) -> Array:
     def lift(e: Node) -> Node:
-        return c.logarithm(c.linear(eps, [(1.0, e)]))
+        return functions.logarithm(c.linear(eps, [(1.0, e)]))
 
     p, q = softmax(t), softmax(s)
     return total(times(p, minus(p.map(lift), q.map(lift))), -1)
