@@ -1073,7 +1073,7 @@ FAULTS = (
     # ------------------------------------------------------------------------------- capture
     Fault(
         "fx_passes/capture/region.py",
-        "return name in OPERAND_VIEWS and sum(map(is_tensor, node.all_input_nodes)) == 1",
+        "return name in OPERAND_VIEWS and sum(isinstance(x, (Tensor, tuple)) for x in given) == 1",
         "return name in OPERAND_VIEWS",
         "rewrite/test_region.py",
     ),
