@@ -156,15 +156,6 @@ class _RingExchange:
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def steps(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """Yields each rank and its keys, which are then on their way to the next rank."""
-        for step in range(self.size):
-            moving = None if step + 1 == self.size else self.send()
-            student_k, teacher_k = self.tensors()
-            yield (self.rank - step) % self.size, (student_k, teacher_k)
-            if moving is not None:
-                self.receive(moving)
-
     def send(self) -> Tensor:
         """Sends the tensors to the next rank, and begins to receive those of the one before."""
         send, receive = [0] * self.size, [0] * self.size
@@ -181,7 +172,11 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
     value, stats = RowStatistics.allocate(problem)
     state = RowState(*(x.clone() for x in RowState.empty(tuple(value.shape), value).tensors()))
     circle = _RingExchange([problem.student.k, problem.teacher.k], ring.group_name)
-    for owner, keys in circle.steps():
+    for step in range(circle.size):
+        is_last = step + 1 == circle.size
+        moving = None if is_last else circle.send()
+        keys = (circle.tensors()[0], circle.tensors()[1])
+        owner = (circle.rank - step) % circle.size
         for block in ring.blocks(circle.rank, owner, circle.size):
             of_block, unit = ring.call(block, keys)
             found = _state_of(ops.forward(of_block)[1], unit, form)
@@ -189,6 +184,8 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
             for old, new in zip(of_rows, merge(RowState(*of_rows), found, form).tensors(),
                                 strict=True):  # fmt: skip
                 old.copy_(new)
+        if moving is not None:
+            circle.receive(moving)
     sums = finish(state, form)
     value.copy_(sums.value)
     stats.student_lse.copy_(sums.student_lse)
@@ -227,7 +224,11 @@ def backward(
     )
     has_keys, goes_around = any(needs_grad[1::2]), circle.size > 1
     moving_sums: Tensor | None = None
-    for owner, keys in circle.steps():
+    for step in range(circle.size):
+        is_last = step + 1 == circle.size
+        moving = None if is_last else circle.send()
+        keys = (circle.tensors()[0], circle.tensors()[1])
+        owner = (circle.rank - step) % circle.size
         for block in ring.blocks(circle.rank, owner, circle.size):
             of_block, unit = ring.call(block, keys)
             of_rows = RowStatistics(
@@ -244,6 +245,8 @@ def backward(
             for total, part in zip(d_keys.tensors(), found[1::2], strict=True):
                 if part is not None:
                     total[:, :, block.keys] += part
+        if moving is not None:
+            circle.receive(moving)
         if has_keys and goes_around:
             if moving_sums is not None:  # nothing was added
                 d_keys.receive(moving_sums)
