@@ -581,7 +581,7 @@ FAULTS = (
     ),
     Fault(
         "torch_streamkl/program/reductions.py",
-        "if _is_shifted(score, axis):  # the difference would lose the digits of its logarithm",
+        "if is_shifted(score, axis):  # the difference would lose the digits of its logarithm",
         "if False:",
         SHIFTS,
     ),

@@ -59,7 +59,7 @@ from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
 from torch_streamkl.program.renaming import names_of, renamed
-from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_small
+from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_shifted, is_small
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
@@ -361,18 +361,10 @@ def _substituted_log_softmax(x: Node, theta: Theta) -> Node:
             return log_softmax(substitute(score, theta), place.value)
     free = fresh_axis(axis.size)
     every = substitute(score, {**theta, axis: index(free)})
-    if _is_shifted(score, axis):  # the difference would lose the digits of its logarithm
+    if is_shifted(score, axis):  # the difference would lose the digits of its logarithm
         here = compare("eq", index(free), place)
         return reduced(SUM, free, choose(here, log_softmax(every, free), const(0.0)))
     return subtracted(substitute(score, theta), reduced(LOGSUMEXP, free, every))
-
-
-def _is_shifted(score: Node, axis: Axis) -> bool:
-    """Returns whether something large is added to all scores."""
-    constant, terms = terms_of(score)
-    scores = [t for _, t in terms if axis in t.axes]
-    outside = [(c, t) for c, t in terms if axis not in t.axes]
-    return abs(constant) > LARGEST_SHIFT or not all(is_small(c, t, scores) for c, t in outside)
 
 
 def remade(x: Node, args: tuple[Node, ...]) -> Node:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Node
+from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Axis, Node
 from torch_streamkl.program.ranges import times
 from torch_streamkl.program.walks import walk
 
@@ -54,6 +54,14 @@ def _is_condition_or_score(x: Node, own: Collection[object] = ()) -> bool:
     return x.op == "reduce" and any(
         y.op == CONTRACT or (y.op == "capture" and y.value in own) for y in walk(x.args)
     )
+
+
+def is_shifted(score: Node, axis: Axis) -> bool:
+    """Returns whether something large is added to all scores."""
+    constant, terms = terms_of(score)
+    scores = [t for _, t in terms if axis in t.axes]
+    outside = [(c, t) for c, t in terms if axis not in t.axes]
+    return abs(constant) > LARGEST_SHIFT or not all(is_small(c, t, scores) for c, t in outside)
 
 
 def is_lost(total: Node, parts: Sequence[Node]) -> bool:
