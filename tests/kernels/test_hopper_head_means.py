@@ -158,7 +158,10 @@ def test_choice() -> None:
     with FakeTensorMode():
         assert heuristics.select_implementation(of_indexer(192), "auto", False) == "hopper"
         assert heuristics.select_implementation(of_indexer(192), "auto", True) == "hopper"
-        assert heuristics.select_implementation(of_indexer(192, seqlen=512), "auto", False) == "triton"
+        assert (
+            heuristics.select_implementation(of_indexer(192, seqlen=512), "auto", False)
+            == "triton"
+        )
         assert heuristics.select_implementation(of_indexer(96), "auto", False) == "triton"
         assert heuristics.LSE_UNIT["hopper"] == heuristics.LSE_UNIT["triton"] == math.log(2.0)
 

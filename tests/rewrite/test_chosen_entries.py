@@ -130,3 +130,20 @@ def test_logarithms_of_probabilities_at_labels(fill: float | None) -> None:
     outcome = compare(step, inputs, options={"streamkl.verify": "never"}).check()
     assert outcome.num_fused == (fill is None), outcome.report
     assert outcome.compiled.outputs[0].isneginf().equal(outcome.eager.outputs[0].isneginf())
+
+
+@pytest.mark.parametrize("tokens", [11, 6])
+def test_labels_of_as_many_tokens_as_vocabulary_entries(tokens: int) -> None:
+    """The sum over keys that finds a label is inside of one over as many tokens."""
+
+    def step(h: Tensor, w: Tensor, t: Tensor, u: Tensor, labels: Tensor) -> Tensor:
+        s = h @ w.mT
+        loss = F.cross_entropy(s + (torch.arange(11) == 0), labels, reduction="sum")
+        return loss + ((t @ u.mT).softmax(-1) * s).sum()
+
+    sizes = (tokens, 11, tokens, 11)
+    inputs = [torch.randn(n, 4, dtype=torch.float64) for n in sizes]
+    labels = torch.arange(tokens).flip(0) % 11
+    options = {"streamkl.verify": "never"}
+    outcome = compare(step, [*inputs, labels], options=options, largest_score=8.0).check()
+    assert outcome.num_fused, outcome.report

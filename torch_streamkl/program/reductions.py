@@ -120,7 +120,10 @@ def reduced(kind: str, axis: Axis, body: Node) -> Node:
     rule = {SUM: _sum, LOGSUMEXP: _log_sum_exp, ANY: _any}.get(kind, lambda axis, body: None)
     if (simple := rule(axis, body) or _unrolled(kind, axis, body)) is not None:
         return simple
-    bound = Axis((BOUND, body.level + 1), axis.size)
+    level = body.level + 1
+    while Axis((BOUND, level), axis.size) in body.axes:  # of a reduction that this is inside of
+        level += 1
+    bound = Axis((BOUND, level), axis.size)
     return reduce(kind, bound, substitute(body, {axis: index(bound)}))
 
 
