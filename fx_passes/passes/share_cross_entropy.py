@@ -169,6 +169,8 @@ def _temperature(call: fx.Node, logits: Array) -> float | None:
     if "labels" in call.kwargs or any(x.op == "where" for x in walk([logits.expr])):
         return None  # logits that are masked are no tensor of the call
     form: Call = call.meta[STUDENT]
+    if not form.masks.is_empty or form.stricter is not None:
+        return None  # nor are those that the call masks
     score = Array(
         score_of(form.student, form.axes.key), (form.axes.rows, (form.axes.key,)), logits.sizes
     )

@@ -147,3 +147,18 @@ def test_labels_of_as_many_tokens_as_vocabulary_entries(tokens: int) -> None:
     options = {"streamkl.verify": "never"}
     outcome = compare(step, [*inputs, labels], options=options, largest_score=8.0).check()
     assert outcome.num_fused, outcome.report
+
+
+def test_labels_of_logits_that_the_divergence_masks() -> None:
+    """The cross-entropy is of all entries, where those of the divergence lack one."""
+
+    def step(h: Tensor, w: Tensor, t: Tensor, u: Tensor, labels: Tensor) -> Tensor:
+        s, absent = h @ w.mT, torch.arange(11) == 1
+        p, q = (x.masked_fill(absent, -math.inf).softmax(-1) for x in (s, t @ u.mT))
+        return F.cross_entropy(s, labels) + (p * q).sum()
+
+    inputs = [torch.randn(n, 4, dtype=torch.float64) for n in (6, 11, 6, 11)]
+    labels = torch.tensor([1, 0, 3, 1, 7, 10])
+    options = {"streamkl.verify": "never"}
+    outcome = compare(step, [*inputs, labels], options=options, largest_score=8.0).check()
+    assert outcome.num_fused and outcome.compiled.outputs[0].isfinite(), outcome.report
