@@ -127,7 +127,7 @@ def conditions_of(masks: Masks, axes: Axes) -> Condition:
 
 
 def num_keys_of(condition: Node, key: Axis) -> Node | None:
-    """Returns n of ``key < n``, None for other conditions."""
+    """Returns n of ``key < n``, a number or a size; None for other conditions."""
     if condition.op != "nonnegative":
         return None
     constant_, terms = terms_of(condition.args[0])
@@ -135,7 +135,7 @@ def num_keys_of(condition: Node, key: Axis) -> Node | None:
     if len(rest) == len(terms) or (-1.0, index(key)) not in terms:
         return None
     bound = linear(constant_ + 1.0, rest)
-    return bound if is_of_sizes(bound) else None
+    return bound if bound.op in ("const", "size") else None
 
 
 def size_node(axis: Axis) -> Node:

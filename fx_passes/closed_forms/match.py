@@ -237,9 +237,7 @@ def _sides(
         num_keys, conditions = None, form.mask
         for condition in form.mask - other.mask:
             bound = num_keys_of(condition, key)
-            if bound is None or bound.op not in ("const", "size"):
-                continue
-            if form.fill <= IMPROBABLE and num_keys is None:
+            if bound is not None and form.fill <= IMPROBABLE and num_keys is None:
                 num_keys, conditions = bound, conditions - {condition}
         yield _side(part, form, key, num_keys), conditions
 

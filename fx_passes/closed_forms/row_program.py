@@ -51,7 +51,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     products_in,
     sites_of,
 )
-from torch_streamkl.fx_passes.closed_forms.row_steps import HIDES, Steps
+from torch_streamkl.fx_passes.closed_forms.row_steps import Steps
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.reading.arrays import position
 from torch_streamkl.program.derive import HeadJacobianError
@@ -67,6 +67,7 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.program.reductions import substitute
+from torch_streamkl.program.shifts import HIDES
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.program import Program
@@ -185,13 +186,13 @@ class _Planner:
         if any(a.size == 0 for x in products for y in (x.rows, x.keys) for a in y.axes):
             raise NoForm("the scores have a dimension without entries")
         groups = self._groups(products)
-        forms = None
+        logs = self._logarithms(detached)
         try:
-            forms = self._traced(products, numbers, groups, detached, False)
+            forms = self._traced(products, numbers, groups, detached, logs, False)
         except UnderflowRead:
             if not all(self._has_enough_digits(x) for x in products):
                 raise
-            forms = self._traced(products, numbers, groups, detached, True)
+            forms = self._traced(products, numbers, groups, detached, logs, True)
         tracer, leaves, outputs = forms
         different = list(dict.fromkeys(outputs))
         program, numbers_of = tracer.program(different)
@@ -235,6 +236,7 @@ class _Planner:
         numbers: dict[Node, int],
         groups: RowAxes,
         detached: dict[Node, Node],
+        logs: set[Node],
         are_exact: bool,
     ) -> tuple[Tracer, Leaves, list[Node]]:
         heads = groups.numbers
@@ -242,7 +244,6 @@ class _Planner:
         leaves = Leaves(groups, detached)
         twins, whole = _twins(detached), self.opening.whole
         leaves.parts = {axis: part for part, axis in self.opening.parts.items()}
-        logs = self._logarithms(detached)
         steps = Steps(tracer, leaves, numbers, whole, twins, logs, are_exact=are_exact)
         outputs = [steps.output(x) for x in self.opened]
         tracer.captures = leaves.declared()
@@ -255,7 +256,10 @@ class _Planner:
         return tracer, leaves, outputs
 
     def _logarithms(self, detached: dict[Node, Node]) -> set[Node]:
-        """The log-softmaxes that eager code computes as the logarithm of a probability."""
+        """The log-softmaxes that eager code computes as the logarithm of a probability.
+
+        Raises NoForm if another logarithm of them, which is none of these, may be -inf.
+        """
         every = [x for x in walk(self.facts.logarithms, is_entered) if x.op == "log_softmax"]
         _check_chosen(every, detached)
         shapes = _Shapes()

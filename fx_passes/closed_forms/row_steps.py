@@ -38,11 +38,10 @@ from torch_streamkl.program.graph import KEY as KEYS
 from torch_streamkl.program.graph import ROW as ROWS
 from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.shifts import HIDES
 from torch_streamkl.program.steps import is_inside
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows.trace import Tracer
-
-HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
 
 
 class Steps:

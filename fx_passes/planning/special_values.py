@@ -32,10 +32,10 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import CONTRACT, Axis, Node
+from torch_streamkl.program.shifts import HIDES
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
-HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
 # of which argument an operation takes the logarithm, and where that is -inf
 LOGARITHMS = {
     aten.log.default: (0, 0.0), aten.log2.default: (0, 0.0), aten.log10.default: (0, 0.0),

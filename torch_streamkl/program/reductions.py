@@ -59,7 +59,7 @@ from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
 from torch_streamkl.program.renaming import names_of, renamed
-from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_shifted, is_small
+from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_shifted, small_shifts
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
@@ -151,13 +151,12 @@ def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
     if body.op == "where":
         return _log_sum_exp_beside(axis, *body.args)
     constant, terms = terms_of(body)
-    scores = [t for _, t in terms if axis in t.axes]
-    outside = [(c, t) for c, t in terms if axis not in t.axes and is_small(c, t, scores)]
+    outside = small_shifts(terms, axis)
     inside = [term for term in terms if term not in outside]
     is_masked = any(abs(c) >= LARGE and c * constant < 0.0 for c, _ in inside)
     kept = constant if is_masked or abs(constant) > LARGEST_SHIFT else 0.0
     shift = constant - kept
-    if scores and (shift or outside):
+    if any(axis in t.axes for _, t in inside) and (shift or outside):
         lse = reduced(LOGSUMEXP, axis, linear(kept, inside))
         return linear(shift, [*outside, (1.0, lse)])
     return None

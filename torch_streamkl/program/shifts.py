@@ -18,6 +18,7 @@ from torch_streamkl.program.walks import walk
 # In float32, scores next to a larger number have less than three decimals left.
 LARGEST_SHIFT = 1e4
 LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
+HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
 
 
 def is_small(c: float, x: Node, scores: Collection[Node] = ()) -> bool:
@@ -56,12 +57,19 @@ def _is_condition_or_score(x: Node, own: Collection[object] = ()) -> bool:
     )
 
 
+def small_shifts(terms: Sequence[tuple[float, Node]], axis: Axis) -> list[tuple[float, Node]]:
+    """Returns what is added to all scores along an axis alike, and is small next to them."""
+    scores = [t for _, t in terms if axis in t.axes]
+    return [(c, t) for c, t in terms if axis not in t.axes and is_small(c, t, scores)]
+
+
 def is_shifted(score: Node, axis: Axis) -> bool:
     """Returns whether something large is added to all scores."""
     constant, terms = terms_of(score)
-    scores = [t for _, t in terms if axis in t.axes]
-    outside = [(c, t) for c, t in terms if axis not in t.axes]
-    return abs(constant) > LARGEST_SHIFT or not all(is_small(c, t, scores) for c, t in outside)
+    small = small_shifts(terms, axis)
+    return abs(constant) > LARGEST_SHIFT or any(
+        axis not in t.axes and (c, t) not in small for c, t in terms
+    )
 
 
 def is_lost(total: Node, parts: Sequence[Node]) -> bool:
@@ -81,7 +89,7 @@ def is_lost(total: Node, parts: Sequence[Node]) -> bool:
         for c, t in own if len(own) > 1 else ():
             if left.get(t, 0.0) >= abs(c) / LARGE or is_small(c, t):
                 continue
-            if all(y is not t for y in walk([total])):  # nor inside of a softmax, or of a mask
+            if t not in walk([total]):  # nor inside of a softmax, or of a mask
                 return True
     return False
 
