@@ -35,6 +35,7 @@ from torch_streamkl.program.graph import (
     const,
     index,
     intern,
+    num_positions,
 )
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, remade, substitute
@@ -252,7 +253,7 @@ class Opening:
         axis, body, kind = x.value.axis, x.args[0], x.value.kind
         part = self.part_of(inside, axis)
         if part is None:
-            if axis.size != product_of(self.keys):
+            if axis.size != num_positions(self.keys):
                 raise NoForm(SOME_KEYS, x)
             return self._summed(kind, self.of(substitute(body, {axis: self.position})))
         opened = self.of(substitute(body, {axis: position_of(part)}))
@@ -275,9 +276,9 @@ class Opening:
                     return None
                 for n in range(1, len(self.keys)):
                     leading, trailing = self.keys[:n], self.keys[n:]
-                    if own == 1.0 and product_of(trailing) == axis.size:
+                    if own == 1.0 and num_positions(trailing) == axis.size:
                         return trailing
-                    if own == product_of(trailing) and product_of(leading) == axis.size:
+                    if own == num_positions(trailing) and num_positions(leading) == axis.size:
                         return leading
         return None
 
@@ -366,16 +367,6 @@ def _at_position(product: Node, place: tuple[int, int] | None, position: Node) -
     operands[side] = with_args(operands[side], args)
     axes = frozenset[Axis]().union(*(y.axes for y in operands)) - set(product.value)
     return intern(CONTRACT, tuple(operands), product.value, product.dtype, axes)
-
-
-def product_of(axes: tuple[Axis, ...]) -> int | None:
-    """Returns how many positions axes have together."""
-    total = 1
-    for a in axes:
-        if not isinstance(a.size, int):
-            return None
-        total *= a.size
-    return total
 
 
 def _at_all_keys(root: Node, ids: Node, position: Node, hit: Node, entries: Axis) -> Node:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import by_storage, is_in_place, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 
 
@@ -20,6 +20,7 @@ def remove_dead(
     """
     removed: list[fx.Node] = []
     alive = {n for n in nodes if not n._erased}
+    memory = by_storage(graph)
     changed = True
     while changed:
         changed = False
@@ -27,7 +28,7 @@ def remove_dead(
             if node not in alive or node.users:
                 continue
             if is_in_place(node):
-                if not _writes_to_dead(node, alive, views):
+                if not _writes_to_dead(node, alive, views, memory):
                     continue
             elif node in unused:
                 continue
@@ -38,13 +39,18 @@ def remove_dead(
     return removed
 
 
-def _writes_to_dead(node: fx.Node, alive: set[fx.Node], views: set[fx.Node]) -> bool:
+def _writes_to_dead(
+    node: fx.Node,
+    alive: set[fx.Node],
+    views: set[fx.Node],
+    memory: Mapping[int | None, Sequence[fx.Node]],
+) -> bool:
     """Whether the memory that a node writes to has no other use, through any view of it."""
     (target, *others) = written_by(node)
     storage = storage_of(target)
     if others or storage is None:
         return False
-    aliases = {n for n in node.graph.nodes if storage_of(n) == storage}
+    aliases = {n for n in memory[storage] if not n._erased}
     if any(n in views and not aliases.intersection(n.all_input_nodes) for n in aliases):
         return False  # a view of what took the place of a value, and of that one's memory
     return all(

@@ -69,6 +69,14 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(nodes_in(written)))
 
 
+def by_storage(graph: fx.Graph) -> dict[int | None, list[fx.Node]]:
+    """Returns the nodes of a graph by the memory that they have."""
+    found: dict[int | None, list[fx.Node]] = {}
+    for node in graph.nodes:
+        found.setdefault(storage_of(node), []).append(node)
+    return found
+
+
 def written_storages(graph: fx.Graph) -> set[int | None]:
     """Returns the memory that any node of a graph writes to."""
     return {storage_of(x) for node in graph.nodes for x in written_by(node)} - {None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +18,12 @@ from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import (
+    autograd_modes,
+    by_storage,
+    is_in_place,
+    written_by,
+)
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
@@ -26,7 +32,7 @@ from torch_streamkl.fx_passes.planning.row_facts import facts_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import Node, Size
+from torch_streamkl.program.graph import Node, Size, num_positions
 from torch_streamkl.program.walks import walk
 
 MIB = 2**20
@@ -253,7 +259,7 @@ class RowPlanner:
                 user in gone or name_of(user) in MATMULS or read_for_metadata(user) is node
                 for user in node.users
             )
-            if is_unread and (node.users or _is_write_to(node, gone)):
+            if is_unread and (node.users or self._is_unread(node, gone)):
                 gone.add(node)
         kept = ""
         for matmul in plan.matmuls:
@@ -269,6 +275,21 @@ class RowPlanner:
                 made = following
         return f"the scores are also read by {kept}"
 
+    @functools.cached_property
+    def _memory(self) -> dict[int | None, list[fx.Node]]:
+        return by_storage(self.region.nodes[0].graph)
+
+    def _is_unread(self, node: fx.Node, gone: Collection[fx.Node]) -> bool:
+        """Whether a node writes to memory that only these nodes read, or masks of other writes."""
+        storages = {storage_of(x) for x in written_by(node)} - {None}
+        same = [n for storage in storages for n in self._memory[storage]]
+
+        def following(reader: fx.Node) -> Iterable[fx.Node]:  # of ``x[x < 0] = 0``
+            return () if reader in gone or is_in_place(reader) else reader.users
+
+        ends = [x for x in reached(same, following) if x not in gone and not x.users]
+        return bool(same) and all(map(is_in_place, ends))
+
     def reads_products(self, node: fx.Node, plans: Sequence[ProgramPlan]) -> bool:
         """Returns whether a node reads products of programs other than by their results."""
         products = {m for plan in plans for m in plan.matmuls}
@@ -281,18 +302,6 @@ class RowPlanner:
                 behind.add(current)
                 stack += current.all_input_nodes
         return bool(behind & products) or not ancestors(node) & results
-
-
-def _is_write_to(node: fx.Node, gone: Collection[fx.Node]) -> bool:
-    """Whether a node writes to memory that only these nodes read, or masks of other writes."""
-    storages = {storage_of(x) for x in written_by(node)} - {None}
-    same = [n for n in node.graph.nodes if storage_of(n) in storages]
-
-    def following(reader: fx.Node) -> Iterable[fx.Node]:  # of ``x[x < 0] = 0``
-        return () if reader in gone or is_in_place(reader) else reader.users
-
-    ends = [x for x in reached(same, following) if x not in gone and not x.users]
-    return bool(same) and all(map(is_in_place, ends))
 
 
 def _with_shared_rows(arrays: list[Array]) -> list[Array]:
@@ -345,19 +354,9 @@ def why_small(plan: ProgramPlan) -> str:
 
 def _is_small(product: Product) -> bool:
     axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
-    made = _extent(axes)
-    operands = [_extent(x.axes) for x in (product.rows, product.keys)]
+    made = num_positions(axes)
+    operands = [num_positions(x.axes) for x in (product.rows, product.keys)]
     return made is None or any(n is None or made < 2 * n for n in operands)
-
-
-def _extent(axes: Collection[object]) -> int | None:
-    sizes = [a.size for a in axes]  # type: ignore[attr-defined]
-    total = 1
-    for n in sizes:
-        if not isinstance(n, int):
-            return None
-        total *= n
-    return total
 
 
 def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collection[str]) -> str:

@@ -922,7 +922,7 @@ FAULTS = (
     ),
     Fault(
         f"{CLOSED}/row_opening.py",
-        "            if axis.size != product_of(self.keys):",
+        "            if axis.size != num_positions(self.keys):",
         "            if False:",
         "rewrite/test_pooled_keys.py::test_is_left_alone",
     ),

@@ -73,6 +73,18 @@ class Axis(NamedTuple):
 
 BOUND = "bound"
 CONTRACT = "contract"  # a matmul's element: its operands, and the axes that it sums over
+
+
+def num_positions(axes: Iterable[Axis]) -> int | None:
+    """Returns how many positions axes have together, None if a size is no number."""
+    total = 1
+    for axis in axes:
+        if not isinstance(axis.size, int):
+            return None
+        total *= axis.size
+    return total
+
+
 ROW, KEY = Axis("row"), Axis("key")
 _HEAD = "head"
 

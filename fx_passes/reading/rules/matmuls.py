@@ -7,7 +7,6 @@ as an expression, so that no map has to exist.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, r
 from torch_streamkl.fx_passes.reading.rules.reductions import over
 from torch_streamkl.program.canonical import linear, product, terms_of
 from torch_streamkl.program.functions import quotient
-from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, const
+from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, const, num_positions
 from torch_streamkl.program.reductions import contraction, reduced
 from torch_streamkl.program.walks import walk
 
@@ -119,13 +118,15 @@ def _is_projection(product: Node, along: frozenset[Axis]) -> bool:
     return any(
         weight.axes <= along | frozenset(product.value)
         and not x.axes & along
-        and _extent(product.axes) <= 2 * _extent(x.axes)
+        and _is_at_most_twice(product.axes, x.axes)
         for weight, x in (product.args, product.args[::-1])
     )
 
 
-def _extent(axes: Iterable[Axis]) -> float:
-    return math.prod(a.size if isinstance(a.size, int) else math.nan for a in axes)
+def _is_at_most_twice(axes: Iterable[Axis], others: Iterable[Axis]) -> bool:
+    """Whether a tensor is known to have at most twice as many elements as another."""
+    made, given = num_positions(axes), num_positions(others)
+    return made is not None and given is not None and made <= 2 * given
 
 
 def _summed(call: Call, exprs: Sequence[Node], dims: Sequence[arrays.Dim], rank: int) -> Array:
