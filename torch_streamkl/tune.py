@@ -108,7 +108,7 @@ class Workload:
 
     def __init__(self, shape: Shape) -> None:
         self.problem = replace(shape.problem(), impl="triton")
-        self.device = device_name(self.problem.student.q.device)
+        self.device = device_name(self.problem.device)
         with launch_table.replaced(launch_table.new_table(self.device)):  # the defaults
             self.defaults = {k: heuristics.triton_launch(self.problem, k) for k in KERNELS}
             self.value, self.stats = ops.forward(self.problem)

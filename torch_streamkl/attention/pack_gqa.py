@@ -67,8 +67,8 @@ def _is_of_all_rows(x: Tensor | None) -> bool:
 
 
 def _as_rows(side: Side) -> Side:
-    batch, num_heads, seqlen_q, head_dim = side.q.shape
-    rows = num_heads // side.num_kv_heads * seqlen_q
+    batch, _, seqlen_q, head_dim = side.q.shape
+    rows = side.group * seqlen_q
     # the copy that other layouts need is of few queries
     return replace(side, q=side.q.reshape(batch, side.num_kv_heads, rows, head_dim))
 

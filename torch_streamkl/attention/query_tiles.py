@@ -236,7 +236,7 @@ class _Work:
         for batch in range(problem.batch):
             for h in range(0, problem.num_heads, self.heads):
                 heads = slice(h, min(h + self.heads, problem.num_heads))
-                self.keys = [self._keys_of(side, batch, heads) for side in self._sides]
+                self.keys = [self._keys_of(side, batch, heads) for side in self.problem.sides]
                 self.d_keys = [
                     None if dk is None else torch.zeros_like(k.mT, memory_format=CONTIGUOUS)
                     for k, dk in zip(self.keys, self.sums[1::2], strict=True)
@@ -245,14 +245,10 @@ class _Work:
                     queries = slice(i, min(i + self.queries, problem.seqlen_q))
                     yield QueryTile(batch, heads, queries, _visible_keys(problem, queries))
                 for side, d_keys, dk in zip(
-                    self._sides, self.d_keys, self.sums[1::2], strict=True
+                    self.problem.sides, self.d_keys, self.sums[1::2], strict=True
                 ):
                     if dk is not None and d_keys is not None:
                         dk[batch, side.kv_heads(heads)] = d_keys.mT
-
-    @property
-    def _sides(self) -> tuple[Side, Side]:
-        return self.problem.student, self.problem.teacher
 
     def _keys_of(self, side: Side, batch: int, heads: slice) -> Tensor:
         return side.k[batch, side.kv_heads(heads)].to(self.dtype)
@@ -261,7 +257,9 @@ class _Work:
         """Computes the dot products of both sides, and collects what converts them into scores."""
         problem, inputs = self.problem, Described()
         self.folded, self.blocks = [], []
-        for name, side, keys, tile in zip("st", self._sides, self.keys, self.tiles, strict=True):
+        for name, side, keys, tile in zip(
+            "st", self.problem.sides, self.keys, self.tiles, strict=True
+        ):
             q = side.q[query_tile.batch, query_tile.heads, query_tile.queries].to(self.dtype)
             q = q.reshape(keys.shape[0], -1, q.shape[-1])  # grouped heads (GQA) as rows
             out = tile[: query_tile.num_rows * query_tile.num_keys].view(
@@ -285,7 +283,7 @@ class _Work:
         if problem.mask is not None:
             # as numbers: Inductor's vectors of booleans take twice as long as all else of a pass
             inputs["mask"] = _tile_of(problem.mask, query_tile, self.dtype)
-        for name, side in zip(("student", "teacher"), self._sides, strict=True):
+        for name, side in zip(("student", "teacher"), self.problem.sides, strict=True):
             if side.bias is not None:
                 inputs[f"{name}_bias"] = _tile_of(side.bias, query_tile)
             if side.alibi_slopes is not None:
@@ -304,7 +302,7 @@ class _Work:
         return {name: (x, "rk") for name, x in zip(WORKSPACE, parts, strict=True)}
 
     def _numbers_of(self, outside: int) -> Tensor:
-        student, teacher = self._sides
+        student, teacher = self.problem.sides
         fill = self.problem.mask_value
         values = (student.scale, teacher.scale, student.softcap, teacher.softcap,
                   self.problem.temperature, fill, outside)  # fmt: skip
