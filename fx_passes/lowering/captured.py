@@ -330,25 +330,3 @@ class Captures:
         ]
         node = self.build.method("expand", node, *sizes)
         return self.build.method("gather", x, d, node), wanted
-
-
-def undivided(above: Node, below: Node, size: Node) -> Node | None:
-    """Returns the position of which two are the quotient and the remainder by a size."""
-    digits = above.op, below.op
-    if digits != ("floor_divide", "remainder") or above.args[0] is not below.args[0]:
-        return None
-    return above.args[0] if all(_is_size(x.args[1], size) for x in (above, below)) else None
-
-
-def _is_size(x: Node, size: Node) -> bool:
-    return x is size or (x.op == size.op and x.value == size.value)
-
-
-def moves_around(x: Node) -> bool:
-    """Returns whether positions are shifted and begin anew, as of `roll`."""
-    return x.op == "remainder" and x.args[0].op == "linear" and x.args[0].value[0] != 0.0
-
-
-def repeats(x: Node) -> bool:
-    """Returns whether a position is one of several in a row, as many as a size says."""
-    return x.op == "floor_divide" and x.args[0].op == "index" and x.args[1].op == "size"

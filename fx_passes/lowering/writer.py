@@ -18,18 +18,19 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, prod
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, tensor_of
-from torch_streamkl.fx_passes.lowering.captured import (
-    Captures,
-    moves_around,
-    repeats,
-    undivided,
-)
+from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.selected_rows import SelectedRows
 from torch_streamkl.fx_passes.lowering.torch_functions import BINARY, OF_NUMBERS, TURNED, UNARY
 from torch_streamkl.fx_passes.reading.arrays import Dim
-from torch_streamkl.fx_passes.reading.positions import Positions, is_signed
+from torch_streamkl.fx_passes.reading.positions import (
+    Positions,
+    is_signed,
+    moves_around,
+    repeats,
+    undivided,
+)
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import (
     ANY,
