@@ -72,7 +72,7 @@ class Entries:
 def without_entries(
     roots: Sequence[Node],
     why_repeated: Callable[[Node, Axis, Axis], str],
-    extent: Callable[[object, int], Size] | None,
+    extent: Callable[[object, int], Size | None] | None,
 ) -> tuple[list[Node], tuple[Entries, ...]]:
     """Returns expressions of captured entries in place of products at ids, and these entries.
 
@@ -89,14 +89,16 @@ def without_entries(
             return x
         names = {a: Axis(("entry", i), a.size) for i, a in enumerate(_free_axes(x))}
         same = substitute(x, {a: index(b) for a, b in names.items()})
+        back = {b: a for a, b in names.items()}
         if same not in found:
             entries = _entries_of(same, why_repeated, extent)
             if entries is None:
                 return x
+            if not entries.ids.axes & {*entries.rows} and any(back[a].level for a in entries.rows):
+                return x  # keys of rows that are selected
             found[same] = len(every)
             every.append(entries)
         entries = every[found[same]]
-        back = {b: a for a, b in names.items()}
         at = [index(back[a]) for a in entries.axes]
         return capture(Source(EntryValue(found[same]), 0, entries.flows), FLOAT, at=at)
 
@@ -113,7 +115,7 @@ def _free_axes(x: Node) -> list[Axis]:
 def _entries_of(
     x: Node,
     why_repeated: Callable[[Node, Axis, Axis], str],
-    extent: Callable[[object, int], Size],
+    extent: Callable[[object, int], Size | None],
 ) -> Entries | None:
     """The entries that a product is, None if it is none: one operand is read at ids."""
     contracted = set(x.value)
@@ -122,13 +124,15 @@ def _entries_of(
         if len(at_ids) != 1:
             continue
         (d,) = at_ids
-        ids = keys.args[d]
+        ids, length = keys.args[d], extent(keys.value, d)
+        if length is None:
+            continue
         others = frozenset[Axis]().union(*(p.axes for i, p in enumerate(keys.args) if i != d))
         row_axes = rows.axes - contracted
         places = ids.axes - row_axes
         if not others <= contracted or not places or not row_axes or ids.axes & contracted:
             continue
-        key = Axis(("entry", "key"), extent(keys.value, d))
+        key = Axis(("entry", "key"), length)
         if ids.op == "capture" and any(not why_repeated(ids, a, key) for a in places):
             return None
         at = [index(key) if i == d else p for i, p in enumerate(keys.args)]

@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE, Conditi
 from torch_streamkl.program import operations
 from torch_streamkl.program.canonical import all_of, literals, negation
 from torch_streamkl.program.graph import ANY, BOOL, CONTRACT, Axis, Node
+from torch_streamkl.program.masks import meets_some_key
 from torch_streamkl.program.reductions import assume, opened, remade
 from torch_streamkl.program.walks import rebuilt, walk
 
@@ -281,8 +282,19 @@ def judged(x: Node, forms: Sequence[ScoreForm], key: Axis) -> Judgement:
         removed = World(key, frozenset.intersection(*others), (every,), logs=_absent(forms, [i]))
         both = World(key, unmet=(every, *others), logs=_absent(forms, range(len(forms))))
         if value_at(x, removed) == 0.0 and value_at(x, both) == 0.0:
+            if not meets_some_key(mask, key):
+                _check_empty(x, forms[i], World(key, unmet=(every,), empty=(every,)))
             return Judgement(on, within=i, is_zero_outside=value_at(on, removed) == 0.0)
     raise NoForm("teacher and student are masked differently", x)
+
+
+def _check_empty(x: Node, form: ScoreForm, empty: World) -> None:
+    """Raises NoForm if rows without keys count: their probabilities are uniform, the operator's 0.
+
+    Without a finite fill they are NaN in eager code.
+    """
+    if form.fill != -math.inf and value_at(settled(x, empty), empty) != 0.0:
+        raise NoForm("rows whose keys are all masked on one side have a part in the divergence", x)
 
 
 def _absent(forms: Sequence[ScoreForm], of: Sequence[int]) -> dict[int, float]:

@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, tensor
 from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one, is_unknown
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
+from torch_streamkl.fx_passes.reading.positions import scaled_index
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.program.canonical import linear, terms_of
 from torch_streamkl.program.graph import INT, Axis, Node, Size, Source, const, constant, size_of
@@ -135,13 +136,12 @@ class Captures:
         return Affine(linear(0.0, offset), tuple(order))
 
     def _term(self, c: float, x: Node) -> Term | None:
-        factors = x.args if x.op == "product" else (x,)
-        indices = [f for f in factors if f.op == "index"]
-        others = [f for f in factors if f.op != "index"]
-        if len(indices) != 1 or any(f.op != "size" for f in others) or c != int(c):
+        found = scaled_index(x)
+        if found is None or c != int(c):
             return None
-        stride = self.sizes.product([abs(int(c)), *(f.value for f in others)])
-        return Term(stride, indices[0].value, 1 if c > 0 else -1)
+        axis, sizes = found
+        stride = self.sizes.product([abs(int(c)), *(f.value for f in sizes)])
+        return Term(stride, axis, 1 if c > 0 else -1)
 
     def _rank(self, stride: Size) -> float:
         """Orders strides: a symbolic one by its hint."""

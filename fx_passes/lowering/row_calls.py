@@ -46,7 +46,8 @@ def emit(
     inputs += [c.value for c in form.captures]
     inputs += [entries.ids for entries in form.entries]
     writer = Writer(build, reading, outer, [*inputs, *form.around])
-    values = _of_program(writer, form) | entry_calls.emit(writer, form.entries)
+    writer.values |= entry_calls.emit(writer, form.entries)  # which the program may read
+    values = _of_program(writer, form) | writer.values
     results: dict[fx.Node, fx.Node] = {}
     returned = {storage_of(x) for x in build.graph.output_node().all_input_nodes}
     made: set[int | None] = set()

@@ -45,7 +45,7 @@ class SelectedRows:
             if name is not None and is_whole and len({p.args for p in run}) == 1:
                 tensor = self._rows_selected(tensor, d, name)
                 at[d : d + rank] = [run[0].args[0]]
-                if self.reading.selected.get(run[0].args[0].value.size) == name.rows:
+                if self.reading.sizes.selected.get(run[0].args[0].value.size) == name.rows:
                     whole.add(d)
             d += 1
         return tensor, at, whole

@@ -28,11 +28,11 @@ def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, tuple[MaskedRow
     The symbols are those of the trace and of the user's graph. Entries that are selected are so
     many of each row.
     """
-    if not reading.selected:
+    if not reading.sizes.selected:
         return {}
     found = {
         name: (rows, 1)
-        for count, rows in reading.selected.items()
+        for count, rows in reading.sizes.selected.items()
         for name in reading.sizes.equal_names(count)
     }
     for inner, node in trace.outer.items():
@@ -41,9 +41,9 @@ def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, tuple[MaskedRow
             continue
         for size, of_user in zip(made.shape, value.shape, strict=True):
             count = reading.sizes.of(size) if is_unknown(of_user) else None
-            if isinstance(count, Extent) and count in reading.selected:
-                found[str(expression(of_user))] = reading.selected[count], 1
-    for count, rows in reading.selected.items():
+            if isinstance(count, Extent) and count in reading.sizes.selected:
+                found[str(expression(of_user))] = reading.sizes.selected[count], 1
+    for count, rows in reading.sizes.selected.items():
         known = expression(count.size)
         if isinstance(known, FloorDiv) and known.args[1].is_Integer:
             found.setdefault(str(known.args[0]), (rows, int(known.args[1])))

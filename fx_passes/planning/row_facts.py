@@ -13,7 +13,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Axis, Extent, Node, Size, Source
+from torch_streamkl.program.graph import Axis, Extent, Node, Source
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
@@ -31,14 +31,9 @@ def facts_of(reading: Reading) -> Facts:
         if node.target in LOGARITHMS:
             logarithms += _of_probabilities(node, reading)
 
-    def extent(source: object, d: int) -> Size:
-        assert isinstance(source, Source)
-        value: Tensor = source.name.meta["val"]
-        return reading.sizes.of(value.shape[d])
-
     found = tuple(dict.fromkeys(logarithms))
     made = reading.reads_products
-    return Facts(why_repeated, found, made, dtype_of, extent, is_ranked=is_ranked)
+    return Facts(why_repeated, found, made, dtype_of, reading.sizes.extent, is_ranked=is_ranked)
 
 
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:

@@ -12,10 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from torch_streamkl.fx_passes.reading.positions import is_view
 from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative, product
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
-from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, substitute
+from torch_streamkl.program.masks import is_within
+from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, remade, substitute
+from torch_streamkl.program.walks import rebuilt
 
 Dim = tuple[Axis, ...]
 
@@ -41,6 +44,11 @@ class Sizes:
     def are_guarded(self, a: Size, b: Size) -> bool:
         """Returns whether sizes are equal, by guards of the graph if they vary."""
         return a == b
+
+    def extent(self, source: object, d: int) -> Size | None:
+        """Returns the size of a dimension of a captured tensor, None if it is not known."""
+        del source, d
+        return None
 
 
 NUMBERS = Sizes()
@@ -108,6 +116,42 @@ def renamed(x: Array, names: dict[Axis, Axis]) -> Array:
     """Returns a tensor with other axes in place of some."""
     expr = substitute(x.expr, {a: index(b) for a, b in names.items()})
     return replace(x, expr=expr, dims=tuple(tuple(names.get(a, a) for a in d) for d in x.dims))
+
+
+def read_at(x: Array, theta: dict[Axis, Node]) -> Node:
+    """Returns what a tensor has at positions.
+
+    Some may be outside of a captured tensor, which pads and concatenations do not choose. A view
+    pads it there. Positions of any other kind are moved inside.
+    """
+    is_plain = all(is_view(at) and is_within(at, a.size) for a, at in theta.items())
+    return substitute(x.expr if is_plain else _kept_inside(x, theta), theta)
+
+
+def _kept_inside(x: Array, theta: dict[Axis, Node]) -> Node:
+    """An expression before positions take the place of axes, with bounds where views have none.
+
+    Positions that the user's tensors hold have no bounds of ours: eager code raises there.
+    """
+    leaves = any(is_view(at) and not is_within(at, a.size) for a, at in theta.items())
+
+    def is_bounded(at: Node) -> bool:
+        return at.op in ("capture", "remainder") or is_view(substitute(at, theta))
+
+    def change(y: Node, args: tuple[Node, ...]) -> Node:
+        at = list(args)
+        for d, p in enumerate(args if y.op == "capture" else ()):
+            if not p.axes & theta.keys() or is_bounded(p):
+                continue
+            n = x.sizes.extent(y.value, d)
+            if n is None:
+                raise NoView("rows that a mask selects are padded, and read in another order")
+            if not is_within(p, n) or leaves:
+                last = linear(-1.0, [(1.0, size_of(n))])
+                at[d] = function("clamp_max", function("clamp_min", p, const(0, INT)), last)
+        return remade(y, tuple(at))
+
+    return rebuilt([x.expr], change)[x.expr]
 
 
 def _split(x: Array, axis: Axis, outer: Size, inner: Size) -> Array:
@@ -238,7 +282,7 @@ def with_one_axis(x: Array, d: int, size: Size | None = None) -> Array:
         stride = product(stride, size_of(a.size))
         stride = const(stride.value, INT) if stride.op == "const" else stride
     dims = tuple((axis,) if i == d else y for i, y in enumerate(x.dims))
-    return replace(x, expr=substitute(x.expr, theta), dims=dims)
+    return replace(x, expr=read_at(x, theta), dims=dims)
 
 
 def indexed(x: Array, d: int, at: Node, dims: Sequence[Dim]) -> Array:
@@ -248,7 +292,7 @@ def indexed(x: Array, d: int, at: Node, dims: Sequence[Dim]) -> Array:
     """
     x = with_one_axis(x, d)
     axis = x.dims[d]
-    expr = substitute(x.expr, {axis[0]: at}) if axis else x.expr
+    expr = read_at(x, {axis[0]: at}) if axis else x.expr
     return replace(x, expr=expr, dims=(*x.dims[:d], *dims, *x.dims[d + 1 :]))
 
 

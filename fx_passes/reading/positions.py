@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import Axis, Node, index
 from torch_streamkl.program.reductions import substitute
 
@@ -47,6 +48,19 @@ class Positions:
 def key_of(at: Node) -> Node:
     """Returns positions whatever their axes are called."""
     return substitute(at, {a: index(Axis("position", a.size)) for a in at.axes})
+
+
+def is_view(at: Node) -> bool:
+    """Returns whether a view has positions: an offset, and indices times their strides."""
+    return all(not x.axes or scaled_index(x) is not None for _, x in terms_of(at)[1])
+
+
+def scaled_index(x: Node) -> tuple[Axis, list[Node]] | None:
+    """Returns the axis of an index times sizes, and the sizes; None if it is something else."""
+    factors = x.args if x.op == "product" else (x,)
+    indices = [f.value for f in factors if f.op == "index"]
+    sizes = [f for f in factors if f.op == "size"]
+    return (indices[0], sizes) if len(indices) == 1 and len(sizes) == len(factors) - 1 else None
 
 
 def is_signed(at: Node) -> bool:

@@ -68,9 +68,8 @@ class Reading:
     ``reasons`` says why a result was captured, for those that were. ``reads_products`` are nodes
     that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
     infinity from numbers, or that became a number: there, identities of real numbers may differ
-    from what eager computes. ``selected`` has the masks that select rows, by how many they select.
-    ``indices`` has the operation and dimension of what is read at positions, by `positions.key_of`
-    of them: torch raises where they are out of range.
+    from what eager computes. ``indices`` has the operation and dimension of what is read at
+    positions, by `positions.key_of` of them: torch raises where they are out of range.
     """
 
     arrays: dict[fx.Node, Result] = field(default_factory=dict)
@@ -78,7 +77,6 @@ class Reading:
     observers: dict[fx.Node, str] = field(default_factory=dict)
     reads_products: set[fx.Node] = field(default_factory=set)
     sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
-    selected: dict[Extent, MaskedRows] = field(default_factory=dict)
     indices: dict[Node, tuple[str, int]] = field(default_factory=dict)
     vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
 

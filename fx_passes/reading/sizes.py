@@ -12,13 +12,16 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils import sizes
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
 from torch_streamkl.fx_passes.reading.arrays import Sizes
 from torch_streamkl.fx_passes.reading.index_values import LARGEST_EXTENT
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.program.canonical import linear
-from torch_streamkl.program.graph import INT, Extent, Node, Size, const, size_of
+from torch_streamkl.program.graph import INT, Extent, Node, Size, Source, const, size_of
 
 
 class SymbolicSizes(Sizes):
@@ -29,6 +32,7 @@ class SymbolicSizes(Sizes):
         self._products: dict[tuple[Size, ...], Size] = {}
         self._quotients: dict[tuple[Size, Size], Size | None] = {}
         self._same: dict[Any, Any] = {}  # symbols of counts that are equal
+        self.selected: dict[Extent, MaskedRows] = {}  # rows of masks, by how many they select
 
     def of(self, size: sizes.Size) -> Size:
         """Returns a size as axes have it: a number, or the extent of its expression."""
@@ -92,6 +96,13 @@ class SymbolicSizes(Sizes):
     def are_guarded(self, a: Size, b: Size) -> bool:
         """Returns whether guards of the graph say that sizes are equal."""
         return statically_known_true(_size(a) == _size(b))
+
+    def extent(self, source: object, d: int) -> Size | None:
+        name = source.name if isinstance(source, Source) else None
+        if isinstance(name, Positions):
+            return next((n for n, rows in self.selected.items() if rows == name.rows), None)
+        value = example(name) if isinstance(name, fx.Node) else None
+        return self.of(value.shape[d]) if isinstance(value, torch.Tensor) else None
 
     def product(self, factors: Iterable[Size]) -> Size:
         key = tuple(factors)

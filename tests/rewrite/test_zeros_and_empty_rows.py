@@ -119,3 +119,17 @@ def test_a_dimension_of_a_number(reduce: Callable[..., Tensor]) -> None:
         return loss + reduce(student(q, k).sum(), 0)
 
     judge(step, tensors("qk"), 1)
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e9])
+def test_rows_that_only_the_teacher_masks_are_uniform(fill: float) -> None:
+    """A finite fill of a whole row leaves a uniform teacher, whose cross-entropy is not 0."""
+
+    def step(q, k, r, s, w, keep):
+        rows = torch.arange(r.shape[-2])[:, None] % 3 > 0
+        t = student(r, s).masked_fill(~rows, fill)
+        z = student(q, k)
+        p = (t - t.logsumexp(-1, keepdim=True)).exp()
+        return (p * (z - z.logsumexp(-1, keepdim=True))).nansum(-1)
+
+    judge(step, tensors("qk"), 0)

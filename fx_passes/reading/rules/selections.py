@@ -45,7 +45,7 @@ def gathered(call: Call, x: Array, d: int, at: Array, dims: Sequence[Dim]) -> Ar
     expr = substitute(x.expr, {x.dims[d][0]: position_along(hole)}) if x.dims[d] else x.expr
     open_ = replace(x, expr=expr, dims=tuple(() if i == d else y for i, y in enumerate(x.dims)))
     (value, place), met = arrays.met(open_, at)
-    return call.made(substitute(value, {hole: place}), met)
+    return call.made(arrays.read_at(replace(x, expr=value), {hole: place}), met)
 
 
 def _gather(call: Call, x: Array, d: int, at: Array) -> Array:
@@ -132,7 +132,7 @@ def index(call: Call) -> Array:
             theta[x.dims[d][0]] = _from_front(e, x.size(d))
     new = [tuple(names.get(a, a) for a in own) for own in dims]
     result = [own for i, own in kept if i < first] + new + [own for i, own in kept if i >= first]
-    return call.made(substitute(x.expr, theta), result)
+    return call.made(arrays.read_at(x, theta), result)
 
 
 def _from_front(at: Node, size: Size) -> Node:
@@ -185,7 +185,7 @@ def _where(call: Call, x: Array, d: int, mask: fx.Node, lacking: int = 0) -> Arr
     before = tuple(a for i in whole if i < places[0] for a in x.dims[i])
     after = tuple(a for i in whole if i > places[-1] for a in x.dims[i])
     dims = (*x.dims[:d], (*before, *own, *after), *x.dims[d + lacking + len(shape) :])
-    return call.made(substitute(x.expr, theta), dims)
+    return call.made(arrays.read_at(x, theta), dims)
 
 
 def _selection(
@@ -214,7 +214,7 @@ def _selection(
     known = rows, reader.writes.version(rows.mask), reader.sizes.of(number)
     reader.selections[key] = known
     if isinstance(known[2], Extent):
-        reader.reading.selected[known[2]] = rows
+        reader.sizes.selected[known[2]] = rows
     return known
 
 
