@@ -39,6 +39,10 @@ QUICK_ROWS = {
 OF_SUMS = {
     "axolotl_with_labels", "gram", "gram_of_both", "relational_angles", "reverse_kl_as_advantage",
 }  # fmt: skip
+# of these one value per row has no rule: the pipeline computes it as the user's code does
+OF_VALUES = {"entropic_tokens"}
+# a closed form is found, and the row program that computes the same is chosen
+CHOSEN = {"norm_of_maps": ATTENTION}
 OF_ROWS = [n for n, loss in LOSSES.items() if loss.by == (ROW,) and n not in OF_SUMS]
 
 
@@ -55,7 +59,7 @@ def test_are_read(name: str) -> None:
     outcome = examine(loss.fn, loss.inputs())
     assert outcome.is_right, (outcome.value, outcome.gradient)
     assert not outcome.nan
-    assert not loss.is_whole or not outcome.captured
+    assert not loss.is_whole or name in OF_VALUES or not outcome.captured
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -65,7 +69,7 @@ def test_are_matched(name: str) -> None:
     found = matches_of(Case(name, loss.fn, loss.inputs()))
     assert found.is_right, found.errors
     operators = {call.operator for form in found.closed for call in form.calls}
-    assert operators == set(loss.by) & {ATTENTION, LINEAR}
+    assert operators - {CHOSEN.get(name)} == set(loss.by) & {ATTENTION, LINEAR}
     left = [x.reason for x in found.found if isinstance(x, NotClosed)]
     assert not left or {ROW, EAGER} & set(loss.by), left
 

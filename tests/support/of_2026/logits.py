@@ -132,7 +132,7 @@ def standardised(h, w, g, v):
     return 9 * F.kl_div((s / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="batchmean")
 
 
-@loss(LINEAR, style="tokens weighted by the teacher's entropy")
+@loss(LINEAR, ROW, style="tokens weighted by the teacher's entropy")
 def weighted_by_entropy(h, w, g, v):
     t, s = (g @ v.T).log_softmax(-1), (h @ w.T).log_softmax(-1)
     p = t.exp()
@@ -140,7 +140,7 @@ def weighted_by_entropy(h, w, g, v):
     return (weight * (p * (t - s)).sum(-1)).sum() / weight.sum()
 
 
-@loss(LINEAR, style="half of the tokens, by their entropy")
+@loss(LINEAR, ROW, style="half of the tokens, by their entropy")
 def entropic_tokens(h, w, g, v):
     s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
     entropy = -(s.exp() * s).sum(-1).detach()
