@@ -112,6 +112,17 @@ def a_multiple_of_a_sum(s: Tensor, t: Tensor, m: Tensor, r: Tensor) -> Tensor:
 
 
 @program
+def a_teacher_of_one_large_number(s: Tensor, t: Tensor, m: Tensor, r: Tensor) -> Tensor:
+    return (torch.full_like(t, LOWEST).softmax(-1) * s.log_softmax(-1)).sum()
+
+
+@program
+def a_mask_of_a_teacher_that_no_key_passes(s: Tensor, t: Tensor, m: Tensor, r: Tensor) -> Tensor:
+    mask = (torch.arange(6) - 9)[:, None] >= torch.arange(9)
+    return (t.masked_fill(~mask, -1e9).log_softmax(-1).exp() * s.log_softmax(-1)).sum()
+
+
+@program
 def a_full_tensor(s: Tensor, t: Tensor, m: Tensor, r: Tensor) -> Tensor:
     return kl(s + torch.full((9,), -1e30, dtype=s.dtype), t)
 

@@ -107,7 +107,13 @@ def log_softmax_of(x: Array, d: int) -> Array:
     if not x.dims[d]:
         return x.map(lambda e: const(0.0))
     (axis,) = x.dims[d]
-    return x.map(lambda e: subtracted(e, reduced(LOGSUMEXP, axis, e)))
+
+    def of(e: Node) -> Node:
+        if axis in e.axes or not e.is_finite:
+            return subtracted(e, reduced(LOGSUMEXP, axis, e))
+        return scaled(-1.0, reduced(LOGSUMEXP, axis, const(0.0)))  # a large e would absorb it
+
+    return x.map(of)
 
 
 def _softmax(call: Call) -> Array:
