@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    example,
+    is_tensor,
+    name_of,
+    storage_of,
+)
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
 
 SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
@@ -38,6 +44,7 @@ DIFFERENCES = {"sub", "subtract"}
 COMPARISONS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity"}
 MEASURES = {"pow", "square", "abs", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
             "linalg_matrix_norm", "linalg_norm"}  # fmt: skip
+ADDITIONS, SCALINGS = {"add", "iadd"} | DIFFERENCES, PRODUCTS | QUOTIENTS | {"neg"}
 ENTRIES = {"gather", "take_along_dim"}
 SUMS = {"sum", "mean", "nansum", "nanmean", "amax", "max", "norm", "var", "std"}
 CASTS = DTYPES | {"_to_copy", "contiguous", "detach"}
@@ -78,6 +85,7 @@ def find_region(graph: fx.Graph) -> Region | None:
                     _add_with_inputs(user, inside)  # probabilities @ values
                 else:
                     forward.append(user)
+    _add_halves(inside)
     if not _add_writes(graph, inside):
         return None
     _drop_orphans(inside)
@@ -86,6 +94,43 @@ def find_region(graph: fx.Graph) -> Region | None:
     nodes = tuple(n for n in graph.nodes if n in inside)
     leaves = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
     return Region(nodes, tuple(leaves))
+
+
+def _add_halves(inside: set[fx.Node]) -> None:
+    """Adds sums of two scalars of the same distributions, as the halves of a JS divergence are.
+
+    Sums over layers have different ones. Losses that are added to others stay outside.
+    """
+    reached: dict[fx.Node, list[tuple[fx.Node, set[fx.Node]]]] = {}
+    for node in inside:
+        value = example(node)
+        if not isinstance(value, Tensor) or value.dim():
+            continue
+        for user in node.users:
+            steps = set[fx.Node]()
+            while _is_of_one_scalar(user) and len(user.users) == 1:
+                steps.add(user)
+                user = next(iter(user.users))
+            if name_of(user) in ADDITIONS and user not in inside and _is_operation(user):
+                reached.setdefault(user, []).append((node, steps))
+    for total, halves in reached.items():
+        if len(halves) != 2 or len({node for node, _ in halves}) < 2:
+            continue
+        (a, before), (b, after) = halves
+        if len(_distributions(a)) == 2 and _distributions(a) == _distributions(b):
+            inside |= {total, *before, *after}
+
+
+def _is_of_one_scalar(node: fx.Node) -> bool:
+    """Whether a node scales a value, or adds a number to it, as `sum` of Python begins with 0."""
+    is_number_added = name_of(node) in ADDITIONS and len(node.all_input_nodes) == 1
+    return name_of(node) in SCALINGS or is_number_added
+
+
+def _distributions(node: fx.Node) -> set[fx.Node]:
+    """The scores whose softmax or log-softmax a value is computed from."""
+    softmaxes = (n for n in ancestors(node) if name_of(n) in ("softmax", "log_softmax"))
+    return {n.all_input_nodes[0] for n in softmaxes}
 
 
 def _filled_by(node: fx.Node) -> list[fx.Node]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.form import Operand as _Operand
-from torch_streamkl.fx_passes.closed_forms.form import Product
+from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
     CONTRACT,
     FLOAT,
@@ -26,6 +27,8 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.reductions import remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
+
+SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ def without_entries(
             if entries is None:
                 return x
             if not entries.ids.axes & {*entries.rows} and any(back[a].level for a in entries.rows):
+                if _are_of_elements(keys := entries.product.keys.element, entries.ids):
+                    raise NoForm(SINGLE_ENTRIES, keys)
                 return x  # keys of rows that are selected
             found[same] = len(every)
             every.append(entries)
@@ -147,6 +152,16 @@ def _entries_of(
             tuple(a for a in order if a in places),
         )
     return None
+
+
+def _are_of_elements(keys: Node, ids: Node) -> bool:
+    """Whether a mask of single elements selects the rows: one for each element."""
+    columns = {
+        y.value.name
+        for y in walk([ids, *keys.args])
+        if y.op == "capture" and isinstance(y.value.name, Positions)
+    }
+    return any(len({c for c in columns if c.rows == x.rows}) < x.rows.rank for x in columns)
 
 
 def _has_ids(position: Node) -> bool:

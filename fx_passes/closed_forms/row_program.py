@@ -126,7 +126,10 @@ def row_form(
     roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = NO_FACTS
 ) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
-    roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
+    try:
+        roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
+    except NoForm as reason:
+        return NotClosed(str(reason), reason.at)
     if entries and not products_in(roots):
         return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
     form = _of_sums(roots, order, facts)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
+from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import is_tensor, tensor_of
@@ -70,7 +71,7 @@ class SelectedRows:
         """The positions of the rows that a mask selects, flattened."""
         rows, mask = name.rows, self._mask(name)
         if len(lacking) < rows.lacking:
-            raise Unsupported("single entries of scores or probabilities are selected")
+            raise Unsupported(SINGLE_ENTRIES)
         made_of = self.tensors_of(self.reading.array(name.mask).expr)
         self.build.selecting.append(([mask], made_of))
         return self.build.positions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +50,10 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
         inputs = [a for a in node.all_input_nodes if a in plans]
         if node in covered or isinstance(made, str) or node not in trace.outer:
             continue
-        if any(isinstance(plans[a], str) for a in inputs) or (
-            inputs and not any(a in trace.outer for a in inputs)
+        if (
+            any(isinstance(plans[a], str) for a in inputs)
+            or (inputs and not any(a in trace.outer for a in inputs))
+            or _are_one_call(node, plans, inputs, trace)
         ):
             chosen[node] = made
             covered |= {a for a in ancestors(node) if a in plans and a is not node}
@@ -64,6 +66,21 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
             if node in trace.outer:
                 chosen[node] = made
     return [Divergence(n, trace.outer[n], chosen[n]) for n in rows if n in chosen], plans
+
+
+def _are_one_call(node: fx.Node, plans: Plans, parts: Sequence[fx.Node], trace: Trace) -> bool:
+    """Whether values that are added, each of which has a call, are one call together.
+
+    Such are the halves of a Jensen-Shannon divergence. Nothing else reads one of them.
+    """
+    made = plans[node]
+    if len(set(parts)) < 2 or isinstance(made, str) or not made.closed:
+        return False
+    if sum(len(form.calls) for form in made.closed.values()) > 1:
+        return False
+    inside = {trace.outer[a] for a in ancestors(node) if a in trace.outer}
+    rows = {trace.outer[a] for a in ancestors(node) & plans.keys() if a in trace.outer}
+    return all(user in inside for a in rows - {trace.outer[node]} for user in a.users)
 
 
 def _row_values(trace: Trace, reading: Reading) -> Iterator[fx.Node]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
@@ -32,7 +33,6 @@ ELSEWHERE = f"{NOT_MADE}: it is an input, or a graph break lies between"
 DROPOUT = "dropout changes the probabilities after the softmax"
 PROBABILITIES = "attention or vocabulary probabilities"
 OTHER_SIZES = "two distributions whose sizes are not known to be equal are combined"
-SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
 SELECTED_KEYS = "keys are selected after the softmax"

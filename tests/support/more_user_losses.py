@@ -226,7 +226,7 @@ def k3_estimate(h, w, g, v):
     return (difference.exp() - 1 - difference).mean()
 
 
-@heads(2, "deep mutual learning")
+@heads(1, "deep mutual learning")
 def mutual_learning(h, w, g, v):
     s, t = h @ w.T, (g * h.mean()) @ v.T
     return kl(s, t) + kl(t, s)

@@ -57,7 +57,7 @@ def kl_at_served_ids(h, w, g, v):
     return F.kl_div(s, TOP_LOGPROBS, log_target=True, reduction="none").sum(-1).mean()
 
 
-@heads(2, "Liger's tests: JSD by lerp, a temperature, ignored labels")
+@heads(1, "Liger's tests: JSD by lerp, a temperature, ignored labels")
 def jsd_by_lerp(h, w, g, v):
     s, t = ((x @ y.T / 2.0).log_softmax(-1) for x, y in ((h, w), (g, v)))
     m = torch.lerp(s.exp(), t.exp(), 0.5).log()
