@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import by_storage, is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import (
+    Memory,
+    by_storage,
+    is_in_place,
+    written_by,
+)
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 
 
@@ -40,10 +45,7 @@ def remove_dead(
 
 
 def _writes_to_dead(
-    node: fx.Node,
-    alive: set[fx.Node],
-    views: set[fx.Node],
-    memory: Mapping[int | None, Sequence[fx.Node]],
+    node: fx.Node, alive: set[fx.Node], views: set[fx.Node], memory: Memory
 ) -> bool:
     """Whether the memory that a node writes to has no other use, through any view of it."""
     (target, *others) = written_by(node)

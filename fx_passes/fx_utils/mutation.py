@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in, storage_of, subgraphs_of
+
+Memory = Mapping[int | None, Sequence[fx.Node]]  # the nodes of a graph by the memory they have
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -69,8 +71,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(nodes_in(written)))
 
 
-def by_storage(graph: fx.Graph) -> dict[int | None, list[fx.Node]]:
-    """Returns the nodes of a graph by the memory that they have."""
+def by_storage(graph: fx.Graph) -> Memory:
+    """Returns the nodes of a graph by their memory, as it is now."""
     found: dict[int | None, list[fx.Node]] = {}
     for node in graph.nodes:
         found.setdefault(storage_of(node), []).append(node)

@@ -69,6 +69,8 @@ def replace_attention(
         found, node = reading.arrays.get(inner), trace.outer.get(inner)
         if not isinstance(found, Array) or node is None or inner.op != "call_function":
             continue
+        if node._erased:  # a product of a fused loss, such as of features that are a softmax
+            continue
         is_product = name_of(inner) in MATMULS
         weighted = weighted_sum(found.expr, found.dims) if is_product else None
         if weighted is None or not _is_only_reader(node):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +18,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import (
+    Memory,
     autograd_modes,
     by_storage,
     is_in_place,
@@ -160,8 +160,10 @@ class RowPlanner:
         fused = (self.trace.outer[n] for n in handled if n in self.trace.outer)
         replaced |= {node for node in fused if not node.users}
         found = []
+        # not once for all calls: a loss that was fused in between has memory of its own
+        memory = by_storage(self.region.nodes[0].graph) if plans else {}
         for plan in plans:
-            reason = why_small(plan) or self.why_kept(plan, replaced)
+            reason = why_small(plan) or self.why_kept(plan, replaced, memory)
             for output in plan.outputs if reason else ():
                 self.refused[output.inner] = NotClosed(reason)
             if not reason:
@@ -247,11 +249,12 @@ class RowPlanner:
 
     # ------------------------------------------------------------------------ readers
 
-    def why_kept(self, plan: ProgramPlan, gone: Collection[fx.Node]) -> str:
+    def why_kept(self, plan: ProgramPlan, gone: Collection[fx.Node], memory: Memory) -> str:
         """Explains why fusing would recompute: other code also needs all products of a program.
 
-        ``gone`` are nodes of the user's graph that operators take the place of. That attention
-        reads its map as well is usual: the map of the loss is another one.
+        ``gone`` are nodes of the user's graph that operators take the place of, and ``memory``
+        has all its nodes by their memory. That attention reads its map as well is usual: the map
+        of the loss is another one.
         """
         inside, gone = set(self.region.nodes), set(gone)
         for node in reversed(self.region.nodes):
@@ -259,7 +262,7 @@ class RowPlanner:
                 user in gone or name_of(user) in MATMULS or read_for_metadata(user) is node
                 for user in node.users
             )
-            if is_unread and (node.users or self._is_unread(node, gone)):
+            if is_unread and (node.users or _is_unread(node, gone, memory)):
                 gone.add(node)
         kept = ""
         for matmul in plan.matmuls:
@@ -274,21 +277,6 @@ class RowPlanner:
                     break
                 made = following
         return f"the scores are also read by {kept}"
-
-    @functools.cached_property
-    def _memory(self) -> dict[int | None, list[fx.Node]]:
-        return by_storage(self.region.nodes[0].graph)
-
-    def _is_unread(self, node: fx.Node, gone: Collection[fx.Node]) -> bool:
-        """Whether a node writes to memory that only these nodes read, or masks of other writes."""
-        storages = {storage_of(x) for x in written_by(node)} - {None}
-        same = [n for storage in storages for n in self._memory[storage]]
-
-        def following(reader: fx.Node) -> Iterable[fx.Node]:  # of ``x[x < 0] = 0``
-            return () if reader in gone or is_in_place(reader) else reader.users
-
-        ends = [x for x in reached(same, following) if x not in gone and not x.users]
-        return bool(same) and all(map(is_in_place, ends))
 
     def reads_products(self, node: fx.Node, plans: Sequence[ProgramPlan]) -> bool:
         """Returns whether a node reads products of programs other than by their results."""
@@ -421,3 +409,15 @@ def describe_program(plan: ProgramPlan) -> str:
         )
         text += ", summed over heads" if are_heads else ", summed over a leading dimension"
     return f"{text}, {levels} passes" if levels > 1 else text
+
+
+def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool:
+    """Whether a node writes to memory that only these nodes read, or masks of other writes."""
+    storages = {storage_of(x) for x in written_by(node)} - {None}
+    same = [n for storage in storages for n in memory[storage]]
+
+    def following(reader: fx.Node) -> Iterable[fx.Node]:  # of ``x[x < 0] = 0``
+        return () if reader in gone or is_in_place(reader) else reader.users
+
+    ends = [x for x in reached(same, following) if x not in gone and not x.users]
+    return bool(same) and all(map(is_in_place, ends))

@@ -166,3 +166,18 @@ def test_equal_masks_of_which_one_is_gone() -> None:
     report = compare(step, tensors).report
     assert report.num_fused
     assert not report.failures
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_fused_product_with_features_that_are_a_softmax(dynamic: bool) -> None:
+    """Its product is attention, too, but nothing of it is left to rewrite."""
+
+    def loss(h: Tensor, a: Tensor, w: Tensor, ht: Tensor, wt: Tensor) -> Tensor:
+        features = (a @ h.mT).softmax(0).mT
+        log_s, p = (features @ w.mT).log_softmax(-1), (ht @ wt.mT).softmax(-1)
+        return (p * (p.log() - log_s)).sum(-1)
+
+    make = torch.Generator().manual_seed(0)
+    shapes = ((6, 4), (4, 4), (11, 4), (6, 3), (11, 3))
+    tensors = [torch.randn(s, generator=make).requires_grad_() for s in shapes]
+    assert compare(loss, tensors, dynamic=dynamic).check().num_fused
