@@ -137,6 +137,10 @@ def limit_of_linear_kl(call: Call) -> str:
     if any(side.averaged for side in call.sides):
         return "average distributions"
     rows = call.axes.rows
+    if not rows:
+        return ""  # one token, whose dimension has no axis
+    if any(len(side.adapters) > 1 for side in call.sides):
+        return "add more than two products"
     if any(kind_of(side, a) != ROW_ONLY for side in call.sides for a in rows):
         return "compare one row with several others"
     masks = call.masks

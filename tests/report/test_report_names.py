@@ -54,6 +54,13 @@ def test_a_mask_over_the_vocabulary_is_why_a_head_is_attention() -> None:
     assert "one head" not in said_of(causal, *HEADS)
 
 
+def test_a_single_token_has_no_bias_that_a_head_cannot_add() -> None:
+    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        return kl(h @ w.T, g @ v.T)
+
+    assert "bias" not in said_of(loss, (1, 4), (9, 4), (1, 3), (9, 3))
+
+
 def test_only_attention_has_heads() -> None:
     """A dimension of student or teacher models, or of crops, is none."""
 
