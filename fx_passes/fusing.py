@@ -12,6 +12,7 @@ from torch_streamkl.fx_passes.closed_forms.form import Call
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of
+from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
@@ -76,6 +77,8 @@ class Fusing:
                     self.losses.trace.outer,
                     self.losses.product_types,
                 )
+                writes = self.aliases.writes
+                replacement = with_own_memory(build, replacement, node, writes)
                 self.late[node.name] = self.aliases.check(
                     build.added, build.selecting, before=node
                 )

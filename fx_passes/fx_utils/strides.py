@@ -1,4 +1,6 @@
-"""Checks how values lie in memory: code after a replaced value may view it or read its strides."""
+"""Checks how values lie in memory: code after a replaced value may view it, write to it or read
+its strides.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     is_one,
@@ -37,6 +39,26 @@ def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
             f"its value has strides {tuple(like.stride())}, which are not of one block"
         )
     return x
+
+
+def with_own_memory(
+    build: Builder, x: fx.Node, node: fx.Node, written: Container[int | None]
+) -> fx.Node:
+    """Returns ``x``, or a copy of a view that takes the place of a value that is none.
+
+    Autograd refuses gradients of a write to a view that was made without gradients, and to detach
+    a view in place. ``written`` is the memory that the graph writes to.
+    """
+    if is_view(x) and not is_view(node) and may_be_written(node, written):
+        return build.method("clone", x)
+    return x
+
+
+def may_be_written(node: fx.Node, written: Container[int | None]) -> bool:
+    """Returns whether the graph writes to a value's memory, or its caller, who gets it, may."""
+    memory = storage_of(node)
+    returned = {storage_of(x) for x in node.graph.output_node().all_input_nodes}
+    return memory in written or memory in returned
 
 
 def strides_are_seen(

@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, provably_equal
-from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
+from torch_streamkl.fx_passes.fx_utils.strides import may_be_written, with_strides_of
 from torch_streamkl.fx_passes.lowering import entry_calls
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
@@ -49,12 +49,10 @@ def emit(
     writer.values |= entry_calls.emit(writer, form.entries)  # which the program may read
     values = _of_program(writer, form) | writer.values
     results: dict[fx.Node, fx.Node] = {}
-    returned = {storage_of(x) for x in build.graph.output_node().all_input_nodes}
     made: set[int | None] = set()
     for output in plan.outputs:
         x = _result(writer, output, values)
-        memory = storage_of(output.node)
-        if memory in written or memory in returned or storage_of(x) in made:
+        if may_be_written(output.node, written) or storage_of(x) in made:
             x = build.method("clone", x)
         made.add(storage_of(x))
         results[output.node] = x

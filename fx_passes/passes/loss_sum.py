@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 
 MakeBuilder = Callable[[fx.Node], Builder]
+SAME_SHAPE = {"contiguous", "clone", "float", "to"}
 VIEWS = {
     "reshape",
     "view",
@@ -32,9 +33,7 @@ VIEWS = {
     "unsqueeze",
     "squeeze",
     "flatten",
-    "contiguous",
-    "float",
-    "to",
+    *SAME_SHAPE,
 }
 PERMUTATIONS = {"transpose", "permute", "t"}
 PRODUCTS = {
@@ -219,7 +218,7 @@ def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> 
     for node, source in reversed(list(zip(chain.steps, sources, strict=True))):
         if name_of(node) in PERMUTATIONS:
             current = _undone(build, node, current)
-        elif name_of(node) in VIEWS - {"contiguous", "float", "to"}:
+        elif name_of(node) in VIEWS - SAME_SHAPE:
             current = build.method("reshape_as", current, source)
     return current
 

@@ -476,6 +476,7 @@ def test_program_is_readable() -> None:
 SUMS = {
     "mean": lambda rows, keep: rows.mean(),
     "masked": lambda rows, keep: (rows * keep).sum() / keep.sum(),
+    "written": lambda rows, keep: rows.mul_(keep).sum() / keep.sum(),
     "filled": lambda rows, keep: rows.masked_fill(~keep, 0).sum() / keep.sum(),
     "where": lambda rows, keep: torch.where(keep, rows, 0.0).sum(),
     "transposed": lambda rows, keep: (rows.transpose(0, 1).contiguous() * keep.t() / 3).sum(),

@@ -1,0 +1,99 @@
+"""Results of fused losses that are written to afterwards: where eager code has no view, autograd
+refuses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.comparing import compare
+from torch_streamkl.fx_passes import backend
+
+TOKENS = {"of a batch": (2, 5), "of one sequence": (6,), "one": (1,)}
+
+
+def logits(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor) -> tuple[Tensor, Tensor]:
+    return h @ w.mT, ht @ wt.mT
+
+
+def rows(s: Tensor, t: Tensor) -> Tensor:
+    return F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="none", log_target=True).sum(
+        -1
+    )
+
+
+def make_inputs(tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    make = torch.Generator().manual_seed(0)
+    shapes = ((*tokens, 4), (9, 4), (*tokens, 3), (9, 3), ())
+    tensors = [torch.randn(s, generator=make, dtype=dtype) for s in shapes]
+    return [x.requires_grad_() for x in tensors]
+
+
+def by_hand(tensors: list[Tensor]) -> Tensor:
+    """The values by definition: every logarithm of its own sum of exponentials."""
+    z, y = (x.detach() for x in logits(*tensors[:4]))
+    p, q = (x.exp() / x.exp().sum(-1, keepdim=True) for x in (y, z))
+    return (p * p.log()).sum(-1) - (p * q.log()).sum(-1)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_made_without_gradients_and_multiplied_by_a_weight_that_learns(
+    where: str, tokens: str, inner: str
+) -> None:
+    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            value = rows(*logits(h, w, ht, wt))
+        return value.mul_(weight) if where == "inside" else value
+
+    torch._dynamo.reset()
+    given = make_inputs(TOKENS[tokens], torch.float64)
+    compiled = torch.compile(loss, backend="streamkl", options={"streamkl.inner": inner})
+    with backend.collected() as report:
+        value = compiled(*given)
+    assert report.num_fused and not report.failures, str(report)
+    if where == "outside":
+        value.mul_(given[-1])
+    expected = by_hand(given)
+    torch.testing.assert_close(value, expected * given[-1])
+    gradients = torch.autograd.grad(value.sum(), given, allow_unused=True)
+    assert [x is None for x in gradients] == [True] * 4 + [False]
+    torch.testing.assert_close(gradients[-1], expected.sum())
+
+
+@pytest.mark.parametrize("reduction", ["rows", "batchmean"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_detached_in_place(tokens: str, reduction: str) -> None:
+    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, weight: Tensor) -> Tensor:
+        s, t = logits(h, w, ht, wt)
+        value = rows(s, t)
+        if reduction == "batchmean":
+            value = value.sum() / len(value)
+        return value.detach_() * weight + s.mean()
+
+    options = {"streamkl.verify": "never"}  # which takes it for a gradient that was lost
+    outcome = compare(loss, make_inputs(TOKENS[tokens]), options=options).check()
+    assert outcome.num_fused
+
+
+def test_several_results_of_which_each_is_written_to() -> None:
+    """The second look at what programs leave behind sees the memory of what was fused before."""
+
+    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, weight: Tensor) -> Any:
+        s, t = logits(h, w, ht, wt)
+        log_s, p = s.log_softmax(-1), t.softmax(-1)
+        first, second = (p * log_s).sum(-1), (log_s.exp() * log_s).sum(-1)
+        third = log_s[:, :1].sum(-1)
+        first.mul_(weight)
+        second[0] = 0
+        third.add_(1)
+        return first, second, third
+
+    outcome = compare(loss, make_inputs((6,))).check()
+    assert outcome.num_fused
