@@ -134,6 +134,7 @@ class _Reader:
         self.call = call
         self.terms: dict[fx.Node, Term] = {}
         self.known: list[KnownTensor] = []
+        self.num_known: dict[fx.Node, int] = {}  # how many of them are there at a node
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
         self.after_call = descendants([call])
         program: Any = call.args[1]
@@ -159,7 +160,7 @@ class _Reader:
                 continue
             term = self._term(node)
             if term is not None:
-                self.terms[node] = term
+                self.terms[node], self.num_known[node] = term, len(self.known)
             is_size = name_of(node) == "size" and isinstance(example(node), (int, torch.SymInt))
             if term is not None or is_size:
                 self.followed.append(node)
@@ -173,7 +174,8 @@ class _Reader:
             metrics = self._metrics(before, node)
             if self._is_all(node, before, metrics) and _has_finite_gradient(node):
                 loss = RowLoss.of_node(term.expr, is_literal=True)
-                return Chain(before, node, loss, tuple(self.known), tuple(metrics))
+                known = tuple(self.known[: self.num_known[node]])
+                return Chain(before, node, loss, known, tuple(metrics))
         return None
 
     def _learns(self, node: fx.Node) -> bool:

@@ -70,6 +70,16 @@ def kl_and_acceptance(*given: Tensor) -> tuple[Tensor, ...]:
     return loss, torch.minimum(s.exp(), t.exp()).sum(-1).mean().detach()
 
 
+def kl_and_metrics_of_some_tokens(*given: Tensor) -> tuple[Tensor, ...]:
+    """What masks the metrics is computed after the loss."""
+    s, t = logs(*given)
+    loss = kl(t, s).mean()
+    with torch.no_grad():
+        kept = given[0].sum(-1) > 0
+        of_student = torch.where(kept, entropy(s), 0.0).sum() / kept.sum()
+        return loss, of_student, entropy(t).masked_fill(~kept, 0.0).sum()
+
+
 def kl_weighted_by_the_entropy(*given: Tensor) -> tuple[Tensor, ...]:
     s, t = logs(*given)
     weight = (-entropy(s)).exp().detach()
@@ -84,6 +94,7 @@ def kl_weighted_by_the_entropy(*given: Tensor) -> tuple[Tensor, ...]:
         js_and_entropies_without_gradients,
         kl_and_other_divergences,
         kl_and_acceptance,
+        kl_and_metrics_of_some_tokens,
         kl_weighted_by_the_entropy,
     ],
     ids=lambda f: f.__name__,
