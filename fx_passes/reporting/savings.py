@@ -28,6 +28,8 @@ def savings_of(removed: Mapping[fx.Node, fx.Node], losses: Sequence[fx.Node]) ->
     ``removed`` maps the user's large tensors to the nodes of the trace, which has the losses.
     """
     found = [Saving() for _ in losses]
+    if not losses:  # what was removed are writes whose results nobody reads
+        return found
     made_of = [{loss, *ancestors(loss)} for loss in losses]
     sharing: list[set[int]] = [{i} for i in range(len(losses))]
     for node, inner in removed.items():

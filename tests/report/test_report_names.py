@@ -105,3 +105,21 @@ def test_each_loss_has_what_it_saves() -> None:
     text = report.details()
     assert "with an equal share of what 2 losses read together" in text
     assert text.count("saved     288 B\n") == 1, text
+
+
+def test_a_write_that_nobody_reads_is_no_saving() -> None:
+    """Nothing is fused, of which it could be one."""
+
+    def loss(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        s, t = h @ w.T, g @ v.T
+        unread = (t.softmax(-1) * t).sum(-1)
+        value = F.kl_div(t.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+        with torch.no_grad():
+            s[:, 0] = -2.0
+        unread.zero_()
+        return value
+
+    torch._dynamo.reset()
+    inputs = [torch.randn(*shape, requires_grad=True) for shape in HEADS]
+    report = torch_streamkl.explain(loss, *inputs, options={"streamkl.min_mib": 0.0})
+    assert not report.failures and not report.num_fused
