@@ -9,16 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
+from torch_streamkl.fx_passes.capture.equal_calls import Copied, EqualCalls, may_share
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.fx_utils.call_keys import NotEqual
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensor,
@@ -82,52 +86,107 @@ def _copied(
     return slice_module, copies, tensor_leaves
 
 
+class _Recorder(fx.Interpreter):
+    """Runs a copy of a region under make_fx, each of equal calls once: NOTE [Equal calls].
+
+    ``origin`` and ``outer`` are those of a `Trace`, with the names of its nodes.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, sources: Mapping[str, fx.Node], mode: FakeTensorMode
+    ) -> None:
+        super().__init__(module)
+        self.sources, self.mode = sources, mode
+        self.origin: dict[str, fx.Node] = {}
+        self.outer: dict[str, fx.Node] = {}
+        self.calls: EqualCalls | None = None
+        nodes = [*sources.values(), *(a for n in sources.values() for a in n.all_input_nodes)]
+        written = written_storages(nodes[0].graph)
+        self.may_share, self.is_written = may_share(dict.fromkeys(nodes), written), bool(written)
+
+    def trace(self, *inputs: Any) -> Any:
+        """Returns all results of the region: what make_fx calls."""
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self.tracer = proxy_mode.tracer
+        self.calls = EqualCalls(self.tracer, self.is_written) if self.may_share else None
+        results = self.run(*inputs)
+
+        def proxy(x: Any) -> Any:
+            if isinstance(x, Copied):
+                return fx.Proxy(x.node, self.tracer) if x.tensor is None else x.tensor
+            return x
+
+        return map_aggregate(results, proxy)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        for a in n.all_input_nodes if n.op != "output" and self.calls is not None else ():
+            self.env[a] = self.calls.tensor(self.env[a])
+        given = super().fetch_args_kwargs_from_env(n)
+        return _of_one_type(given) if name_of(n) in MATMULS else given
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in OF_SPECIAL:  # one rule for both
+            target = getattr(torch, OF_SPECIAL[target])
+        return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> object:
+        source = self.sources.get(n.name)
+        if source is None:
+            return super().run_node(n)
+        symbols = source.meta.get("unbacked_bindings")
+        if self.calls is None or symbols:
+            return self._traced(n, source, symbols)[0]
+        try:
+            key, inputs = self.calls.key(n, self.env)
+        except NotEqual:
+            return self._traced(n, source, symbols)[0]
+        found = self.calls.copied(key, inputs)
+        if found is None:
+            result, new = self._traced(n, source, symbols)
+            self.calls.note(key, inputs, new, result)
+            return result
+        result, new = found
+        self._note(result, new, source)
+        return result
+
+    def _traced(
+        self, n: fx.Node, source: fx.Node, symbols: Mapping[Any, Any] | None
+    ) -> tuple[object, list[fx.Node]]:
+        before = next(iter(reversed(self.tracer.graph.nodes)), None)
+        if symbols:
+            self.mode.epoch += 1  # else a tensor remembers what it gave Dynamo
+        result = super().run_node(n)
+        every = reversed(self.tracer.graph.nodes)
+        new = list(itertools.takewhile(lambda x: x is not before, every))[::-1]
+        if symbols and any(map(_selects, new)):
+            _take_symbols(self.mode, symbols, result)
+        self._note(result, new, source)
+        return result, new
+
+    def _note(self, result: object, new: Sequence[fx.Node], source: fx.Node) -> None:
+        self.origin.update({x.name: source for x in new})
+        node = None
+        if isinstance(result, Copied) and result.tensor is None:
+            node = result.node
+        elif isinstance(result, (Tensor, Copied)):
+            tensor = result.tensor if isinstance(result, Copied) else result
+            slot = get_proxy_slot(tensor, self.tracer, None)
+            node = None if slot is None else slot.proxy.node
+        if node is not None:
+            # what returns its input, such as x.contiguous(), has that one's value
+            self.outer.setdefault(node.name, source)
+
+
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     """Runs the region's nodes on their recorded fake inputs under make_fx.
 
     Raises Unsupported if torch needs a size that only data decide.
     """
     slice_module, copies, tensor_leaves = _copied(owner, region)
-    source_of = {copies[n].name: n for n in region.nodes}
-    origin: dict[str, fx.Node] = {}
-    same_value: dict[str, fx.Node] = {}
-
-    class Recorder(fx.Interpreter):
-        def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-            given = super().fetch_args_kwargs_from_env(n)
-            return _of_one_type(given) if name_of(n) in MATMULS else given
-
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target in OF_SPECIAL:  # one rule for both
-                target = getattr(torch, OF_SPECIAL[target])
-            return super().call_function(target, args, kwargs)
-
-        def run_node(self, n: fx.Node) -> object:
-            proxy_mode = get_proxy_mode()
-            assert proxy_mode is not None
-            tracer = proxy_mode.tracer
-            before = next(iter(reversed(tracer.graph.nodes)), None)
-            source = source_of.get(n.name)
-            symbols = source.meta.get("unbacked_bindings") if source is not None else None
-            if symbols:
-                mode.epoch += 1  # else a tensor remembers what it gave Dynamo
-            result = super().run_node(n)
-            if source is not None:
-                new = list(
-                    itertools.takewhile(lambda x: x is not before, reversed(tracer.graph.nodes))
-                )
-                if symbols and any(map(_selects, new)):
-                    _take_symbols(mode, symbols, result)
-                origin.update({x.name: source for x in new})
-                if isinstance(result, Tensor):
-                    slot = get_proxy_slot(result, tracer, None)
-                    if slot is not None:
-                        # what returns its input, such as x.contiguous(), has that one's value
-                        same_value.setdefault(slot.proxy.node.name, source)
-            return result
-
     fakes = [example(leaf) for leaf in tensor_leaves]
     mode = fake_mode_of(region)
+    recorder = _Recorder(slice_module, {copies[n].name: n for n in region.nodes}, mode)
     guards = (
         mode.shape_env.suppress_guards()
         if mode.shape_env is not None
@@ -136,7 +195,7 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     with mode, guards, torch.enable_grad():
         try:
             traced = make_fx(
-                lambda *inputs: Recorder(slice_module).run(*inputs),
+                recorder.trace,
                 tracing_mode="real",
                 pre_dispatch=True,
                 _allow_non_fake_inputs=True,
@@ -151,11 +210,11 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
             ) from error
     nodes = {n.name: n for n in traced.graph.nodes}
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    outer = {nodes[name]: source for name, source in same_value.items() if name in nodes}
+    outer = {nodes[name]: source for name, source in recorder.outer.items() if name in nodes}
     outer.update(dict(zip(placeholders, tensor_leaves, strict=True)))
     return Trace(
         graph=traced.graph,
-        origin={nodes[name]: source for name, source in origin.items() if name in nodes},
+        origin={nodes[name]: source for name, source in recorder.origin.items() if name in nodes},
         outer=outer,
         module=traced,
     )

@@ -44,7 +44,13 @@ with _explained():
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+    from torch.fx.experimental.proxy_tensor import (
+        disable_proxy_modes_tracing,
+        get_proxy_mode,
+        get_proxy_slot,
+        make_fx,
+        track_tensor,
+    )
     from torch.fx.experimental.symbolic_shapes import (
         GuardOnDataDependentSymNode,
         ShapeEnv,
@@ -121,6 +127,7 @@ __all__ = [
     "_disable_current_modes",
     "_disable_saved_tensors_hooks_during_tracing",
     "counters",
+    "disable_proxy_modes_tracing",
     "elementwise_dtypes",
     "enable_python_dispatcher",
     "free_unbacked_symbols",
@@ -133,6 +140,7 @@ __all__ = [
     "make_fx",
     "optional",
     "statically_known_true",
+    "track_tensor",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
