@@ -42,6 +42,10 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
 from torch_streamkl.fx_passes.closed_forms.row_keys import NO_FACTS, Facts, keys_of
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
+from torch_streamkl.fx_passes.closed_forms.row_products import (
+    with_row_products,
+    without_row_products,
+)
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
@@ -158,6 +162,7 @@ class _Planner:
     def __init__(
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
+        roots = without_row_products(roots, places)
         keys = keys_of(roots, places, facts)
         self.roots = [with_whole_rows(root, places, keys) for root in roots]
         self.order, self.facts = order, facts
@@ -207,9 +212,9 @@ class _Planner:
             program,
             tuple(products),
             groups,
-            tuple(leaves.captured.values()),
+            tuple(replace(x, value=with_row_products(x.value)) for x in leaves.captured.values()),
             values,
-            around,
+            tuple(map(with_row_products, around)),
             tuple(self.opened),
         )
 

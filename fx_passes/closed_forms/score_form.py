@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm
+from torch_streamkl.fx_passes.closed_forms.joined_products import joined_products
 from torch_streamkl.program.canonical import (
     FALSE,
     all_of,
@@ -291,7 +292,10 @@ def _inside_mask(x: Node, key: Axis, steps: list[Step]) -> Node:
             steps.append(partial(_filled, layer=Layer(literals(holds), fill.value)))
             return inside
     if has_product(a, key) and has_product(b, key):
-        raise NoForm("a part of the scores is computed in another way", x)
+        joined = joined_products(condition, a, b)
+        if joined is None:
+            raise NoForm("a part of the scores is computed in another way", x)
+        return joined
     raise NoForm("a tensor is filled into scores", x)
 
 

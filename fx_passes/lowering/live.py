@@ -18,18 +18,25 @@ MOST_AXES = 5
 
 
 class LiveTensors:
-    """Looks for expressions among the values of a trace, whatever their axes are called."""
+    """Looks for expressions among the values of a trace, whatever their axes are called.
 
-    def __init__(self, reading: Reading, outer: Mapping[fx.Node, fx.Node]) -> None:
-        self.reading, self.outer = reading, outer
+    Only what the user's graph computes before a node is there to be read.
+    """
+
+    def __init__(
+        self, reading: Reading, outer: Mapping[fx.Node, fx.Node], before: fx.Node
+    ) -> None:
+        self.reading, self.outer, self.before = reading, outer, before
 
     @cached_property
     def _known(self) -> dict[Node, tuple[fx.Node, tuple[Dim, ...]]]:
         """The user's nodes by their expressions, with axes that are numbered by dimension."""
         found: dict[Node, tuple[fx.Node, tuple[Dim, ...]]] = {}
+        nodes = self.before.graph.nodes
+        there = set(itertools.takewhile(lambda n: n is not self.before, nodes))
         for inner, node in self.outer.items():
             x = self.reading.arrays.get(inner)
-            if inner.op != "call_function" or not isinstance(x, Array):
+            if inner.op != "call_function" or node not in there or not isinstance(x, Array):
                 continue
             if inner in self.reading.reads_products and inner not in self.reading.reasons:
                 order = [a for dim in x.dims for a in dim]

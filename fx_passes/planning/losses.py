@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
-from torch_streamkl.fx_passes.closed_forms.row_sites import products_of
+from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
@@ -109,9 +109,7 @@ def needs_no_tensor(divergence: Divergence) -> bool:
     It does for a mask or bias of ids, a slanted mask, keys that are gathered for each row, or
     other sums over keys that multiply the divergence.
     """
-    if products_of(around(divergence.matched)) or any(
-        products_of(call.weight) for call in divergence.calls
-    ):
+    if bindings_of([around(divergence.matched), *(call.weight for call in divergence.calls)]):
         return True
     dense: list[Node] = []
     for call in divergence.calls:

@@ -42,6 +42,9 @@ class Levels:
         every = bindings_of(self.made.values())
         said = [b for b in every if b.says]
         self.places: frozenset[Place] = places_of_keys(every)[0] if said else frozenset()
+        for node, x in list(self.made.items()) if said else []:
+            if all(_is_of_row(p, self.places) for p in products_in([x])):
+                del self.made[node]  # as the gate of a row, which a projection makes
         self._known: dict[Node, bool] = {}
         self._read: set[fx.Node] | None = None
         self._left: set[fx.Node] = set()  # what other code reads itself
@@ -56,7 +59,7 @@ class Levels:
         return self._known[expr]
 
     def _is_of_rows(self, expr: Node) -> bool:
-        products = products_in([expr])
+        products = [p for p in products_in([expr]) if not _is_of_row(p, self.places)]
         if all(key_position(p, self.places) is not None for p in products):
             return _are_summed(expr, self.places)
         candidates = places_of_keys(bindings_of([expr]))
@@ -139,8 +142,14 @@ class Levels:
 
 def _are_summed(expr: Node, places: frozenset[Place]) -> bool:
     """Whether all products are inside of sums over keys, or at one key of each row."""
-    sites = sites_of(expr, places)
+    sites = [x for x in sites_of(expr, places) if not _is_of_row(x, places)]
     return bool(sites) and all(x.op != CONTRACT or _is_at_one_key(x, places) for x in sites)
+
+
+def _is_of_row(site: Node, places: frozenset[Place]) -> bool:
+    """Whether an expression is a product without keys, and no map of its own."""
+    is_product = site.op == CONTRACT and key_position(site, places) is None
+    return is_product and not is_score_sized(site, [site])
 
 
 def _is_at_one_key(product: Node, places: frozenset[Place]) -> bool:

@@ -206,9 +206,17 @@ class RowPlanner:
         if any(set(inner) & ancestors(n) for n in read):
             return None
         try:
-            return self.plan(inner)
+            joined = self.plan(inner)
         except Unsupported:
             return None
+        is_there = all(self.position[outer[n]] <= first for n in self._kept(joined.form))
+        return joined if is_there else None
+
+    def _kept(self, form: RowForm) -> list[fx.Node]:
+        """The matmuls of products that a program reads as tensors."""
+        products = products_in([*(c.value for c in form.captures), *form.around])
+        found = (self._matmuls.get(tuple(map(source_of, x.args))) for x in products)
+        return [n for n in found if n in self.trace.outer]
 
     def _merge(self, plans: list[ProgramPlan]) -> None:
         """Joins programs that a later sum has connected: it reads products of both."""
