@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
@@ -132,12 +133,12 @@ class _Rewriting:
         """
         divergences, planner = self.losses.divergences, self.losses.planner
         waiting: list[Divergence] = []
-        sharing: dict[fx.Node, Divergence] = {}
+        sharing: list[Divergence] = []
         if planner is not None:
             inside = planner.levels.read_by_elements(self.losses.region)
             waiting = [d for d in divergences if needs_no_tensor(d) or d.inner in inside]
-            sharing = {d.inner: d for d in self._sharing() if d not in waiting}
-            waiting = [d for d in divergences if d in waiting or d.inner in sharing]
+            sharing = [d for d in self._sharing() if d not in waiting]
+            waiting = [d for d in divergences if d in waiting or d in sharing]
         for divergence in divergences:
             if divergence not in waiting:
                 self._fuse_divergence(divergence)
@@ -145,7 +146,7 @@ class _Rewriting:
             plans = planner.find(self.handled)
             fused = [p for p in plans if self._fuse_program(p, sharing, waiting)]
             computed = {a for p in fused for o in p.outputs for a in ancestors(o.inner)}
-            waiting = [d for d in waiting if d.inner not in computed]
+            waiting = [d for d in waiting if not d.parts <= computed]
             self.unfused = [n for n in self.unfused if planner.reads_products(n, fused)]
         for divergence in waiting:
             self._fuse_divergence(divergence)
@@ -168,30 +169,31 @@ class _Rewriting:
         if planner is None or not found:
             return []
         shared = set()
-        for plan in planner.sharing([d.inner for d in found]):
+        for plan in planner.sharing({part for d in found for part in d.parts}):
             value = example(plan.outputs[0].node)
             assert isinstance(value, Tensor)
             if not why_program_is_left(plan.form.products, value.device.type, min_mib):
                 shared |= {o.inner for o in plan.outputs}
-        return [d for d in found if d.inner in shared]
+        return [d for d in found if d.parts <= shared]
 
     def _fuse_program(
-        self, plan: ProgramPlan, sharing: dict[fx.Node, Divergence], waiting: list[Divergence]
+        self, plan: ProgramPlan, sharing: Sequence[Divergence], waiting: Sequence[Divergence]
     ) -> bool:
         """Inserts a row program; returns whether it or its report takes the place of its sums."""
         inner = [o.inner for o in plan.outputs]
-        if len(inner) == 1 and inner[0] in sharing:
+        if any(d.parts == set(inner) for d in sharing):
             return False  # a divergence after all
         computed = {a for n in inner for a in ancestors(n)}
         sites = self.fusing.program(plan)
-        named = [sharing.get(n) for n in inner]
+        own = {d.inner: d for d in sharing}
+        named = [own.get(n) for n in inner]
         sites = [
             site if d is None else self.fusing.named(site, d)
             for site, d in zip(sites, named, strict=True)
         ]
-        if sites[0].reason and any(d.inner in computed for d, _ in self.stayed):
+        if sites[0].reason and any(d.parts <= computed for d, _ in self.stayed):
             return False  # why the divergence stays says more
-        if not sites[0].fused and any(d.inner in computed for d in waiting):
+        if not sites[0].fused and any(d.parts <= computed for d in waiting):
             return False  # it is fused as a divergence, later
         is_new = computed.isdisjoint(self.losses.sites)
         if sites[0].reason and is_new and sites[0].node not in self.given.refused:
@@ -201,7 +203,7 @@ class _Rewriting:
         self.path += inner
         self.operands += plan.operands
         self.unfused = [n for n in self.unfused if n not in computed]
-        self.stayed = [(d, site) for d, site in self.stayed if d.inner not in computed]
+        self.stayed = [(d, site) for d, site in self.stayed if not d.parts <= computed]
         return True
 
     def _clean(self, sizes: dict[fx.Node, fx.Node]) -> tuple[list[fx.Node], list[str]]:

@@ -24,11 +24,16 @@ Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing
 
 @dataclass(frozen=True)
 class Divergence:
-    """Holds a node whose value operators compute."""
+    """Holds a node whose value operators compute.
+
+    ``parts`` are the earliest nodes with a call of their own: several if one call computes their
+    sum.
+    """
 
     inner: fx.Node  # in the trace
     node: fx.Node  # in the user's graph
     matched: Matched
+    parts: frozenset[fx.Node]  # in the trace
 
     @property
     def forms(self) -> tuple[ClosedForm, ...]:
@@ -44,16 +49,20 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
     rows = list(_row_values(trace, reading))
     plans = {node: _planned(node, reading) for node in rows}
     covered, chosen = set[fx.Node](), dict[fx.Node, Matched]()
+    parts = dict[fx.Node, frozenset[fx.Node]]()
     # a sum of parts that are no divergence alone, such as cross-entropy minus entropy
     for node in reversed(rows):
         made = plans[node]
         inputs = [a for a in node.all_input_nodes if a in plans]
         if node in covered or isinstance(made, str) or node not in trace.outer:
             continue
+        is_one_call = _are_one_call(node, plans, inputs, trace)
+        if is_one_call:
+            parts[node] = _parts(node, plans, trace)
         if (
             any(isinstance(plans[a], str) for a in inputs)
             or (inputs and not any(a in trace.outer for a in inputs))
-            or _are_one_call(node, plans, inputs, trace)
+            or is_one_call
         ):
             chosen[node] = made
             covered |= {a for a in ancestors(node) if a in plans and a is not node}
@@ -65,7 +74,9 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
         elif node not in covered and node not in chosen and not isinstance(made, str):
             if node in trace.outer:
                 chosen[node] = made
-    return [Divergence(n, trace.outer[n], chosen[n]) for n in rows if n in chosen], plans
+    found = [n for n in rows if n in chosen]
+    own = {n: parts.get(n, frozenset((n,))) for n in found}
+    return [Divergence(n, trace.outer[n], chosen[n], own[n]) for n in found], plans
 
 
 def _are_one_call(node: fx.Node, plans: Plans, parts: Sequence[fx.Node], trace: Trace) -> bool:
@@ -81,6 +92,14 @@ def _are_one_call(node: fx.Node, plans: Plans, parts: Sequence[fx.Node], trace: 
     inside = {trace.outer[a] for a in ancestors(node) if a in trace.outer}
     rows = {trace.outer[a] for a in ancestors(node) & plans.keys() if a in trace.outer}
     return all(user in inside for a in rows - {trace.outer[node]} for user in a.users)
+
+
+def _parts(node: fx.Node, plans: Plans, trace: Trace) -> frozenset[fx.Node]:
+    """The first of the values with a call that a sum of several is computed from."""
+    every = {
+        a for a in ancestors(node) & plans.keys() - {node} if not isinstance(plans[a], str)
+    } & trace.outer.keys()
+    return frozenset(a for a in every if not (ancestors(a) - {a}) & every)
 
 
 def _row_values(trace: Trace, reading: Reading) -> Iterator[fx.Node]:

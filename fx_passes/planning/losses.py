@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.planning.divergences import (
     product_types,
 )
 from torch_streamkl.fx_passes.planning.refusals import Refusals
+from torch_streamkl.fx_passes.planning.row_eager import has_labels
 from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, may_have_programs
 from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
 from torch_streamkl.program.graph import ANY, INT, Node
@@ -94,13 +95,12 @@ class Losses:
 
     def sharing(self) -> list[Divergence]:
         """Returns divergences of LM heads that one row program computes with other sums."""
-        heads = {
-            d.inner: d for d in self.divergences if all(c.operator == LINEAR for c in d.calls)
-        }
+        heads = [d for d in self.divergences if all(c.operator == LINEAR for c in d.calls)]
         if self.planner is None or not heads:
             return []
-        plans = self.planner.sharing(list(heads))
-        return [heads[o.inner] for p in plans for o in p.outputs if o.inner in heads]
+        plans = self.planner.sharing({part for d in heads for part in d.parts})
+        outputs = [{o.inner for o in p.outputs if not has_labels(o.inner)} for p in plans]
+        return [d for d in heads if any(d.parts < every for every in outputs)]
 
 
 def needs_no_tensor(divergence: Divergence) -> bool:

@@ -80,3 +80,13 @@ def test_losses_of_two_layers_stay_two() -> None:
         return loss(h, g) + loss(h * 2, g * 2)
 
     assert compared(layers).report.num_fused == 2
+
+
+def test_halves_beside_entropies_of_their_rows_share_a_program() -> None:
+    def watched(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        t, s = (g @ v.T).log_softmax(-1), (h @ w.T).log_softmax(-1)
+        mixture = torch.logaddexp(t, s) - math.log(2)
+        entropy = -(s.exp() * s).sum(-1).detach()
+        return 0.5 * (log_target(mixture, t) + log_target(mixture, s)), entropy
+
+    assert {site.kind for site in compared(watched).report.sites} == {"row_program"}
