@@ -125,7 +125,7 @@ def attention_forms(me: Rank) -> None:
             report = case.fuses(me)
             name = "heads" if default is BY_HEADS else "batch"
             assert f"{name} shared by 2 ranks" in report.sites[0].runs, report.sites[0].runs
-    AttentionCase(jensen_shannon).fuses(me, num_sites=2)
+    AttentionCase(jensen_shannon).fuses(me, num_sites=1)
     AttentionCase(grouped, kv_heads=2).fuses(me)
 
 

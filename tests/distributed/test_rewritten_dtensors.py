@@ -238,7 +238,7 @@ def forms(me: Rank) -> None:
 
 @on_ranks
 def other_divergences(me: Rank) -> None:
-    Case(jensen_shannon).fuses(me, num_sites=2)
+    Case(jensen_shannon).fuses(me, num_sites=1)
     Case(softcapped).fuses(me)
     Case(checkpointed).fuses(me)
 
