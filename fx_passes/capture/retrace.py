@@ -66,10 +66,8 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     return found
 
 
-def _copied(
-    owner: fx.GraphModule, region: Region
-) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node], list[fx.Node]]:
-    """Returns a module of the region's nodes, their copies, and the tensors that it reads."""
+def _copied(region: Region) -> tuple[fx.Graph, dict[fx.Node, fx.Node], list[fx.Node]]:
+    """Returns a graph of the region's nodes, their copies, and the tensors that it reads."""
     slice_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     tensor_leaves = []
@@ -82,8 +80,7 @@ def _copied(
     for node in region.nodes:
         copies[node] = slice_graph.node_copy(node, copies.__getitem__)
     slice_graph.output([copies[n] for n in region.nodes])
-    slice_module = fx.GraphModule(owner, slice_graph)
-    return slice_module, copies, tensor_leaves
+    return slice_graph, copies, tensor_leaves
 
 
 class _Recorder(fx.Interpreter):
@@ -93,9 +90,13 @@ class _Recorder(fx.Interpreter):
     """
 
     def __init__(
-        self, module: fx.GraphModule, sources: Mapping[str, fx.Node], mode: FakeTensorMode
+        self,
+        module: fx.GraphModule,
+        graph: fx.Graph,
+        sources: Mapping[fx.Node, fx.Node],
+        mode: FakeTensorMode,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, graph=graph)
         self.sources, self.mode = sources, mode
         self.origin: dict[str, fx.Node] = {}
         self.outer: dict[str, fx.Node] = {}
@@ -131,7 +132,7 @@ class _Recorder(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> object:
-        source = self.sources.get(n.name)
+        source = self.sources.get(n)
         if source is None:
             return super().run_node(n)
         symbols = source.meta.get("unbacked_bindings")
@@ -139,9 +140,10 @@ class _Recorder(fx.Interpreter):
             return self._traced(n, source, symbols)[0]
         try:
             key, inputs = self.calls.key(n, self.env)
+            found = self.calls.copied(key, inputs)
+            found = found or self.calls.recorded(key, inputs, n, source)
         except NotEqual:
             return self._traced(n, source, symbols)[0]
-        found = self.calls.copied(key, inputs)
         if found is None:
             result, new = self._traced(n, source, symbols)
             self.calls.note(key, inputs, new, result)
@@ -183,10 +185,10 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
 
     Raises Unsupported if torch needs a size that only data decide.
     """
-    slice_module, copies, tensor_leaves = _copied(owner, region)
+    graph, copies, tensor_leaves = _copied(region)
     fakes = [example(leaf) for leaf in tensor_leaves]
     mode = fake_mode_of(region)
-    recorder = _Recorder(slice_module, {copies[n].name: n for n in region.nodes}, mode)
+    recorder = _Recorder(owner, graph, {copies[n]: n for n in region.nodes}, mode)
     guards = (
         mode.shape_env.suppress_guards()
         if mode.shape_env is not None

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, example
+from torch_streamkl.fx_passes.fx_utils.results import Results, Runs, set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
 
@@ -26,6 +27,7 @@ _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 class Selections:
     """Holds the positions that masks select, each computed once, and where row counts are read.
 
+    ``results`` and ``runs`` have what calls gave: equal ones give the same.
     ``masked`` has the selections by the symbols that the analysis has for their row counts, one
     for every use of a mask, and how many entries of each row a symbol counts. ``counts`` has
     tensors of positions and their dimensions by size.
@@ -35,6 +37,15 @@ class Selections:
         self.masked = masked or {}
         self.positions: dict[object, fx.Node] = {}
         self.counts: dict[str, tuple[fx.Node, int]] = {}
+        self.results, self.runs = Results(), Runs()
+        self._has_inference_mode: bool | None = None
+
+    def has_inference_mode(self, graph: fx.Graph) -> bool:
+        """Returns whether a graph enters inference mode anywhere; nothing inserted does."""
+        if self._has_inference_mode is None:
+            modes = autograd_modes(graph.nodes).values()
+            self._has_inference_mode = INFERENCE in modes
+        return self._has_inference_mode
 
     def count_of(self, size: str) -> tuple[fx.Node, int] | None:
         """Returns the positions of rows, and how many entries of each are ``size`` together."""
@@ -83,6 +94,8 @@ class Builder:
 
     @functools.cached_property
     def _is_in_inference_mode(self) -> bool:
+        if not self.selections.has_inference_mode(self.graph):
+            return False
         return autograd_modes(self.graph.nodes)[self.before] == INFERENCE
 
     def copy(self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -102,6 +115,12 @@ class Builder:
         run: Callable[[Any, Any], Any],
     ) -> fx.Node:
         values = fx.map_arg((args, kwargs), _present)
+        is_recorded = not self._is_in_inference_mode
+        known = self.selections.results.find(kind, target, args, kwargs) if is_recorded else None
+        if known is not None:
+            node = self._created(kind, target, args, kwargs, known.value)
+            node.meta[MEMORY] = known.memory
+            return node
         shapes = self.mode.shape_env
         guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
         fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else guards
@@ -113,9 +132,18 @@ class Builder:
                 raise Unsupported(f"{getattr(target, '__name__', target)}: {refusal}") from refusal
         if self._is_in_inference_mode and _is_view_of(result, args):
             raise Unsupported("in inference mode AOTAutograd cannot trace views")
+        node = self._created(kind, target, args, kwargs, result)
+        set_memory(node)
+        if is_recorded:
+            self.selections.results.note(node)
+        return node
+
+    def _created(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+    ) -> fx.Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node(kind, target, args, kwargs)
-        node.meta["example_value"] = result
+        node.meta["example_value"] = value
         node.meta.update({k: self.before.meta[k] for k in _COPIED if k in self.before.meta})
         self.added.append(node)
         return node

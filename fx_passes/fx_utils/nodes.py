@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 UNKNOWN = "unknown location"
+MEMORY = "streamkl_memory"  # of a node whose recorded value is that of an equal call
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # modules, and modes such as a default device
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _OF_TORCH = {"torch", "_operator", "math", "builtins"}
@@ -33,7 +35,12 @@ def name_of(node: fx.Node) -> str:
 
     What is not torch's keeps its namespace or module: an operator ``mine::softmax`` is no softmax.
     """
-    target = node.target
+    return target_name(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def target_name(target: Callable[..., Any] | str) -> str:
+    """Returns the name of what a node calls."""
     if isinstance(target, str):
         return target
     if target in OF_SPECIAL:
@@ -140,7 +147,12 @@ def storage_of(node: fx.Node) -> int | None:
     value = example(node)
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         return None
-    return value.untyped_storage()._cdata
+    return _memory(node, value)
+
+
+def _memory(node: fx.Node, value: Tensor) -> int:
+    found: int | None = node.meta.get(MEMORY)
+    return value.untyped_storage()._cdata if found is None else found
 
 
 def in_torch(file: str) -> bool:
@@ -167,9 +179,9 @@ def is_view(node: fx.Node) -> bool:
     value = example(node)
     if not isinstance(value, Tensor):
         return False
-    storage = value.untyped_storage()._cdata
+    storage = _memory(node, value)
     return any(
-        isinstance(x := example(a), Tensor) and x.untyped_storage()._cdata == storage
+        isinstance(x := example(a), Tensor) and _memory(a, x) == storage
         for a in node.all_input_nodes
     )
 

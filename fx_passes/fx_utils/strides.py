@@ -73,11 +73,13 @@ def strides_are_seen(
     if _lie_alike(_value(other), _value(node)):
         return False
     changed: dict[fx.Node, Tensor] = {node: _value(other)}
-    following = node.next
-    while following.op != "root":
+    runs = build.selections.runs
+    following, waiting = node.next, set(node.users)
+    while waiting and following.op != "root":
         reader, following = following, following.next
-        if not any(a in changed for a in reader.all_input_nodes):
+        if reader not in waiting:
             continue
+        waiting.remove(reader)
         was = example(reader)
         if (
             reader.op not in ("call_function", "call_method")
@@ -88,11 +90,12 @@ def strides_are_seen(
             return True
         if isinstance(was, Tensor):
             try:
-                now = _run(reader, changed, build)
+                now = runs.of(reader, changed, lambda n: _run(n, changed, build))
             except Exception:  # such as a view that is none in this layout
                 return True
             if not _lie_alike(now, was):
                 changed[reader] = now
+                waiting |= set(reader.users)
     return False
 
 

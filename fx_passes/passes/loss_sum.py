@@ -238,4 +238,6 @@ def _value(node: Any) -> Tensor:
 
 
 def _storage(node: Any) -> int:
-    return _value(node).untyped_storage()._cdata
+    found = storage_of(node)
+    assert found is not None
+    return found
