@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nodes_in, storage_of, subgraphs_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    name_of,
+    nodes_in,
+    storage_of,
+    subgraphs_of,
+    target_name,
+)
 
 Memory = Mapping[int | None, Sequence[fx.Node]]  # the nodes of a graph by the memory they have
 
@@ -46,6 +52,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments that a node writes to."""
     if node.op not in ("call_function", "call_method"):
         return []
+    if _only_reads(node):
+        return []
     name = name_of(node)
     if isinstance(node.target, torch._ops.HigherOrderOperator) and _has_body_that_writes(node):
         return node.all_input_nodes
@@ -55,15 +63,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if "mutation" in name:  # a Triton kernel of the user's
         return node.all_input_nodes
     written: list[object] = [node.kwargs.get("out"), *_hidden_writes(node, name)]
-    packet = _packet_of(node, name)
+    packet = _packet_of(node.target, name)
     if packet is not None:
         written += _written_arguments(node, packet)
-    first_is_written = (
-        name in ("setitem", "__setitem__", "setattr", *_IN_PLACE_METHODS)
-        or _is_named_in_place(node)
-        or node.target in _IN_PLACE_OPERATORS
-        or _asks_for_in_place(node)
-    )
+    first_is_written = _is_named_in_place(node.target, name) or _asks_for_in_place(node)
     if first_is_written:
         # torch._foreach_addcdiv_ and the fused optimizers write to lists: which, their schema says
         lists = packet is None and name.startswith(("_foreach", "_fused"))
@@ -120,18 +123,50 @@ def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
     return {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
 
 
-def _is_named_in_place(node: fx.Node) -> bool:
+def _only_reads(node: fx.Node) -> bool:
+    """Whether what a node calls, and that nothing asks it to write, says that it does not.
+
+    Most nodes are asked often, and do not write.
+    """
+    places = _may_be_written(node.target)
+    if places is None or node.kwargs.get("out") is not None:
+        return False
+    if node.kwargs.get("inplace") is True or any(a is True for a in node.args):
+        return False
+    return not any(i < len(node.args) or name in node.kwargs for i, name in places)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_be_written(target: Any) -> tuple[tuple[int, str], ...] | None:
+    """Places and names of arguments that are written where they are given; None if more may be."""
+    name = target_name(target)
+    if (
+        isinstance(target, torch._ops.HigherOrderOperator)
+        or "mutation" in name
+        or name in _HIDDEN_WRITES
+        or _is_named_in_place(target, name)
+    ):
+        return None
+    is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    packet = target if is_operator else _packet_of(target, name)
+    return () if packet is None else _marked_as_written(packet)
+
+
+def _is_named_in_place(target: Any, name: str) -> bool:
     """Whether a name says that a call works in place: ``x.add_()``, ``F.relu_(x)``, but not
     ``operator.and_``.
     """
-    name = name_of(node)
-    from_operator = getattr(node.target, "__module__", None) == operator.and_.__module__
+    if name in ("setitem", "__setitem__", "setattr", *_IN_PLACE_METHODS):
+        return True
+    if target in _IN_PLACE_OPERATORS:
+        return True
+    from_operator = getattr(target, "__module__", None) == operator.and_.__module__
     return name.endswith("_") and not name.endswith("__") and not from_operator
 
 
-def _packet_of(node: fx.Node, name: str) -> torch._ops.OpOverloadPacket | None:
+def _packet_of(target: Any, name: str) -> torch._ops.OpOverloadPacket | None:
     """Returns the ATen operator of a tensor method, or of a torch function written in C."""
-    if node.op == "call_method" or inspect.isbuiltin(node.target):
+    if isinstance(target, str) or inspect.isbuiltin(target):
         packet = getattr(torch.ops.aten, name, None)
         return packet if isinstance(packet, torch._ops.OpOverloadPacket) else None
     return None

@@ -64,10 +64,13 @@ def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> R
     """Returns the readers of the nodes' values, also of what these are written to."""
     if not nodes:
         return NO_READERS
-    graph, found = nodes[0].graph, NO_READERS
-    reached = set(nodes)
+    found, reached = NO_READERS, set(nodes)
     written: set[int | None] = set()
-    for node in graph.nodes:
+    following = next(n for n in nodes[0].graph.nodes if n in reached)
+    while following.op != "root":
+        node, following = following, following.next
+        if not written and reached.isdisjoint(node.all_input_nodes):
+            continue
         sources = [a for a in _inputs(node) if a in reached or storage_of(a) in written]
         if not sources:
             continue
