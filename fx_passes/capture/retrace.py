@@ -121,8 +121,9 @@ class _Recorder(fx.Interpreter):
         return map_aggregate(results, proxy)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        for a in n.all_input_nodes if n.op != "output" and self.calls is not None else ():
-            self.env[a] = self.calls.tensor(self.env[a])
+        if n.op != "output" and self.calls is not None:
+            for a in n.all_input_nodes:
+                self.env[a] = self.calls.tensor(self.env[a])
         given = super().fetch_args_kwargs_from_env(n)
         return _of_one_type(given) if name_of(n) in MATMULS else given
 
@@ -169,11 +170,10 @@ class _Recorder(fx.Interpreter):
     def _note(self, result: object, new: Sequence[fx.Node], source: fx.Node) -> None:
         self.origin.update({x.name: source for x in new})
         node = None
-        if isinstance(result, Copied) and result.tensor is None:
-            node = result.node
-        elif isinstance(result, (Tensor, Copied)):
-            tensor = result.tensor if isinstance(result, Copied) else result
-            slot = get_proxy_slot(tensor, self.tracer, None)
+        if isinstance(result, Copied):
+            node, result = result.node, result.tensor
+        if isinstance(result, Tensor):
+            slot = get_proxy_slot(result, self.tracer, None)
             node = None if slot is None else slot.proxy.node
         if node is not None:
             # what returns its input, such as x.contiguous(), has that one's value

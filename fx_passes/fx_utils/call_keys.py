@@ -6,7 +6,7 @@ the fake result of a call, and five for one with symbolic sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Kinds:
 
 
 def call_key(
-    target: Any, args: Any, kwargs: dict[str, Any], value_of: Callable[[fx.Node], object]
+    target: Any, args: Any, kwargs: Mapping[str, Any], value_of: Callable[[fx.Node], object]
 ) -> object:
     """Returns what equal calls have in common, given that of their inputs; or raises NotEqual."""
 

@@ -70,8 +70,8 @@ class Results:
         except NotEqual:
             return
         views: dict[int, int | None] = dict.fromkeys(map(_address, tensors))
-        for i, x in enumerate(inputs):
-            given = example(x)
+        for i, source in enumerate(inputs):
+            given = example(source)
             assert isinstance(given, Tensor)
             if views.get(_address(given), i) is None:
                 views[_address(given)] = i
