@@ -21,8 +21,9 @@ from torch_streamkl.fx_passes.dtensors.unshard import OWN_ROWS, conversion
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, descendants, example, name_of
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
+from torch_streamkl.fx_passes.fx_utils.results import set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, enable_python_dispatcher
 from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
@@ -417,6 +418,8 @@ class Restore:
                 target: Any = node.target
                 made = target(*args, **kwargs)
         node.meta["example_value"] = made
+        node.meta.pop(MEMORY, None)
+        set_memory(node)
 
     def _insert_before(
         self, place: fx.Node, target: str | Callable[..., Any], *args: Any
