@@ -127,6 +127,8 @@ class Variables:
         count, log = _num_heads(bound), variable(LOG, self._means[place])
         if kind == SUM:
             return scaled(count, exponential(log))
+        if not count:
+            raise NoForm("the scores have a dimension without entries", x)
         return linear(math.log(count), [(1.0, log)])
 
 

@@ -10,6 +10,7 @@ import torch._dynamo
 from torch import Tensor
 
 from tests.rewrite.test_row_program_counterexamples import judge, tensors
+from tests.support.comparing import compare
 from tests.support.misleading.registry import student
 
 
@@ -133,3 +134,15 @@ def test_rows_that_only_the_teacher_masks_are_uniform(fill: float) -> None:
         return (p * (z - z.logsumexp(-1, keepdim=True))).nansum(-1)
 
     judge(step, tensors("qk"), 0)
+
+
+def test_maps_that_are_averaged_over_no_sequence() -> None:
+    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+        s, t = ((a @ b.mT).softmax(-1).mean(0) for a, b in ((q, k), (qt, kt)))
+        return (t * (t.log() - s.log())).sum(-1)
+
+    inputs = [torch.randn(0, 2, 4, width, requires_grad=True) for width in (3, 3, 5, 5)]
+    outcome = compare(loss, inputs).check()
+    (value,) = outcome.compiled.outputs
+    assert value.shape == (2, 4) and value.isnan().all()  # a mean of nothing
+    assert [x.shape for x in outcome.compiled.gradients] == [x.shape for x in inputs]
