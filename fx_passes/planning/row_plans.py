@@ -93,6 +93,9 @@ class RowPlanner:
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
+        self._writes = [
+            (i, storage_of(x)) for n, i in self.position.items() for x in written_by(n)
+        ]
         self._matmuls = self._products()
 
     def _products(self) -> dict[object, fx.Node]:
@@ -203,7 +206,7 @@ class RowPlanner:
         outer = self.trace.outer
         if any(n not in outer or self.position[outer[n]] > first for n in read):
             return None
-        if any(set(inner) & ancestors(n) for n in read):
+        if self._is_written_between(nodes, read) or any(set(inner) & ancestors(n) for n in read):
             return None
         try:
             joined = self.plan(inner)
@@ -211,6 +214,12 @@ class RowPlanner:
             return None
         is_there = all(self.position[outer[n]] <= first for n in self._kept(joined.form))
         return joined if is_there else None
+
+    def _is_written_between(self, nodes: Sequence[fx.Node], read: Iterable[fx.Node]) -> bool:
+        """Whether what sums read is written between them: one call reads it before the first."""
+        memory = {storage_of(self.trace.outer[n]) for n in read} - {None}
+        first, last = (end(self.position[n] for n in nodes) for end in (min, max))
+        return any(first < at < last and storage in memory for at, storage in self._writes)
 
     def _kept(self, form: RowForm) -> list[fx.Node]:
         """The matmuls of products that a program reads as tensors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -193,3 +194,27 @@ def test_a_part_is_written_without_a_record(write: Callable[[Tensor], None], tar
     found = torch.autograd.grad(value, inputs)
     for x, y in zip(found, (expected @ k, expected.mT @ q, 2.0 * expected), strict=True):
         torch.testing.assert_close(x, y.detach())
+
+
+@pytest.mark.parametrize("written", ["labels", "bias"])
+def test_what_sums_of_one_product_read_is_written_between_them(written: str) -> None:
+    """One program has one place: it would read all before the write."""
+
+    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, bias: Tensor, labels: Tensor) -> Any:
+        s, t = h @ w.mT, ht @ wt.mT
+        mean, entropy = (s.softmax(-1) * t).sum(-1), (s.softmax(-1) * s.log_softmax(-1)).sum(-1)
+        with torch.no_grad():
+            if written == "labels":
+                labels.clamp_(max=2)
+                other = F.cross_entropy(t, labels, reduction="none")
+            else:
+                bias.mul_(2)
+                other = (t + bias).logsumexp(-1)
+        return mean, entropy, other
+
+    make = torch.Generator().manual_seed(0)
+    shapes = ((6, 4), (11, 4), (6, 3), (11, 3))
+    given = [torch.randn(s, generator=make).requires_grad_() for s in shapes]
+    given += [torch.linspace(-1, 1, 11), torch.full((6,), 10)]
+    options = {"streamkl.verify": "never"}
+    assert compare(loss, given, options=options).check().num_fused
