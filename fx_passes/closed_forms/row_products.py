@@ -1,7 +1,7 @@
 """Keeps products that have no keys as tensors, in a row program of other products.
 
-The heads of an indexer have weights that a projection of the rows makes, ``w = x @ weight``. Inside
-of a sum over keys, w is a value of its row: the program reads the user's tensor.
+The heads of an indexer have weights that a projection of the rows makes, ``w = x @ weight``.
+Inside of a sum over keys, w is a value of its row: the program reads the user's tensor.
 """
 
 from __future__ import annotations
