@@ -31,12 +31,14 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
     free_unbacked_symbols,
     get_proxy_mode,
     get_proxy_slot,
+    is_traceable_wrapper_subclass,
     key_get,
     make_fx,
     tree_leaves,
     tree_map,
 )
 
+_SUBCLASS = "computed_by_a_tensor_subclass"
 SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
 
@@ -60,6 +62,11 @@ def outer_node(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> fx.Node:
     found = outer.get(node)
     if found is None:
         name = name_of(node)
+        if _SUBCLASS in node.meta:
+            raise Unsupported(
+                f"the scores are computed by a tensor subclass, {node.meta[_SUBCLASS]}, in "
+                "operations of its own"
+            )
         if name.endswith("_"):
             raise Unsupported(f"the loss reads a tensor that {name} wrote in place")
         raise Unsupported(f"the loss needs {name}, an intermediate value of another operation")
@@ -211,6 +218,10 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
                 "a result is written with out=, which records no gradient"
             ) from error
     nodes = {n.name: n for n in traced.graph.nodes}
+    for name, source in origin.items():
+        given = filter(is_traceable_wrapper_subclass, map(example, source.all_input_nodes))
+        for value in given if name in nodes else ():
+            nodes[name].meta[_SUBCLASS] = type(value).__name__
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     outer = {nodes[name]: source for name, source in recorder.outer.items() if name in nodes}
     outer.update(dict(zip(placeholders, tensor_leaves, strict=True)))

@@ -236,6 +236,12 @@ ADVICE = (
         "compile the same loss with the same options on all ranks that share DTensors",
     ),
     Advice(
+        "a weight is a tensor subclass with operations of its own, as of torchao",
+        "computed by a tensor subclass",
+        "if it holds a quantized weight, torch.nn.functional.linear(hidden, weight.dequantize()) "
+        "fuses; activations that it would quantize too stay as they are",
+    ),
+    Advice(
         "a tensor subclass",
         "tensor subclass",
         "pass plain tensors to the loss, such as the local tensors of a DTensor",

@@ -77,6 +77,9 @@ EVENTS = {
         "No operator computes the loss with the placements of these DTensors.",
     "ranks compile different graphs":
         "Ranks that share DTensors did not compile the same loss and options.",
+    "a weight is a tensor subclass with operations of its own, as of torchao":
+        "The product is several operations inside of the subclass, on tensors that are no values "
+        "of the graph.",
     "a tensor subclass":
         "An input is a tensor subclass, whose operations may differ from those of a plain tensor.",
     "a size that the inputs do not have":

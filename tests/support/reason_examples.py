@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+from tests.support.quantized import Quantized
 from tests.support.user_losses import HIDDEN, LENGTH, USER_LOSSES, VOCAB
 
 EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reference/reasons.md names
@@ -279,6 +280,19 @@ def nan_is_replaced(q, k, r, u):
     s, t = ((x @ y.mT).masked_fill(~keep, float("-inf")) for x, y in ((q, k), (r, u)))
     rows = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
     return rows.nan_to_num().mean()
+
+
+@example(
+    "a weight is a tensor subclass with operations of its own, as of torchao",
+    inputs=lambda: _with_quantized_weight(USER_LOSSES["cosine"].inputs()),
+)
+def quantized_weight(h, w, g, v):
+    return kl(h @ w.mT, F.linear(g, v))
+
+
+def _with_quantized_weight(inputs):
+    h, w, g, v = inputs
+    return [h, w, g.detach(), Quantized.of(v.detach())]
 
 
 @example("a tensor subclass", inputs=lambda: _of_two_tensors(USER_LOSSES["gram"].inputs()))
