@@ -61,7 +61,7 @@ def _is_one_matrix(product: Product, axes: Axes) -> bool:
 
 
 def _is_per_vocab_entry(bias: Bias, key: Axis) -> bool:
-    return bias.value.axes == {key} and not bias.factors
+    return bias.value.axes == {key} and not any(x.value.axes for x in bias.factors)
 
 
 def check_call(call: Call) -> None:

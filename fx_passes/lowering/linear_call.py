@@ -129,6 +129,9 @@ class _Lowering:
         for bias in self._added(side):
             value = self._of_side(bias.value, side)
             x = self.writer.tensor(value, ((self._key(side),),))
+            for factor in bias.factors:  # scalars
+                by = self.writer.tensor(factor.value, ())
+                x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
             if bias.weight != side.scale:
                 x = self.build.call(torch.mul, x, bias.weight / side.scale)
             total = x if total is None else self.build.call(torch.add, total, x)

@@ -180,3 +180,17 @@ def test_a_gate_around_a_divergence_keeps_its_operator() -> None:
         return -((h @ u).sigmoid() * p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
 
     assert fused(program, [h, w, u, *teacher]).kinds == {"linear_kl"}
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_bias_that_a_tensor_temperature_divides(is_trained: bool) -> None:
+    """As of DINO's center: the temperature is a number that a schedule holds, or learned."""
+    h, w, b = trained(*made((FIRST, HIDDEN), (VOCAB, HIDDEN), (VOCAB,)))
+    teacher = made((FIRST, TEACHER_HIDDEN), (VOCAB, TEACHER_HIDDEN), (VOCAB,), seed=1)
+    schedule = torch.tensor([0.3, 0.7, 1.1]).requires_grad_(is_trained)
+
+    def program(h, w, b, g, v, c, times):  # type: ignore[no-untyped-def]
+        return kl((h @ w.T + b) / times[0], (g @ v.T - c) / times[1])
+
+    outcome = fused(program, [h, w, b, *teacher, schedule])
+    assert outcome.kinds == {"linear_kl"} and not outcome.report.num_remaining, outcome.report
