@@ -61,7 +61,7 @@ dist: $(VENV)/.base
 	rm -rf dist && $(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 # Everything with the libraries that people train with; `make test` has a fast part of each.
-test-integrations: $(VENV)/.test $(VENV)/.integrations
+test-integrations: $(VENV)/.test $(VENV)/.integrations $(VENV)/.losses
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/integrations $(PYTEST_ARGS)
 
 bench: $(VENV)/.demo
@@ -96,6 +96,16 @@ $(VENV)/.libraries: $(VENV)/.base
 	@$(INSTALL) --no-build-isolation --editable ".[integrations]" || \
 	for each in transformers accelerate datasets trl peft lightning; do \
 	    $(INSTALL) $$each || echo "$$each cannot be installed here"; \
+	done
+	@for each in speculators lightly; do \
+	    $(INSTALL) --no-deps $$each || echo "$$each cannot be installed here"; \
+	done
+	touch $@
+
+# Packages of which tests load the losses alone.
+$(VENV)/.losses: $(VENV)/.base
+	@for each in megatron-core speculators lightly sentence-transformers torchao; do \
+	    $(INSTALL) --no-deps $$each || echo "$$each cannot be installed here"; \
 	done
 	touch $@
 

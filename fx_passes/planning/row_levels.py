@@ -42,8 +42,8 @@ class Levels:
         every = bindings_of(self.made.values())
         said = [b for b in every if b.says]
         self.places: frozenset[Place] = places_of_keys(every)[0] if said else frozenset()
-        for node, x in list(self.made.items()) if said else []:
-            if all(_is_of_row(p, self.places) for p in products_in([x])):
+        for node, expr in list(self.made.items()) if said else []:
+            if all(_is_of_row(p, self.places) for p in products_in([expr])):
                 del self.made[node]  # as the gate of a row, which a projection makes
         self._known: dict[Node, bool] = {}
         self._read: set[fx.Node] | None = None
