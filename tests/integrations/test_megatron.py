@@ -8,7 +8,7 @@ for each of them, next to one call of ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +41,7 @@ class Indexer:
 
     dsa: Any
     weights: tuple[Tensor, ...]
-    pg_collection: Any = field(default_factory=one_rank)
+    pg_collection: Any
 
     def forward_with_scores(
         self, x: Tensor, qr: Tensor, mask: Tensor, packed_seq_params: None = None
@@ -66,13 +66,13 @@ def attention(dsa: Any, is_sparse: bool) -> Any:
         dsa_indexer_loss_coeff=COEFF, dsa_indexer_use_sparse_loss=is_sparse, num_layers=1
     )
     dsa.DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(LOSS_SCALE))
-    kind = dsa.AttnMaskType.causal
+    kind, group = dsa.AttnMaskType.causal, one_rank()
 
     def step(
         x: Tensor, wq: Tensor, wk: Tensor, ww: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> Any:
         layer = SimpleNamespace(
-            indexer=Indexer(dsa, (wq, wk, ww)), softmax_scale=HEAD_DIM**-0.5, training=True,
+            indexer=Indexer(dsa, (wq, wk, ww), group), softmax_scale=HEAD_DIM**-0.5, training=True,
             config=config, layer_number=None,
         )  # fmt: skip
         return dsa.DSAttention.forward(layer, q, k, v, None, x, x, attn_mask_type=kind)
