@@ -11,6 +11,7 @@ from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import find_region
 from torch_streamkl.fx_passes.capture.retrace import fake_mode_of, trace_region
+from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fusing import Fusing
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
@@ -104,6 +105,7 @@ class _Rewriting:
         self.unused = {n for n in region.nodes if not n.users}
         self.views = {n for n in graph.nodes if is_view(n)}
         self.outer = dict(trace.outer)  # before later passes replace nodes
+        self.of_rows: set[object] = set()  # operands of products that programs read as tensors
 
     def builder(self, before: fx.Node) -> Builder:
         return Builder(before, self.mode, self.selections)
@@ -115,6 +117,7 @@ class _Rewriting:
         sites = [*self.path, *self.unfused]
         products = score_sized_nodes(losses.trace, levels, sites, self.operands)
         sizes = {n: i for n, i in products.items() if not is_view(n) and not _is_scalar(n)}
+        sizes = {n: i for n, i in sizes.items() if not self._is_of_rows(i)}
         reread_counts(sizes, self.selections, self.builder)
         removed, kept = self._clean(sizes)
         read_again = read_after_writes(self.given.graph, self.fusing.late)
@@ -148,6 +151,8 @@ class _Rewriting:
             computed = {a for p in fused for o in p.outputs for a in ancestors(o.inner)}
             waiting = [d for d in waiting if not d.parts <= computed]
             self.unfused = [n for n in self.unfused if planner.reads_products(n, fused)]
+            of_rows = (x for p in fused for x in p.of_rows)
+            self.of_rows = {tuple(map(source_of, x.args)) for x in of_rows}
         for divergence in waiting:
             self._fuse_divergence(divergence)
 
@@ -205,6 +210,11 @@ class _Rewriting:
         self.unfused = [n for n in self.unfused if n not in computed]
         self.stayed = [(d, site) for d, site in self.stayed if not d.parts <= computed]
         return True
+
+    def _is_of_rows(self, inner: fx.Node) -> bool:
+        """Whether a node is made of products that fused programs read as values of their rows."""
+        found = self.losses.refusals.levels.products_of(inner) if self.of_rows else []
+        return bool(found) and all(tuple(map(source_of, x.args)) in self.of_rows for x in found)
 
     def _clean(self, sizes: dict[fx.Node, fx.Node]) -> tuple[list[fx.Node], list[str]]:
         """Runs the passes after the operators; returns what was removed, and notes."""

@@ -64,6 +64,11 @@ class ProgramPlan:
     dtypes: frozenset[torch.dtype] = frozenset()
 
     @property
+    def of_rows(self) -> list[Node]:
+        """Returns the products that the program reads as tensors, as they have no keys."""
+        return products_in([*(c.value for c in self.form.captures), *self.form.around])
+
+    @property
     def operands(self) -> list[fx.Node]:
         """Returns the tensors of the trace that the products are made of."""
         every = (x.source for p in self.form.products for x in (p.rows, p.keys))
@@ -212,7 +217,8 @@ class RowPlanner:
             joined = self.plan(inner)
         except Unsupported:
             return None
-        is_there = all(self.position[outer[n]] <= first for n in self._kept(joined.form))
+        matmuls = (self._matmuls.get(tuple(map(source_of, x.args))) for x in joined.of_rows)
+        is_there = all(self.position[outer[n]] <= first for n in matmuls if n in outer)
         return joined if is_there else None
 
     def _is_written_between(self, nodes: Sequence[fx.Node], read: Iterable[fx.Node]) -> bool:
@@ -220,12 +226,6 @@ class RowPlanner:
         memory = {storage_of(self.trace.outer[n]) for n in read} - {None}
         first, last = (end(self.position[n] for n in nodes) for end in (min, max))
         return any(first < at < last and storage in memory for at, storage in self._writes)
-
-    def _kept(self, form: RowForm) -> list[fx.Node]:
-        """The matmuls of products that a program reads as tensors."""
-        products = products_in([*(c.value for c in form.captures), *form.around])
-        found = (self._matmuls.get(tuple(map(source_of, x.args))) for x in products)
-        return [n for n in found if n in self.trace.outer]
 
     def _merge(self, plans: list[ProgramPlan]) -> None:
         """Joins programs that a later sum has connected: it reads products of both."""
