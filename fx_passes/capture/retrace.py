@@ -218,7 +218,7 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
                 "a result is written with out=, which records no gradient"
             ) from error
     nodes = {n.name: n for n in traced.graph.nodes}
-    for name, source in origin.items():
+    for name, source in recorder.origin.items():
         given = filter(is_traceable_wrapper_subclass, map(example, source.all_input_nodes))
         for value in given if name in nodes else ():
             nodes[name].meta[_SUBCLASS] = type(value).__name__
