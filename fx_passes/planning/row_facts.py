@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,15 +26,18 @@ SAME = {aten.detach.default, aten.alias.default, aten.contiguous.default}
 
 
 def facts_of(reading: Reading) -> Facts:
-    """Returns the facts of a graph."""
-    logarithms = []
-    for node in reading.arrays:
-        if node.target in LOGARITHMS:
-            logarithms += _of_probabilities(node, reading)
-
-    found = tuple(dict.fromkeys(logarithms))
+    """Returns the facts of a graph, without the logarithms, which are those of a program."""
     made = reading.reads_products
-    return Facts(why_repeated, found, made, dtype_of, reading.sizes.extent, is_ranked=is_ranked)
+    return Facts(why_repeated, (), made, dtype_of, reading.sizes.extent, is_ranked=is_ranked)
+
+
+def logarithms_in(nodes: Iterable[fx.Node], reading: Reading) -> tuple[Node, ...]:
+    """Returns the expressions of probabilities whose logarithm these nodes take.
+
+    Other code may take it of the same probabilities: here it may be computed from scores.
+    """
+    takers = [n for n in nodes if n in reading.arrays and n.target in LOGARITHMS]
+    return tuple(dict.fromkeys(x for n in takers for x in _of_probabilities(n, reading)))
 
 
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:

@@ -28,7 +28,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached,
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
-from torch_streamkl.fx_passes.planning.row_facts import facts_of
+from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -121,7 +121,10 @@ class RowPlanner:
             raise Unsupported("a gradient flows through what is a constant")
         arrays = _with_shared_rows([self.reading.array(r) for r in roots])
         order = [a for x in arrays for d in x.dims for a in d]
-        form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), self.facts)
+        inside = {a for r in roots for a in (r, *ancestors(r))}
+        nodes = [n for n in self.trace.graph.nodes if n in inside]
+        facts = replace(self.facts, logarithms=logarithms_in(nodes, self.reading))
+        form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), facts)
         if isinstance(form, NotClosed):
             raise NoForm(form.reason, form.at)
         outputs = tuple(

@@ -57,6 +57,22 @@ def test_one_side_that_is_masked(low: float) -> None:
     judge(step, tensors("qk"))
 
 
+def test_a_logarithm_that_other_code_takes_of_the_same_probabilities() -> None:
+    """The log-softmax of a filled score is finite, whatever a loss next to it computes."""
+
+    def step(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        s, t = (h @ w.mT).masked_fill(~keep, -1e4), ht @ wt.mT
+        own = F.kl_div(s.log_softmax(-1), s.softmax(-1), reduction="none").sum(-1)
+        return (t.softmax(-1) * s.log_softmax(-1)).sum(-1), own
+
+    make = torch.Generator().manual_seed(0)
+    shapes = ((6, 4), (11, 4), (6, 3), (11, 3))
+    given = [torch.randn(x, generator=make).requires_grad_() for x in shapes]
+    given.append(torch.arange(11) % 3 > 0)
+    outcome = compare(step, given, options={"streamkl.verify": "never"}).check()
+    assert outcome.num_fused and outcome.compiled.outputs[0].isfinite().all()
+
+
 @pytest.mark.parametrize("low", [LOWEST, -1e9, -1e4])
 @pytest.mark.parametrize("how", HOW)
 def test_log_sum_exps_of_masked_scores_stay(how: str, low: float) -> None:
