@@ -161,7 +161,8 @@ def _are_of_elements(keys: Node, ids: Node) -> bool:
         for y in walk([ids, *keys.args])
         if y.op == "capture" and isinstance(y.value.name, Positions)
     }
-    return any(len({c for c in columns if c.rows == x.rows}) < x.rows.rank for x in columns)
+    read = {x.rows: {c.dim for c in columns if c.rows == x.rows} for x in columns}
+    return any(set(rows.varying) - dims for rows, dims in read.items())
 
 
 def _has_ids(position: Node) -> bool:

@@ -7,9 +7,19 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import Axes, Masks, NoForm
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
-from torch_streamkl.program.canonical import all_of, linear, nonnegative, terms_of
-from torch_streamkl.program.graph import CONTRACT, Axis, Node, const, constant, index, size_of
-from torch_streamkl.program.masks import shift_of
+from torch_streamkl.program.canonical import TRUE, all_of, linear, nonnegative, terms_of
+from torch_streamkl.program.graph import (
+    CONTRACT,
+    INT,
+    Axis,
+    Node,
+    const,
+    constant,
+    index,
+    size_of,
+)
+from torch_streamkl.program.masks import is_within, shift_of
+from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.walks import walk
 
 
@@ -142,3 +152,22 @@ def size_node(axis: Axis) -> Node:
     """Returns the number of positions along an axis."""
     assert axis.size is not None
     return size_of(axis.size)
+
+
+def meets_some_key(conditions: Iterable[Node], key: Axis) -> bool:
+    """Returns whether every row provably has a key that meets all conditions on positions.
+
+    Such a key is the first one, or one at which a condition just holds.
+    """
+    conditions = list(conditions)
+    candidates = [const(0, INT)]
+    for condition in conditions:
+        c0, terms = terms_of(condition.args[0]) if condition.op == "nonnegative" else (0.0, [])
+        signs = [c for c, t in terms if t is index(key)]
+        if len(signs) == 1 and abs(signs[0]) == 1.0:
+            rest = [(-c * signs[0], t) for c, t in terms if t is not index(key)]
+            candidates.append(linear(-c0 * signs[0], rest))
+    return any(
+        is_within(at, key.size) and substitute(all_of(*conditions), {key: at}) is TRUE
+        for at in candidates
+    )

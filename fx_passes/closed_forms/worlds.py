@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.masks import meets_some_key
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE, Condition, ScoreForm
 from torch_streamkl.program import operations
 from torch_streamkl.program.canonical import all_of, literals, negation
 from torch_streamkl.program.graph import ANY, BOOL, CONTRACT, Axis, Node
-from torch_streamkl.program.masks import meets_some_key
 from torch_streamkl.program.reductions import assume, opened, remade
 from torch_streamkl.program.walks import rebuilt, walk
 

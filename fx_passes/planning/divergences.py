@@ -49,22 +49,20 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
     rows = list(_row_values(trace, reading))
     plans = {node: _planned(node, reading) for node in rows}
     covered, chosen = set[fx.Node](), dict[fx.Node, Matched]()
-    parts = dict[fx.Node, frozenset[fx.Node]]()
+    parts, earliest = dict[fx.Node, frozenset[fx.Node]](), _earliest(rows, plans, trace)
     # a sum of parts that are no divergence alone, such as cross-entropy minus entropy
     for node in reversed(rows):
         made = plans[node]
         inputs = [a for a in node.all_input_nodes if a in plans]
         if node in covered or isinstance(made, str) or node not in trace.outer:
             continue
-        is_one_call = _are_one_call(node, plans, inputs, trace)
-        if is_one_call:
-            parts[node] = _parts(node, plans, trace)
+        halves = _of_one_call(node, plans, earliest, trace)
         if (
             any(isinstance(plans[a], str) for a in inputs)
             or (inputs and not any(a in trace.outer for a in inputs))
-            or is_one_call
+            or halves
         ):
-            chosen[node] = made
+            chosen[node], parts[node] = made, halves
             covered |= {a for a in ancestors(node) if a in plans and a is not node}
     downstream = set[fx.Node]()
     for node in rows:
@@ -75,31 +73,39 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
             if node in trace.outer:
                 chosen[node] = made
     found = [n for n in rows if n in chosen]
-    own = {n: parts.get(n, frozenset((n,))) for n in found}
+    own = {n: parts.get(n) or frozenset((n,)) for n in found}
     return [Divergence(n, trace.outer[n], chosen[n], own[n]) for n in found], plans
 
 
-def _are_one_call(node: fx.Node, plans: Plans, parts: Sequence[fx.Node], trace: Trace) -> bool:
-    """Whether values that are added, each of which has a call, are one call together.
+def _earliest(rows: Sequence[fx.Node], plans: Plans, trace: Trace) -> set[fx.Node]:
+    """The values with a call that are computed from no other such value."""
+    found, after = set[fx.Node](), set[fx.Node]()
+    for node in rows:
+        if any(a in found or a in after for a in node.all_input_nodes):
+            after.add(node)
+        elif not isinstance(plans[node], str) and node in trace.outer:
+            found.add(node)
+    return found
+
+
+def _of_one_call(
+    node: fx.Node, plans: Plans, earliest: set[fx.Node], trace: Trace
+) -> frozenset[fx.Node]:
+    """The values, each of which has a call, whose sum is one call; none if there are no such.
 
     Such are the halves of a Jensen-Shannon divergence. Nothing else reads one of them.
     """
-    made = plans[node]
-    if len(set(parts)) < 2 or isinstance(made, str) or not made.closed:
-        return False
-    if sum(len(form.calls) for form in made.closed.values()) > 1:
-        return False
-    inside = {trace.outer[a] for a in ancestors(node) if a in trace.outer}
-    rows = {trace.outer[a] for a in ancestors(node) & plans.keys() if a in trace.outer}
-    return all(user in inside for a in rows - {trace.outer[node]} for user in a.users)
-
-
-def _parts(node: fx.Node, plans: Plans, trace: Trace) -> frozenset[fx.Node]:
-    """The first of the values with a call that a sum of several is computed from."""
-    every = {
-        a for a in ancestors(node) & plans.keys() - {node} if not isinstance(plans[a], str)
-    } & trace.outer.keys()
-    return frozenset(a for a in every if not (ancestors(a) - {a}) & every)
+    made, none = plans[node], frozenset[fx.Node]()
+    if isinstance(made, str) or sum(len(form.calls) for form in made.closed.values()) != 1:
+        return none
+    if sum(a in plans for a in node.all_input_nodes) < 2:
+        return none
+    above = ancestors(node)
+    parts = frozenset(above & earliest)
+    inside = {trace.outer[a] for a in above if a in trace.outer}
+    rows = {trace.outer[a] for a in above & plans.keys() if a in trace.outer}
+    is_read = any(user not in inside for a in rows - {trace.outer[node]} for user in a.users)
+    return none if is_read or len(parts) < 2 else parts
 
 
 def _row_values(trace: Trace, reading: Reading) -> Iterator[fx.Node]:

@@ -144,9 +144,9 @@ def _kept_inside(x: Array, theta: dict[Axis, Node]) -> Node:
             if not p.axes & theta.keys() or is_bounded(p):
                 continue
             n = x.sizes.extent(y.value, d)
-            if n is None:
+            if n is None and p.op != "index":
                 raise NoView("rows that a mask selects are padded, and read in another order")
-            if not is_within(p, n) or leaves:
+            if n is not None and (not is_within(p, n) or leaves):
                 last = linear(-1.0, [(1.0, size_of(n))])
                 at[d] = function("clamp_max", function("clamp_min", p, const(0, INT)), last)
         return remade(y, tuple(at))

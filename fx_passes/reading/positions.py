@@ -29,6 +29,12 @@ class MaskedRows:
         """Returns how many dimensions the mask selects rows of."""
         return self.lacking + self.last - self.first + 1
 
+    @property
+    def varying(self) -> list[int]:
+        """Returns which of its dimensions have more than one position, counted from the first."""
+        sizes = self.mask.meta["val"].shape[self.first : self.last + 1]
+        return [*range(self.lacking), *(self.lacking + i for i, n in enumerate(sizes) if n != 1)]
+
 
 @dataclass(frozen=True)
 class Positions:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_streamkl.program.canonical import TRUE, all_of, linear, nonnegative, terms_of
-from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
-from torch_streamkl.program.reductions import substitute
+from torch_streamkl.program.canonical import all_of, linear, nonnegative, terms_of
+from torch_streamkl.program.graph import Axis, Node, Size, index, size_of
 
 
 @dataclass(frozen=True)
@@ -90,22 +89,3 @@ def is_within(at: Node, size: Size | None) -> bool:
     if at.op == "index" and at.value.size == size:
         return True
     return at.range[0] >= 0.0 and size is not None and at.range[1] < size_of(size).range[0]
-
-
-def meets_some_key(conditions: Iterable[Node], key: Axis) -> bool:
-    """Returns whether every row provably has a key that meets all conditions on positions.
-
-    Such a key is the first one, or one at which a condition just holds.
-    """
-    conditions = list(conditions)
-    candidates = [const(0, INT)]
-    for condition in conditions:
-        c0, terms = terms_of(condition.args[0]) if condition.op == "nonnegative" else (0.0, [])
-        signs = [c for c, t in terms if t is index(key)]
-        if len(signs) == 1 and abs(signs[0]) == 1.0:
-            rest = [(-c * signs[0], t) for c, t in terms if t is not index(key)]
-            candidates.append(linear(-c0 * signs[0], rest))
-    return any(
-        is_within(at, key.size) and substitute(all_of(*conditions), {key: at}) is TRUE
-        for at in candidates
-    )

@@ -88,7 +88,7 @@ def layers_that_share_the_teacher(q, k, qt, kt):
     return kd(student(q, k), t) + kd(student(q * 2, k), t) + kd(student(q, k.sin()), t)
 
 
-@plain(fuses=2)
+@plain(fuses=1)
 def both_directions(s, t):
     return kd(s, t) + kd(t, s)
 
