@@ -28,6 +28,7 @@ from torch_streamkl.program.reductions import assume, opened, remade
 from torch_streamkl.program.walks import rebuilt, walk
 
 LOG = "logP"
+LARGEST_SPREAD = 60.0  # of what is added to scores: exp(-60) and scores are far from underflow
 _HIDDEN = -1e8  # scores that are compared with a lower number are asked whether they are masked
 
 
@@ -100,13 +101,18 @@ def _is_no_number(condition: Node, world: World) -> bool | None:
     if not (_has_scores(x) or mentions_variables(x)):
         return None
     if world.is_allowed:
-        return False
+        return None if _may_be_hidden(x, world) else False
     for unmet in world.unmet:
         x = assume(x, {all_of(*unmet): False})
     found = value_at(x, world)
     if found is None:
         return None
     return math.isinf(found) if condition.op == "isinf" else math.isnan(found)
+
+
+def _may_be_hidden(x: Node, world: World) -> bool:
+    """Whether an expression has probabilities that may be 0 at allowed keys."""
+    return any(y.op == LOG and int(y.value) in world.unbounded for y in walk([x]))
 
 
 def _has_key(condition: Node, world: World) -> bool | None:
@@ -132,9 +138,7 @@ def _compared(condition: Node, world: World) -> bool | None:
     x, y = value_at(a, world), value_at(b, world)
     if x is not None and y is not None:
         return bool(operations.of_numbers(condition.op, [x, y], [a.dtype, b.dtype]))
-    if not world.is_allowed or any(
-        y.op == LOG and int(y.value) in world.unbounded for y in walk([condition])
-    ):
+    if not world.is_allowed or _may_be_hidden(condition, world):
         return None
     for x_, y_ in ((a, b), (b, a)):  # probabilities are positive, their logarithms finite
         if y_.op != "const":
@@ -259,8 +263,10 @@ class Judgement:
 
 
 def has_infinite_bias(form: ScoreForm) -> bool:
-    """Returns whether a tensor is added to scores that may hold anything."""
-    return any(not b.value.is_finite for b in (*form.biases, *form.inner_biases))
+    """Returns whether a tensor is added to scores that may hide a key: any, or a mask of -1e4."""
+    biases = (*form.biases, *form.inner_biases)
+    spread = sum(abs(b.weight) * (b.value.range[1] - b.value.range[0]) for b in biases)
+    return spread > LARGEST_SPREAD or any(not b.value.is_finite for b in biases)
 
 
 def judged(x: Node, forms: Sequence[ScoreForm], key: Axis) -> Judgement:

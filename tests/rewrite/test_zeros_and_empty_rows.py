@@ -146,3 +146,17 @@ def test_maps_that_are_averaged_over_no_sequence() -> None:
     (value,) = outcome.compiled.outputs
     assert value.shape == (2, 4) and value.isnan().all()  # a mean of nothing
     assert [x.shape for x in outcome.compiled.gradients] == [x.shape for x in inputs]
+
+
+def test_infinities_of_keys_that_added_masks_hide_are_filled() -> None:
+    """Two masks of -1e4 that differ: the teacher has keys whose student is 0 in eager code."""
+
+    def step(q, k, r, s, w, keep):
+        t, z = student(r, s), student(q, k)
+        rows, keys = torch.arange(t.shape[-2])[:, None], torch.arange(t.shape[-1])
+        p = (t + torch.zeros_like(t).masked_fill((rows + keys) % 5 == 0, -1e4)).softmax(-1)
+        q_ = (z + torch.zeros_like(z).masked_fill((rows + keys) % 5 == 2, -1e4)).softmax(-1)
+        x = p * (p / q_).log()
+        return x.masked_fill(x.isinf() | x.isnan(), 0.0).sum(-1)
+
+    judge(step, tensors(""), 0)
