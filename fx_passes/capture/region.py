@@ -2,7 +2,8 @@
 
 A region starts at softmaxes, kl_div, their hand-written forms, and cross_entropy. It reaches
 backwards to the matmuls of the scores and through the code of the masks, and forwards to the first
-scalar. Only regions are analysed, never the rest of the program.
+scalar, or the sum of two of the same distributions. Only regions are analysed, never the rest of
+the program.
 """
 
 from __future__ import annotations
