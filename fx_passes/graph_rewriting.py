@@ -140,7 +140,7 @@ class _Rewriting:
         if planner is not None:
             inside = planner.levels.read_by_elements(self.losses.region)
             waiting = [d for d in divergences if needs_no_tensor(d) or d.inner in inside]
-            sharing = [d for d in self._sharing() if d not in waiting]
+            sharing = [d for d in self.losses.sharing(self._is_left) if d not in waiting]
             waiting = [d for d in divergences if d in waiting or d in sharing]
         for divergence in divergences:
             if divergence not in waiting:
@@ -167,19 +167,11 @@ class _Rewriting:
             self.fused.append((divergence.inner, site))
         self.handled |= ancestors(divergence.inner)
 
-    def _sharing(self) -> list[Divergence]:
-        found = self.losses.sharing()
+    def _is_left(self, plan: ProgramPlan) -> bool:
+        value = example(plan.outputs[0].node)
+        assert isinstance(value, Tensor)
         min_mib = self.given.options.min_mib
-        planner = self.losses.planner
-        if planner is None or not found:
-            return []
-        shared = set()
-        for plan in planner.sharing({part for d in found for part in d.parts}):
-            value = example(plan.outputs[0].node)
-            assert isinstance(value, Tensor)
-            if not why_program_is_left(plan.form.products, value.device.type, min_mib):
-                shared |= {o.inner for o in plan.outputs}
-        return [d for d in found if d.parts <= shared]
+        return bool(why_program_is_left(plan.form.products, value.device.type, min_mib))
 
     def _fuse_program(
         self, plan: ProgramPlan, sharing: Sequence[Divergence], waiting: Sequence[Divergence]

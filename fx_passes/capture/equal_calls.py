@@ -23,7 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.call_keys import Input, Kinds, NotEqual, call_key
+from torch_streamkl.fx_passes.fx_utils.call_keys import (
+    Input,
+    Kinds,
+    NotEqual,
+    call_key,
+    tensors_in,
+)
 from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     disable_proxy_modes_tracing,
@@ -205,7 +211,7 @@ class EqualCalls:
             raise NotEqual
 
         try:
-            for value in itertools.chain(*(_tensors(n.meta.get("val")) for n in own)):
+            for value in itertools.chain(*(tensors_in(n.meta.get("val")) for n in own)):
                 self._kinds.metadata(value)
             found = results(result)
         except NotEqual:
@@ -227,12 +233,6 @@ class EqualCalls:
                 value.tensor = like.detach().requires_grad_(like.requires_grad)
                 self._rename(value, value.node)
         return value.tensor
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [x for x in value if isinstance(x, Tensor)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _is_number(value: Any) -> bool:

@@ -118,7 +118,8 @@ def _add_halves(inside: set[fx.Node]) -> None:
         if len(halves) != 2 or len({node for node, _ in halves}) < 2:
             continue
         (a, before), (b, after) = halves
-        if len(_distributions(a)) == 2 and _distributions(a) == _distributions(b):
+        found = _distributions(a)
+        if len(found) == 2 and found == _distributions(b):
             inside |= {total, *before, *after}
 
 

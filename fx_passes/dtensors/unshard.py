@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED, dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import address_of, example, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal as same_size
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
@@ -95,8 +95,7 @@ def _check_writes(graph: fx.Graph) -> None:
 
 
 def _storage(x: Tensor) -> int:
-    local = x._local_tensor if is_dtensor(x) else x
-    return local.untyped_storage()._cdata
+    return address_of(x._local_tensor if is_dtensor(x) else x)
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:

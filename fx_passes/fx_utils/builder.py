@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
-from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, example
+from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, address_of, example
 from torch_streamkl.fx_passes.fx_utils.results import Results, Runs, set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
@@ -231,6 +231,5 @@ def _is_view_of(result: object, args: tuple[Any, ...]) -> bool:
         return False
     values = [example(a) for a in args if isinstance(a, fx.Node)]
     return not any(x is result for x in values) and any(
-        isinstance(x, Tensor) and x.untyped_storage()._cdata == result.untyped_storage()._cdata
-        for x in values
+        isinstance(x, Tensor) and address_of(x) == address_of(result) for x in values
     )

@@ -6,7 +6,7 @@ the fake result of a call, and five for one with symbolic sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,15 @@ def constant_key(x: object) -> object:
     if x is None or x is ... or isinstance(x, _CONSTANTS):
         return type(x), repr(x) if isinstance(x, float) else x
     raise NotEqual
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yields the tensors of a result, also of lists of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for x in value:
+            yield from tensors_in(x)
 
 
 def _size(x: Any) -> object:

@@ -152,7 +152,12 @@ def storage_of(node: fx.Node) -> int | None:
 
 def _memory(node: fx.Node, value: Tensor) -> int:
     found: int | None = node.meta.get(MEMORY)
-    return value.untyped_storage()._cdata if found is None else found
+    return address_of(value) if found is None else found
+
+
+def address_of(value: Tensor) -> int:
+    """Returns what tells the memory of a tensor from that of others, as torch has it."""
+    return value.untyped_storage()._cdata
 
 
 def in_torch(file: str) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.call_keys import Input, Kinds, NotEqual, call_key
-from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, example, storage_of
+from torch_streamkl.fx_passes.fx_utils.call_keys import (
+    Input,
+    Kinds,
+    NotEqual,
+    call_key,
+    tensors_in,
+)
+from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, address_of, example, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import free_unbacked_symbols
 
 # of tensors that are new; those of torch are addresses
@@ -55,12 +61,12 @@ class Results:
             address: next(_memories) if viewed is None else storage_of(inputs[viewed])
             for address, viewed in views.items()
         }
-        return Known(value, memory[_address(value)] if isinstance(value, Tensor) else memory)
+        return Known(value, memory[address_of(value)] if isinstance(value, Tensor) else memory)
 
     def note(self, node: fx.Node) -> None:
         """Notes a call and its result."""
         value = example(node)
-        tensors = list(_tensors(value))
+        tensors = list(tensors_in(value))
         if not tensors or free_unbacked_symbols(tensors):
             return
         try:
@@ -69,28 +75,19 @@ class Results:
             key, inputs = self._key(node.op, node.target, node.args, node.kwargs)
         except NotEqual:
             return
-        views: dict[int, int | None] = dict.fromkeys(map(_address, tensors))
+        views: dict[int, int | None] = dict.fromkeys(map(address_of, tensors))
         for i, source in enumerate(inputs):
             given = example(source)
             assert isinstance(given, Tensor)
-            if views.get(_address(given), i) is None:
-                views[_address(given)] = i
+            if views.get(address_of(given), i) is None:
+                views[address_of(given)] = i
         self._found[key] = value, views
 
     def _key(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[object, list[fx.Node]]:
-        inputs: list[fx.Node] = []
-
-        def about(node: fx.Node) -> object:
-            value = example(node)
-            if not isinstance(value, Tensor):
-                return value
-            if node not in inputs:
-                inputs.append(node)
-            return Input((self._kinds.of(value), inputs.index(node)))
-
-        return (kind, call_key(target, args, kwargs, about)), inputs
+        key, inputs = _key_of(self._kinds, target, args, kwargs, example)
+        return (kind, key), inputs
 
 
 class Runs:
@@ -110,23 +107,39 @@ class Runs:
 
         Of the result nobody may ask for the memory.
         """
-        inputs: list[fx.Node] = []
 
-        def about(x: fx.Node) -> object:
-            value = changed.get(x, example(x))
-            if not isinstance(value, Tensor):
-                return value
-            if x not in inputs:
-                inputs.append(x)
-            return Input((self._kinds.of(value), inputs.index(x)))
+        def value_of(x: fx.Node) -> object:
+            return changed.get(x, example(x))
 
         try:
-            key = node.op, call_key(node.target, node.args, node.kwargs, about)
+            called, _ = _key_of(self._kinds, node.target, node.args, node.kwargs, value_of)
         except NotEqual:
             return run(node)
+        key = node.op, called
         if key not in self._found:
             self._found[key] = run(node)
         return self._found[key]
+
+
+def _key_of(
+    kinds: Kinds,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    value_of: Callable[[fx.Node], object],
+) -> tuple[object, list[fx.Node]]:
+    """What equal calls have in common, and the nodes of the tensors that they read."""
+    inputs: list[fx.Node] = []
+
+    def about(node: fx.Node) -> object:
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            return value
+        if node not in inputs:
+            inputs.append(node)
+        return Input((kinds.of(value), inputs.index(node)))
+
+    return call_key(target, args, kwargs, about), inputs
 
 
 def set_memory(node: fx.Node) -> None:
@@ -137,7 +150,7 @@ def set_memory(node: fx.Node) -> None:
     value = example(node)
     if not isinstance(value, Tensor):
         return
-    address = _address(value)
+    address = address_of(value)
     inputs = list(node.all_input_nodes)
     while inputs:
         x = inputs.pop()
@@ -148,19 +161,7 @@ def set_memory(node: fx.Node) -> None:
                 node.meta[MEMORY] = known[address]
                 return
             inputs += x.all_input_nodes
-        elif isinstance(given, Tensor) and _address(given) == address:
+        elif isinstance(given, Tensor) and address_of(given) == address:
             if MEMORY in x.meta:
                 node.meta[MEMORY] = x.meta[MEMORY]
             return
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for x in value:
-            yield from _tensors(x)
-
-
-def _address(value: Tensor) -> int:
-    return value.untyped_storage()._cdata

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,32 +64,36 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
         ):
             chosen[node], parts[node] = made, halves
             covered |= {a for a in ancestors(node) if a in plans and a is not node}
-    downstream = set[fx.Node]()
-    for node in rows:
-        made = plans[node]
-        if any(a in chosen or a in downstream for a in node.all_input_nodes):
-            downstream.add(node)
-        elif node not in covered and node not in chosen and not isinstance(made, str):
-            if node in trace.outer:
-                chosen[node] = made
+    chosen |= _earliest(rows, plans, trace, chosen, covered)
     found = [n for n in rows if n in chosen]
     own = {n: parts.get(n) or frozenset((n,)) for n in found}
     return [Divergence(n, trace.outer[n], chosen[n], own[n]) for n in found], plans
 
 
-def _earliest(rows: Sequence[fx.Node], plans: Plans, trace: Trace) -> set[fx.Node]:
-    """The values with a call that are computed from no other such value."""
-    found, after = set[fx.Node](), set[fx.Node]()
+def _earliest(
+    rows: Sequence[fx.Node],
+    plans: Plans,
+    trace: Trace,
+    chosen: Collection[fx.Node] = (),
+    covered: Collection[fx.Node] = (),
+) -> dict[fx.Node, Matched]:
+    """The values with a call that are computed from no other such value, nor from a chosen one.
+
+    Those that are covered are computed by what is chosen.
+    """
+    found, after = dict[fx.Node, Matched](), set(chosen)
     for node in rows:
+        made = plans[node]
         if any(a in found or a in after for a in node.all_input_nodes):
             after.add(node)
-        elif not isinstance(plans[node], str) and node in trace.outer:
-            found.add(node)
+        elif node not in covered and node not in chosen and not isinstance(made, str):
+            if node in trace.outer:
+                found[node] = made
     return found
 
 
 def _of_one_call(
-    node: fx.Node, plans: Plans, earliest: set[fx.Node], trace: Trace
+    node: fx.Node, plans: Plans, earliest: Collection[fx.Node], trace: Trace
 ) -> frozenset[fx.Node]:
     """The values, each of which has a call, whose sum is one call; none if there are no such.
 
@@ -101,7 +105,7 @@ def _of_one_call(
     if sum(a in plans for a in node.all_input_nodes) < 2:
         return none
     above = ancestors(node)
-    parts = frozenset(above & earliest)
+    parts = frozenset(above.intersection(earliest))
     inside = {trace.outer[a] for a in above if a in trace.outer}
     rows = {trace.outer[a] for a in above & plans.keys() if a in trace.outer}
     is_read = any(user not in inside for a in rows - {trace.outer[node]} for user in a.users)

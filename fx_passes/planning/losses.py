@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,8 +23,11 @@ from torch_streamkl.fx_passes.planning.divergences import (
     product_types,
 )
 from torch_streamkl.fx_passes.planning.refusals import Refusals
-from torch_streamkl.fx_passes.planning.row_eager import has_labels
-from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, may_have_programs
+from torch_streamkl.fx_passes.planning.row_plans import (
+    ProgramPlan,
+    RowPlanner,
+    may_have_programs,
+)
 from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
 from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
@@ -93,13 +96,16 @@ class Losses:
         )
         return [x for x in nodes if isinstance(x, fx.Node)]
 
-    def sharing(self) -> list[Divergence]:
-        """Returns divergences of LM heads that one row program computes with other sums."""
+    def sharing(self, is_left: Callable[[ProgramPlan], bool]) -> list[Divergence]:
+        """Returns divergences of LM heads that one row program computes with other sums.
+
+        ``is_left`` says which programs are not inserted.
+        """
         heads = [d for d in self.divergences if all(c.operator == LINEAR for c in d.calls)]
         if self.planner is None or not heads:
             return []
         plans = self.planner.sharing({part for d in heads for part in d.parts})
-        outputs = [{o.inner for o in p.outputs if not has_labels(o.inner)} for p in plans]
+        outputs = [plan.unlabelled for plan in plans if not is_left(plan)]
         return [d for d in heads if any(d.parts < every for every in outputs)]
 
 

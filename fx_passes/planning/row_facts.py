@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -31,13 +31,20 @@ def facts_of(reading: Reading) -> Facts:
     return Facts(why_repeated, (), made, dtype_of, reading.sizes.extent, is_ranked=is_ranked)
 
 
-def logarithms_in(nodes: Iterable[fx.Node], reading: Reading) -> tuple[Node, ...]:
-    """Returns the expressions of probabilities whose logarithm these nodes take.
+def logarithms_of(reading: Reading) -> dict[fx.Node, list[Node]]:
+    """Returns the expressions of probabilities whose logarithm nodes take, by node."""
+    takers = (n for n in reading.arrays if n.target in LOGARITHMS)
+    return {n: _of_probabilities(n, reading) for n in takers}
 
-    Other code may take it of the same probabilities: here it may be computed from scores.
+
+def logarithms_in(
+    nodes: Container[fx.Node], every: Mapping[fx.Node, list[Node]]
+) -> tuple[Node, ...]:
+    """Returns the logarithms that these nodes take.
+
+    Other code may take those of the same probabilities: here they may be computed from scores.
     """
-    takers = [n for n in nodes if n in reading.arrays and n.target in LOGARITHMS]
-    return tuple(dict.fromkeys(x for n in takers for x in _of_probabilities(n, reading)))
+    return tuple(dict.fromkeys(x for n, own in every.items() if n in nodes for x in own))
 
 
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:

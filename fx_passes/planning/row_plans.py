@@ -28,7 +28,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached,
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
-from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in
+from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -64,6 +64,11 @@ class ProgramPlan:
     dtypes: frozenset[torch.dtype] = frozenset()
 
     @property
+    def unlabelled(self) -> set[fx.Node]:
+        """Returns its values without cross-entropies with labels: `linear_kl` has those, too."""
+        return {o.inner for o in self.outputs if not has_labels(o.inner)}
+
+    @property
     def of_rows(self) -> list[Node]:
         """Returns the products that the program reads as tensors, as they have no keys."""
         return products_in([*(c.value for c in self.form.captures), *self.form.around])
@@ -95,6 +100,7 @@ class RowPlanner:
         types = product_types(trace, reading)
         made = {names: found.result for names, found in types.items()}
         self.facts: Facts = replace(facts_of(reading), product_types=made)
+        self._logarithms = logarithms_of(reading)
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
@@ -121,9 +127,8 @@ class RowPlanner:
             raise Unsupported("a gradient flows through what is a constant")
         arrays = _with_shared_rows([self.reading.array(r) for r in roots])
         order = [a for x in arrays for d in x.dims for a in d]
-        inside = {a for r in roots for a in (r, *ancestors(r))}
-        nodes = [n for n in self.trace.graph.nodes if n in inside]
-        facts = replace(self.facts, logarithms=logarithms_in(nodes, self.reading))
+        inside = {a for r in roots for a in ancestors(r)}
+        facts = replace(self.facts, logarithms=logarithms_in(inside, self._logarithms))
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), facts)
         if isinstance(form, NotClosed):
             raise NoForm(form.reason, form.at)
@@ -248,14 +253,14 @@ class RowPlanner:
         """Returns programs that compute some of these divergences together with other sums.
 
         Those read the same products, such as entropies next to a divergence. A cross-entropy with
-        labels is no reason for a program: `linear_kl` computes it, too.
+        labels is no reason for a program.
         """
         roots = {r for r in self.levels.roots(self.region) if not has_labels(r)}
         if not roots & set(inner) or len(roots) < 2:
             return []
         found = []
         for plan in self.find(set()):
-            outputs = {o.inner for o in plan.outputs if not has_labels(o.inner)}
+            outputs = plan.unlabelled
             if outputs & set(inner) and len(outputs) > 1 and outputs <= roots:
                 found.append(plan)
         return found

@@ -34,7 +34,7 @@ from tests.support.read_programs import (
 from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
-from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in
+from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading, read
 from torch_streamkl.program.graph import Axis, Extent, Node, Source
@@ -141,7 +141,9 @@ def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Made:
     reading = read(gm, first.records.__getitem__)
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
     made = Made()
-    facts = replace(facts_of(reading), logarithms=logarithms_in(gm.graph.nodes, reading))
+    facts = replace(
+        facts_of(reading), logarithms=logarithms_in(gm.graph.nodes, logarithms_of(reading))
+    )
     start = time.perf_counter()
     arrays = [reading.array(n) for n in results]
     for x in arrays:
