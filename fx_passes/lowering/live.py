@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from torch import fx
 
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.lowering.placed import Placed
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -20,20 +22,30 @@ MOST_AXES = 5
 class LiveTensors:
     """Looks for expressions among the values of a trace, whatever their axes are called.
 
-    Only what the user's graph computes before a node is there to be read.
+    Only what the user's graph computes before a node is there to be read. A tensor that is written
+    after it was computed holds something else by then. One whose operands are written meanwhile
+    may be equal to another of other numbers: captured tensors have no version of such writes.
+    ``tensors_of`` gives the user's tensors that an expression reads.
     """
 
     def __init__(
-        self, reading: Reading, outer: Mapping[fx.Node, fx.Node], before: fx.Node
+        self,
+        reading: Reading,
+        outer: Mapping[fx.Node, fx.Node],
+        before: fx.Node,
+        tensors_of: Callable[[Node], list[fx.Node]],
     ) -> None:
         self.reading, self.outer, self.before = reading, outer, before
+        self.tensors_of = tensors_of
 
     @cached_property
     def _known(self) -> dict[Node, tuple[fx.Node, tuple[Dim, ...]]]:
         """The user's nodes by their expressions, with axes that are numbered by dimension."""
         found: dict[Node, tuple[fx.Node, tuple[Dim, ...]]] = {}
+        stale = set[Node]()
         nodes = self.before.graph.nodes
-        there = set(itertools.takewhile(lambda n: n is not self.before, nodes))
+        there = {n: i for i, n in enumerate(itertools.takewhile(self._is_there, nodes))}
+        writes = [(i, storage_of(x)) for n, i in there.items() for x in written_by(n)]
         for inner, node in self.outer.items():
             x = self.reading.arrays.get(inner)
             if inner.op != "call_function" or node not in there or not isinstance(x, Array):
@@ -41,8 +53,19 @@ class LiveTensors:
             if inner in self.reading.reads_products and inner not in self.reading.reasons:
                 order = [a for dim in x.dims for a in dim]
                 if x.expr.axes <= set(order):
-                    found.setdefault(_numbered(x.expr, order), (node, x.dims))
-        return found
+                    key = _numbered(x.expr, order)
+                    found.setdefault(key, (node, x.dims))
+                    memory = self._memory(node, x.expr) if writes else set()
+                    if any(at > there[node] and storage in memory for at, storage in writes):
+                        stale.add(key)
+        return {key: x for key, x in found.items() if key not in stale}
+
+    def _is_there(self, node: fx.Node) -> bool:
+        return node is not self.before
+
+    def _memory(self, node: fx.Node, expr: Node) -> set[int | None]:
+        """The memory of a tensor, and of those that its expression captures."""
+        return {storage_of(n) for n in (node, *self.tensors_of(expr))} - {None}
 
     def find(self, x: Node) -> Placed | None:
         """Returns the user's tensor with the values of an expression."""

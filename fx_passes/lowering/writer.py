@@ -72,7 +72,7 @@ class Writer:
         self.tensors = self.tensors_of(*exprs)
         self.arranging = Arranging(build, self.tensors)
         self.captures = Captures(self.arranging, reading.sizes, outer)
-        self.live = LiveTensors(reading, outer, build.before)
+        self.live = LiveTensors(reading, outer, build.before, self.tensors_of)
         self.rows = SelectedRows(build, reading, outer, self.tensors_of)
         self._tensors: dict[object, fx.Node] = {}
         self._made: dict[tuple[Node, torch.dtype | None], Placed] = {}

@@ -218,3 +218,45 @@ def test_what_sums_of_one_product_read_is_written_between_them(written: str) -> 
     given += [torch.linspace(-1, 1, 11), torch.full((6,), 10)]
     options = {"streamkl.verify": "never"}
     assert compare(loss, given, options=options).check().num_fused
+
+
+def _of_gates(z: Tensor, gate: Tensor) -> Tensor:
+    return (z.softmax(-1) * torch.tanh(z - gate)).sum(-1)
+
+
+def a_projection_that_is_written(h: Tensor, w: Tensor, p: Tensor) -> Tensor:
+    gate = h @ p
+    gate.mul_(2)
+    return _of_gates(h @ w.mT, gate)
+
+
+def a_projection_that_is_written_through_a_view(h: Tensor, w: Tensor, p: Tensor) -> Tensor:
+    gate = h @ p
+    gate[:, 0].add_(1)
+    return _of_gates(h @ w.mT, gate)
+
+
+def a_projection_before_and_after_a_write(h: Tensor, w: Tensor, p: Tensor) -> Tensor:
+    own, x = p.detach().clone(), h.detach()
+    before = x @ own
+    own.mul_(3)
+    return _of_gates(h @ w.mT, before + x @ own)
+
+
+def weights_of_heads_that_are_scaled(h: Tensor, w: Tensor, p: Tensor) -> Tensor:
+    weight = h @ p
+    weight *= 0.5
+    scores = (h @ w.mT).relu() * weight
+    return F.kl_div(scores.log_softmax(-1), (h.detach() @ w.detach().mT).softmax(-1))
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("fn", [
+    a_projection_that_is_written, a_projection_that_is_written_through_a_view,
+    a_projection_before_and_after_a_write, weights_of_heads_that_are_scaled,
+])  # fmt: skip
+def test_a_projection_holds_what_was_written_to_it(fn: Callable[..., Tensor]) -> None:
+    """A row program reads the tensor of a projection: it is not what the product was."""
+    make = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=make).requires_grad_() for s in ((6, 4), (11, 4), (4, 1))]
+    compare(fn, given, options={"streamkl.verify": "never"}).check()
