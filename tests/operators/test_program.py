@@ -195,6 +195,9 @@ def test_masked_probabilities_sum_to_one_in_rows_with_a_key() -> None:
     assert form.op == "where" and form.args[0].value.kind == ANY
     causal = where(CAUSAL, X, -math.inf)
     assert normal(total(softmax(causal))) is const(1.0)  # every row has its first key
+    finite = where(M, X, -1e9)  # a row that it masks whole is uniform
+    assert normal(total(softmax(finite))) is const(1.0)
+    assert normal(total(softmax(where(K, MASKED, -1e9)))).args[0].value.kind == ANY
 
 
 def test_nodes_exist_once() -> None:

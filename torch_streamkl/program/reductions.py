@@ -185,8 +185,12 @@ def _sum(axis: Axis, body: Node) -> Node | None:
     if c != 1.0:
         return scaled(c, reduced(SUM, axis, x))
     if _is_softmax(x, axis):
-        kept = kept_by(x.args[0].args[0])
-        return const(1.0) if not kept else choose(_has_key(axis, kept), const(1.0), const(0.0))
+        kept = _has_score(x.args[0].args[0])
+        return (
+            const(1.0)
+            if kept is TRUE
+            else choose(reduced(ANY, axis, kept), const(1.0), const(0.0))
+        )
     if x.op == "reduce" and x.value.kind == SUM:  # over heads, and then over keys: the keys first
         free = fresh_axis(x.value.axis.size)
         inside = opened(x, free)
@@ -218,7 +222,7 @@ def _sum_of_masked(axis: Axis, condition: Node, y: Node) -> Node | None:
     """
     known = literals(condition)
     if _is_softmax(y, axis) and kept_by(y.args[0].args[0]) == known:
-        return choose(_has_key(axis, known), const(1.0), const(0.0))
+        return choose(reduced(ANY, axis, condition), const(1.0), const(0.0))
     constant, terms = terms_of(y)
     if not constant and len(terms) == 1 and terms[0][0] != 1.0:
         inside = choose(condition, terms[0][1], const(0.0))
@@ -249,8 +253,17 @@ def kept_by(score: Node) -> frozenset[Node]:
     return frozenset()
 
 
-def _has_key(axis: Axis, conditions: frozenset[Node]) -> Node:
-    return reduced(ANY, axis, all_of(*conditions))
+def _has_score(score: Node) -> Node:
+    """Whether a score is above -inf. A row whose scores are all a finite fill is uniform."""
+    if score.op == "where" and score.args[2].op == "const":
+        inside = _has_score(score.args[1])
+        if score.args[2].value == -math.inf:
+            return all_of(score.args[0], inside)
+        return inside if inside is TRUE else any_of(negation(score.args[0]), inside)
+    if score.op == "linear":
+        terms = zip(score.value[1], score.args, strict=True)
+        return all_of(*(_has_score(t) for c, t in terms if c > 0.0))
+    return TRUE
 
 
 def _any(axis: Axis, body: Node) -> Node | None:
