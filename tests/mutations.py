@@ -5,7 +5,7 @@
 
 A mutation is applied in a copy of the tree, and the tests that are written next to it run there
 until one fails. A mutation that no test catches is a hole in the tests. Each runs in a process
-that is forked from one that has imported torch.
+that is forked from one that has imported torch, and has no threads.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import multiprocessing
 import os
-import queue
 import shutil
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-import torch
+import torch  # here, once, for all processes that are forked
 
 from tests.support.mutations import FAULTS, Fault
 
@@ -66,6 +66,19 @@ def plant(fault: Fault, folder: Path) -> None:
 
 def heal(fault: Fault, folder: Path) -> None:
     shutil.copy(ROOT / fault.path, folder / fault.path)
+
+
+def caught_by(fault: Fault, folders: Path) -> str:
+    """The test that fails with a mutation in this process's own copy of the tree."""
+    assert torch.__version__
+    folder = folders / str(os.getpid())
+    if not folder.exists():
+        folder.mkdir()
+        tree(folder)
+    plant(fault, folder)
+    caught = outcome(fault.tests, folder, fault.interpreted)
+    heal(fault, folder)
+    return caught
 
 
 def outcome(tests: str, folder: Path, interpreted: bool) -> str:
@@ -161,21 +174,14 @@ def main() -> int:
         if any(x in f.path + f.old + f.new for x in options.only) and f.interpreted in interpreted
     ]  # fmt: skip
     escaped, rows = 0, {}
-    assert torch.__version__  # imported here, once, for all processes that are forked
-    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
-        folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for number in range(options.jobs):
-            folders.put(tree(Path(directory) / str(number)))
-
-        def caught_by(fault: Fault) -> str:
-            folder = folders.get()
-            plant(fault, folder)
-            caught = outcome(fault.tests, folder, fault.interpreted)
-            heal(fault, folder)
-            folders.put(folder)
-            return caught
-
-        for fault, caught in zip(chosen, pool.map(caught_by, chosen), strict=True):
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ProcessPoolExecutor(options.jobs, mp_context=context) as pool,
+    ):
+        runs = {pool.submit(caught_by, fault, Path(directory)): fault for fault in chosen}
+        for run in as_completed(runs):
+            fault, caught = runs[run], run.result()
             is_caught = bool(caught) and not caught.startswith("no run")
             escaped += not is_caught
             state = caught if is_caught else f"NOT CAUGHT {caught}"
