@@ -7,10 +7,20 @@ structure back from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_streamkl.program.canonical import all_of, linear, nonnegative, terms_of
+from torch_streamkl.program.canonical import (
+    TRUE,
+    all_of,
+    any_of,
+    linear,
+    literals,
+    negation,
+    nonnegative,
+    terms_of,
+)
 from torch_streamkl.program.graph import Axis, Node, Size, index, size_of
 
 
@@ -89,3 +99,29 @@ def is_within(at: Node, size: Size | None) -> bool:
     if at.op == "index" and at.value.size == size:
         return True
     return at.range[0] >= 0.0 and size is not None and at.range[1] < size_of(size).range[0]
+
+
+LOWEST = -1e8  # a fill at or below it leaves a key no probability
+
+
+def kept_by(score: Node) -> frozenset[Node]:
+    """Returns the conditions under which a score is none of a mask's fills."""
+    if score.op == "where" and score.args[2].op == "const" and score.args[2].value <= LOWEST:
+        return literals(score.args[0]) | kept_by(score.args[1])
+    if score.op == "linear":
+        terms = zip(score.value[1], score.args, strict=True)
+        return frozenset[Node]().union(*(kept_by(t) for c, t in terms if c > 0.0))
+    return frozenset()
+
+
+def has_score(score: Node) -> Node:
+    """Returns when a score is above -inf. A row whose scores are all a finite fill is uniform."""
+    if score.op == "where" and score.args[2].op == "const":
+        inside = has_score(score.args[1])
+        if score.args[2].value == -math.inf:
+            return all_of(score.args[0], inside)
+        return inside if inside is TRUE else any_of(negation(score.args[0]), inside)
+    if score.op == "linear":
+        terms = zip(score.value[1], score.args, strict=True)
+        return all_of(*(has_score(t) for c, t in terms if c > 0.0))
+    return TRUE

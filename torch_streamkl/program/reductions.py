@@ -56,6 +56,7 @@ from torch_streamkl.program.graph import (
     size_of,
 )
 from torch_streamkl.program.identities import log_variable
+from torch_streamkl.program.masks import has_score, kept_by
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
 from torch_streamkl.program.renaming import names_of, renamed
@@ -185,7 +186,7 @@ def _sum(axis: Axis, body: Node) -> Node | None:
     if c != 1.0:
         return scaled(c, reduced(SUM, axis, x))
     if _is_softmax(x, axis):
-        kept = _has_score(x.args[0].args[0])
+        kept = has_score(x.args[0].args[0])
         return (
             const(1.0)
             if kept is TRUE
@@ -238,32 +239,6 @@ def _sum_of_masked(axis: Axis, condition: Node, y: Node) -> Node | None:
 
 def _is_softmax(x: Node, axis: Axis) -> bool:
     return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == axis
-
-
-LOWEST = -1e8  # a fill at or below it leaves a key no probability
-
-
-def kept_by(score: Node) -> frozenset[Node]:
-    """Returns the conditions under which a score is none of a mask's fills."""
-    if score.op == "where" and score.args[2].op == "const" and score.args[2].value <= LOWEST:
-        return literals(score.args[0]) | kept_by(score.args[1])
-    if score.op == "linear":
-        terms = zip(score.value[1], score.args, strict=True)
-        return frozenset[Node]().union(*(kept_by(t) for c, t in terms if c > 0.0))
-    return frozenset()
-
-
-def _has_score(score: Node) -> Node:
-    """Whether a score is above -inf. A row whose scores are all a finite fill is uniform."""
-    if score.op == "where" and score.args[2].op == "const":
-        inside = _has_score(score.args[1])
-        if score.args[2].value == -math.inf:
-            return all_of(score.args[0], inside)
-        return inside if inside is TRUE else any_of(negation(score.args[0]), inside)
-    if score.op == "linear":
-        terms = zip(score.value[1], score.args, strict=True)
-        return all_of(*(_has_score(t) for c, t in terms if c > 0.0))
-    return TRUE
 
 
 def _any(axis: Axis, body: Node) -> Node | None:
