@@ -874,7 +874,7 @@ FAULTS = (
         "torch_streamkl/attention/hopper_tiles.py",
         "return is_alike and has_address and student.data_ptr() == teacher.data_ptr()",
         "return is_alike and has_address",
-        "kernels/test_hopper_rare_forms.py",
+        "kernels/test_hopper_choice.py",
     ),
     # ------------------------------------------------------------ row programs of a graph
     Fault(
