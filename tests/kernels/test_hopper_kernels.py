@@ -42,7 +42,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "packed window": {"batch": 1, "packed": PACKED, "window": (400, 0)},
     "bool": {"mask": "bool"},
     "bool of rows": {"mask": "bool", "mask_shape": (False, False, True, True)},
-    "bool of heads": {"mask": "bool", "mask_shape": (False, True, True, True), "window": (200, 30)},
+    "bool of heads": {
+        "mask": "bool", "mask_shape": (False, True, True, True), "window": (200, 30),
+    },
     "padding": {"mask": "bool", "mask_shape": (True, False, False, True)},
     "empty blocks": {"mask": "bool", "mask_density": 0.01, "is_causal": True},
     # additive masks have -inf, and rows without anything else
