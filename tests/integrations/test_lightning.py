@@ -1,11 +1,10 @@
-"""Lightning: a compiled module, and a compiled training step."""
+"""Lightning: a compiled training step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.integrations.flows import (
@@ -42,16 +41,11 @@ class Module(LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.pair.student.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    "compiled_part", [pytest.param("module", marks=pytest.mark.slow), "training_step"]
-)
-def test_training_step(tmp_path: Path, compiled_part: str) -> None:
+def test_training_step(tmp_path: Path) -> None:
     def flow(compiles: bool) -> Run:
         module: Any = Module()
         recorder = Recorder.of(module)
-        if compiles and compiled_part == "module":
-            module.pair = torch.compile(module.pair)
-        elif compiles:
+        if compiles:
             module.training_step = torch.compile(module.training_step)
         trainer = lightning.Trainer(
             max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
