@@ -222,15 +222,6 @@ def words_resharded_like_others(me: Rank) -> None:
     _check(me, Form(reshard_vocab, dict(zip(("weight", "like"), weights, strict=True)), {}))
 
 
-NAMES = names_of(__name__)
-ON_THREE = ["linear_kl_of_a_group", "linear_kl_of_shared_tokens", "context_parallel"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names_of(__name__))
 def test_on_two_ranks(name: str) -> None:
     run_check(__name__, name)
-
-
-@pytest.mark.parametrize("name", ON_THREE)
-def test_on_three_ranks(name: str) -> None:
-    run_check(__name__, name, 3)
