@@ -317,6 +317,10 @@ def packed_sequences(me: Rank) -> None:
             _packed(tensors, weight, offsets, dtype, impl, options)
             for dtype, impl in ((torch.float64, "reference"), (me.dtype, "auto"))
         ]
+        mask = torch.rand(1, HEADS, SEQLEN, device=me.device) < 0.7
+        masked = [torch.where(mask, x["value"], 0.0) for x in whole]
+        reduction = "batchmean" if options else "mean"
+        reduced = [x.sum() / (len(offsets) - 1) if options else x.mean() for x in masked]
         for method in methods:
             if method == "heads" and me.size != 2:
                 continue
@@ -334,6 +338,13 @@ def packed_sequences(me: Rank) -> None:
                 for name, got in results.items():
                     parts = [shard_sequence(x[name], me.mesh, **how) for x in whole]
                     close(got, *parts, what=f"{name} {method} {balance} {options}")
+                counted = {
+                    "row_mask": shard_sequence(mask, me.mesh, **how), "reduction": reduction,
+                }  # fmt: skip
+                value = attention_kl_context_parallel(
+                    **inputs, **options, **mine, **how, **counted, method=method
+                )
+                close(value.detach(), *reduced, what=f"{reduction} {method} {options}")
 
 
 def _packed(

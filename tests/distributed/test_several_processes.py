@@ -6,7 +6,6 @@ the end (fx_passes/ddp.py). The hooks of fully_shard break graphs, which a backe
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -175,34 +174,6 @@ def test_hard_programs_are_split(small_buckets: None, name: str) -> None:
     for a, b in zip(ours, plain, strict=True):
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-def test_numbers_stay_in_the_parts_of_their_users() -> None:
-    """A part of a split graph may return tensors and sizes, not the scale of a far-away loss."""
-
-    def program(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        number = scale.item() * 2.0
-        return x * number, x.sin() + number
-
-    graph = torch.fx.Graph()
-    x, scale = graph.placeholder("x"), graph.placeholder("scale")
-    item = graph.call_method("item", (scale,))
-    number = graph.call_function(operator.mul, (item, 2.0))
-    first = graph.call_function(operator.mul, (x, number))
-    sine = graph.call_method("sin", (x,))
-    second = graph.call_function(operator.add, (sine, number))
-    graph.output((first, second))
-    for node in (item, number):
-        node.meta["example_value"] = 1.5
-    ddp._keep_numbers_with_their_users(graph)
-    graph.lint()
-    order = [str(node.target) for node in graph.nodes if node.op.startswith("call")]
-    expected = ["item", "mul", "mul", "sin", "item", "mul", "add"]
-    assert [name.split()[-1].strip(">") for name in order] == expected
-    inputs = torch.randn(3), torch.tensor(0.7)
-    rewritten = torch.fx.GraphModule(torch.nn.Module(), graph)
-    for got, wanted in zip(rewritten(*inputs), program(*inputs), strict=True):
-        assert torch.equal(got, wanted)
 
 
 def test_explain_a_wrapped_module(small_buckets: None, graphs: list[bool]) -> None:

@@ -233,12 +233,6 @@ STEPS = {
 
 
 # ---------------------------------------------------------------- naive losses that are compiled
-def attention_loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
-    """Runs without Inductor."""
-    s, t = sq @ sk.mT * 0.125, tq @ tk.mT * 0.125
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
-
-
 def attention_in_a_model(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
     """Runs in a graph that Inductor compiles."""
     sq, sk = F.gelu(sq) * 2.0, torch.tanh(sk) * 2.0
@@ -260,13 +254,6 @@ def head_loss(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def head_rows(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
-    """Rows whose weights the forward does not know."""
-    s, t = h @ w.mT, th @ tw.mT
-    rows = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
-    return (rows * rows).mean()
-
-
 def head_bounded(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
     """No divergence of linear_kl."""
     s, t = (h @ w.mT).log_softmax(-1), (th @ tw.mT).log_softmax(-1)
@@ -276,11 +263,9 @@ def head_bounded(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
 MAPS = ((2, 4, 192, 64),) * 4
 LM_HEADS = ((192, 64), (1000, 64), (192, 48), (1000, 48))
 COMPILED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    "attention": (attention_loss, MAPS),
     "attention_in_a_model": (attention_in_a_model, MAPS),
     "maps": (squares_of_maps, MAPS),
     "head": (head_loss, LM_HEADS),
-    "head_rows": (head_rows, LM_HEADS),
     "head_bounded": (head_bounded, LM_HEADS),
 }
 

@@ -10,12 +10,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.kernels import device_cases
 from tests.kernels.device_cases import (
@@ -30,7 +28,7 @@ from tests.kernels.device_cases import (
     unrecorded,
     watched_replays,
 )
-from torch_streamkl import attention_kl, explain, verify
+from torch_streamkl import attention_kl
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = [pytest.mark.gpu, two_gpus]
@@ -167,13 +165,6 @@ def test_compiled(name: str, device: str, current: str) -> None:
         check_against_eager(function, inputs, found)
 
 
-def test_verify() -> None:
-    inputs = compiled_inputs("head", 0, "cuda:1")
-    with current_device("cuda:0"):
-        result = verify(device_cases.head_loss, *inputs)
-    assert result.ok and result.report.num_fused == 1, result
-
-
 def test_cpp_wrapper() -> None:
     """Inductor's C++ launches the portable kernels on the device of the graph."""
     torch._dynamo.reset()
@@ -191,56 +182,3 @@ def test_cpp_wrapper() -> None:
         with current_device("cuda:0"):
             found = value_and_gradients(compiled, inputs)
         check_against_eager(function, inputs, found)
-
-
-class Head(nn.Module):
-    """A language model's head and its teacher's, which gives logits or the loss."""
-
-    def __init__(self, loss: Callable[..., Tensor] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.student, self.teacher = nn.Linear(64, 1000, bias=False), nn.Linear(64, 1000)
-        self.loss = loss
-
-    def forward(self, x: Tensor) -> Any:
-        if self.loss is None:
-            return self.student(x), self.teacher(x).detach()
-        teacher = self.teacher.weight
-        return self.loss(x, self.student.weight, x.detach(), teacher.detach()).reshape(1)
-
-
-def test_logits_of_data_parallel() -> None:
-    """They are gathered from threads: nothing fuses, and the report says what to do."""
-    model = nn.DataParallel(Head().to("cuda:0"))
-
-    def step(x: Tensor) -> Tensor:
-        s, t = model(x)
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-    torch._dynamo.reset()
-    with current_device("cuda:0"):
-        report = explain(step, torch.randn(64, 64, device="cuda:0"))
-    print(report, dict(torch._dynamo.utils.counters["graph_break"]))
-    assert report.num_fused == 0
-    assert "nn.DataParallel" in str(report) and "torchrun" in str(report)
-
-
-def test_loss_in_replicas_of_data_parallel() -> None:
-    """A function that replicas call is compiled and fuses on the device of each."""
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to("cuda:0")
-
-    def gradient(**options: Any) -> Results:
-        torch._dynamo.reset()
-        loss = torch.compile(device_cases.head_loss, **options)
-        model = nn.DataParallel(Head(loss).to("cuda:0"))
-        with current_device("cuda:0"):
-            model(x).mean().backward()
-        assert model.module.student.weight.grad is not None
-        return [model.module.student.weight.grad]
-
-    try:
-        (control,) = gradient(backend="inductor")
-    except Exception as error:
-        pytest.skip(f"not without us, either: {error}")
-    (found,) = gradient(backend="streamkl", options={"streamkl.min_mib": 0})
-    torch.testing.assert_close(found, control, rtol=1e-4, atol=1e-6)
