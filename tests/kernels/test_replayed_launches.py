@@ -30,14 +30,14 @@ INTERPRETED_STEPS = (
 
 
 def check_repeated_steps(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four steps on different tensors, with and without recording, are bit-equal."""
+    """Steps on different tensors, with and without recording, are bit-equal."""
     from torch_streamkl.rows.triton import blocks, gradients
 
     # blocks of rows or chunks of tokens, and shares of the key head's gradient
     monkeypatch.setattr(blocks, "_workspace", lambda problem, _: 20 * problem.num_keys * 4)
     monkeypatch.setattr(gradients, "MEMBERS", 1)
     case, replays = STEPS[name], watched_replays(monkeypatch)
-    for seed, expected in enumerate(unrecorded(case, device, 4, monkeypatch)):
+    for seed, expected in enumerate(unrecorded(case, device, 3, monkeypatch)):
         same(case.step(seed, device), expected, case)
     assert all(replays)
     assert case.is_recorded in (None, bool(replays))
