@@ -44,12 +44,6 @@ def test_elements_that_lie_together(dtype: str, moved: int) -> None:
     check(on_gpu.value_and_gradients("triton"), budget(call))
 
 
-@pytest.mark.parametrize("name", ["split_keys", "split_keys_two_pass", "split_keys_clamp"])
-def test_few_rows(name: str) -> None:
-    call = build(replace(CASES[name], dtype=torch.bfloat16, seqlen_k=5000))
-    check_call(call, "triton", "cuda")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["head_mean", "head_mean_groups"])
 def test_head_mean_in_chunks(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,42 +298,6 @@ def test_plain_torch_is_not_recorded() -> None:
     assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("impl", ["triton", "hopper"])
-def test_streams_and_cuda_graphs(impl: str) -> None:
-    """Recorded launches go to the stream that is current, and into a graph that is captured."""
-    options = (*OPTIONS[:-1], impl)
-    site = bound_op.BoundOp(options)
-    static = _tensors("cuda", 2, 4, 256, 64, dtype=torch.bfloat16)
-    padding = [None] * 11
-    try:
-        expected = [x.clone() for x in ops.run_forward(*static, *padding, *options)]
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-    for _ in range(3):
-        site.forward(*static, *padding)
-    assert isinstance(site._forward, bound_op.Replay)
-    assert site._forward._program is not None
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(10_000_000)
-        fresh = [x.clone() for x in static]
-        results = site.forward(*fresh, *padding)
-    side.synchronize()
-    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = site.forward(*static, *padding)
-    other = _tensors("cuda", 2, 4, 256, 64, seed=1, dtype=torch.bfloat16)
-    for x, y in zip(static, other, strict=True):
-        x.copy_(y)
-    graph.replay()
-    expected = list(ops.run_forward(*other, *padding, *options))
-    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
-
-
 def test_one_bias_for_both_sides_is_recorded_apart() -> None:
     """Kernels that read it once are not those of two biases, whose metadata are the same."""
     bias, other = torch.zeros(2, 3, 3)
