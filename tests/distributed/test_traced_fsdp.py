@@ -110,11 +110,7 @@ def compare(
 
 @on_ranks
 def the_same_steps_as_fsdp2(me: Rank) -> None:
-    compare(me)
-
-
-@on_ranks
-def tied_weights_and_accumulated_gradients(me: Rank) -> None:
+    """With tied weights and accumulated gradients."""
     compare(me, make=Tied, backwards=2)
 
 
