@@ -137,13 +137,9 @@ def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.rows.triton import launches as row_kernels
 
     monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
-    _check(partial(_compare, MASKS[name], OF_ROWS), _operands(rows=21), 2e-6)  # tiles have 16
-
-
-@inside
-def test_every_captured_tensor_gets_its_gradient() -> None:
     differentiated = (("rows", "row"), ("keys", "key"), ("pairs", "bias"))
-    _check(partial(_compare, {}, differentiated), _operands(rows=21), 2e-6)
+    # tiles have 16 rows
+    _check(partial(_compare, MASKS[name], differentiated), _operands(rows=21), 2e-6)
 
 
 BLOCKS = {"window": 4, "causal": 5, "lengths": 16, "left": 24, "mask": 32, "none": 96}
