@@ -26,7 +26,7 @@ on_hopper = pytest.mark.skipif(not is_hopper, reason="needs a GPU of compute cap
 pytestmark = [pytest.mark.gpu, on_hopper]
 PACKED = ((300, 500), (0, 40), (1, 70), (193, 129), (50, 0), (64, 128), (130, 513))
 # rows and keys; of 500 and 129 some rows have no key
-SIZES = [(700, 700), (1, 1), (129, 500), (65, 129), (500, 129), (1, 300), (257, 512), (63, 64)]
+SIZES = [(700, 700), (1, 130), (129, 500), (65, 129), (500, 129), (1, 300), (257, 512), (63, 64)]
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"is_causal": True},
@@ -169,6 +169,12 @@ def test_values(number: int) -> None:
     sizes = SIZES[number % len(SIZES)], SIZES[(3 * number + 4) % len(SIZES)]
     for each in sizes[:1] if form[2].startswith("packed") else sizes:
         check_call(call_of(form, each), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_key(head_dim: int, mask: str) -> None:
+    check_call(plain(head_dim, (1, 1), mask), "hopper", "cuda")
 
 
 # ------------------------------------------------------------------------------------ head means
