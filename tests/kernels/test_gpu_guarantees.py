@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.device_cases import ghost, indexer, squares
 from tests.support.problems import CASES, build
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.distributed.shard_rows import num_fields
@@ -46,55 +47,27 @@ def stepped(value: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [value.detach(), *(x for x in grads if x is not None)]
 
 
-def in_tiles(n: int) -> tuple[list[Tensor], Step]:
-    """KL weighted by key: dot products computed where they are used."""
-    leaves = [leaf(1, 4, n, 64) for _ in range(4)]
-    weight = torch.rand(1, 1, n, device="cuda") + 0.5
+def of_maps(function: Callable[[Any], Any]) -> Form:
+    """Dot products where they are used, or maps of a block of rows in memory (an indexer)."""
 
-    def weighted(e: Any) -> Any:
-        p = e.t.softmax("key") * e.weight
-        return (p * (p.log() - e.s.log_softmax("key"))).sum("key")
+    def form(n: int) -> tuple[list[Tensor], Step]:
+        leaves = [leaf(1, heads, n, 64) for heads in (4, 4, 4, 2)]
+        given: dict[str, Any] = {"rows": {"w": torch.rand(1, 4, n, device="cuda")}}
+        given["dots"] = {"t": tuple(leaves[:2]), "s": tuple(leaves[2:])}
+        return leaves, lambda: stepped(
+            row_program(function, **given, is_causal=True, impl="triton"), leaves
+        )
 
-    dots = {"s": (leaves[0], leaves[1]), "t": (leaves[2], leaves[3])}
-    return leaves, lambda: stepped(
-        row_program(weighted, dots=dots, keys={"weight": weight}, is_causal=True, impl="triton"),
-        leaves,
-    )
-
-
-def of_heads(n: int) -> tuple[list[Tensor], Step]:
-    """An indexer: maps of a block of rows in memory."""
-    leaves = [leaf(1, 8, n, 64), leaf(1, 2, n, 64), leaf(1, 4, n, 32), leaf(1, 1, n, 32)]
-    w = torch.rand(1, 4, n, device="cuda")
-
-    def kl(e: Any) -> Any:
-        p = e.t.softmax("key").sum("head") * 0.125
-        s = (e.w * e.s.relu()).sum("head").log_softmax("key")
-        return (p * ((p + 1e-10).log() - s)).sum("key")
-
-    dots = {"t": (leaves[0], leaves[1]), "s": (leaves[2], leaves[3])}
-    return leaves, lambda: stepped(
-        row_program(kl, dots=dots, rows={"w": w}, is_causal=True, impl="triton"), leaves
-    )
+    return form
 
 
 def of_vocab(n: int, reduction: str = "none") -> tuple[list[Tensor], Step]:
-    """The log-probability of a label, the entropy, and a KL over given vocabulary entries."""
+    """A KL over given vocabulary entries, and the others together."""
     leaves = [leaf(n, 64), leaf(4 * n, 64), leaf(n, 48), leaf(4 * n, 48)]
-    label = torch.randint(4 * n, (n,), device="cuda")
-    top = torch.randint(4 * n, (n, 16), device="cuda")
-
-    def sums(e: Any) -> Any:
-        s = e.s.log_softmax("key")
-        t = torch.where(e.top, e.t, -torch.inf).log_softmax("key")
-        chosen = torch.where(e.key_index == e.label, s, 0.0).sum("key")
-        kl = torch.where(e.top, t.exp() * (t - s), 0.0).sum("key")
-        return chosen + (s.exp() * s).sum("key") + kl
-
-    dots = {"s": (leaves[0], leaves[1]), "t": (leaves[2], leaves[3])}
-    given: dict[str, Any] = {"rows": {"label": label}, "columns": {"top": top}}
+    given: dict[str, Any] = {"dots": {"s": tuple(leaves[:2]), "t": tuple(leaves[2:])}}
+    given["columns"] = {"top": torch.randint(4 * n, (n, 16), device="cuda")}
     given["reduction"] = reduction
-    return leaves, lambda: stepped(row_program(sums, dots=dots, impl="triton", **given), leaves)
+    return leaves, lambda: stepped(row_program(ghost, impl="triton", **given), leaves)
 
 
 def head(n: int, **options: Any) -> tuple[list[Tensor], Step]:
@@ -157,8 +130,8 @@ def admitted(n: int) -> Tensor:
 
 hopper, portable = (functools.partial(attention, impl) for impl in ("hopper", "triton"))
 FORMS: dict[str, Form] = {
-    "row program": in_tiles,
-    "row program of heads": of_heads,
+    "row program": of_maps(squares),
+    "row program of heads": of_maps(indexer),
     "row program of LM heads": of_vocab,
     "sum of a row program of LM heads": functools.partial(of_vocab, reduction="mean"),
     "LM head, two passes": functools.partial(head, divergence="js"),
