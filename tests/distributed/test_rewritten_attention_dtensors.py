@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.torch_version import TorchVersion
 
-from tests.distributed.test_rewritten_dtensors import AS_IT_IS, Case, failing, kl, mesh_of, whole
+from tests.distributed.test_rewritten_dtensors import AS_IT_IS, Case, failing, kl, whole
 from tests.support.ranks import Rank, keeping_graphs, largest_tensor, names_of, on_ranks, run_check
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.dtensors import rewriting
@@ -53,14 +53,8 @@ class AttentionCase(Case):
             shapes["v_s"] = shapes["k_s"]
         return {name: me.randn(*shape) for name, shape in shapes.items()}
 
-    def placed(self, me: Rank, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        mesh = me.mesh if self.mesh is None else mesh_of(me, self.mesh)
-        return {
-            name: distribute_tensor(
-                x.to(dtype or x.dtype), mesh, self.placements.get(name, self.default)
-            )
-            for name, x in self.tensors(me).items()
-        }
+    def usual(self, name: str, mesh: Any) -> Any:
+        return self.default
 
 
 def scores(q: Any, k: Any) -> Any:
