@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -68,107 +70,65 @@ class Problem:
             close(grad, truth[name], single[name], what=f"{name} {self.options}")
 
 
-def _counts(comm: CommDebugMode) -> dict[str, int]:
-    return {str(name).partition(".")[2]: n for name, n in comm.get_comm_counts().items() if n}
-
-
-def _run(problem: Problem, inputs: dict[str, DTensor], function: Any, q: Any) -> dict[str, int]:
+def _run(
+    problem: Problem,
+    inputs: dict[str, DTensor],
+    q: Any,
+    function: Any = attention_kl,
+    mode: Any = CommDebugMode,  # in which nothing is compiled
+) -> dict[str, int]:
+    """The collectives of a call whose value and gradients are right."""
     weight = distribute_tensor(problem.grad, problem.me.mesh, [q])
-    with CommDebugMode() as comm:
+    with mode() as comm:
         value = function(**inputs, **problem.options)
         assert value.placements == (q,)
         (value * weight).sum().backward()
-    counts = _counts(comm)
-    problem.check(
-        value.full_tensor().detach(), {name: x.grad.full_tensor() for name, x in inputs.items()}
-    )
-    return counts
+    gradients = {name: x.grad.full_tensor() for name, x in inputs.items() if x.grad is not None}
+    problem.check(value.full_tensor().detach(), gradients)
+    assert list(gradients) == [name for name, x in inputs.items() if x.requires_grad]
+    counts = comm.get_comm_counts() if comm is not None else {}
+    return {str(name).partition(".")[2]: n for name, n in counts.items() if n}
 
 
 @on_ranks
 def batch_and_heads(me: Rank) -> None:
     lengths = torch.tensor([20, SEQLEN], device=me.device)
     mask = torch.rand(1, HEADS, SEQLEN, SEQLEN, device=me.device) < 0.9
-    for dim in (0, 1):
-        for kv_heads, options in (
-            (HEADS, {"is_causal": True}),
-            (2, {"key_lengths": lengths, "divergence": "js"}),
-            (HEADS, {"attn_mask": mask}),
-        ):
-            problem = Problem(me, kv_heads, **options)
-            inputs = problem.dtensors(Shard(dim), Shard(dim))
-            assert _run(problem, inputs, attention_kl, Shard(dim)) == {}
-
-
-@on_ranks
-def one_head_of_keys(me: Rank) -> None:
+    for kv_heads, dim, options in (
+        (HEADS, 0, {"is_causal": True}),
+        (2, 1, {"key_lengths": lengths, "divergence": "js"}),
+        (HEADS, 0, {"attn_mask": mask}),
+        (HEADS, 1, {"attn_mask": mask}),
+    ):
+        problem = Problem(me, kv_heads, **options)
+        assert _run(problem, problem.dtensors(Shard(dim), Shard(dim)), Shard(dim)) == {}
     problem = Problem(me, kv_heads=1)
     inputs = problem.dtensors(Shard(1), Shard(1))
     key = problem.tensors["student_k"]
     inputs["student_k"] = distribute_tensor(key, me.mesh, [Replicate()]).requires_grad_()
-    counts = _run(problem, inputs, attention_kl, Shard(1))
-    assert set(counts) <= {"all_reduce"}, counts
-
-
-@on_ranks
-def queries(me: Rank) -> None:
-    for k, expected in (
-        (Replicate(), set()),
-        (Shard(2), {"all_gather_into_tensor", "reduce_scatter_tensor"}),
-    ):
-        problem = Problem(me, divergence="jeffreys")
-        inputs = problem.dtensors(Shard(2), k)
-        counts = _run(problem, inputs, attention_kl, Shard(2))
-        assert set(counts) - {"all_reduce"} == expected, counts
-        assert all(n == 2 for name, n in counts.items() if name in expected), counts
-
-
-@on_ranks
-def attention_of_dtensors_compiled(me: Rank) -> None:
-    for q, k in ((Shard(1), Shard(1)), (Shard(2), Shard(2))):
-        torch._dynamo.reset()
-        problem = Problem(me)
-        inputs = problem.dtensors(q, k)
-        compiled = torch.compile(attention_kl, backend="aot_eager", fullgraph=True)
-        value = compiled(**inputs)
-        assert value.placements == (q,)
-        (value * distribute_tensor(problem.grad, me.mesh, [q])).sum().backward()
-        gradients = {name: x.grad.full_tensor() for name, x in inputs.items()}
-        problem.check(value.full_tensor().detach(), gradients)
-
-
-@on_ranks
-def other_gradients(me: Rank) -> None:
-    """The same tensors with gradients of the student only, of both, and of the keys."""
+    assert set(_run(problem, inputs, Shard(1))) <= {"all_reduce"}
+    # gradients of the student only, of both, and of the keys
     for wanted in (("student_q", "student_k"), ("student_q", "teacher_q"), ("teacher_k",)):
         problem = Problem(me)
         inputs = problem.dtensors(Shard(1), Shard(1))
         inputs = {k: x.detach().requires_grad_(k in wanted) for k, x in inputs.items()}
-        value = attention_kl(**inputs)
-        (value * distribute_tensor(problem.grad, me.mesh, [Shard(1)])).sum().backward()
-        problem.check(value.full_tensor().detach(),
-                      {name: inputs[name].grad.full_tensor() for name in wanted})  # fmt: skip
+        _run(problem, inputs, Shard(1))
 
 
 @on_ranks
-def sinks(me: Rank) -> None:
-    problem = Problem(me)
-    sink = torch.randn(HEADS, device=me.device)
-    problem.options["student_sink"] = sink
-    for dim in (0, 1):
-        inputs = problem.dtensors(Shard(dim), Shard(dim))
-        given = distribute_tensor(sink, me.mesh, [Replicate()]).requires_grad_()
-        value = attention_kl(**inputs, student_sink=given)
-        problem.check(value.full_tensor().detach(), {})
-        weight = distribute_tensor(problem.grad, me.mesh, [Shard(dim)])
-        (value * weight).sum().backward()
-        whole = sink.double().requires_grad_()
-        doubles = {k: x.double() for k, x in problem.tensors.items()}
-        truth = attention_kl(**doubles, student_sink=whole, impl="reference")
-        (truth * problem.grad).sum().backward()
-        torch.testing.assert_close(
-            given.grad.full_tensor().double(), whole.grad, rtol=1e-2, atol=1e-2
-        )
+def queries(me: Rank) -> None:
+    for k, moved in (
+        (Replicate(), set()),
+        (Shard(2), {"all_gather_into_tensor", "reduce_scatter_tensor"}),
+    ):
+        problem = Problem(me, divergence="jeffreys")
+        counts = _run(problem, problem.dtensors(Shard(2), k), Shard(2))
+        assert set(counts) - {"all_reduce"} == moved, counts
+        assert all(n == 2 for name, n in counts.items() if name in moved), counts
+    torch._dynamo.reset()
+    compiled = torch.compile(attention_kl, backend="aot_eager", fullgraph=True)
+    inputs = problem.dtensors(Shard(2), Shard(2))
+    _run(problem, inputs, Shard(2), compiled, contextlib.nullcontext)
 
 
 @on_ranks
@@ -176,21 +136,22 @@ def placements_that_are_refused(me: Rank) -> None:
     problem = Problem(me)
     shards = problem.dtensors(Shard(2), Shard(2))
 
-    def call(inputs: Any = shards, **options: Any) -> Any:
-        return lambda: attention_kl(**inputs, **options)
-
-    same_error(me, call(is_causal=True), "attention_kl_context_parallel", "student_q S(2)")
-    same_error(me, call(window=(3, 3)), "attention_kl_context_parallel")
-    same_error(me, call(problem.dtensors(Shard(3), Shard(3))), "student_q S(3)")
-    same_error(me, call(problem.dtensors(Replicate(), Shard(2))), "student_k S(2)")
     partial = {k: DTensor.from_local(x.to_local(), me.mesh, [Partial()])
                for k, x in shards.items()}  # fmt: skip
-    same_error(me, call(partial), "student_q P")
-    mixed = {**shards, "teacher_k": problem.tensors["teacher_k"]}
-    same_error(me, call(mixed), "teacher_k must be a DTensor")
-    fewer = {name: x[:, :3] for name, x in problem.tensors.items()}
-    heads = {name: distribute_tensor(x, me.mesh, [Shard(1)]) for name, x in fewer.items()}
-    same_error(me, call(heads), "3 heads")
+    fewer = {
+        name: distribute_tensor(x[:, :3], me.mesh, [Shard(1)])
+        for name, x in problem.tensors.items()
+    }
+    for given, texts in (
+        ({"is_causal": True}, ("attention_kl_context_parallel", "student_q S(2)")),
+        ({"window": (3, 3)}, ("attention_kl_context_parallel",)),
+        (problem.dtensors(Shard(3), Shard(3)), ("student_q S(3)",)),
+        (problem.dtensors(Replicate(), Shard(2)), ("student_k S(2)",)),
+        (partial, ("student_q P",)),
+        ({"teacher_k": problem.tensors["teacher_k"]}, ("teacher_k must be a DTensor",)),
+        (fewer, ("3 heads",)),
+    ):
+        same_error(me, functools.partial(attention_kl, **{**shards, **given}), *texts)
     # operators called by themselves are refused too, after a call that was not
     operands = [shards[name] for name in ("student_q", "student_k", "teacher_q", "teacher_k")]
     with pytest.raises((NotImplementedError, RuntimeError), match="placed alike"):
@@ -224,22 +185,43 @@ def _context_parallel(problem: Problem, function: Any = None, **more: Any) -> No
 
 @on_ranks
 def sequences_that_ranks_share(me: Rank) -> None:
-    lengths = torch.tensor([20, SEQLEN], device=me.device)
-    for options in (
-        {},
-        {"is_causal": True},
-        {"is_causal": True, "window": (5, None), "divergence": "js"},
-        {"window": (4, 3), "divergence": "reverse_kl"},
-        {"window": (None, 20)},
-        {"is_causal": True, "key_lengths": lengths, "temperature": 2.0},
-        {"key_lengths": lengths, "student_softcap": 3.0},
+    """Divergences, lengths beyond which some rows have no key, windows next to a chunk's size."""
+    lengths, short = (torch.tensor(n, device=me.device) for n in ([20, SEQLEN], [1, SEQLEN - 1]))
+    for methods, rows in (
+        (
+            ("gather", "ring", "heads"),
+            [
+                {},
+                {"is_causal": True},
+                {"window": (4, 3), "divergence": "reverse_kl"},
+                {"window": (None, 20)},
+                {"is_causal": True, "key_lengths": lengths, "temperature": 2.0},
+                {"key_lengths": lengths, "student_softcap": 3.0},
+            ],
+        ),
+        (("gather", "heads"), [{"is_causal": True, "window": (5, None), "divergence": "js"}]),
+        (
+            ("ring",),
+            [
+                {"is_causal": True, "divergence": "cross_entropy"},
+                {"is_causal": True, "divergence": "jeffreys"},
+                {"key_lengths": short, "window": (2, 2)},
+                *({"window": x} for x in ((0, None), (12, 1), (None, 12), (23, 23), (0, 0))),
+            ],
+        ),
     ):
-        for balance in ("head_tail", None):
-            _context_parallel(Problem(me, 2, **options), load_balance=balance)
-            if options.get("divergence") != "js":
-                _context_parallel(Problem(me, 2, **options), load_balance=balance, method="ring")
-        if me.size == 2:  # heads of keys for every rank
-            _context_parallel(Problem(me, 2, **options), method="heads")
+        for options, method in itertools.product(rows, methods):
+            for balance in ("head_tail", None) if method != "heads" else ("head_tail",):
+                if method != "heads" or me.size == 2:  # heads of keys for every rank
+                    problem = Problem(me, 2, **options)
+                    _context_parallel(problem, load_balance=balance, method=method)
+    truth = Problem(me, 1, is_causal=True)
+    inputs = {name: shard_sequence(x, me.mesh).requires_grad_(name.startswith("student"))
+              for name, x in truth.tensors.items()}  # fmt: skip
+    attention_kl_context_parallel(
+        **inputs, is_causal=True, mesh=me.mesh, method="ring", reduction="mean"
+    ).backward()
+    assert all((x.grad is not None) == x.requires_grad for x in inputs.values())
 
 
 @on_ranks
@@ -322,35 +304,6 @@ def keys_that_change_after_the_forward(me: Rank) -> None:
 
 
 @on_ranks
-def keys_that_go_around(me: Rank) -> None:
-    """Divergences, gradients of one side, grouped heads."""
-    for divergence in ("reverse_kl", "cross_entropy", "jeffreys"):
-        _context_parallel(Problem(me, 1, divergence=divergence, is_causal=True), method="ring")
-    # rows all of whose keys are beyond a length
-    lengths = torch.tensor([1, SEQLEN - 1], device=me.device)
-    _context_parallel(Problem(me, key_lengths=lengths, window=(2, 2)), method="ring")
-    truth = Problem(me, is_causal=True)
-    names = ("student_q", "student_k")
-    inputs = {
-        name: shard_sequence(x, me.mesh).requires_grad_(name in names)
-        for name, x in truth.tensors.items()
-    }
-    value = attention_kl_context_parallel(
-        **inputs, is_causal=True, mesh=me.mesh, method="ring", reduction="mean"
-    )
-    value.backward()
-    assert all((x.grad is not None) == (name in names) for name, x in inputs.items())
-
-
-@on_ranks
-def windows_that_go_around(me: Rank) -> None:
-    """Of any size next to a chunk's."""
-    for window in ((0, None), (3, None), (12, 1), (None, 12), (23, 23), (1, 0), (0, 0)):
-        for balance in ("head_tail", None):
-            _context_parallel(Problem(me, 2, window=window), method="ring", load_balance=balance)
-
-
-@on_ranks
 def packed_sequences(me: Rank) -> None:
     """Sequences that begin and end in chunks, at their bounds, and empty ones."""
     offsets = torch.tensor([0, 5, 5, 16, 27, 38, SEQLEN], device=me.device, dtype=torch.int32)
@@ -358,8 +311,7 @@ def packed_sequences(me: Rank) -> None:
     for options, methods in (
         ({}, ("gather", "ring", "heads")),
         ({"is_causal": True}, ("gather", "ring", "heads")),
-        ({"is_causal": True, "divergence": "js"}, ("gather", "heads")),
-        ({"is_causal": True, "window": (3, None)}, ("gather", "heads")),
+        ({"is_causal": True, "window": (3, None), "divergence": "js"}, ("gather", "heads")),
         ({"window": (3, 2)}, ("heads",)),
     ):
         torch.manual_seed(0)
@@ -370,6 +322,10 @@ def packed_sequences(me: Rank) -> None:
             _packed(tensors, weight, offsets, dtype, impl, options)
             for dtype, impl in ((torch.float64, "reference"), (me.dtype, "auto"))
         ]
+        mask = torch.rand(1, HEADS, SEQLEN, device=me.device) < 0.7
+        masked = [torch.where(mask, x["value"], 0.0) for x in whole]
+        reduction = "batchmean" if options else "mean"
+        reduced = [x.sum() / (len(offsets) - 1) if options else x.mean() for x in masked]
         for method in methods:
             if method == "heads" and me.size != 2:
                 continue
@@ -387,6 +343,13 @@ def packed_sequences(me: Rank) -> None:
                 for name, got in results.items():
                     parts = [shard_sequence(x[name], me.mesh, **how) for x in whole]
                     close(got, *parts, what=f"{name} {method} {balance} {options}")
+                counted = {
+                    "row_mask": shard_sequence(mask, me.mesh, **how), "reduction": reduction,
+                }  # fmt: skip
+                value = attention_kl_context_parallel(
+                    **inputs, **options, **mine, **how, **counted, method=method
+                )
+                close(value.detach(), *reduced, what=f"{reduction} {method} {options}")
 
 
 def _packed(
@@ -406,28 +369,27 @@ def _packed(
 
 @on_ranks
 def context_parallel_reductions_and_sinks(me: Rank) -> None:
-    for method in ("gather", "heads"):
-        for reduction in ("mean", "sum", "batchmean"):
-            problem = Problem(me, is_causal=True, divergence="jeffreys")
-            sink = torch.randn(HEADS, device=me.device)
-            rows = torch.rand(BATCH, HEADS, SEQLEN, device=me.device) < 0.8
-            ours = sink.clone().requires_grad_()
-            value = attention_kl_context_parallel(
-                **{name: shard_sequence(x, me.mesh) for name, x in problem.tensors.items()},
-                **problem.options, student_sink=ours, mesh=me.mesh, method=method,
-                row_mask=shard_sequence(rows, me.mesh), reduction=reduction,
-            )  # fmt: skip
-            value.backward()
-            whole = sink.double().requires_grad_()
-            truth = attention_kl(
-                **{name: x.double() for name, x in problem.tensors.items()},
-                **problem.options, student_sink=whole, row_mask=rows, reduction=reduction,
-                impl="reference",
-            )  # fmt: skip
-            truth.backward()
-            limit = 1e-4 if me.dtype == torch.float32 else 0.05
-            for got, expected in ((value, truth), (ours.grad, whole.grad)):
-                torch.testing.assert_close(got.double(), expected, rtol=limit, atol=limit)
+    for method, reduction in itertools.product(("gather", "heads"), ("mean", "sum", "batchmean")):
+        problem = Problem(me, is_causal=True, divergence="jeffreys")
+        sink = torch.randn(HEADS, device=me.device)
+        rows = torch.rand(BATCH, HEADS, SEQLEN, device=me.device) < 0.8
+        given = {**problem.options, "reduction": reduction}
+        ours = sink.clone().requires_grad_()
+        value = attention_kl_context_parallel(
+            **{name: shard_sequence(x, me.mesh) for name, x in problem.tensors.items()},
+            **given, student_sink=ours, mesh=me.mesh, method=method,
+            row_mask=shard_sequence(rows, me.mesh),
+        )  # fmt: skip
+        value.backward()
+        whole = sink.double().requires_grad_()
+        truth = attention_kl(
+            **{name: x.double() for name, x in problem.tensors.items()},
+            **given, student_sink=whole, row_mask=rows, impl="reference",
+        )  # fmt: skip
+        truth.backward()
+        limit = 1e-4 if me.dtype == torch.float32 else 0.05
+        for got, expected in ((value, truth), (ours.grad, whole.grad)):
+            torch.testing.assert_close(got.double(), expected, rtol=limit, atol=limit)
 
 
 @on_ranks
@@ -470,60 +432,54 @@ def context_parallel_compiled(me: Rank) -> None:
 def context_parallel_refusals(me: Rank) -> None:
     problem = Problem(me)
     inputs = {name: shard_sequence(x, me.mesh) for name, x in problem.tensors.items()}
-    is_last = me.rank == me.size - 1
-
-    def call(given: Any = None, **options: Any) -> Any:
-        given = {**inputs, **(given or {})}
-        return lambda: attention_kl_context_parallel(**given, **{"mesh": me.mesh, **options})
-
-    same_error(me, call(attn_mask=torch.ones(1)), "does not take attn_mask")
-    same_error(me, call(cu_seqlens_q=torch.ones(1)), "does not take cu_seqlens_q")
-    same_error(me, call(method="tree"), "'gather', 'heads', 'ring'")
-    js = call(method="ring", divergence="js")
-    same_error(me, js, "linear in log-probabilities", "method='gather'")
     sink = torch.zeros(HEADS, device=me.device)
-    same_error(me, call(method="ring", student_sink=sink), "does not take student_sink")
     offsets = torch.tensor([0, SEQLEN], dtype=torch.int32, device=me.device)
     packed = {"cu_seqlens": offsets, "max_seqlen": SEQLEN}
-    same_error(me, call(**packed), "batch size 1, got 2")
-    one = {name: x[:1] for name, x in inputs.items()}
-    same_error(me, call(one, **{**packed, "cu_seqlens": offsets.long()}), "cu_seqlens", "int")
-    same_error(me, call(one, cu_seqlens=offsets), "max_seqlen must be", "got 0")
-    same_error(me, call(one, **packed, window=(2, 2)), "method='heads' takes any")
-    windowed = call(one, **packed, is_causal=True, window=(2, None), method="ring")
-    same_error(me, windowed, "method='gather'")
-    same_error(
-        me, call(one, **{**packed, "max_seqlen": 30 + me.rank}), "max_seqlen", "30 (rank 0)"
-    )
+    one = {name: x[:1] for name, x in inputs.items()} | packed
     fewer = {name: x[:, :3] for name, x in inputs.items()}
-    same_error(me, call(fewer, method="heads"), "multiple of 2 heads, got 3")
     odd = {name: x[:, :, :-1] for name, x in inputs.items()}
-    same_error(me, call(odd), "two chunks", "23 rows")
-    same_error(me, call(odd if is_last else None, load_balance=None),
-               "number of rows", "24 (rank 0)", "23 (rank")  # fmt: skip
-    same_error(me, call(is_causal=is_last), "is_causal", "False", "True")
-    same_error(me, call({"student_q": inputs["student_q"][0]} if is_last else None),
-               "student_q must have 4 dimensions")  # fmt: skip
-    same_error(me, lambda: shard_sequence(torch.ones(1, 1, 7), me.mesh), "got length 7")
-    square = init_device_mesh(me.device.type, (1, me.size), mesh_dim_names=("data", "rows"))
-    same_error(me, call(mesh=square), "mesh must be", "one dimension", f"shape (1, {me.size})")
-    same_error(me, call(mesh="rows"), "mesh must be", "got str")
-    on_mesh = {name: DTensor.from_local(x, me.mesh, [Shard(2)]) for name, x in inputs.items()}
-    same_error(me, call(on_mesh), "this rank's rows, got a DTensor")
     double = {name: x.double() for name, x in inputs.items()}
-    same_error(me, call(double if is_last else None), "dtype", "(rank 0)", "float64 (rank")
-    other = call(reduction="mean" if is_last else "none")
-    same_error(me, other, "same reduction", "none (rank 0)", "mean (rank")
+    on_mesh = {name: DTensor.from_local(x, me.mesh, [Shard(2)]) for name, x in inputs.items()}
+    square = init_device_mesh(me.device.type, (1, me.size), mesh_dim_names=("data", "rows"))
+    ring: dict[str, Any] = {"method": "ring"}
+    refused: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"attn_mask": torch.ones(1)}, ("does not take attn_mask",)),
+        ({"cu_seqlens_q": torch.ones(1)}, ("does not take cu_seqlens_q",)),
+        ({"method": "tree"}, ("'gather', 'heads', 'ring'",)),
+        (ring | {"divergence": "js"}, ("linear in log-probabilities", "method='gather'")),
+        (ring | {"student_sink": sink}, ("does not take student_sink",)),
+        (packed, ("batch size 1, got 2",)),
+        (one | {"cu_seqlens": offsets.long()}, ("cu_seqlens", "int")),
+        (one | {"max_seqlen": 0}, ("max_seqlen must be", "got 0")),
+        (one | {"window": (2, 2)}, ("method='heads' takes any",)),
+        (one | ring | {"is_causal": True, "window": (2, None)}, ("method='gather'",)),
+        (one | {"max_seqlen": 30 + me.rank}, ("max_seqlen", "30 (rank 0)")),
+        (fewer | {"method": "heads"}, (f"multiple of {me.size} heads, got 3",)),
+        (odd, ("two chunks", "23 rows")),
+        ({"mesh": square}, ("mesh must be", "one dimension", f"shape (1, {me.size})")),
+        ({"mesh": "rows"}, ("mesh must be", "got str")),
+        (on_mesh, ("this rank's rows, got a DTensor",)),
+    ]
+    of_last: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        (odd, ("number of rows", "24 (rank 0)", "23 (rank")),
+        ({"is_causal": True}, ("is_causal", "False (rank 0)", f"True (rank {me.size - 1})")),
+        ({"student_q": inputs["student_q"][0]}, ("student_q must have 4 dimensions",)),
+        (double, ("dtype", "(rank 0)", "float64 (rank")),
+        ({"reduction": "mean"}, ("same reduction", "none (rank 0)", "mean (rank")),
+    ]
+    call = functools.partial(attention_kl_context_parallel, **inputs, mesh=me.mesh)
+    for given, texts in refused:
+        same_error(me, functools.partial(call, **given), *texts)
+    for given, texts in of_last:
+        given = given if me.rank == me.size - 1 else {}
+        same_error(me, functools.partial(call, load_balance=None, **given), *texts)
+    same_error(me, lambda: shard_sequence(torch.ones(1, 1, 7), me.mesh), "got length 7")
 
 
 ON_THREE_RANKS = [
-    "sequences_that_ranks_share",
-    "keys_that_go_around",
-    "windows_that_go_around",
-    "packed_sequences",
-    "context_parallel_collectives",
+    "sequences_that_ranks_share", "packed_sequences", "context_parallel_collectives",
     "ranges_that_ranks_gather",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ON_THREE_RANKS)

@@ -6,6 +6,7 @@ The truth is the reference in float64 on whole tensors; the budget is that of on
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,45 +150,16 @@ def labels_of(me: Rank) -> Tensor:
 
 
 @on_ranks
-def divergences(me: Rank) -> None:
-    for options in DIVERGENCES:
-        Problem(me, options).check((me.vocab(NUM_WORDS, uneven=True),) * 2)
-        Problem(me, {**options, "reduction": "mean"}).check()
-
-
-@on_ranks
 def every_option_at_once(me: Rank) -> None:
-    for strategy in ("forward", "recompute"):
-        for divergence in ("forward_kl", "js"):
-            options = {
-                "divergence": divergence,
-                "temperature": 2.0,
-                "student_logit_scale": 0.7,
-                "student_softcap": 5.0,
-                "teacher_softcap": 7.0,
-                "labels": labels_of(me),
-                "hard_weight": 0.3,
-                "row_weight": torch.rand(NUM_TOKENS).to(me.device),
-                "row_mask": (torch.arange(NUM_TOKENS) != 5).to(me.device),
-                "reduction": "mean",
-                "strategy": strategy,
-            }
-            Problem(me, options, bias=True).check((me.vocab(NUM_WORDS, uneven=True),) * 2)
-
-
-@on_ranks
-def vocabularies_that_differ(me: Rank) -> None:
-    cut = me.vocab(100)
-    teacher = slice(cut.start, 104 if me.rank == me.size - 1 else cut.stop)
-    for options in ({}, {"divergence": "js"}, {"reduction": "sum"}):
-        Problem(me, dict(options), vocab=(100, 104)).check((cut, teacher))
-        Problem(me, dict(options), vocab=(104, 100)).check((teacher, cut))
-
-
-@on_ranks
-def peaked_rows(me: Rank) -> None:
-    for options in ({}, {"divergence": "reverse_kl"}, {"divergence": "js"}):
-        Problem(me, options, scale=30.0).check()
+    for strategy, divergence in itertools.product(("forward", "recompute"), ("forward_kl", "js")):
+        options = {
+            "divergence": divergence, "temperature": 2.0, "student_logit_scale": 0.7,
+            "student_softcap": 5.0, "teacher_softcap": 7.0, "labels": labels_of(me),
+            "hard_weight": 0.3, "row_weight": torch.rand(NUM_TOKENS).to(me.device),
+            "row_mask": (torch.arange(NUM_TOKENS) != 5).to(me.device), "reduction": "mean",
+            "strategy": strategy,
+        }  # fmt: skip
+        Problem(me, options, bias=True).check((me.vocab(NUM_WORDS, uneven=True),) * 2)
 
 
 @on_ranks
@@ -319,21 +291,23 @@ def _sharded(me: Rank, problem: Problem, vocab: tuple[slice, slice]) -> dict[str
     return problem.results(linear_kl(**inputs, **problem.options, group=me.group), inputs)
 
 
-def _compiled_graphs(function: Any, *args: Any) -> tuple[Any, list[torch.fx.GraphModule]]:
-    graphs: list[torch.fx.GraphModule] = []
-    return torch.compile(function, backend=keeping_graphs(graphs), fullgraph=True)(*args), graphs
-
-
 @on_ranks
 def compiled(me: Rank) -> None:
-    for options in ({}, {"reduction": "mean", "labels": labels_of(me)}, {"divergence": "js"}):
-        torch._dynamo.reset()
+    """One graph of forward and of backward, in which no tensor has all logits of a shard."""
+    most = NUM_TOKENS * (NUM_WORDS // me.size)
+    for options in ({"reduction": "mean", "labels": labels_of(me)}, {"divergence": "js"}):
         graphs: list[torch.fx.GraphModule] = []
-        backend = keeping_graphs(graphs)
-        compiler = functools.partial(torch.compile, backend=backend, fullgraph=True)
-        Problem(me, options).check(compiler=compiler)
-        assert len(graphs) == 2
-        assert largest_tensor(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
+        torch._dynamo.reset()
+        Problem(me, options).check(compiler=_compiler(keeping_graphs(graphs)))
+        assert len(graphs) == 2 and largest_tensor(graphs) < most
+    graphs = []
+    torch._dynamo.reset()
+    _check_form(me, "equal", Shard(0), {}, _compiler(keeping_graphs(graphs)))
+    assert graphs and largest_tensor(graphs) < most
+
+
+def _compiler(backend: Any) -> Any:
+    return functools.partial(torch.compile, backend=backend, fullgraph=True)
 
 
 # ------------------------------------------------------------------------------------ DTensors
@@ -361,19 +335,6 @@ def _check_dtensors(problem: Problem, inputs: dict[str, DTensor], value: DTensor
 
 
 @on_ranks
-def dtensors(me: Rank) -> None:
-    mesh = me.mesh
-    for hidden in (Replicate(), Shard(0)):
-        for options in ({}, {"reduction": "mean"}, {"divergence": "js"}):
-            problem = Problem(me, {**options, "labels": labels_of(me)}, bias=True)
-            inputs = _distributed(problem, mesh, [hidden], [Shard(0)])
-            value = linear_kl(**inputs, **problem.options)
-            if not options.get("reduction"):
-                assert value.placements == (hidden,)
-            _check_dtensors(problem, inputs, value)
-
-
-@on_ranks
 def dtensors_gather_hidden_states_only(me: Rank) -> None:
     problem = Problem(me, {"reduction": "mean"})
     for hidden, expected in ((Replicate(), 0), (Shard(0), 1)):
@@ -390,45 +351,27 @@ def dtensors_gather_hidden_states_only(me: Rank) -> None:
 
 @on_ranks
 def dtensors_with_tokens_of_their_own(me: Rank) -> None:
-    """Data parallel: vocabulary entries whole on every rank, gradients of weights summed."""
-    for options in ({}, {"reduction": "mean"}, {"reduction": "batchmean"}):
-        problem = Problem(me, {**options, "labels": labels_of(me)})
-        inputs = _distributed(problem, me.mesh, [Shard(0)], [Replicate()])
-        _check_dtensors(problem, inputs, linear_kl(**inputs, **problem.options))
-
-
-@on_ranks
-def dtensors_of_one_token(me: Rank) -> None:
-    """Ranks whose share has no token take part in every exchange."""
-    for options in ({}, {"reduction": "mean", "strategy": "recompute"}, {"reduction": "sum"}):
-        problem = Problem(me, {**options, "labels": labels_of(me)[:1]}, bias=True)
+    """Data parallel: gradients of weights are summed, and ranks without a token take part."""
+    for tokens, options in itertools.product(
+        (NUM_TOKENS, 1),
+        ({}, {"reduction": "mean", "strategy": "recompute"}, {"reduction": "batchmean"}),
+    ):
+        problem = Problem(me, {**options, "labels": labels_of(me)[:tokens]}, bias=True)
         for name in ("student_hidden", "teacher_hidden"):
-            problem.tensors[name] = problem.tensors[name][:1]
-        problem.grad = problem.grad[:1]
+            problem.tensors[name] = problem.tensors[name][:tokens]
+        problem.grad = problem.grad[:tokens]
         inputs = _distributed(problem, me.mesh, [Shard(0)], [Replicate()])
         _check_dtensors(problem, inputs, linear_kl(**inputs, **problem.options))
 
 
 @on_ranks
 def dtensors_on_two_dimensions(me: Rank) -> None:
-    init = distributed.device_mesh.init_device_mesh
     for shape in ((1, me.size), (me.size, 1)):
-        mesh = init(me.device.type, shape, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(me.device.type, shape, mesh_dim_names=("dp", "tp"))
         for hidden in ([Shard(0), Replicate()], [Shard(0), Shard(0)]):
             problem = Problem(me, {"reduction": "mean", "labels": labels_of(me)})
             inputs = _distributed(problem, mesh, hidden, [Replicate(), Shard(0)])
             _check_dtensors(problem, inputs, linear_kl(**inputs, **problem.options))
-
-
-@on_ranks
-def dtensors_compiled(me: Rank) -> None:
-    for hidden in (Replicate(), Shard(0)):
-        torch._dynamo.reset()
-        problem = Problem(me, {})
-        inputs = _distributed(problem, me.mesh, [hidden], [Shard(0)])
-        value, graphs = _compiled_graphs(lambda x: linear_kl(**x), inputs)
-        _check_dtensors(problem, inputs, value)
-        assert graphs and largest_tensor(graphs) < NUM_TOKENS * (NUM_WORDS // me.size)
 
 
 @on_ranks
@@ -459,25 +402,26 @@ def resharded_teacher(me: Rank) -> None:
 
 
 # -------------------------------------------------------------------------------------- matrix
+# shards of a size, and what else differs; those cut by hand are no DTensors
 KINDS = ("equal", "uneven", "other", "peaked", "excluded", "labels")
-CUT_BY_HAND = ("uneven", "other")  # DTensors cut evenly, and reshard_vocab makes them fit
+CUT_BY_HAND, OF_MEANS = ("uneven", "other"), ("uneven", "labels")
 FORMS = ("plain", Replicate(), Shard(0))  # shards and a group, or the hidden states of DTensors
 
 
 def _of_kind(
-    me: Rank, kind: str, options: dict[str, Any]
+    me: Rank, kind: str, options: dict[str, Any], swapped: bool = False
 ) -> tuple[Problem, tuple[slice, slice] | None]:
     """A problem and this rank's vocabulary shard, None as DTensor cuts them."""
-    if kind == "other":
+    if kind == "other":  # vocabularies that differ
         cut = me.vocab(100)
-        teacher = slice(cut.start, 104 if me.rank == me.size - 1 else cut.stop)
-        return Problem(me, options, vocab=(100, 104)), (cut, teacher)
+        larger = slice(cut.start, 104 if me.rank == me.size - 1 else cut.stop)
+        if swapped:
+            return Problem(me, options, vocab=(104, 100)), (larger, cut)
+        return Problem(me, options, vocab=(100, 104)), (cut, larger)
     if kind == "labels":
-        return Problem(me, {**options, "labels": labels_of(me)}), None
+        options["labels"] = labels_of(me)
     problem = Problem(me, options, bias=kind == "excluded", scale=30.0 if kind == "peaked" else 1)
-    if (
-        kind == "excluded"
-    ):  # the same vocabulary entries on both sides, most of the last rank's among them
+    if kind == "excluded":  # the same entries on both sides, most of the last rank's among them
         problem.lowest = -1e4
         for side in ("student", "teacher"):
             problem.tensors[f"{side}_bias"][::5] = -torch.inf
@@ -485,35 +429,36 @@ def _of_kind(
     return problem, (me.vocab(NUM_WORDS, uneven=True),) * 2 if kind == "uneven" else None
 
 
-def _check_form(me: Rank, kind: str, form: Any, options: dict[str, Any], compiler: Any) -> None:
+def _check_form(
+    me: Rank, kind: str, form: Any, options: dict[str, Any], compiler: Any = None, number: int = 0
+) -> None:
     """One cell: value and gradients against float64."""
-    problem, vocab = _of_kind(me, kind, dict(options))
+    problem, vocab = _of_kind(me, kind, dict(options), number % 2 == 1)
     if form == "plain":
         problem.check(vocab, compiler)
         return
     inputs = _distributed(problem, me.mesh, [form], [Shard(0)])
-    function = compiler(lambda x: linear_kl(**x, **problem.options))
-    _check_dtensors(problem, inputs, function(inputs))
+
+    def function(x: dict[str, DTensor]) -> DTensor:
+        return linear_kl(**x, **problem.options)
+
+    value = (compiler(function) if compiler else function)(inputs)
+    assert "reduction" in options or value.placements == (form,)
+    _check_dtensors(problem, inputs, value)
 
 
 @on_ranks
 def every_divergence_of_every_kind(me: Rank) -> None:
-    """Any two of kind, form and divergence meet; `every_divergence_in_every_form` has the rest."""
+    """Any two of kind, form and divergence meet."""
     for i, kind in enumerate(KINDS):
         for j, options in enumerate(DIVERGENCES):
-            forms = FORMS if kind not in CUT_BY_HAND else ("plain",)
-            _check_form(me, kind, forms[(i + j) % len(forms)], options, lambda function: function)
+            form = "plain" if kind in CUT_BY_HAND else FORMS[(i + j) % len(FORMS)]
+            options = {**options, "reduction": "mean"} if kind in OF_MEANS else options
+            _check_form(me, kind, form, options, number=j)
 
 
 @slowly_on_ranks
-def every_divergence_in_every_form(me: Rank) -> None:
-    for kind in KINDS:
-        for form in FORMS if kind not in CUT_BY_HAND else ("plain",):
-            for options in DIVERGENCES:
-                _check_form(me, kind, form, options, lambda function: function)
-
-
-def _compiled_matrix(me: Rank, backend: str) -> None:
+def every_kind_by_inductor(me: Rank) -> None:
     for kind, options in (
         ("uneven", {}),
         ("other", {"divergence": "jeffreys", "reduction": "mean"}),
@@ -522,55 +467,48 @@ def _compiled_matrix(me: Rank, backend: str) -> None:
         ("labels", {"student_eps": 1e-4, "teacher_eps": 1e-4, "reduction": "mean"}),
         ("equal", {"divergence": "tv"}),
     ):
-        for form in FORMS if kind not in CUT_BY_HAND else ("plain",):
+        for form in FORMS if kind not in CUT_BY_HAND else FORMS[:1]:
             torch._dynamo.reset()
-            compiler = functools.partial(torch.compile, backend=backend, fullgraph=True)
-            _check_form(me, kind, form, options, compiler)
-
-
-@slowly_on_ranks
-def matrix_by_aot_eager(me: Rank) -> None:
-    _compiled_matrix(me, "aot_eager")
-
-
-@slowly_on_ranks
-def matrix_by_inductor(me: Rank) -> None:
-    _compiled_matrix(me, "inductor")
+            _check_form(me, kind, form, options, _compiler("inductor"))
 
 
 # -------------------------------------------------------------------------------------- errors
 @on_ranks
 def ranks_that_disagree(me: Rank) -> None:
-    problem = Problem(me)
-    parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
-    is_last = me.rank == me.size - 1
-
-    def call(**changes: Any) -> Any:
-        given = {**parts, **changes} if is_last else parts
-        return lambda: linear_kl(**given, group=me.group)
-
+    """Of the last rank alone; test_ranks_that_disagree.py gives each argument otherwise."""
+    parts = Problem(me).shard((me.vocab(NUM_WORDS),) * 2)
+    is_last, last = me.rank == me.size - 1, f"rank {me.size - 1}"
     fewer = {name: parts[name][:-1] for name in ("student_hidden", "teacher_hidden")}
-    same_error(me, call(**fewer), "number of tokens", "40 (rank 0)", "39 (rank")
-    same_error(me, call(temperature=2.0), "temperature", "1.0 (rank 0)", "2.0 (rank")
-    same_error(me, call(divergence="js"), "divergence", "(rank 0)")
-    same_error(me, call(labels=labels_of(me)), "labels", "0 (rank 0)", "1 (rank")
-    same_error(me, call(temperature=-1.0), "temperature must be positive", "got -1.0", "rank")
-    cut = parts["student_weight"] if is_last else parts["student_weight"][:-1]
-    same_error(me, lambda: linear_kl(**{**parts, "student_weight": cut}, group=me.group),
-               "same vocabulary entries", "reshard_vocab",
-                "[0, 50) (rank 0)", "[0, 51) (rank 0)")  # fmt: skip
-    same_error(me, call(student_vocab_start=3), "student_vocab_start", "None (rank 0)", "3 (rank")
-    double = {name: x.double() for name, x in parts.items()}
-    same_error(me, call(**double), "element size of student_hidden", "(rank 0)")
-    # after all that the ranks still meet
-    Problem(me).check()
+    changes: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        (fewer, ("number of tokens", "40 (rank 0)", f"39 ({last})")),
+        ({"temperature": 2.0}, ("same temperature", "1.0 (rank 0)", f"2.0 ({last})")),
+        ({"reduction": "sum"}, ("same reduction", "none (rank 0)", f"sum ({last})")),
+        ({"divergence": "js"}, ("divergence", "(rank 0)")),
+        ({"labels": labels_of(me)}, ("labels", "0 (rank 0)", f"1 ({last})")),
+        ({"temperature": -1.0}, ("temperature must be positive", "got -1.0", last)),
+        ({"student_weight": parts["student_weight"][:, 1:]}, ("hidden_size", last)),
+        ({"student_vocab_start": 3}, ("student_vocab_start", "None (rank 0)", f"3 ({last})")),
+        ({name: x.double() for name, x in parts.items()}, ("element size of student_hidden",)),
+    ]
+    for change, vocab in changes:
+        given = {**parts, **change} if is_last else parts
+        same_error(me, functools.partial(linear_kl, **given, group=me.group), *vocab)
+    if me.size == 2:
+        cut = parts["student_weight"] if is_last else parts["student_weight"][:-1]
+        call = functools.partial(linear_kl, **{**parts, "student_weight": cut}, group=me.group)
+        vocab = (
+            "same vocabulary entries",
+            "reshard_vocab",
+            "[0, 50) (rank 0)",
+            "[0, 51) (rank 0)",
+        )
+        same_error(me, call, *vocab)
+    Problem(me).check()  # after all that the ranks still meet
 
 
 @on_ranks
 def ranks_that_disagree_about_dtensors(me: Rank) -> None:
-    """What one rank refuses is raised on those too that have other tokens or other vocabulary
-    entries.
-    """
+    """Ranks raise what another one refuses, that has other tokens or other vocabulary entries."""
     is_last = me.rank == me.size - 1
     labels, temperature = labels_of(me)[: NUM_TOKENS - is_last], -1.0 if is_last else 1.0
     square = init_device_mesh(me.device.type, (me.size, 1), mesh_dim_names=("data", "vocab"))
@@ -579,71 +517,59 @@ def ranks_that_disagree_about_dtensors(me: Rank) -> None:
         (me.mesh, [Replicate()], [Shard(0)]),
         (square, [Shard(0), Replicate()], [Replicate(), Shard(0)]),
     ):
-        inputs = _distributed(Problem(me), mesh, hidden, weight)
-
-        def call(inputs: dict[str, DTensor] = inputs, **options: Any) -> Any:
-            return lambda: linear_kl(**inputs, **options)
-
+        call = functools.partial(linear_kl, **_distributed(Problem(me), mesh, hidden, weight))
         rank = f"rank {me.size - 1}: "
-        same_error(me, call(labels=labels), f"{rank}labels must broadcast", "(39,)")
-        same_error(me, call(temperature=temperature), f"{rank}temperature must be positive")
+        wrong = functools.partial(call, labels=labels)
+        same_error(me, wrong, f"{rank}labels must broadcast", "(39,)")
+        wrong = functools.partial(call, temperature=temperature)
+        same_error(me, wrong, f"{rank}temperature must be positive")
 
 
 @on_ranks
 def bad_calls(me: Rank) -> None:
-    problem = Problem(me)
+    problem, group, mesh = Problem(me), me.group, me.mesh
     parts = problem.shard((me.vocab(NUM_WORDS),) * 2)
-    same_error(
-        me, lambda: linear_kl(**parts, group=me.group, impl="reference"), "impl='reference'"
-    )
-    same_error(me, lambda: linear_kl(**parts, group=3), "process group", "int")
-    same_error(me, lambda: linear_kl(**parts, student_vocab_start=0), "need a group")
     square = init_device_mesh(me.device.type, (1, me.size), mesh_dim_names=("data", "vocab"))
-    same_error(
-        me, lambda: linear_kl(**parts, group=square), "one dimension", f"shape (1, {me.size})"
-    )
     first = 0 if me.rank == 0 else 60  # vocabulary entries 51 to 59 are nobody's
-    same_error(
-        me,
-        lambda: linear_kl(
-            **parts, group=me.group, student_vocab_start=first, teacher_vocab_start=first
-        ),
-        "must make up a whole vocabulary", "[0, 51) (rank 0)", "[60, 110) (rank 1)",
-    )  # fmt: skip
-    mesh = me.mesh
+    starts = {"student_vocab_start": first, "teacher_vocab_start": first}
+    for given, vocab in (
+        ({"group": group, "impl": "reference"}, ("impl='reference'",)),
+        ({"group": 3}, ("process group", "int")),
+        ({"student_vocab_start": 0}, ("need a group",)),
+        ({"group": square}, ("one dimension", f"shape (1, {me.size})")),
+        ({"group": group, **starts},
+         ("must make up a whole vocabulary", "[0, 51) (rank 0)", "[60, 110) (rank 1)")),
+    ):  # fmt: skip
+        same_error(me, functools.partial(linear_kl, **parts, **given), *vocab)
     dtensors = _distributed(problem, mesh, [Replicate()], [Shard(0)])
-
-    def call(**changes: Any) -> Any:
-        return lambda: linear_kl(**{**dtensors, **changes})
-
-    hidden, weight = dtensors["student_hidden"], dtensors["student_weight"]
-    same_error(
-        me, call(student_hidden=problem.tensors["student_hidden"]), "student_hidden", "Shard"
+    hidden, weight, teacher = (
+        dtensors[name] for name in ("student_hidden", "student_weight", "teacher_weight")
     )
-    by_width = hidden.redistribute(placements=[Shard(1)])
-    same_error(me, call(student_hidden=by_width), "student_hidden", "Shard(dim=1)")
     partial = DTensor.from_local(hidden.to_local(), mesh, [Partial()])
-    same_error(me, call(student_hidden=partial), "student_hidden", "Partial")
-    rows = weight.redistribute(placements=[Shard(1)])
-    same_error(me, call(student_weight=rows), "student_weight", "Shard(dim=1)")
-    whole = dtensors["teacher_weight"].redistribute(placements=[Replicate()])
-    same_error(me, call(teacher_weight=whole), "teacher_weight", "Replicate")
-    same_error(me, call(group=me.group), "group is for plain tensors")
     elsewhere = distribute_tensor(
         problem.tensors["teacher_weight"], square, [Replicate(), Shard(0)]
     )
-    same_error(me, call(teacher_weight=elsewhere), "same device mesh", "teacher_weight")
-
-    def moved(*ranges: tuple[int, int]) -> Any:
-        return lambda: reshard_vocab(parts["student_weight"], list(ranges), group=me.group)
-
-    same_error(me, moved((0, 3)), f"vocabulary entries of {me.size} ranks", "[(0, 3)]")
-    same_error(me, moved((0, 3), (4, NUM_WORDS)), "consecutive", "(4, 101)")
-    same_error(me, moved((0, 3), (3, 99)), "last of 101 vocabulary entries", "(3, 99)")
-    mine = (0, 3 + me.rank)
-    same_error(me, moved(mine, (mine[1], NUM_WORDS)), "(rank 0)", "(rank 1)")
+    changes: list[tuple[str, Any, str]] = [
+        ("student_hidden", problem.tensors["student_hidden"], "Shard"),
+        ("student_hidden", hidden.redistribute(placements=[Shard(1)]), "Shard(dim=1)"),
+        ("student_hidden", partial, "Partial"),
+        ("student_weight", weight.redistribute(placements=[Shard(1)]), "Shard(dim=1)"),
+        ("teacher_weight", teacher.redistribute(placements=[Replicate()]), "Replicate"),
+        ("teacher_weight", elsewhere, "same device mesh"),
+        ("group", group, "group is for plain tensors"),
+    ]
+    for name, x, text in changes:
+        same_error(me, functools.partial(linear_kl, **{**dtensors, name: x}), name, text)
+    own, mine = parts["student_weight"], (0, 3 + me.rank)
+    for ranges, texts in (
+        ([(0, 3)], (f"vocabulary entries of {me.size} ranks", "[(0, 3)]")),
+        ([(0, 3), (4, NUM_WORDS)], ("consecutive", "(4, 101)")),
+        ([(0, 3), (3, 99)], ("last of 101 vocabulary entries", "(3, 99)")),
+        ([mine, (mine[1], NUM_WORDS)], ("(rank 0)", "(rank 1)")),
+    ):
+        same_error(me, functools.partial(reshard_vocab, own, ranges, group=group), *texts)
     same_error(me, lambda: reshard_vocab(weight), "either ranges or like")
-    same_error(me, lambda: reshard_vocab(parts["student_weight"]), "needs a group")
+    same_error(me, lambda: reshard_vocab(own), "needs a group")
 
 
 @on_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.ranks import Rank, on_ranks, run_check, same_error
+from tests.support.ranks import Rank, names_of, on_ranks, run_check, same_error
 from torch_streamkl import LinearKL, attention_kl, linear_kl, nitrobrew, row_program
 from torch_streamkl.distributed import (
     attention_kl_context_parallel,
@@ -76,29 +77,6 @@ def learned_scales_of_shared_sequences(me: Rank) -> None:
                 assert wanted.grad is not None and got.grad is not None
                 grad = shard_sequence(wanted.grad, me.group, dim=-2) if is_own else wanted.grad
                 _close(got.grad, grad, f"gradient, {method} {shape}")
-
-
-@on_ranks
-def reductions_of_packed_sequences(me: Rank) -> None:
-    rows = 4 * me.size
-    x = {name: t[:1] for name, t in _maps(rows).items()}
-    offsets = torch.tensor([0, 3, 5, rows], dtype=torch.int32)
-    mask = torch.rand(1, HEADS, rows) < 0.7
-    scale = torch.tensor(1.3)
-    parts = [
-        _attention_rows({n: t[:, :, a:b] for n, t in x.items()}, (scale, scale), None, False)
-        for a, b in zip(offsets.tolist(), offsets.tolist()[1:], strict=False)
-    ]
-    value = torch.where(mask, torch.cat(parts, 2), 0.0)
-    for method in ("gather", "heads", "ring"):
-        for reduction, expected in (("batchmean", value.sum() / 3), ("mean", value.mean())):
-            mine = attention_kl_context_parallel(
-                **{name: shard_sequence(t, me.group) for name, t in x.items()},
-                student_scale=scale, teacher_scale=scale, cu_seqlens=offsets, max_seqlen=rows,
-                row_mask=shard_sequence(mask, me.group), reduction=reduction, mesh=me.group,
-                method=method,
-            )  # fmt: skip
-            _close(mine, expected, f"{method} {reduction}")
 
 
 @on_ranks
@@ -196,45 +174,34 @@ FORMS = [
 
 
 @on_ranks
-def weights_of_tokens_on_a_mesh(me: Rank) -> None:
-    """Weights that broadcast, sharded along sizes of 1 and others: values and gradients."""
+def weights_and_masks_of_tokens_on_a_mesh(me: Rank) -> None:
+    """Those that broadcast, sharded along sizes of 1 and others: values and gradients."""
     x = _heads(TOKENS, 2)
     for shape, place in (
         ((TOKENS, 1), Shard(1)), ((1, 2), Shard(0)), ((1,), Shard(0)), ((TOKENS, 2), Shard(0)),
         ((2,), Replicate()), ((), Replicate()),
     ):  # fmt: skip
-        weight = torch.rand(shape)
-        truth = weight.double().requires_grad_()
+        weight, mask = torch.rand(shape), torch.rand(shape) < 0.6
+        truth, counted = weight.double().requires_grad_(), mask.expand(TOKENS, 2)
         value = (_linear_rows(x) * truth).mean()
         value.backward()
-        for hidden, vocab in FORMS:
-            for is_plain in (False, True):
-                given: Any = weight.clone()
-                if not is_plain:
-                    given = distribute_tensor(given, me.mesh, [place])
+        for (hidden, vocab), is_plain in itertools.product(FORMS, (False, True)):
+            what = f"{shape} {place} {hidden} {vocab} plain {is_plain}"
+            given: list[Any] = [weight.clone(), mask]
+            if not is_plain:
+                given = [distribute_tensor(t, me.mesh, [place]) for t in given]
+            ours = linear_kl(
+                **_placed(me, x, hidden, vocab), row_weight=given[0].requires_grad_(),
+                reduction="mean", strategy="recompute",
+            )  # fmt: skip
+            ours.full_tensor().backward()
+            _close(ours.detach(), value.detach(), what)
+            _close(given[0].grad, truth.grad, f"gradient, {what}")
+            if not is_plain and len(shape) == 2:
                 placed = _placed(me, x, hidden, vocab)
-                ours = linear_kl(
-                    **placed, row_weight=given.requires_grad_(), reduction="mean",
-                    strategy="recompute",
-                )  # fmt: skip
-                ours.full_tensor().backward()
-                what = f"{shape} {place} {hidden} {vocab} plain {is_plain}"
-                _close(ours.detach(), value.detach(), what)
-                _close(given.grad, truth.grad, f"gradient, {what}")
-
-
-@on_ranks
-def masks_of_tokens_on_a_mesh(me: Rank) -> None:
-    x = _heads(TOKENS, 2)
-    for shape, place in (((TOKENS, 1), Shard(1)), ((1, 2), Shard(0)), ((TOKENS, 2), Shard(0))):
-        mask = torch.rand(shape) < 0.6
-        counted = mask.expand(TOKENS, 2)
-        value = _linear_rows(x)[counted].sum() / counted.sum()
-        for hidden, vocab in FORMS:
-            placed = _placed(me, x, hidden, vocab)
-            given = distribute_tensor(mask, me.mesh, [place])
-            ours = linear_kl(**placed, row_mask=given, reduction="mean")
-            _close(ours.detach(), value, f"{shape} {place} {hidden} {vocab}")
+                ours = linear_kl(**placed, row_mask=given[1], reduction="mean")
+                expected = _linear_rows(x)[counted].sum() / counted.sum()
+                _close(ours.detach(), expected, f"mask, {what}")
 
 
 @on_ranks
@@ -296,16 +263,16 @@ def what_one_rank_alone_refuses(me: Rank) -> None:
             same_error(me, functools.partial(module, **given), *wrong)
     order = ("student_hidden", "teacher_hidden", "student_weight", "teacher_weight")
     heads = [x[name] for name in order]
-    chunk = 2048 if me.rank == 0 else 0
-    same_error(me, lambda: nitrobrew.forward_kl(*heads, chunk_V=chunk), "chunk_V must be at least")
     last = heads[3] if me.rank == 0 else heads[3][:, 0]
-    same_error(me, lambda: nitrobrew.reverse_kl(*heads[:3], last), "wt must be")
-    for function in (nitrobrew.forward_kl, nitrobrew.reverse_kl):  # on one rank only
-        name = "temprature" if me.rank else "temperature"
-        call = functools.partial(function, *heads, **{name: 2.0})
-        same_error(me, call, "no argument 'temprature'", "temperature")
-        call = functools.partial(function, *heads[: 4 - me.rank])
-        same_error(me, call, "missing a required argument: 'wt'")
+    name = "temprature" if me.rank else "temperature"  # on one rank only
+    for function, given, options, texts in (
+        (nitrobrew.forward_kl, heads, {"chunk_V": 2048 if me.rank == 0 else 0},
+         ("chunk_V must be at least",)),
+        (nitrobrew.reverse_kl, [*heads[:3], last], {}, ("wt must be",)),
+        (nitrobrew.forward_kl, heads, {name: 2.0}, ("no argument 'temprature'", "temperature")),
+        (nitrobrew.reverse_kl, heads[: 4 - me.rank], {}, ("missing a required argument: 'wt'",)),
+    ):  # fmt: skip
+        same_error(me, functools.partial(function, *given, **options), *texts)
 
 
 @on_ranks
@@ -314,23 +281,28 @@ def arguments_that_do_not_fit(me: Rank) -> None:
     placed = {name: distribute_tensor(t, me.mesh, [Shard(0)]) for name, t in x.items()}
     same_error(me, lambda: attention_kl(**placed, impl="reference"), "impl='reference'", "DTensor")
     dots = {"t": (x["student_q"], x["student_k"])}
-    for given in (
-        {"dots": {"t": (placed["student_q"], placed["student_k"])}},
-        {"dots": dots, "rows": {"t2": placed["student_q"][..., 0]}},
-        {"dots": dots, "key_lengths": DTensor.from_local(torch.ones(2), me.mesh, [Replicate()])},
-    ):
-        same_error(
-            me, lambda given=given: row_program(lambda e: e.t.sum("key"), **given), "DTensor"
-        )
-    for ranges in (["ab", "cd"], [1, 2], [(0, 1, 2)] * 2, 5, [(0, 3.5), (3.5, 8)], [(False, 8)]):
-        call = functools.partial(reshard_vocab, torch.ones(4, 2), ranges, group=me.group)
-        same_error(me, call, "ranges")
-    whole = torch.ones(2, 2, 8)
-    same_error(me, lambda: shard_sequence([1, 2], me.mesh), "x must be a tensor", "list")
-    same_error(me, lambda: shard_sequence(whole, me.mesh, dim=3), "dim must be", "3")
-    same_error(me, lambda: shard_sequence(whole, me.mesh, dim=-4), "dim must be", "-4")
-    same_error(me, lambda: shard_sequence(whole, me.mesh, dim="a"), "dim must be", "'a'")
-    same_error(me, lambda: trace_fully_shard(None), "model must be a module", "NoneType")
+
+    def program(**given: Any) -> Any:
+        return functools.partial(row_program, lambda e: e.t.sum("key"), **given)
+
+    def moved(ranges: Any) -> Any:
+        return functools.partial(reshard_vocab, torch.ones(4, 2), ranges, group=me.group)
+
+    def cut(x: Any, **options: Any) -> Any:
+        return functools.partial(shard_sequence, x, me.mesh, **options)
+
+    lengths = DTensor.from_local(torch.ones(2), me.mesh, [Replicate()])
+    for call, *texts in (
+        (program(dots={"t": (placed["student_q"], placed["student_k"])}), "DTensor"),
+        (program(dots=dots, rows={"t2": placed["student_q"][..., 0]}), "DTensor"),
+        (program(dots=dots, key_lengths=lengths), "DTensor"),
+        *((moved(x), "ranges") for x in (["ab", "cd"], [1, 2], [(0, 1, 2)] * 2, 5,
+                                         [(0, 3.5), (3.5, 8)], [(False, 8)])),
+        (cut([1, 2]), "x must be a tensor", "list"),
+        *((cut(torch.ones(2, 2, 8), dim=x), "dim must be", repr(x)) for x in (3, -4, "a")),
+        (lambda: trace_fully_shard(None), "model must be a module", "NoneType"),
+    ):  # fmt: skip
+        same_error(me, call, *texts)
 
     def loss(q: Tensor) -> Tensor:
         others = [x[name] for name in NAMES[1:]]
@@ -341,11 +313,10 @@ def arguments_that_do_not_fit(me: Rank) -> None:
     same_error(me, lambda: torch.func.grad(loss)(q), "torch.func")
 
 
-ALL = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_ranks")]
-ON_THREE = ["learned_scales_of_shared_sequences", "weights_of_tokens_on_a_mesh"]
+ON_THREE = ["learned_scales_of_shared_sequences", "weights_and_masks_of_tokens_on_a_mesh"]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", names_of(__name__))
 def test_on_two_ranks(name: str) -> None:
     run_check(__name__, name)
 

@@ -5,6 +5,7 @@ The truth is a formula in float64 on whole tensors; the budget is that of one pr
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -67,59 +68,43 @@ def tails_and_divergences(me: Rank) -> None:
 
 
 @on_ranks
-def every_option_at_once(me: Rank) -> None:
-    for tail in TAILS:
-        for reduction in ("none", "mean"):
-            options: dict[str, Any] = {"temperature": 2.0, "logit_scale": 0.7, "softcap": 3.0}
-            check(me, me.vocab(VOCAB), tail=tail, reduction=reduction, **options)
-
-
-@on_ranks
-def a_rank_without_entries(me: Rank) -> None:
+def every_option_and_a_rank_without_entries(me: Rank) -> None:
     whole = slice(0, VOCAB) if me.rank == 0 else slice(VOCAB, VOCAB)
-    for tail in TAILS:
-        for reduction in ("none", "mean"):
-            check(me, whole, tail=tail, reduction=reduction)
+    options: dict[str, Any] = {"temperature": 2.0, "logit_scale": 0.7, "softcap": 3.0}
+    for tail, reduction in itertools.product(TAILS, ("none", "mean")):
+        check(me, me.vocab(VOCAB), tail=tail, reduction=reduction, **options)
+        check(me, whole, tail=tail, reduction=reduction)
+
+
+def own_call(me: Rank) -> dict[str, Any]:
+    ids, log_probs = (x.to(me.device) for x in entries(NUM_TOKENS, VOCAB, 5))
+    mine = cut_of(me, head(NUM_TOKENS, 9, VOCAB, me.dtype), me.vocab(VOCAB))
+    mine = leaves({k: x.to(me.device) for k, x in mine.items()})
+    return {**mine, "ids": ids, "log_probs": log_probs, "group": me.group}
 
 
 @on_ranks
 def what_is_exchanged(me: Rank) -> None:
-    """One gather of the rows' states, and the hidden states' gradient."""
-    tensors = {k: x.to(me.device) for k, x in head(NUM_TOKENS, 9, VOCAB, me.dtype).items()}
-    ids, log_probs = (x.to(me.device) for x in entries(NUM_TOKENS, VOCAB, 5))
+    """One gather of the rows' states, and the hidden states' gradient; one graph if compiled."""
     for reduction in ("none", "mean"):
-        mine = leaves(cut_of(me, tensors, me.vocab(VOCAB)))
         with counted_collectives() as counts:
-            linear_topk_kl(
-                **mine, ids=ids, log_probs=log_probs, group=me.group, reduction=reduction
-            ).sum().backward()
+            linear_topk_kl(**own_call(me), reduction=reduction).sum().backward()
         assert counts == {"all_gather": 1, "all_reduce": 1}, counts
-
-
-@on_ranks
-def compiled_whole(me: Rank) -> None:
-    tensors = cut_of(me, head(NUM_TOKENS, 9, VOCAB), me.vocab(VOCAB))
-    ids, log_probs = entries(NUM_TOKENS, VOCAB, 5)
-
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        options: dict[str, Any] = {"tail": "bucket", "group": me.group, "reduction": "mean"}
-        return linear_topk_kl(**given, ids=ids, log_probs=log_probs, **options)
-
     results = []
-    for run in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
-        mine = leaves(tensors)
-        value = run(mine)
+    for run in (
+        linear_topk_kl, torch.compile(linear_topk_kl, backend="aot_eager", fullgraph=True)
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        given = own_call(me)
+        value = run(**given, tail="bucket", reduction="mean")
         value.backward()
-        results.append([value.detach(), *(x.grad for x in mine.values())])
+        results.append([value.detach(), *(given[name].grad for name in NAMES)])
     torch.testing.assert_close(*results)
 
 
 @on_ranks
 def what_ranks_differ_in(me: Rank) -> None:
-    mine = cut_of(me, head(NUM_TOKENS, 9, VOCAB), me.vocab(VOCAB))
-    ids, log_probs = entries(NUM_TOKENS, VOCAB, 5)
-    given: dict[str, Any] = {**mine, "ids": ids, "log_probs": log_probs, "group": me.group}
-    is_last = me.rank == me.size - 1
+    given, is_last = own_call(me), me.rank == me.size - 1
 
     def call(**changes: Any) -> Any:
         return lambda: linear_topk_kl(**{**given, **changes})
@@ -127,7 +112,7 @@ def what_ranks_differ_in(me: Rank) -> None:
     same_error(me, call(tail=TAILS[is_last]), "same tail", "none (rank 0)", "bucket (rank 1)")
     same_error(me, call(temperature=1.0 + is_last), "same temperature", "2.0 (rank 1)")
     same_error(me, call(divergence="kl" if is_last else "js"), "forward_kl", "rank 1")
-    same_error(me, call(ids=ids[:, : 5 - is_last]), "rank 1", "one shape [..., k]")
+    same_error(me, call(ids=given["ids"][:, : 5 - is_last]), "rank 1", "one shape [..., k]")
     same_error(me, call(impl="reference"), "impl='torch' takes a group")
     same_error(me, call(vocab_start=5 * me.rank), "whole vocabulary", "[5, ")
     placed = distributed.tensor.distribute_tensor(

@@ -47,13 +47,11 @@ from torch_streamkl.distributed import (
 MODULES = [sys.modules[__name__], linear, attention]
 # of the files of two processes, what does not depend on their number
 OF_ANY_NUMBER = [
-    "divergences", "every_option_at_once", "vocabularies_that_differ", "peaked_rows",
-    "words_that_are_excluded", "shards_without_words", "words_in_another_order",
-    "numbers_of_collectives", "chunks_of_tokens", "the_same_bits", "dtensors",
-    "dtensors_gather_hidden_states_only", "dtensors_with_tokens_of_their_own",
-    "dtensors_of_one_token", "dtensors_on_two_dimensions", "resharded_teacher",
-    "sequences_that_ranks_share", "ranges_that_ranks_gather", "keys_that_go_around",
-    "windows_that_go_around",
+    "every_divergence_of_every_kind", "every_option_at_once", "words_that_are_excluded",
+    "shards_without_words", "words_in_another_order", "numbers_of_collectives",
+    "chunks_of_tokens", "the_same_bits", "dtensors_gather_hidden_states_only",
+    "dtensors_with_tokens_of_their_own", "dtensors_on_two_dimensions", "resharded_teacher",
+    "ranks_that_disagree", "sequences_that_ranks_share", "ranges_that_ranks_gather",
     "packed_sequences", "context_parallel_reductions_and_sinks", "context_parallel_collectives",
 ]  # fmt: skip
 VOCAB = linear.NUM_WORDS
@@ -186,27 +184,6 @@ def bytes_of_the_model_of_costs(me: Rank) -> None:
 
 # ---------------------------------------------------------------------------------------- errors
 @on_ranks
-def what_the_last_rank_gives(me: Rank) -> None:
-    """All ranks raise what one of them gives otherwise, and say which one."""
-    last, is_last = me.size - 1, me.rank == me.size - 1
-    parts = linear.Problem(me).shard((me.vocab(VOCAB),) * 2)
-    mean = {"reduction": "sum" if is_last else "mean"}
-    same_error(
-        me, lambda: linear_kl(**parts, group=me.group, **mean), "same reduction",
-        "mean (rank 0)", f"sum (rank {last})",
-    )  # fmt: skip
-    wrong = {**parts, "student_weight": parts["student_weight"][:, 1:]} if is_last else parts
-    same_error(me, lambda: linear_kl(**wrong, group=me.group), f"rank {last}", "hidden_size")
-    maps = attention.Problem(me).tensors
-    mine = {name: shard_sequence(x, me.mesh) for name, x in maps.items()}
-    same_error(
-        me,
-        lambda: attention_kl_context_parallel(**mine, mesh=me.mesh, is_causal=is_last),
-        "is_causal", "False (rank 0)", f"True (rank {last})",
-    )  # fmt: skip
-
-
-@on_ranks
 def ranks_that_die(me: Rank) -> None:
     """The last check: two ranks end; the others say so, far from them too, and do not wait."""
     if me.device.type == "cuda":
@@ -231,22 +208,15 @@ def check(name: str, size: int, device: str = "cpu") -> None:
     run_check(module, name, size, device)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ["ranks_that_disagree", *OWN])
 def test_on_eight_ranks(name: str) -> None:
     check(name, 8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OF_ANY_NUMBER, *OWN])
 def test_on_four_ranks(name: str) -> None:
     check(name, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.parametrize("name", OF_ANY_NUMBER)
-def test_checks_of_two_ranks(size: int, name: str) -> None:
-    check(name, size)
 
 
 def _of_gpus(size: int) -> Any:

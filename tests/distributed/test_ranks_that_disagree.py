@@ -6,6 +6,7 @@ arguments are those of the functions' signatures, so what is added to one is tri
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.ranks import Rank, on_ranks, run_check
+from tests.support.ranks import Rank, names_of, on_ranks, run_check
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.distributed import attention_kl_context_parallel, reshard_vocab
 
@@ -147,16 +148,12 @@ def _on_mesh(me: Rank, tensors: dict[str, Tensor], placements: dict[str, Any]) -
 def _check(me: Rank, form: Form) -> None:
     """Every change on one rank is the same error on all, and then the ranks still meet."""
     wrong, slow = [], []
-    modes: list[tuple[str, Any]] = [
-        ("no_grad", torch.no_grad),
-        ("autocast", functools.partial(torch.autocast, "cpu")),
-    ]
     calls: list[tuple[str, Callable[[], Any]]] = [
         (what, functools.partial(form.function, **(given if me.rank == ODD else form.given)))
         for what, given in form.changes()
     ]
-    for what, mode in modes:
-        calls.append((what, functools.partial(_in_mode, mode, me, form)))
+    for mode in (torch.no_grad, functools.partial(torch.autocast, "cpu")):
+        calls.append((f"in {mode}", functools.partial(_in_mode, mode, me, form)))
     for what, call in calls:
         start = time.monotonic()
         try:
@@ -177,10 +174,7 @@ def _check(me: Rank, form: Form) -> None:
 
 
 def _in_mode(mode: Any, me: Rank, form: Form) -> None:
-    if me.rank == ODD:
-        with mode():
-            form.function(**form.given)
-    else:
+    with mode() if me.rank == ODD else contextlib.nullcontext():
         form.function(**form.given)
 
 
@@ -209,24 +203,10 @@ def attention_kl_of_dtensors(me: Rank) -> None:
 
 
 @on_ranks
-def context_parallel_by_gathering(me: Rank) -> None:
-    _check(me, _context_parallel(me, "gather"))
-
-
-@on_ranks
-def context_parallel_by_heads(me: Rank) -> None:
-    form = _context_parallel(me, "heads")
-    _check(me, form)
-
-
-@on_ranks
-def context_parallel_around(me: Rank) -> None:
-    _check(me, _context_parallel(me, "ring"))
-
-
-def _context_parallel(me: Rank, method: str) -> Form:
-    given = {**_maps(ROWS), "mesh": me.group, "method": method}
-    return Form(attention_kl_context_parallel, given, OF_MAPS, options_of=attention_kl)
+def context_parallel(me: Rank) -> None:
+    """Arguments are compared before a method begins."""
+    given = {**_maps(ROWS), "mesh": me.group, "method": "ring"}
+    _check(me, Form(attention_kl_context_parallel, given, OF_MAPS, options_of=attention_kl))
 
 
 @on_ranks
@@ -242,21 +222,6 @@ def words_resharded_like_others(me: Rank) -> None:
     _check(me, Form(reshard_vocab, dict(zip(("weight", "like"), weights, strict=True)), {}))
 
 
-NAMES = [name for name, x in list(globals().items()) if hasattr(x, "runs_on_ranks")]
-ON_THREE = ["linear_kl_of_a_group", "linear_kl_of_shared_tokens", "context_parallel_by_gathering"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names_of(__name__))
 def test_on_two_ranks(name: str) -> None:
     run_check(__name__, name)
-
-
-@pytest.mark.parametrize("name", ON_THREE)
-def test_on_three_ranks(name: str) -> None:
-    run_check(__name__, name, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_all_on_three_ranks(name: str) -> None:
-    run_check(__name__, name, 3)

@@ -6,7 +6,6 @@ the end (fx_passes/ddp.py). The hooks of fully_shard break graphs, which a backe
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 import torch_streamkl
 from tests.support import quick
-from tests.support.covering import every, only
+from tests.support.covering import every
 from tests.support.distilled_step import HEADS, WIDTH, Step, gradients
 from tests.support.hard_programs import PROGRAMS, make_inputs
 from tests.support.ranks import start
@@ -97,33 +96,32 @@ def expected_gradients(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return gradients(step)
 
 
-# torch 2.11 alone, backend="eager", raises the same error: the split compiles each part on tensors
-# of symbolic sizes, of which its `linear` without gradients asks numel()
+# torch 2.11 alone, backend="eager", raises: the split compiles each part on tensors of symbolic
+# sizes, of which its `linear` without gradients asks numel()
 CAN_RUN_EAGER_PARTS = TorchVersion(torch.__version__) >= "2.13"
+
+
+def in_small_buckets(step: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
+
+
+def as_expected(step: nn.Module, expected: list[Tensor]) -> None:
+    for got, wanted in zip(gradients(step), expected, strict=True):
+        limit = 64 * torch.finfo(wanted.dtype).eps
+        torch.testing.assert_close(got, wanted, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize(
     ("inner", "dynamic"),
-    [
-        ("aot_eager", False),
-        pytest.param(
-            "eager",
-            True,
-            marks=pytest.mark.skipif(not CAN_RUN_EAGER_PARTS, reason="torch 2.13 only"),
-        ),
-        pytest.param("aot_eager", True, marks=[pytest.mark.slow] if CAN_RUN_EAGER_PARTS else []),
-        pytest.param("inductor", True, marks=pytest.mark.slow),
-    ],
+    [("aot_eager", False), ("eager" if CAN_RUN_EAGER_PARTS else "aot_eager", True)],
 )
 def test_maps_of_different_buckets(
     small_buckets: None, graphs: list[bool], inner: str, dynamic: bool
 ) -> None:
-    # Inductor of torch 2.11 has no attention in float64 on a CPU
-    dtype = torch.float32 if inner == "inductor" else torch.float64
-    step, x = step_and_input(dtype)
-    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
+    step, x = step_and_input()
     options = {"streamkl.strict": True, "streamkl.inner": inner}
     # dynamic: the scale of the scores is a number that Dynamo reads from an input of the graph
+    module = in_small_buckets(step)
     compiled = torch.compile(module, backend="streamkl", options=options, dynamic=dynamic)
     with backend.collected() as report:
         compiled(x).backward()
@@ -131,19 +129,7 @@ def test_maps_of_different_buckets(
     assert all(graphs)
     # with dynamic shapes Dynamo may begin again, after the first graph was reported
     assert report.num_fused == len(report.sites) == (4 if dynamic and inner != "eager" else 2)
-    if dtype == torch.float32:
-        assert not report.remaining
-    for got, expected in zip(gradients(step), expected_gradients(dtype), strict=True):
-        limit = 64 * torch.finfo(dtype).eps
-        torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
-
-
-@pytest.mark.skipif(CAN_RUN_EAGER_PARTS, reason="torch 2.11 only")
-def test_torch_alone_cannot_run_eager_parts_of_any_size(small_buckets: None) -> None:
-    step, x = step_and_input()
-    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
-    with pytest.raises(Exception, match=r"Cannot call numel\(\) on tensor with symbolic sizes"):
-        torch.compile(module, backend="eager", dynamic=True)(x)
+    as_expected(step, expected_gradients())
 
 
 class Shifted(nn.Module):
@@ -175,7 +161,7 @@ def test_hard_programs_are_split(small_buckets: None, name: str) -> None:
         torch.manual_seed(0)
         inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in make_inputs()]
         shifted = Shifted(PROGRAMS[name].fn, inputs)
-        module = DistributedDataParallel(shifted, bucket_cap_mb=SMALL_BUCKETS)
+        module = in_small_buckets(shifted)
         results, _ = tree_flatten(torch.compile(module, backend=chosen, options=options)(*inputs))
         tensors = [x for x in results if isinstance(x, Tensor)]
         sums = [x.double().sum() for x in tensors if x.requires_grad]
@@ -190,58 +176,25 @@ def test_hard_programs_are_split(small_buckets: None, name: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_numbers_stay_in_the_parts_of_their_users() -> None:
-    """A part of a split graph may return tensors and sizes, not the scale of a far-away loss."""
-
-    def program(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        number = scale.item() * 2.0
-        return x * number, x.sin() + number
-
-    graph = torch.fx.Graph()
-    x, scale = graph.placeholder("x"), graph.placeholder("scale")
-    item = graph.call_method("item", (scale,))
-    number = graph.call_function(operator.mul, (item, 2.0))
-    first = graph.call_function(operator.mul, (x, number))
-    sine = graph.call_method("sin", (x,))
-    second = graph.call_function(operator.add, (sine, number))
-    graph.output((first, second))
-    for node in (item, number):
-        node.meta["example_value"] = 1.5
-    ddp._keep_numbers_with_their_users(graph)
-    graph.lint()
-    order = [str(node.target) for node in graph.nodes if node.op.startswith("call")]
-    expected = ["item", "mul", "mul", "sin", "item", "mul", "add"]
-    assert [name.split()[-1].strip(">") for name in order] == expected
-    inputs = torch.randn(3), torch.tensor(0.7)
-    rewritten = torch.fx.GraphModule(torch.nn.Module(), graph)
-    for got, wanted in zip(rewritten(*inputs), program(*inputs), strict=True):
-        assert torch.equal(got, wanted)
-
-
 def test_explain_a_wrapped_module(small_buckets: None, graphs: list[bool]) -> None:
     step, x = step_and_input()
-    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
-    report = torch_streamkl.explain(module, x)
+    report = torch_streamkl.explain(in_small_buckets(step), x)
     assert len(graphs) > 2
     assert (report.num_fused, len(report.sites)) == (2, 2)
 
 
-@pytest.mark.parametrize("front_end", only(["enable"], ["inductor_options", "enable"]))
-def test_maps_of_different_buckets_inside_inductor(small_buckets: None, front_end: str) -> None:
+def test_maps_of_different_buckets_inside_inductor(small_buckets: None) -> None:
     """Inductor gets the parts; its passes do not, as the whole was rewritten before."""
     step, x = step_and_input(torch.float32)
-    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
-    with inductor_without_code(), backend.collected() as report:
-        if front_end == "enable":
-            with torch_streamkl.enable(strict=True):
-                torch.compile(module)(x).backward()
-        else:
-            options = torch_streamkl.inductor_options(strict=True)
-            torch.compile(module, options=options)(x).backward()
+    module = in_small_buckets(step)
+    with (
+        inductor_without_code(),
+        torch_streamkl.enable(strict=True),
+        backend.collected() as report,
+    ):
+        torch.compile(module)(x).backward()
     assert (report.num_fused, len(report.sites)) == (2, 2)
-    for got, expected in zip(gradients(step), expected_gradients(torch.float32), strict=True):
-        limit = 64 * torch.finfo(torch.float32).eps
-        torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+    as_expected(step, expected_gradients(torch.float32))
 
 
 def test_strict_sees_maps_of_another_graph(
@@ -252,7 +205,7 @@ def test_strict_sees_maps_of_another_graph(
     split = DDPOptimizer.compile_fn.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(DDPOptimizer, "compile_fn", split)
     step, x = step_and_input()
-    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
+    module = in_small_buckets(step)
     with (
         pytest.raises(Exception, match="not made in this graph") as error,
         backend.collected() as report,
@@ -272,7 +225,7 @@ def test_a_compiler_that_cannot_be_read_is_not_ours(
         raise AttributeError("module 'torch' has no attribute '_TorchCompileInductorWrapper'")
 
     step, x = step_and_input()
-    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
+    module = in_small_buckets(step)
     wrapped = DDPOptimizer.compile_fn
     monkeypatch.setattr(DDPOptimizer, "compile_fn", wrapped.__wrapped__)
     ddp.rewrite_before_split(moved, backend.rewrite_and_report)
@@ -281,7 +234,7 @@ def test_a_compiler_that_cannot_be_read_is_not_ours(
 
 def test_other_backends_are_split_as_ever(small_buckets: None, graphs: list[bool]) -> None:
     step, x = step_and_input()
-    module = DistributedDataParallel(step, bucket_cap_mb=SMALL_BUCKETS)
+    module = in_small_buckets(step)
     parts: list[torch.fx.GraphModule] = []
 
     def other(gm: torch.fx.GraphModule, _: object) -> Any:
@@ -315,8 +268,7 @@ def test_fully_shard(one_process: None, by_layer: bool) -> None:
     with backend.collected() as report:
         options = {"streamkl.inner": "aot_eager"}
         torch.compile(step, backend="streamkl", options=options)(x).backward()
-    for got, expected in zip(gradients(step), expected_gradients(), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    as_expected(step, expected_gradients())
     if not by_layer:
         assert (report.num_fused, len(report.sites)) == (2, 2)
         return
@@ -370,24 +322,12 @@ def test_logits_under_fully_shard_on_every_layer(one_process: None, how: str) ->
     with backend.collected() as report:
         options = {"streamkl.inner": "aot_eager"}
         torch.compile(step, backend="streamkl", options=options)(x).backward()
-    for got, expected in zip(gradients(step), gradients(plain), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    as_expected(step, gradients(plain))
     assert (report.num_fused, len(report.sites)) == (int(how != "model_by_model"), 1)
     if how == "model_by_model":
         hint = report.sites[0].hint
         assert "both bodies run before both LM heads" in hint
         assert "trace_fully_shard" in hint
-
-
-class Pair(nn.Module):
-    """Modules that have a loss each: nothing is compared across buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return self.first(x, t) + self.second(x, t)
 
 
 class Block(nn.Module):
@@ -401,36 +341,28 @@ class Block(nn.Module):
         return F.kl_div(log_probabilities, wanted, reduction="none").sum(-1).mean()
 
 
-@pytest.mark.parametrize("wrapper", ["none", "ddp", "ddp_small_buckets", "fully_shard"])
-def test_wrappers(one_process: None, wrapper: str, request: pytest.FixtureRequest) -> None:
-    if wrapper == "ddp_small_buckets":  # a graph for every bucket
-        request.getfixturevalue("small_buckets")
-    generator = torch.Generator().manual_seed(1)
-    x, t = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
+class Pair(nn.Module):
+    """Modules that have a loss each: nothing is compared across buckets."""
 
-    def run(compiles: bool) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        module: nn.Module = Pair()
-        if wrapper.startswith("ddp"):
-            size = SMALL_BUCKETS if wrapper == "ddp_small_buckets" else 25
-            module = DistributedDataParallel(module, bucket_cap_mb=size)
-        elif wrapper == "fully_shard":
-            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        fn: Any = module
-        if compiles:
-            options = {"streamkl.inner": "aot_eager"}
-            fn = torch.compile(module, backend="streamkl", options=options)
-        with backend.collected() as report:
-            fn(x, t).backward()
-        assert not report.failures
-        return gradients(module), report.num_fused
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
 
-    expected, _ = run(compiles=False)
-    got, num_fused = run(compiles=True)
-    assert num_fused == 2
-    for a, b in zip(expected, got, strict=True):
-        # gradients of softmaxes that differ by rounding: 1e-7 of probabilities, not of differences
-        torch.testing.assert_close(b, a, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.first(x, t) + self.second(x, t)
+
+
+def test_losses_of_a_bucket_each(small_buckets: None) -> None:
+    x, t = torch.randn(2, 2, 2, 9, 8)
+    module = in_small_buckets(Pair())
+    module(x, t).backward()
+    expected = [g.clone() for g in gradients(module)]
+    module.zero_grad()
+    options = {"streamkl.inner": "aot_eager"}
+    with backend.collected() as report:
+        torch.compile(module, backend="streamkl", options=options)(x, t).backward()
+    assert report.num_fused == 2 and not report.failures
+    as_expected(module, expected)
 
 
 # ---------------------------------------------------------------------------- several processes

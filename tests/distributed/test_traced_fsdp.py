@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from tests.support.ranks import (
     on_ranks,
     run_check,
     same_error,
-    slowly_on_ranks,
 )
 from torch_streamkl.distributed import trace_fully_shard
 from torch_streamkl.fx_passes import backend
@@ -110,16 +110,7 @@ def compare(
 
 @on_ranks
 def the_same_steps_as_fsdp2(me: Rank) -> None:
-    compare(me)
-
-
-@slowly_on_ranks  # parameters_are_gathered_again sees how often each gathers
-def the_same_steps_without_resharding(me: Rank) -> None:
-    compare(me, reshard_after_forward=False)
-
-
-@on_ranks
-def tied_weights_and_accumulated_gradients(me: Rank) -> None:
+    """With tied weights and accumulated gradients."""
     compare(me, make=Tied, backwards=2)
 
 
@@ -133,11 +124,6 @@ def mixed_precision(me: Rank) -> None:
     assert loss.dtype == torch.float64
     loss.backward()
     assert all(p.grad.dtype == torch.float32 for p in model.student.parameters())
-
-
-@slowly_on_ranks  # gradients_travel_in_the_dtype_of_the_policy sees the dtype of both
-def mixed_precision_of_gradients_as_well(me: Rank) -> None:
-    compare(me, limit=0.02, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 @on_ranks
@@ -158,17 +144,8 @@ def gradients_travel_in_the_dtype_of_the_policy(me: Rank) -> None:
 @on_ranks
 def hybrid_sharding(me: Rank) -> None:
     """With four ranks, two replicas of two shards: gradients are means over both dimensions."""
-    compare(me, mesh=hybrid_mesh(me, (me.size // 2, 2) if me.size == 4 else (me.size, 1)))
-
-
-@slowly_on_ranks  # fully_shard of one dimension is tested above, and of two with four ranks
-def hybrid_sharding_of_one_replica(me: Rank) -> None:
-    compare(me, mesh=hybrid_mesh(me, (1, me.size)))
-
-
-def hybrid_mesh(me: Rank, shape: tuple[int, int]) -> Any:
-    names = ("replicate", "shard")
-    return device_mesh.init_device_mesh(me.device.type, shape, mesh_dim_names=names)
+    shape, names = (2, 2) if me.size == 4 else (me.size, 1), ("replicate", "shard")
+    compare(me, mesh=device_mesh.init_device_mesh(me.device.type, shape, mesh_dim_names=names))
 
 
 @on_ranks
@@ -201,6 +178,10 @@ def checkpoints(me: Rank) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, compiled(model)
 
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        names = "model_state_dict", "optim_state_dict"
+        return dict(zip(names, get_state_dict(model, optimizer), strict=True))
+
     def train(optimizer: torch.optim.Optimizer, step: Any, seed: int) -> None:
         torch.manual_seed(seed + me.rank)
         step(torch.randn(3, SEQLEN, WIDTH).to(me.device, torch.float64)).backward()
@@ -209,18 +190,12 @@ def checkpoints(me: Rank) -> None:
 
     model, optimizer, step = make()
     train(optimizer, step, 1)
-    saved, state = get_state_dict(model, optimizer)
-    checkpoint.save({"model": saved, "optimizer": state}, checkpoint_id=path)
+    checkpoint.save(state(model, optimizer), checkpoint_id=path)
     train(optimizer, step, 11)
     fresh, fresh_optimizer, fresh_step = make()
-    loaded = dict(zip(("model", "optimizer"), get_state_dict(fresh, fresh_optimizer), strict=True))
+    loaded = state(fresh, fresh_optimizer)
     checkpoint.load(loaded, checkpoint_id=path)
-    set_state_dict(
-        fresh,
-        fresh_optimizer,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-    )
+    set_state_dict(fresh, fresh_optimizer, **loaded)
     train(fresh_optimizer, fresh_step, 11)
     for p, expected in zip(fresh.parameters(), model.parameters(), strict=True):
         assert torch.equal(p.detach().to_local(), expected.detach().to_local())
@@ -230,9 +205,11 @@ def checkpoints(me: Rank) -> None:
 def modules_that_are_refused(me: Rank) -> None:
     same_error(me, lambda: trace_fully_shard(nn.Linear(2, 2)), "fully_shard", "Linear")
     model = trace_fully_shard(sharded(me))
-    same_error(me, lambda: model.set_requires_gradient_sync(False), "set_requires_gradient_sync")
-    same_error(me, lambda: model.unshard(), "unshard")
-    same_error(me, lambda: model.set_gradient_divide_factor(2.0), "set_gradient_divide_factor")
+    for name, given in (
+        ("set_requires_gradient_sync", (False,)), ("unshard", ()),
+        ("set_gradient_divide_factor", (2.0,)),
+    ):  # fmt: skip
+        same_error(me, functools.partial(getattr(model, name), *given), name)
     model.set_requires_gradient_sync(True)  # as it is
     for setter, value in (
         ("set_gradient_divide_factor", 4.0),

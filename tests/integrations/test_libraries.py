@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,49 +17,24 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 SIZES = {"vocab_size": 260, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 
-def _bert(num_layers: int, width: int) -> nn.Module:
-    config = transformers.BertConfig(
-        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=num_layers, **SIZES
-    )
-    return transformers.BertModel._from_config(config, attn_implementation="eager")
+def _llama(seed: int, num_layers: int, width: int) -> nn.Module:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=num_layers,
+        num_key_value_heads=2, **SIZES,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    # the first call with output_attentions installs hooks, which would break the graph
+    model.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long), output_attentions=True)
+    return model
 
 
-def _decoder(family: str, num_layers: int, width: int) -> nn.Module:
-    config = getattr(transformers, f"{family}Config")(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=num_layers,
-        num_key_value_heads=2,
-        **SIZES,
-    )
-    return getattr(transformers, f"{family}ForCausalLM")._from_config(
-        config, attn_implementation="eager"
-    )
-
-
-def _pair(family: str) -> tuple[nn.Module, nn.Module]:
-    """A frozen teacher with twice the layers and width, and a student."""
-    models = []
-    for seed, num_layers, width in ((0, 4, 64), (1, 2, 32)):
-        torch.manual_seed(seed)
-        build = (
-            _bert(num_layers, width) if family == "Bert" else _decoder(family, num_layers, width)
-        )
-        # the first call with output_attentions installs hooks, which would break the graph
-        build.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long), output_attentions=True)
-        models.append(build)
-    return models[0].requires_grad_(False), models[1]
-
-
-def _step(
-    family: str, teacher: nn.Module, student: nn.Module, ids: Tensor, mask: Tensor | None
-) -> Tensor:
+def _step(teacher: nn.Module, student: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     """Attention maps of mapped layers, on probabilities, with the clamp that masking needs."""
-    options = {"output_attentions": True, "output_hidden_states": True}
-    if mask is not None:
-        options["attention_mask"] = mask
-    if family != "Bert":
-        options["use_cache"] = False
+    options = {
+        "output_attentions": True, "output_hidden_states": True, "use_cache": False,
+        "attention_mask": mask,
+    }  # fmt: skip
     with torch.no_grad():
         wanted = teacher(input_ids=ids, **options)
     got = student(input_ids=ids, **options)
@@ -67,36 +43,25 @@ def _step(
     for i in range(2):
         p, q = wanted.attentions[2 * i + 1], got.attentions[i]
         rows = (p * (p.clamp_min(1e-12).log() - q.clamp_min(1e-12).log())).sum(-1)
-        loss = loss + (rows if mask is None else rows * mask[:, None, :]).mean()
+        loss = loss + (rows * mask[:, None, :]).mean()
     return loss
 
 
-@pytest.mark.parametrize(
-    ("family", "padding"),
-    [
-        pytest.param("Bert", "none", marks=pytest.mark.slow),
-        pytest.param("Bert", "right", marks=pytest.mark.slow),
-        pytest.param("Llama", "none", marks=pytest.mark.slow),
-        ("Llama", "left"),
-        pytest.param("Qwen2", "left", marks=pytest.mark.slow),
-    ],
-)
-def test_transformers_attention(family: str, padding: str) -> None:
-    """Both sites fuse, nothing score-sized remains, loss and all gradients are eager's."""
+def test_attention_with_padding() -> None:
+    """Both sites fuse, nothing score-sized remains, loss and all gradients are eager's.
+
+    test_models.py has other models.
+    """
     ids = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
-    if padding == "left":
-        mask[1, :9] = 0  # with a causal mask the first rows have no key at all
-    elif padding == "right":
-        mask[1, 20:] = 0
-    mask = None if padding == "none" else mask
+    mask[1, :9] = 0  # with a causal mask the first rows have no key at all
 
-    def make_step(
-        teacher: nn.Module, student: nn.Module
-    ) -> Callable[[Tensor, Tensor | None], Tensor]:
-        return lambda ids, mask: _step(family, teacher, student, ids, mask)
+    def make_step(teacher: nn.Module, student: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda ids, mask: _step(teacher, student, ids, mask)
 
-    outcome = compare_step(make_step, _pair(family), (ids, mask)).check()
+    # a frozen teacher with twice the layers and width, and a student
+    pair = _llama(0, 4, 64).requires_grad_(False), _llama(1, 2, 32)
+    outcome = compare_step(make_step, pair, (ids, mask)).check()
     assert outcome.num_graphs == 1
     assert outcome.report.num_fused == 2, outcome.report
     assert outcome.report.num_remaining == 0, outcome.report
@@ -106,52 +71,34 @@ def test_transformers_attention(family: str, padding: str) -> None:
 ROWS, STUDENT, TEACHER, VOCABULARY = 12, 8, 16, 40
 
 
-def _torchtune(name: str) -> Callable[..., Tensor]:
-    losses = pytest.importorskip(
-        "torchtune.modules.loss", reason="torchtune is not installed", exc_type=ImportError
-    )
-    loss = getattr(losses, name)()
+def _loss(module: str, name: str, **options: Any) -> Callable[..., Tensor]:
+    """A function of logits and labels, by its place in a package."""
+    top = module.partition(".")[0]
+    found = pytest.importorskip(module, reason=f"{top} is not installed", exc_type=ImportError)
+    for part in name.split("."):
+        found = getattr(found, part)
+    loss: Any = found() if top == "torchtune" else found
 
     def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        return loss(hs @ ws.T, ht @ wt.T, labels, normalize=False)
+        of_labels = {"torchtune": (labels,), "trl": ()}.get(top)
+        given = {"target": labels} if of_labels is None else {}
+        value: Tensor = loss(hs @ ws.T, ht @ wt.T, *(of_labels or ()), **given, **options)
+        return value
 
     return run
 
 
-def _trl(beta: float) -> Callable[..., Tensor]:
-    trainer = pytest.importorskip(
-        "trl.experimental.gkd.gkd_trainer", reason="TRL is not installed", exc_type=ImportError
-    )
-    loss = trainer.GKDTrainer.generalized_jsd_loss
-
-    def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        return loss(hs @ ws.T, ht @ wt.T, beta=beta, temperature=2.0)
-
-    return run
-
-
-def _liger(beta: float) -> Callable[..., Tensor]:
-    losses = pytest.importorskip(
-        "liger_kernel.chunked_loss.jsd_loss", reason="Liger is not installed", exc_type=ImportError
-    )
-    loss = losses.LigerFusedLinearJSDFunction.distillation_loss_fn
-
-    def run(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        return loss(hs @ ws.T, ht @ wt.T, beta=beta, target=labels)
-
-    return run
-
-
-LOSSES = {
-    "torchtune ForwardKLLoss": lambda: _torchtune("ForwardKLLoss"),
-    "torchtune ReverseKLLoss": lambda: _torchtune("ReverseKLLoss"),
-    "torchtune SymmetricKLLoss": lambda: _torchtune("SymmetricKLLoss"),
-    "TRL generalized_jsd_loss, beta 0": lambda: _trl(0),
-    "TRL generalized_jsd_loss, beta 1": lambda: _trl(1),
-    "TRL generalized_jsd_loss, beta 0.5": lambda: _trl(0.5),
-    "Liger JSD, beta 0": lambda: _liger(0),
-    "Liger JSD, beta 1": lambda: _liger(1),
-    "Liger JSD, beta 0.5": lambda: _liger(0.5),
+TRL = "trl.experimental.gkd.gkd_trainer", "GKDTrainer.generalized_jsd_loss"
+LIGER = (
+    "liger_kernel.chunked_loss.jsd_loss", "LigerFusedLinearJSDFunction.distillation_loss_fn"
+)  # fmt: skip
+LOSSES: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
+    **{
+        f"torchtune {name}": (("torchtune.modules.loss", name), {"normalize": False})
+        for name in ("ForwardKLLoss", "ReverseKLLoss", "SymmetricKLLoss")
+    },
+    **{f"TRL, beta {x}": (TRL, {"beta": x, "temperature": 2.0}) for x in (0, 1, 0.5)},
+    **{f"Liger, beta {x}": (LIGER, {"beta": x}) for x in (0, 1, 0.5)},
 }
 
 
@@ -165,7 +112,7 @@ def test_losses_on_logits(name: str) -> None:
     labels[:3] = -100
     for x in inputs[:2]:
         x.requires_grad_()
-    outcome = compare(LOSSES[name](), [*inputs, labels], inner="aot_eager").check()
-    print(f"{name}: {outcome.num_fused} of {len(outcome.report.sites)} {outcome.reasons}")
+    place, options = LOSSES[name]
+    outcome = compare(_loss(*place, **options), [*inputs, labels], inner="aot_eager").check()
     assert outcome.num_fused == len(outcome.report.sites) > 0, outcome.report
     assert outcome.report.num_remaining == 0, outcome.report

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.comparing import compare
-from tests.support.ranks import Rank, names_of, run_check, slowly_on_ranks
 from torch_streamkl import attention_topk_kl, row_program
-from torch_streamkl.fx_passes import backend
 
 SEQLEN, BATCH, HIDDEN, HEADS, HEAD_DIM = 12, 2, 10, 3, 8
 INDEX_HEADS, INDEX_DIM, TOP = 4, 6, 5
@@ -194,41 +192,3 @@ def test_documents_are_one_packed_call() -> None:
 
     parts = [slice(0, cut), slice(cut, SEQLEN)]
     same(theirs, ours)
-
-
-# ------------------------------------------------------------------------ tensor parallel
-@slowly_on_ranks
-def heads_on_two_ranks(me: Rank) -> None:
-    """The attention's heads are on two ranks, which add up their probabilities."""
-    dsa = package()
-    torch.manual_seed(0)
-    given = inputs_of_loss()
-    mine = [slice(0, 1), slice(1, HEADS)][me.rank]
-    group = SimpleNamespace(tp=me.group)
-
-    def step(iq: Tensor, ik: Tensor, iw: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        future = torch.full((SEQLEN, SEQLEN), -torch.inf).triu(1)
-        scores = dsa.DSAIndexer._compute_index_scores(None, iq, iw, ik) + future
-        ids = scores.topk(TOP, dim=-1)[1]
-        loss: Tensor = dsa.compute_dsa_indexer_loss(
-            scores, ids, q.detach(), k.detach(), HEAD_DIM**-0.5, COEFF, False, group
-        )
-        return loss
-
-    results = []
-    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
-    with backend.collected() as report:
-        for run in (step, torch.compile(step, backend="streamkl", options=options)):
-            x = [y.clone().requires_grad_() for y in given[:3]]
-            loss = run(*x, *(y[:, :, mine] for y in given[3:]))
-            loss.backward()
-            results.append([loss.detach(), *(y.grad for y in x)])
-    torch.testing.assert_close(results[1], results[0])
-    assert report.num_fused == 0 and report.sites, str(report)
-    print(report)
-
-
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    package()
-    run_check(__name__, name)

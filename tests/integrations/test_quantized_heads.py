@@ -21,8 +21,14 @@ TOKENS, HIDDEN, TEACHER_HIDDEN, VOCAB, GROUP = 9, 16, 32, 48, 8
 OPTIONS = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
 
 
-def made(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def made(*size: int, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def operands() -> list[Tensor]:
+    """Hidden states of the quantized side, and of the other one with its head."""
+    sizes = (TOKENS, TEACHER_HIDDEN), (TOKENS, HIDDEN), (VOCAB, HIDDEN)
+    return [made(*size, seed=i) for i, size in enumerate(sizes, 1)]
 
 
 def kl(s: Tensor, t: Tensor) -> Tensor:
@@ -64,10 +70,7 @@ SPELLINGS = {
 def test_a_weight_that_the_graph_dequantizes(spelling: str, side: str, dtype: torch.dtype) -> None:
     logits, kinds = SPELLINGS[spelling]
     w8, scale = quantized(made(VOCAB, TEACHER_HIDDEN, seed=0), dtype)
-    x, y, w = (
-        made(*size, seed=i)
-        for i, size in enumerate(((TOKENS, TEACHER_HIDDEN), (TOKENS, HIDDEN), (VOCAB, HIDDEN)), 1)
-    )
+    x, y, w = operands()
 
     def program(x: Tensor, y: Tensor, w: Tensor, scale: Tensor) -> Tensor:
         of_x, of_y = logits(x, w8, scale), y @ w.T
@@ -81,11 +84,11 @@ def test_a_weight_that_the_graph_dequantizes(spelling: str, side: str, dtype: to
 
 
 # ------------------------------------------------------------------------ torchao
-def head(config: str, dtype: torch.dtype) -> Any:
+def head(config: str) -> Any:
     ao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     if not hasattr(ao, config):
         pytest.skip(f"this torchao has no {config}")
-    linear = nn.Linear(TEACHER_HIDDEN, VOCAB, bias=False, dtype=dtype)
+    linear = nn.Linear(TEACHER_HIDDEN, VOCAB, bias=False)
     linear.weight.data.copy_(made(VOCAB, TEACHER_HIDDEN, seed=0))
     ao.quantize_(linear, getattr(ao, config)())
     return linear
@@ -108,16 +111,12 @@ def step_of(linear: Any, side: str, spelling: str) -> Any:
     return step
 
 
-def run_both(step: Any, side: str, dtype: torch.dtype) -> tuple[list[list[Tensor]], Any]:
+def run_both(step: Any, side: str) -> tuple[list[list[Tensor]], Any]:
     results = []
     torch._dynamo.reset()
     with backend.collected() as report:
         for run in (step, torch.compile(step, backend="streamkl", options=OPTIONS)):
-            x = made(TOKENS, TEACHER_HIDDEN, seed=1, dtype=dtype)
-            y, w = (
-                made(TOKENS, HIDDEN, seed=2, dtype=dtype),
-                made(VOCAB, HIDDEN, seed=3, dtype=dtype),
-            )
+            x, y, w = operands()
             leaves = [y, w] if side == "teacher" else [x]
             for z in leaves:
                 z.requires_grad_()
@@ -140,15 +139,15 @@ def run_both(step: Any, side: str, dtype: torch.dtype) -> tuple[list[list[Tensor
     ),
 )
 def test_torchao_weights(config: str, side: str) -> None:
-    linear = head(config, torch.float32)
-    results, report = run_both(step_of(linear, side, "the module"), side, torch.float32)
+    linear = head(config)
+    results, report = run_both(step_of(linear, side, "the module"), side)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)  # nothing has changed
     (site,) = report.sites
     name = type(linear.weight).__name__
     assert f"computed by a tensor subclass, {name}" in site.reason, str(report)
     assert "weight.dequantize()) fuses" in site.hint, str(report)
-    results, report = run_both(step_of(linear, side, "dequantized"), side, torch.float32)
+    results, report = run_both(step_of(linear, side, "dequantized"), side)
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a)
     assert [(x.fused, x.kind) for x in report.sites] == [(True, "linear_kl")], str(report)
@@ -158,8 +157,8 @@ def test_torchao_weights(config: str, side: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_torchao_activations_that_are_quantized_too() -> None:
     """Its integers are no product of the hidden states: the code stays as it is."""
-    linear = head("Int8DynamicActivationInt8WeightConfig", torch.float32)
-    results, report = run_both(step_of(linear, "teacher", "the module"), "teacher", torch.float32)
+    linear = head("Int8DynamicActivationInt8WeightConfig")
+    results, report = run_both(step_of(linear, "teacher", "the module"), "teacher")
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a)
     (site,) = report.sites

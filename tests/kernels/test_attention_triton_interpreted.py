@@ -5,6 +5,7 @@ The edge cases of test_attention_numerics.py run in it too.
 The interpreter has to be chosen before a kernel is imported: test_in_the_interpreter.py does.
 """
 
+import importlib
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -25,9 +26,11 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.strategies import specs
 from tests.support.tolerances import budget, check, check_call
 from torch_streamkl import attention_kl
-from torch_streamkl.attention import heuristics, hopper_tiles, ops
+from torch_streamkl.attention import heuristics, ops, plans
 from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.plans import NUM_STATE_FIELDS, clear_plans, plan_of
 from torch_streamkl.attention.problem import RowStatistics
+from torch_streamkl.attention.triton import launches as portable
 from torch_streamkl.kernels import tiles
 from torch_streamkl.program.divergences import named
 
@@ -35,8 +38,8 @@ pytestmark = quiet
 slow = pytest.mark.slow
 KL = named("forward_kl").text
 IMPLS = ("triton", "reference")
-# of every feature; the kernels of the others are the same, or have tests of their own below
-FIRST = [cases[0] for cases in FEATURES.values()]
+# of every feature that reaches the kernels; those of other cases are the same, or below
+FIRST = {cases[0] for cases in FEATURES.values()} - {"cross_entropy", "layout_bnhd", "reduction"}
 
 
 @inside
@@ -107,68 +110,8 @@ def test_sums_in_the_order_of_registers() -> None:
 
 @inside
 @pytest.mark.parametrize(
-    "name", ["forward_kl", "key_lengths", "varlen_causal", "varlen", "window"]
-)
-def test_rows_marked_by_nan_are_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows the kernel for Hopper, whose rows may fail (forward.py)."""
-    from torch_streamkl.attention import plans
-    from torch_streamkl.attention.triton import forward as attention_forward
-    from torch_streamkl.attention.triton import launches as portable
-
-    forward, problems = portable.forward, []
-    monkeypatch.setattr(portable, "forward", lambda p: (problems.append(p), forward(p))[1])
-    build(replace(CASES[name], heads=2)).run("triton")
-    (p,) = problems
-    value, stats = forward(p)
-    found = [value, stats.student, stats.teacher]
-    expected = [x.clone() for x in found]
-    rows = slice(5, 22) if p.is_packed else slice(0, p.seqlen_q)  # those of one sequence
-    for x in found:
-        x.fill_(7.0)
-    value[-1, 1, rows.stop - 1] = math.nan
-    plan, config = plans.plan_of(p), plans.config_of(p, hopper_tiles.HOPPER_AGAIN)
-    blocks = tiles.ceil_div(p.longest[0], config.BLOCK_M)
-    works = blocks * 2 * plan.num_sequences
-    attention_forward.recompute_kernel[(tiles.ceil_div(works, 3), 1, 1)](
-        *plan.arguments(p), *found, plan.stats_stride, blocks, 2, works, plan.inv_temperature,
-        plan.fill, 3, plan.form, plan.helper, config,
-    )  # fmt: skip
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x[..., -1, 1, rows], y[..., -1, 1, rows])
-        x[..., -1, 1, rows] = 7.0
-        assert (x == 7.0).all()
-
-
-@inside
-def test_head_mean_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few blocks are computed in shares, which add up to what one program gives."""
-    from torch_streamkl.attention import head_mean_launches
-
-    original, splits = head_mean_launches.head_mean_splits, []
-
-    def counted(*arguments: Any) -> int:
-        splits.append(original(*arguments))
-        return splits[-1]
-
-    call = build(replace(CASES["head_mean"], batch=1, seqlen_q=33, seqlen_k=40))
-    monkeypatch.setattr(head_mean_launches, "head_mean_splits", counted)
-    shared = call.value_and_gradients("triton")
-    assert min(splits[:3]) > 1  # of the sums, and of the student's dQ and dK
-    monkeypatch.setattr(head_mean_launches, "head_mean_splits", lambda *_: 1)
-    for name, x in call.value_and_gradients("triton").items():
-        torch.testing.assert_close(shared[name], x)
-
-
-@inside
-@pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        pytest.param("head_mean", 32, marks=slow),
-        pytest.param("head_mean", 64, marks=slow),
-        ("head_mean_groups", 64),
-        pytest.param("head_mean_guards", 32, marks=slow),
-        pytest.param("head_mean_filled", 64, marks=slow),
-    ],
+    [("head_mean_groups", 64), pytest.param("head_mean_guards", 32, marks=slow)],
 )
 def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that does not fit its memory is made for some rows after the others."""
@@ -192,33 +135,38 @@ def test_head_mean_in_chunks(name: str, rows: int, monkeypatch: pytest.MonkeyPat
     check(found, budget(call))
 
 
-@inside
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("gqa", marks=slow),
-        "mqa",
-        pytest.param("mqa_causal", marks=slow),
-        "varlen_causal",
-    ],
-)
-def test_keys_are_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dK whose heads are shared by programs is what one program gives."""
-    from torch_streamkl.attention.triton import launches as portable
+# where a number of programs is chosen: module of `attention`, function, what it is chosen for
+SHARES = [
+    ("head_mean_launches", "head_mean_splits", replace(CASES["head_mean"], seqlen_q=33)),
+    ("triton.launches", "key_splits", CASES["mqa"]),
+    *(("heuristics", "_num_splits", x) for name, x in CASES.items() if name.startswith("split_")),
+]
 
-    original, shares = portable.key_splits, []
+
+@inside
+@pytest.mark.parametrize(("module", "function", "spec"), SHARES)
+def test_shares_add_up(
+    module: str, function: str, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What programs share a block of is what one program gives."""
+    place, found = f"torch_streamkl.attention.{module}", []
+    original = getattr(importlib.import_module(place), function)
 
     def counted(*arguments: Any, **options: Any) -> int:
-        shares.append(original(*arguments, **options))
-        return shares[-1]
+        found.append(original(*arguments, **options))
+        return found[-1]
 
-    call = build(CASES[name])
-    monkeypatch.setattr(portable, "key_splits", counted)
+    call = build(spec)
+    clear_plans()
+    monkeypatch.setattr(f"{place}.{function}", counted)
     shared = call.value_and_gradients("triton")
-    assert (max(shares) > 1) == name.endswith(("qa", "qa_causal"))
-    monkeypatch.setattr(portable, "key_splits", lambda *_, **__: 1)
-    for tensor, x in call.value_and_gradients("triton").items():
-        torch.testing.assert_close(shared[tensor], x)
+    assert max(found) > 1
+    clear_plans()
+    monkeypatch.setattr(f"{place}.{function}", lambda *_, **__: 1)
+    for name, x in call.value_and_gradients("triton").items():
+        torch.testing.assert_close(shared[name], x)
+    clear_plans()
+    check(shared, budget(call))
 
 
 @inside
@@ -240,24 +188,6 @@ def test_few_queries_of_a_group_are_rows(name: str, monkeypatch: pytest.MonkeyPa
     build(CASES[name]).value_and_gradients("triton")
     sizes = {rows.student.q.shape[1:3] for rows in found if rows is not None}
     assert sizes == {"gqa_few_queries": {(2, 9)}, "mqa_one_query": {(1, 5)}}.get(name, set())
-
-
-@inside
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("split_keys")])
-def test_keys_are_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases meant for split keys do split them, and one program gives the same."""
-    from torch_streamkl.attention.plans import clear_plans
-
-    clear_plans()
-    splits = []
-    original = heuristics._num_splits
-    monkeypatch.setattr(
-        heuristics, "_num_splits", lambda *args: splits.append(original(*args)) or 1
-    )
-    call = build(CASES[name])
-    check_call(call, "triton")
-    clear_plans()
-    assert splits[0] > 1
 
 
 @inside
@@ -284,31 +214,49 @@ def test_a_kept_plan_takes_the_tensors_of_the_call() -> None:
 
 
 @inside
-@pytest.mark.parametrize("window_right", [None, 0])
-@pytest.mark.parametrize("each", [1, 4])
-def test_only_blocks_with_nan_are_computed_again(each: int, window_right: int | None) -> None:
-    from torch_streamkl.attention import plans
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [("forward_kl", 1), ("forward_kl", 4), ("window", 4), ("key_lengths", 3), ("varlen_causal", 3),
+     ("varlen", 1)],
+)  # fmt: skip
+def test_only_blocks_with_nan_are_computed_again(
+    name: str, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows the kernel for Hopper, whose rows may fail (forward.py)."""
     from torch_streamkl.attention.triton import forward as attention_forward
-    from torch_streamkl.attention.triton import launches as portable
 
-    q, k = torch.randn(2, 1, 2, 70, 16).unbind(0)
-    problem = problem_of(q, k, k, q, window_right=window_right)[0]
-    expected, _ = portable.forward(problem)
-    value, stats = RowStatistics.allocate(problem)
-    value.fill_(7.0)
-    for head, row in ((0, 16), (1, 69), (1, 64)):
-        value[0, head, row] = math.nan
-    blocks, small, plan = 5, tiles.TritonLaunch(16, 16, 4, 1), plans.plan_of(problem)
-    attention_forward.recompute_kernel[(tiles.ceil_div(2 * blocks, each),)](
-        *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
-        blocks, 2, 2 * blocks, plan.inv_temperature, plan.fill, EACH=each,
-        COEFFICIENTS=plan.form, POINTWISE_FN=None, CONFIG=plans.config_of(problem, small),
-        **small.options(),
+    forward, problems = portable.forward, []
+    monkeypatch.setattr(portable, "forward", lambda p: (problems.append(p), forward(p))[1])
+    build(replace(CASES[name], heads=2, seqlen_q=70)).run("triton")
+    (p,) = problems
+    value, stats = forward(p)
+    found = [value, stats.student, stats.teacher]
+    expected = [x.clone() for x in found]
+    # the first and last rows of blocks of 16, of packed ones those of a sequence of rows 5 to 21
+    marks, blocks_of_rows = [(0, 16), (1, 69), (1, 64)], [(0, 16, 32), (1, 64, 70)]
+    if p.is_packed:
+        marks, blocks_of_rows = [(0, 5), (1, 21)], [(0, 5, 21), (1, 21, 22)]
+    repeated = torch.zeros(value.shape[-2:], dtype=torch.bool)
+    for head, start, stop in blocks_of_rows:
+        repeated[head, start:stop] = True
+    for x in found:
+        x.fill_(7.0)
+    for head, row in marks:
+        value[-1, head, row] = math.nan
+    small = tiles.TritonLaunch(16, 16, 4, 1)
+    plan, config = plans.plan_of(p), plans.config_of(p, small)
+    blocks = tiles.ceil_div(p.longest[0], config.BLOCK_M)
+    works = blocks * 2 * plan.num_sequences
+    attention_forward.recompute_kernel[(tiles.ceil_div(works, each), 1, 1)](
+        *plan.arguments(p), *found, plan.stats_stride, blocks, 2, works, plan.inv_temperature,
+        plan.fill, each, plan.form, plan.helper, config,
     )  # fmt: skip
-    repeated = torch.zeros(1, 2, 70, dtype=torch.bool)
-    repeated[0, 0, 16:32] = repeated[0, 1, 64:] = True
-    assert torch.equal(value[repeated], expected[repeated])
-    assert (value[~repeated] == 7.0).all()
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            x[..., -1, :, :][..., repeated], y[..., -1, :, :][..., repeated]
+        )
+        x[..., -1, :, :][..., repeated] = 7.0
+        assert (x == 7.0).all()
 
 
 PACKED_LENGTHS = [
@@ -328,7 +276,6 @@ def test_table_of_packed_blocks(
     of_q: list[int], of_k: list[int], rows: bool, bounds: tuple[int | None, int | None]
 ) -> None:
     """Every block once, the longest first (NOTE [Blocks of packed sequences])."""
-    from torch_streamkl.attention import plans
     from torch_streamkl.attention.hopper import packed
 
     offsets = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (of_q, of_k)]
@@ -360,36 +307,30 @@ def test_table_of_packed_blocks(
 
 
 @inside
-@pytest.mark.parametrize(("clamp", "is_reached"), [(1e-30, False), (1e-3, True)])
-def test_key_sum_says_whether_a_clamp_is_reached(clamp: float, is_reached: bool) -> None:
+@pytest.mark.parametrize(
+    ("clamp", "fill", "is_reached"),
+    [
+        (1e-30, None, False), (1e-3, None, True),
+        # NOTE [Masked keys far below] in divergences/row_state.py
+        (1e-30, -1e4, False), (1e-30, -3e38, False), (1e-30, -80.0, True),
+    ],
+)  # fmt: skip
+def test_key_sum_says_whether_a_clamp_is_reached(
+    clamp: float, fill: float | None, is_reached: bool
+) -> None:
     """NOTE [Rows without a clamped key] in backward.py: even where P is 0 below it."""
-    from torch_streamkl.attention.triton import launches as portable
-
     q, k = torch.randn(2, 1, 2, 40, 16).unbind(0)
-    lowest = F.log_softmax(q @ k.mT, -1).amin(-1)
-    assert ((lowest < math.log(clamp)) == is_reached).all()
-    functional = named("forward_kl", student_clamp=clamp).text
+    options: dict[str, Any] = {"functional": named("forward_kl", student_clamp=clamp).text}
+    if fill is None:
+        lowest = F.log_softmax(q @ k.mT, -1).amin(-1)
+        assert ((lowest < math.log(clamp)) == is_reached).all()
+    else:
+        options |= {"mask": (torch.arange(40) < 30)[None, None, None], "mask_value": fill}
     for size in (0.5, 100.0):  # of the teacher's scores: the second leaves one key a row, P = 1
-        problem = problem_of(q, k, size * q, k, functional=functional)[0]
-        form = problem.functional.closed_form
-        assert form is not None and form.ts == -1.0
+        problem = problem_of(q, k, size * q, k, **options)[0]
         _, stats = portable.forward(problem)
-        assert ((stats.student_delta != form.ts) == is_reached).all()
-        assert size == 0.5 or (stats.student_delta + 1.0).abs().max() < 1e-4
-
-
-@inside
-@pytest.mark.parametrize(("fill", "is_reached"), [(-1e4, False), (-3e38, False), (-80.0, True)])
-def test_padded_rows_reach_a_clamp_where_padding_counts(fill: float, is_reached: bool) -> None:
-    """NOTE [Masked keys far below] in divergences/row_state.py, seen as in the test before."""
-    from torch_streamkl.attention.triton import launches as portable
-
-    q, k = torch.randn(2, 1, 2, 40, 16).unbind(0)
-    mask = (torch.arange(40) < 30)[None, None, None]
-    functional = named("forward_kl", student_clamp=1e-30).text
-    problem = problem_of(q, k, k, q, mask=mask, mask_value=fill, functional=functional)[0]
-    _, stats = portable.forward(problem)
-    assert ((stats.student_delta != -1.0) == is_reached).all()
+        assert ((stats.student_delta != -1.0) == is_reached).all()
+        assert size == 0.5 or fill or (stats.student_delta + 1.0).abs().max() < 1e-4
 
 
 @inside
@@ -397,7 +338,6 @@ def test_padded_rows_reach_a_clamp_where_padding_counts(fill: float, is_reached:
 def test_denominators_of_any_two_sizes() -> None:
     """As in test_attention_numerics.py; sums relative to a fixed base may be far apart."""
     from torch_streamkl.attention.hopper import split_kv as hopper_parts
-    from torch_streamkl.attention.plans import NUM_STATE_FIELDS, plan_of
 
     l_t, l_s, expected = denominators()
     n = len(l_t)
@@ -424,7 +364,6 @@ def test_parts_of_rows_are_united(
     Rows below a clamp, and those that a part had doubts about, get NaN: computed again.
     """
     from torch_streamkl.attention.hopper import split_kv as hopper_parts
-    from torch_streamkl.attention.plans import NUM_STATE_FIELDS, plan_of
     from torch_streamkl.attention.triton import forward_splits
     from torch_streamkl.kernels.arguments import State
 

@@ -16,26 +16,22 @@ import pytest
 from tests.support.interpreter import outside
 
 TESTS = Path(__file__).parents[1]
-ATTENTION = ["attention_triton_interpreted", "attention_numerics"]
-OTHERS = [
-    "attention_topk_interpreted", "drawn_calls", "drawn_row_programs", "inductor_kernels",
-    "launches", "linear_kl_interpreted", "linear_topk_interpreted",
-    "poisoned_memory", "replayed_launches", "row_program_kernels", "row_program_maps",
-    "row_program_operations", "row_program_sums", "shard_kernels", "squares",
-    "settings_of_torch", "tune",
-]  # fmt: skip
+ATTENTION = {"attention_triton_interpreted", "attention_numerics"}
+MARKED = {p.stem[5:] for p in TESTS.glob("*/test_*.py") if "\n@inside\n" in p.read_text()}
+FILES = {"attention": ATTENTION, "others": MARKED - ATTENTION}
 KERNELS = {  # of a file in which other tests run there as well, those of kernels
     "attention": "not reference and not streaming",
     "others": "not test_shard_kernels or interpreted",
 }
 
 
-def _run(files: list[str], *arguments: str, **environment: str) -> None:
+def _run(name: str, *arguments: str, **environment: str) -> None:
     """Every test has to pass."""
-    paths = [str(path) for path in TESTS.glob("*/test_*.py") if path.stem[5:] in files]
-    assert len(paths) == len(files)
+    paths = sorted(str(path) for path in TESTS.glob("*/test_*.py") if path.stem[5:] in FILES[name])
+    assert len(paths) == len(FILES[name])
+    arguments = (*paths, "-k", KERNELS[name], *arguments)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths, *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1", **environment},
         capture_output=True,
         text=True,
@@ -46,20 +42,14 @@ def _run(files: list[str], *arguments: str, **environment: str) -> None:
 
 
 @outside
-@pytest.mark.parametrize(("files", "name"), [(ATTENTION, "attention"), (OTHERS, "others")])
-def test_in_the_interpreter(files: list[str], name: str) -> None:
-    _run(files, "-m", "not slow", "-k", KERNELS[name])
+@pytest.mark.parametrize("name", FILES)
+def test_in_the_interpreter(name: str) -> None:
+    _run(name, "-m", "not slow")
 
 
 @outside
 @pytest.mark.slow
-@pytest.mark.parametrize(("files", "name"), [(ATTENTION, "attention"), (OTHERS, "others")])
-def test_all_in_the_interpreter(files: list[str], name: str) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_all_in_the_interpreter(name: str) -> None:
     """Those marked slow too, with integers that overflow found."""
-    _run(files, "-k", KERNELS[name], COMPARE_INTEGERS="1")
-
-
-@outside
-def test_every_file_with_such_tests_is_run() -> None:
-    marked = {p.stem for p in TESTS.glob("*/test_*.py") if "\n@inside\n" in p.read_text()}
-    assert marked == {f"test_{name}" for name in (*ATTENTION[:1], *OTHERS)}
+    _run(name, COMPARE_INTEGERS="1")

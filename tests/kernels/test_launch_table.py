@@ -59,12 +59,6 @@ def users_file() -> Path:
 
 
 # ------------------------------------------------------------------------------------- choosing
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    table = launch_table.new_table(DEVICE).updated((ENTRY,))
-    table.save(tmp_path / "new" / "x.json")
-    assert launch_table.load(tmp_path / "new" / "x.json", DEVICE) == table
-
-
 def test_the_named_file_goes_before_the_users_and_that_before_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.kernels import device_cases
 from tests.support.interpreter import inside, quiet
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.fx_passes.validation import records
@@ -203,28 +204,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device | No
     assert found and set(found) == {torch.device("cpu")}
 
 
-def _normal(*shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
-
-
 @inside
-@pytest.mark.parametrize("form", ["dense", "two_pass", "head_mean"])
-def test_attention_kl(form: str, launched: list[Any]) -> None:
-    heads = 2 if form == "head_mean" else 1
-    x = _normal((1, 1, 5, 16), (1, 1, 9, 16), (1, heads, 5, 16), (1, heads, 9, 16))
-    options: dict[str, Any] = {"divergence": "js" if form == "two_pass" else "forward_kl"}
-    if form == "head_mean":
-        options["head_reduction"] = "mean"
-    attention_kl(*x, **options, impl="triton").sum().backward()
-    assert len(launched) >= 2
-
-
-@inside
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_linear_kl(reduction: str, launched: list[Any]) -> None:
-    x = _normal((3, 8), (40, 8), (3, 8), (40, 8))
-    (linear_kl(*x, reduction=reduction, impl="triton").sum() * 2).backward()
-    assert launched
+@pytest.mark.parametrize(
+    "name",
+    ["attention-triton-forward_kl", "attention-triton-js", "attention-triton-head_mean",
+     "linear-mean", "linear-rows", "rows-tiles", "rows-heads_mean", "shards-forward_kl",
+     "shards-js"],
+)  # fmt: skip
+def test_operators(name: str, launched: list[Any]) -> None:
+    device_cases.STEPS[name].step(0, "cpu")
+    assert len(launched) >= (1 if name.startswith("linear") else 2)
 
 
 @inside
@@ -237,105 +226,59 @@ def test_a_stored_gradient_is_scaled(launched: list[Any]) -> None:
     assert torch.equal(x, torch.full((300,), 3.0)) and launched
 
 
-@inside
-@pytest.mark.parametrize("kind", ["attention", "heads"])
-def test_row_program(kind: str, launched: list[Any]) -> None:
-    if kind == "attention":
-        tq, tk, sq, sk = _normal(*((1, 1, 5, 8), (1, 1, 9, 8)) * 2)
-    else:
-        tq, tk, sq, sk = _normal(*((5, 8), (40, 8)) * 2)
-
-    def squares(e: Any) -> Any:
-        difference = e.t.softmax("key") - e.s.softmax("key")
-        return (difference * difference).sum("key")
-
-    dots = {"t": (tq.detach(), tk.detach()), "s": (sq, sk)}
-    reduction = "none" if kind == "attention" else "mean"
-    row_program(squares, dots=dots, reduction=reduction, impl="triton").sum().backward()
-    assert launched
-
-
-@inside
-@pytest.mark.parametrize("divergence", ["forward_kl", "js"])
-def test_shards_of_a_vocabulary(divergence: str, launched: list[Any]) -> None:
-    from tests.kernels.test_shard_kernels import problem, sharded
-    from torch_streamkl.linear.triton import shards
-
-    sharded(problem(divergence), shards, [0, 40, 150])
-    assert len(launched) >= 2 + 1 + 2
-
-
-MAPS = {
-    "student_q": (1, 2, 5, 8), "student_k": (1, 2, 9, 8), "teacher_q": (1, 2, 5, 8),
-    "teacher_k": (1, 2, 9, 8),
+# arguments of an operator, one after the other on another device
+MAPS = dict.fromkeys(("student_q", "student_k", "teacher_q", "teacher_k"), (1, 2, 5, 8))
+HEADS = dict.fromkeys(
+    ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"), (5, 8)
+)
+BOOL, INT, LONG = torch.bool, torch.int32, torch.int64
+OPTIONS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype | None]]] = {
+    "attention_kl": {
+        "attn_mask": ((5, 5), BOOL), "student_bias": ((5, 5), None),
+        "teacher_bias": ((5, 5), None),
+        "student_alibi_slopes": ((2,), None), "teacher_alibi_slopes": ((2,), None),
+        "student_sink": ((2,), None), "teacher_sink": ((2,), None), "key_lengths": ((1,), INT),
+        "row_mask": ((1, 1, 5), BOOL), "teacher_lse": ((1, 2, 5), None),
+    },
+    "attention_kl_varlen": {"cu_seqlens_q": ((2,), INT), "cu_seqlens_k": ((2,), INT)},
+    "linear_kl": {
+        "student_bias": ((5,), None), "teacher_bias": ((5,), None), "labels": ((5,), LONG),
+        "row_mask": ((5,), BOOL), "row_weight": ((5,), None),
+    },
+    "row_program": {
+        "rows": ((1, 2, 5), None), "keys": ((1, 2, 5), None), "pairs": ((1, 2, 5, 5), None),
+        "columns": ((1, 2, 5, 3), LONG), "key_lengths": ((1,), INT), "mask": ((1, 1, 5, 5), BOOL),
+    },
 }  # fmt: skip
-HEADS = {
-    "student_hidden": (5, 8), "student_weight": (9, 8), "teacher_hidden": (5, 8),
-    "teacher_weight": (9, 8),
-}  # fmt: skip
-
-
-def _offsets() -> Tensor:
-    return torch.tensor([0, 5], dtype=torch.int32)
-
-
-ATTENTION_OPTIONS: dict[str, Any] = {
-    "attn_mask": torch.ones(5, 9, dtype=torch.bool), "student_bias": torch.zeros(5, 9),
-    "teacher_bias": torch.zeros(5, 9), "student_alibi_slopes": torch.zeros(2),
-    "teacher_alibi_slopes": torch.zeros(2), "student_sink": torch.zeros(2),
-    "teacher_sink": torch.zeros(2), "key_lengths": torch.tensor([9]),
-    "row_mask": torch.ones(1, 1, 5, dtype=torch.bool), "teacher_lse": torch.zeros(1, 2, 5),
-}  # fmt: skip
-LINEAR_OPTIONS: dict[str, Any] = {
-    "student_bias": torch.zeros(9), "teacher_bias": torch.zeros(9),
-    "labels": torch.zeros(5, dtype=torch.int64), "row_mask": torch.ones(5, dtype=torch.bool),
-    "row_weight": torch.ones(5),
-}  # fmt: skip
-PACKED_OPTIONS: dict[str, Any] = {"cu_seqlens_q": _offsets(), "cu_seqlens_k": _offsets()}
 
 
 def _call(operator: str, moved: str) -> Tensor:
-    """An operator with all of its options, one of whose tensors is elsewhere."""
-
-    def given(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {k: x.to("meta") if k == moved else x for k, x in tensors.items()}
-
-    if operator == "linear_kl":
-        heads = {name: torch.randn(shape) for name, shape in HEADS.items()}
-        return linear_kl(**given(heads), **given(LINEAR_OPTIONS))
+    """An operator with its tensors, one of which is elsewhere, where it is an option alone."""
+    shapes = HEADS if operator == "linear_kl" else MAPS
+    x = {name: torch.randn(shape) for name, shape in shapes.items()}
+    options = {
+        name: torch.zeros(shape, dtype=dtype)
+        for name, (shape, dtype) in OPTIONS[operator].items()
+        if operator != "attention_kl" or name == moved
+    }
+    for given in (x, options):
+        given.update({k: t.to("meta") for k, t in given.items() if k == moved})
     if operator == "attention_kl_varlen":
-        packed = {name: torch.randn(5, 2, 8) for name in MAPS}
-        longest = {"max_seqlen_q": 5, "max_seqlen_k": 5}
-        return attention_kl_varlen(**given(packed), **given(PACKED_OPTIONS), **longest)
-    if operator == "attention_kl":
-        maps = {name: torch.randn(shape) for name, shape in MAPS.items()}
+        packed = {name: t[0].transpose(0, 1) for name, t in x.items()}
+        return attention_kl_varlen(**packed, **options, max_seqlen_q=5, max_seqlen_k=5)
+    if operator != "row_program":
         mean = {"head_reduction": "mean"} if moved == "teacher_lse" else {}
-        options = {k: x for k, x in ATTENTION_OPTIONS.items() if k == moved}
-        return attention_kl(**given(maps), **given(options), **mean)
-    x = given({name: torch.randn(shape) for name, shape in MAPS.items()})
+        return {"attention_kl": attention_kl, "linear_kl": linear_kl}[operator](
+            **x, **options, **mean
+        )
+    kinds = {k: {k: options.pop(k)} for k in ("rows", "keys", "pairs", "columns")}
     dots = {"t": (x["teacher_q"], x["teacher_k"]), "s": (x["student_q"], x["student_k"])}
-    return row_program(
-        lambda e: (e.t * e.s).sum("key"),
-        dots=dots,
-        rows=given({"rows": torch.ones(1, 2, 5)}),
-        keys=given({"keys": torch.ones(1, 2, 9)}),
-        pairs=given({"pairs": torch.ones(1, 2, 5, 9)}),
-        columns=given({"ids": torch.zeros(1, 2, 5, 3, dtype=torch.int64)}),
-        **given({"key_lengths": torch.tensor([9])}),
-        **given({"mask": torch.ones(1, 1, 5, 9, dtype=torch.bool)}),
-    )
-
-
-TENSORS = {
-    "attention_kl": [*MAPS, *ATTENTION_OPTIONS],
-    "attention_kl_varlen": [*MAPS, *PACKED_OPTIONS],
-    "linear_kl": [*HEADS, *LINEAR_OPTIONS],
-    "row_program": [*MAPS, "rows", "keys", "pairs", "ids", "key_lengths", "mask"],
-}
+    return row_program(lambda e: (e.t * e.s).sum("key"), dots=dots, **kinds, **options)
 
 
 @pytest.mark.parametrize(
-    ("operator", "moved"), [(f, name) for f, names in TENSORS.items() for name in names]
+    ("operator", "moved"),
+    [(f, x) for f in OPTIONS for x in (*(HEADS if f == "linear_kl" else MAPS), *OPTIONS[f])],
 )
 def test_tensors_on_two_devices_are_refused(operator: str, moved: str) -> None:
     with pytest.raises(ValueError, match=r"all tensors must be on one device; .* on meta"):

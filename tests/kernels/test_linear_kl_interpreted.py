@@ -1,13 +1,19 @@
-"""The row kernel of linear_kl without a GPU: Triton's interpreter against float64.
+"""The row kernels of linear_kl and linear_topk_kl without a GPU: the interpreter against float64.
 
 The interpreter has to be chosen before a kernel is imported: test_in_the_interpreter.py does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from bench.offline.compile import check_frontend, record_launches
+from tests.operators import test_linear_topk_kl as topk
 from tests.operators.test_linear_kl import (
     DIVERGENCES,
     check_infinite_rows,
@@ -15,24 +21,19 @@ from tests.operators.test_linear_kl import (
     limit_workspace,
     outcome,
 )
-from tests.support.interpreter import inside, quiet
-from torch_streamkl import linear_kl
+from tests.support.interpreter import inside, outside, quiet
+from torch_streamkl import linear_kl, linear_topk_kl
 from torch_streamkl.linear import chunks as linear_chunks
+from torch_streamkl.linear.problem import Head
+from torch_streamkl.program.divergences import named
+from torch_streamkl.topk.problem import Tail, TopkProblem
+from torch_streamkl.topk.triton import rows as topk_kernels
 
 pytestmark = quiet
 
 
-def check(inputs, **options):
+def as_exact(ours: Sequence[Tensor], plain: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
     """Twice the error of plain torch in the same dtype, and a few roundings of what is summed."""
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    in_double = {
-        name: x.detach().double().requires_grad_(x.requires_grad) if is_float(x) else x
-        for name, x in options.items()
-    }
-    truth = outcome(exact, **in_double, impl="reference")
-    plain = outcome(inputs, **options, impl="torch")
-    ours = outcome(inputs, **options, impl="triton")
-    eps = torch.finfo(inputs[0].dtype).eps
     for got, same, expected in zip(ours, plain, truth, strict=True):
         finite = expected.isfinite()
         assert torch.equal(got.isfinite(), finite)
@@ -40,12 +41,21 @@ def check(inputs, **options):
             continue
         error, naive = ((x.double() - expected)[finite].abs().max() for x in (got, same))
         size = 1 + expected[finite].abs().max()
-        rounding = eps if got.dtype == inputs[0].dtype else torch.finfo(torch.float32).eps
-        assert error <= 2 * naive + 8 * rounding * size
+        assert error <= 2 * naive + 8 * torch.finfo(got.dtype).eps * size
+
+
+def check(inputs, **options):
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    in_double = {
+        name: x.detach().double().requires_grad_(x.requires_grad) if is_float(x) else x
+        for name, x in options.items()
+    }
+    truth = outcome(exact, **in_double, impl="reference")
+    as_exact(*(outcome(inputs, **options, impl=impl) for impl in ("triton", "torch")), truth)
 
 
 def is_float(x) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 @inside
@@ -115,3 +125,71 @@ def test_label_that_is_no_entry_is_an_error():
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jeffreys"])
 def test_rows_that_one_side_s_vocabulary_makes_infinite(divergence):
     check_infinite_rows(divergence, "triton", torch.float32)
+
+
+# ------------------------------------------------------------------------------ linear_topk_kl
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tail", ["none", "bucket"])
+def test_topk_rows(tail: str, dtype: torch.dtype) -> None:
+    more = {"temperature": 2.0, "logit_scale": 0.7, "softcap": 4.0}
+    for options in ({"reduction": "mean"}, {"reduction": "none", **more}):
+        options = {"tail": tail, "divergence": "js", **options}
+        tensors, given = topk.head(5, 16, 150, dtype), topk.entries(5, 150, 6)
+        if options["reduction"] == "none":
+            del tensors["bias"]
+        results = {}
+        for impl in ("triton", "torch", "truth"):
+            mine = topk.leaves(tensors, torch.float64 if impl == "truth" else dtype)
+            value = _value(impl, mine, given, options)
+            value.sum().backward()
+            results[impl] = [value.detach(), *(x.grad for x in mine.values())]
+        as_exact(*results.values())
+
+
+def _value(impl: str, mine: dict[str, Any], given: Any, options: dict[str, Any]) -> Any:
+    ids, log_probs = given
+    if impl != "truth":
+        return linear_topk_kl(**mine, ids=ids, log_probs=log_probs, impl=impl, **options)
+    kept = {k: x for k, x in options.items() if k != "reduction"}
+    rows = topk.formula(mine, ids, log_probs, **kept)
+    return rows.mean() if options["reduction"] == "mean" else rows
+
+
+@inside
+def test_topk_rows_that_do_not_count_and_ids_that_are_everywhere() -> None:
+    """Infinite logits of a masked row; a bucket without another entry."""
+    tensors = topk.leaves(topk.head(4, 8, 20, torch.float32))
+    log_probs, ids = torch.randn(4, 20).log_softmax(-1).topk(20)
+    with torch.no_grad():
+        tensors["hidden"][2] = 1e30
+        tensors["weight"][3] = 1e30
+    value = linear_topk_kl(
+        **tensors,
+        ids=ids,
+        log_probs=log_probs,
+        tail="bucket",
+        row_mask=torch.tensor([True, True, False, True]),
+        impl="triton",
+        reduction="mean",
+    )
+    value.backward()
+    assert value.isfinite()
+    assert all(x.grad.isfinite().all() for x in tensors.values())
+    assert not tensors["hidden"].grad[2].any()
+
+
+@outside
+@pytest.mark.parametrize("tail", ["none", "bucket"])
+def test_the_topk_kernels_compile(tail: Tail) -> None:
+    """The interpreter runs code that compilers refuse, such as Triton 3.6's tl.zeros here."""
+    given = Head(torch.empty(4, 8), torch.empty(1000, 8), softcap=5.0)
+    ids = torch.zeros(4, 2, dtype=torch.long)
+    problem = TopkProblem(given, ids, torch.zeros(4, 2), named("forward_kl"), tail)
+    with record_launches("sm_90") as launches:
+        logits = torch.empty(4, 1000, dtype=torch.bfloat16)
+        topk_kernels.log_sums(problem, logits)
+        topk_kernels.gradient_(problem, logits, torch.empty(3, 4))
+    assert len(launches) == 2
+    for launch in launches:
+        check_frontend(launch, "sm_90")

@@ -10,18 +10,25 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.support import device_cases
-from tests.support.device_cases import COMPILED, STEPS, Case, Results, compiled_inputs, judged
-from torch_streamkl import attention_kl, checks, explain, verify
-from torch_streamkl.rows import op
-from torch_streamkl.runtime import capture, replay
+from tests.kernels import device_cases
+from tests.kernels.device_cases import (
+    COMPILED,
+    STEPS,
+    Results,
+    compiled_inputs,
+    forget,
+    judged,
+    normal,
+    same,
+    unrecorded,
+    watched_replays,
+)
+from torch_streamkl import attention_kl
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = [pytest.mark.gpu, two_gpus]
@@ -37,11 +44,6 @@ def _says_how_long(request: pytest.FixtureRequest) -> Iterator[None]:
     start = time.perf_counter()
     yield
     print(f"{request.node.name}: {time.perf_counter() - start:.1f} s", flush=True)
-
-
-def forget() -> None:
-    checks._verdicts.clear()
-    op._calls.clear()
 
 
 @contextlib.contextmanager
@@ -63,49 +65,12 @@ def nothing_on(device: str) -> Iterator[None]:
     assert torch.cuda.max_memory_allocated(device) <= before, f"memory of {device}"
 
 
-def same(found: Results, expected: Results, case: Case) -> None:
-    bits = {"rtol": 0.0, "atol": 0.0} if case.is_exact else {}
-    for x, y in zip(found, expected, strict=True):
-        assert x.device == y.device
-        torch.testing.assert_close(x, y, equal_nan=True, **bits)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call of a recorded program whether it applied."""
-    found: list[bool] = []
-    record = capture.record
-
-    def watched(*arguments: Any) -> Any:
-        outputs, program = record(*arguments)
-        if program is None:
-            return outputs, None
-
-        def replay(*tensors: Tensor | None) -> Any:
-            results = program(*tensors)
-            found.append(results is not None)
-            return results
-
-        return outputs, replay
-
-    monkeypatch.setattr(capture, "record", watched)
-    return found
-
-
 @places
 @pytest.mark.parametrize("name", STEPS)
-def test_operator(
-    name: str, device: str, current: str, replays: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = STEPS[name]
-    forget()
-    with monkeypatch.context() as patch, current_device(device):
-        patch.setattr(replay, "RECORDS", False)
-        try:
-            expected = [case.step(seed, device) for seed in range(len(IS_OTHER))]
-        except NotImplementedError as error:
-            pytest.skip(str(error))
-    forget()
+def test_operator(name: str, device: str, current: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, replays = STEPS[name], watched_replays(monkeypatch)
+    with current_device(device):
+        expected = unrecorded(case, device, len(IS_OTHER), monkeypatch)
     with nothing_on(current):
         for seed, is_other in enumerate(IS_OTHER):
             with current_device(current if is_other else device):
@@ -123,15 +88,11 @@ def test_operator(
 def test_current_stream_of_the_device(device: str, current: str) -> None:
     """Launches go to the stream that is current on the tensors' device."""
     side = torch.cuda.Stream(device)
-    case = STEPS["attention-triton-forward_kl"]
-    with current_device(device):
-        expected = [case.step(seed, device) for seed in range(3)]
     forget()
-    make = torch.Generator().manual_seed(0)
-    inputs = [torch.randn((1, 2, 256, 64), generator=make).to(device) for _ in range(4)]
+    inputs = normal(0, device, *[(1, 2, 256, 64)] * 4)
     wanted = attention_kl(*inputs, impl="triton")
     torch.cuda.synchronize(device)
-    for seed in range(3):
+    for _ in range(3):
         with torch.cuda.stream(side), torch.cuda.device(current):
             late = [torch.zeros_like(x) for x in inputs]
             with torch.cuda.device(device):
@@ -141,8 +102,6 @@ def test_current_stream_of_the_device(device: str, current: str) -> None:
             found = attention_kl(*late, impl="triton")
         side.synchronize()
         assert torch.equal(found, wanted)
-        with current_device(current):
-            same(case.step(seed, device), expected[seed], case)
 
 
 def test_two_threads() -> None:
@@ -206,13 +165,6 @@ def test_compiled(name: str, device: str, current: str) -> None:
         check_against_eager(function, inputs, found)
 
 
-def test_verify() -> None:
-    inputs = compiled_inputs("head", 0, "cuda:1")
-    with current_device("cuda:0"):
-        result = verify(device_cases.head_loss, *inputs)
-    assert result.ok and result.report.num_fused == 1, result
-
-
 def test_cpp_wrapper() -> None:
     """Inductor's C++ launches the portable kernels on the device of the graph."""
     torch._dynamo.reset()
@@ -230,56 +182,3 @@ def test_cpp_wrapper() -> None:
         with current_device("cuda:0"):
             found = value_and_gradients(compiled, inputs)
         check_against_eager(function, inputs, found)
-
-
-class Head(nn.Module):
-    """A language model's head and its teacher's, which gives logits or the loss."""
-
-    def __init__(self, loss: Callable[..., Tensor] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.student, self.teacher = nn.Linear(64, 1000, bias=False), nn.Linear(64, 1000)
-        self.loss = loss
-
-    def forward(self, x: Tensor) -> Any:
-        if self.loss is None:
-            return self.student(x), self.teacher(x).detach()
-        teacher = self.teacher.weight
-        return self.loss(x, self.student.weight, x.detach(), teacher.detach()).reshape(1)
-
-
-def test_logits_of_data_parallel() -> None:
-    """They are gathered from threads: nothing fuses, and the report says what to do."""
-    model = nn.DataParallel(Head().to("cuda:0"))
-
-    def step(x: Tensor) -> Tensor:
-        s, t = model(x)
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-    torch._dynamo.reset()
-    with current_device("cuda:0"):
-        report = explain(step, torch.randn(64, 64, device="cuda:0"))
-    print(report, dict(torch._dynamo.utils.counters["graph_break"]))
-    assert report.num_fused == 0
-    assert "nn.DataParallel" in str(report) and "torchrun" in str(report)
-
-
-def test_loss_in_replicas_of_data_parallel() -> None:
-    """A function that replicas call is compiled and fuses on the device of each."""
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to("cuda:0")
-
-    def gradient(**options: Any) -> Results:
-        torch._dynamo.reset()
-        loss = torch.compile(device_cases.head_loss, **options)
-        model = nn.DataParallel(Head(loss).to("cuda:0"))
-        with current_device("cuda:0"):
-            model(x).mean().backward()
-        assert model.module.student.weight.grad is not None
-        return [model.module.student.weight.grad]
-
-    try:
-        (control,) = gradient(backend="inductor")
-    except Exception as error:
-        pytest.skip(f"not without us, either: {error}")
-    (found,) = gradient(backend="streamkl", options={"streamkl.min_mib": 0})
-    torch.testing.assert_close(found, control, rtol=1e-4, atol=1e-6)

@@ -152,14 +152,21 @@ def _compare(driver: Driver, function: Any, program: Any, tensors: list[Tensor])
     assert out.data_ptr() in _leaves(found)
 
 
-@pytest.mark.parametrize("described", [True, False])
-def test_the_driver_is_called_as_without_a_recording(driver: Driver, described: bool) -> None:
+@pytest.mark.parametrize(
+    ("described", "most_addresses"),
+    [(True, triton_launcher.MAX_ADDRESSES), (True, 2), (False, triton_launcher.MAX_ADDRESSES)],
+)
+def test_the_driver_is_called_as_without_a_recording(
+    driver: Driver, described: bool, most_addresses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With maps of many addresses, of which some are let go, too."""
+    monkeypatch.setattr(triton_launcher, "MAX_ADDRESSES", most_addresses)
     signature = SIGNATURE if described else {"p": "*fp32", "out": "*fp32", "n": "i32"}
     kernel = Kernel(launcher_to(driver, signature))
     if not described:
         kernel.metadata.tensordesc_meta = []
     function, program = _program(kernel, described=described)
-    every = [_tensors(i) for i in range(3)]
+    every = [_tensors(i) for i in range(5)]
     for tensors in (*every, *every):
         _compare(driver, function, program, tensors)
 
@@ -171,8 +178,10 @@ def _stop(*_: Any) -> None:
 def test_maps_are_encoded_once_for_an_address(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the launcher is not called."""
     _, program = _program(Kernel(launcher_to(driver)))
     every = [_tensors(i) for i in range(3)]
+    monkeypatch.setattr(nvidia.CudaLauncher, "__call__", _stop)
     for tensors in every:
         program(*tensors)
     before = PyCUtensorMap.count
@@ -180,22 +189,6 @@ def test_maps_are_encoded_once_for_an_address(
     for tensors in (*every, *every):
         program(*tensors)
     assert PyCUtensorMap.count == before
-
-
-def test_the_launcher_is_not_called(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, program = _program(Kernel(launcher_to(driver)))
-    monkeypatch.setattr(nvidia.CudaLauncher, "__call__", _stop)
-    program(*_tensors(0))
-
-
-def test_maps_of_many_addresses_are_let_go(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_launcher, "MAX_ADDRESSES", 2)
-    function, program = _program(Kernel(launcher_to(driver)))
-    every = [_tensors(i) for i in range(5)]
-    for tensors in (*every, *every):
-        _compare(driver, function, program, tensors)
 
 
 @pytest.mark.parametrize("needed", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])

@@ -7,79 +7,53 @@ import contextlib
 import functools
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.covering import only
+from tests.kernels.device_cases import STEPS, same, unrecorded, watched_replays
 from tests.support.interpreter import INTERPRETED, inside, quiet
-from tests.support.problems import CASES, Spec, build
 from torch_streamkl import attention_kl, checks, row_program
 from torch_streamkl.attention import bound_op, ops
 from torch_streamkl.runtime import launch as runtime
-from torch_streamkl.runtime import replay
-from torch_streamkl.runtime.replay import Replay
 
 pytestmark = quiet
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 OPTIONS = ("(P*(logP-logS))", 0.25, 0.25, 0.0, 0.0, 1.0, None, None, None, 0, 0, False, "triton")
-# operators called by hand, and a scale that is a tensor, which nothing may keep alive
-WITHOUT_SITES = [name for name, spec in CASES.items() if build(spec).fill is not None]
-WITHOUT_SITES += ["scale_tensor"]
-# of every sequence of launches; a GPU runs all cases, the interpreter takes minutes for them
-ONE_OF_EACH = [
-    "forward_kl",
-    "js",
-    "clamp_reached",
-    "varlen_causal",
-    "gqa",
-    "head_mean",
-    "split_keys",
-    "bias",
-]
+# operators whose sequences of launches differ; a GPU runs them all, which takes minutes elsewhere
+INTERPRETED_STEPS = (
+    "attention-triton-varlen_causal", "attention-triton-split_keys", "attention-triton-bias",
+    "rows-indexer", "rows-heads_mean", "rows-heads_rows",
+)  # fmt: skip
 
 
-def _programs() -> list[Any]:
-    """Of all sites that eager calls have left: what was recorded, None where nothing could be."""
-    kept = [verdict.bound for verdict in checks._verdicts.values() if verdict.bound]
-    calls = [c for site in kept for c in (site._forward, *site._backward.values())]
-    # with biases one of two was called, as they are the same or not
-    both = [c._calls if isinstance(c, bound_op.ReplayByBias) else (c,) for c in calls]
-    return [call._program for pair in both for call in pair if call._calls]
+def check_repeated_steps(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on different tensors, with and without recording, are bit-equal."""
+    from torch_streamkl.rows.triton import blocks, gradients
 
-
-def check_repeated_calls(spec: Spec, impl: str, device: str, monkeypatch: Any) -> None:
-    """Four calls on different tensors, with and without recording, are bit-equal."""
-    calls = [build(replace(spec, seed=spec.seed + i)).to(device=device) for i in range(4)]
-    with monkeypatch.context() as patch:
-        patch.setattr(bound_op, "Replay", lambda function: function)
-        checks._verdicts.clear()
-        expected = [call.value_and_gradients(impl) for call in calls]
-    checks._verdicts.clear()
-    for call, results in zip(calls, expected, strict=True):
-        for name, x in call.value_and_gradients(impl).items():
-            assert torch.equal(x, results[name]), name
-    programs = _programs()
-    assert programs
-    assert all(program is not None for program in programs)
+    # blocks of rows or chunks of tokens, and shares of the key head's gradient
+    monkeypatch.setattr(blocks, "_workspace", lambda problem, _: 20 * problem.num_keys * 4)
+    monkeypatch.setattr(gradients, "MEMBERS", 1)
+    case, replays = STEPS[name], watched_replays(monkeypatch)
+    for seed, expected in enumerate(unrecorded(case, device, 3, monkeypatch)):
+        same(case.step(seed, device), expected, case)
+    assert all(replays)
+    assert case.is_recorded in (None, bool(replays))
 
 
 @inside
-@pytest.mark.parametrize("name", only(["varlen_causal", "split_keys", "bias"], ONE_OF_EACH))
+@pytest.mark.parametrize("name", INTERPRETED_STEPS)
 def test_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one batch element: what is recorded is the same of more, and a GPU runs them all."""
-    check_repeated_calls(replace(CASES[name], batch=1), "triton", "cpu", monkeypatch)
+    check_repeated_steps(name, "cpu", monkeypatch)
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_SITES])
+@pytest.mark.parametrize("name", STEPS)
 def test_same_bits_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = replace(CASES[name], dtype=torch.bfloat16)
-    check_repeated_calls(spec, "triton", "cuda", monkeypatch)
+    check_repeated_steps(name, "cuda", monkeypatch)
 
 
 def _tensors(device: str, *shape: int, seed: int = 0, **options: Any) -> list[Tensor]:
@@ -304,18 +278,7 @@ def test_a_program_that_does_not_run_is_given_up(caplog: pytest.LogCaptureFixtur
 
 
 @inside
-def test_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "RECORDS", False)
-    site, _ = _recorded_site("cpu")
-    assert isinstance(site._forward, bound_op.Replay)
-    assert site._forward._program is None
-
-
-@inside
 def test_a_program_keeps_no_tensor_alive() -> None:
-    import gc
-    import weakref
-
     site, tensors = _recorded_site("cpu")
     kept = [weakref.ref(x) for x in tensors[:4] if x is not None]
     del tensors
@@ -335,42 +298,6 @@ def test_plain_torch_is_not_recorded() -> None:
     assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("impl", ["triton", "hopper"])
-def test_streams_and_cuda_graphs(impl: str) -> None:
-    """Recorded launches go to the stream that is current, and into a graph that is captured."""
-    options = (*OPTIONS[:-1], impl)
-    site = bound_op.BoundOp(options)
-    static = _tensors("cuda", 2, 4, 256, 64, dtype=torch.bfloat16)
-    padding = [None] * 11
-    try:
-        expected = [x.clone() for x in ops.run_forward(*static, *padding, *options)]
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-    for _ in range(3):
-        site.forward(*static, *padding)
-    assert isinstance(site._forward, bound_op.Replay)
-    assert site._forward._program is not None
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(10_000_000)
-        fresh = [x.clone() for x in static]
-        results = site.forward(*fresh, *padding)
-    side.synchronize()
-    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = site.forward(*static, *padding)
-    other = _tensors("cuda", 2, 4, 256, 64, seed=1, dtype=torch.bfloat16)
-    for x, y in zip(static, other, strict=True):
-        x.copy_(y)
-    graph.replay()
-    expected = list(ops.run_forward(*other, *padding, *options))
-    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
-
-
 def test_one_bias_for_both_sides_is_recorded_apart() -> None:
     """Kernels that read it once are not those of two biases, whose metadata are the same."""
     bias, other = torch.zeros(2, 3, 3)
@@ -381,115 +308,6 @@ def test_one_bias_for_both_sides_is_recorded_apart() -> None:
             tensors[3 + index] = x
         call(*tensors)
     assert [each._calls for each in call._calls] == [2, 1]
-
-
-def _indexer(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Queries and keys of a teacher and of an indexer with one key head, and head weights."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    b, m, n = (2, 37, 41) if device == "cuda" else (1, 13, 21)  # which takes minutes elsewhere
-    tq, tk = normal(b, 2, m, 8), normal(b, 2, n, 8)
-    sq, sk, w = normal(b, 4, m, 16), normal(b, 1, n, 16), normal(b, 4, m).float()
-    return [tq, tk, *(x.requires_grad_() for x in (sq, sk, w))]
-
-
-def _row_program_step(tensors: list[Tensor]) -> list[Tensor]:
-    tq, tk, sq, sk, w = tensors
-
-    def kl(e: Any) -> Any:
-        p = e.t.softmax("key").sum("head")
-        p = p / p.sum("key")
-        s = (e.w * e.s.relu()).sum("head").log_softmax("key")
-        return (p * ((p + 1e-10).log() - s)).sum("key")
-
-    rows = row_program(
-        kl, dots={"t": (tq, tk), "s": (sq, sk)}, rows={"w": w}, is_causal=True, impl="triton"
-    )
-    weight = torch.linspace(-1, 2, rows.numel(), device=rows.device).view(rows.shape)
-    return [rows.detach(), *torch.autograd.grad((rows * weight).sum(), tensors[2:])]
-
-
-def _heads(seed: int, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Hidden states and LM heads of student and teacher, and ids."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    n = 24 if device == "cuda" else 13
-    tensors = [normal(n, 9), normal(72, 9), normal(n, 16), normal(72, 16)]
-    ids = torch.randint(72, (n, 5), generator=generator, device=device)
-    return [*(x.requires_grad_(i < 2) for i, x in enumerate(tensors)), ids]
-
-
-def _ghost_step(tensors: list[Tensor], reduction: str = "mean") -> list[Tensor]:
-    h, w, th, tw, ids = tensors
-
-    def divergence(e: Any) -> Any:
-        p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
-        kl = torch.where(e.top, p.exp() * (p - s), 0.0).sum("key")
-        rest_p = torch.where(e.top, 0.0, p.exp()).sum("key")
-        rest_s = torch.where(e.top, 0.0, s.exp()).sum("key")
-        return kl + rest_p * (rest_p.log() - rest_s.log())
-
-    dots, options = {"t": (th, tw), "s": (h, w)}, {"reduction": reduction, "impl": "triton"}
-    value = row_program(divergence, dots=dots, columns={"top": ids}, **options)
-    return [value.detach(), *torch.autograd.grad(value.sum() * 1.7, tensors[:2])]
-
-
-def _ghost_rows_step(tensors: list[Tensor]) -> list[Tensor]:
-    return _ghost_step(tensors, "none")
-
-
-STEPS = {  # and what they record: forward and backward, or a sum with its gradients
-    "indexer": (_indexer, _row_program_step, 2),
-    "vocab": (_heads, _ghost_step, 1),
-    "vocabulary entries, rows": (_heads, _ghost_rows_step, 2),
-}
-
-
-def check_repeated_programs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four steps of a row program, with and without recording, are bit-equal."""
-    from torch_streamkl.rows import op
-    from torch_streamkl.rows.triton import blocks, gradients
-
-    make, step, num_calls = STEPS[name]
-    # blocks of rows or chunks of tokens, and shares of the key head's gradient
-    monkeypatch.setattr(blocks, "_workspace", lambda problem, _: 20 * problem.num_keys * 4)
-    monkeypatch.setattr(gradients, "MEMBERS", 2)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    monkeypatch.setattr(op, "_calls", {})
-    with monkeypatch.context() as patch:
-        patch.setattr(replay, "RECORDS", False)
-        expected = [step(make(i, device, dtype)) for i in range(4)]
-    monkeypatch.setattr(op, "_calls", {})
-    for i, results in enumerate(expected):
-        tensors = make(i, device, dtype)
-        found = step(tensors)
-        assert all(torch.equal(x, y) for x, y in zip(found, results, strict=True))
-    kept = [weakref.ref(x) for x in tensors]
-    del tensors, found
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * len(kept)
-    calls = list(op._calls.values())
-    assert len(calls) == num_calls
-    assert all(isinstance(c, Replay) and c._program is not None for c in calls)
-
-
-@inside
-@pytest.mark.parametrize("name", STEPS)
-def test_same_bits_of_a_row_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_repeated_programs(name, "cpu", monkeypatch)
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("name", STEPS)
-def test_same_bits_of_a_row_program_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_repeated_programs(name, "cuda", monkeypatch)
 
 
 @inside

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.offline import TARGETS, compile_launch, looks_like, record_launches
+from bench.offline import TARGETS, looks_like
 from tests.support.covering import only
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
@@ -19,11 +22,9 @@ from torch_streamkl.rows import torch_impl
 from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
-MOST_SPILLS = 1024  # bytes of a thread: the last of three levels, with its derivatives
 NAMES = list(CASES)
 # what differs most in the kernels that are written; the others are marked slow
 QUICK = ("forward_kl", "top_k_with_ghost", "mask")
-slow = pytest.mark.slow
 SMALL = Sizes(batch=1, heads=2, rows=19, keys=70, dim=7)
 
 
@@ -75,15 +76,16 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+Dots = dict[str, tuple[Tensor, Tensor]]
+Run = Callable[[Dots, str], list[Tensor]]
+
+
 def _compare(
-    dots: dict[str, Any],
-    impl: str,
-    differentiated: Sequence[tuple[str, str]] = (("rows", "row"),),
-    **options: Any,
-) -> list[torch.Tensor]:
+    options: dict[str, Any], differentiated: Sequence[tuple[str, str]], dots: Dots, impl: str
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    rows, keys = dots["t"][0].shape[2], dots["t"][1].shape[2]
-    device = dots["t"][0].device
+    (q, k), device = dots["t"], dots["t"][0].device
+    rows, keys = q.shape[2], k.shape[2]
     captures = {
         "rows": {"row": torch.rand(2, 2, rows, generator=generator)},
         "keys": {
@@ -105,6 +107,29 @@ def _compare(
     return [*(x.detach() for x in out.values()), *torch.autograd.grad(total, leaves)]
 
 
+def _check(run: Run, dots: Dots, rounding: float) -> None:
+    """Errors of at most twice those of blocks in plain torch in the same dtype, and roundings."""
+    double = {n: tuple(x.double() for x in pair) for n, pair in dots.items()}
+    results = run(dots, "triton"), run(dots, "torch"), run(double, "torch")
+    for got, same, exact in zip(*results, strict=True):
+        assert got.shape == exact.shape
+        allowed = 2 * float((same - exact).abs().max()) + rounding * float(exact.abs().max())
+        assert float((got - exact).abs().max()) <= allowed
+
+
+def _on_gpu(name: str) -> tuple[dict[str, Any], Dots]:
+    """The options of a mask, and operands."""
+    options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in MASKS[name].items()}
+    dots = {
+        n: tuple(x.detach().cuda().requires_grad_() for x in pair)
+        for n, pair in _operands().items()
+    }
+    return options, dots
+
+
+OF_ROWS = (("rows", "row"),)
+
+
 @inside
 @pytest.mark.parametrize("name", only(QUICK, MASKS))
 def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,37 +137,9 @@ def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.rows.triton import launches as row_kernels
 
     monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
-    dots = _operands(rows=21)  # tiles have 16
-    double = {n: tuple(x.double() for x in pair) for n, pair in dots.items()}
-    truth = _compare(double, "torch", **MASKS[name])
-    same = _compare(dots, "torch", **MASKS[name])
-    _check(_compare(dots, "triton", **MASKS[name]), same, truth)
-
-
-def _check(
-    every: list[torch.Tensor], of_blocks: list[torch.Tensor], truth: list[torch.Tensor]
-) -> None:
-    """Errors of at most twice those of blocks in the same dtype, and some roundings."""
-    for got, same, exact in zip(every, of_blocks, truth, strict=True):
-        allowed = 2 * float((same - exact).abs().max()) + 2e-6 * float(exact.abs().max())
-        assert float((got - exact).abs().max()) <= allowed
-
-
-@inside
-def test_every_captured_tensor_gets_its_gradient() -> None:
     differentiated = (("rows", "row"), ("keys", "key"), ("pairs", "bias"))
-    dots = _operands(rows=21)
-    truth, same, got = (
-        _compare(
-            {n: tuple(x.to(t) for x in pair) for n, pair in dots.items()}, impl, differentiated
-        )
-        for impl, t in (
-            ("torch", torch.float64),
-            ("torch", torch.float32),
-            ("triton", torch.float32),
-        )
-    )
-    _check(got, same, truth)
+    # tiles have 16 rows
+    _check(partial(_compare, MASKS[name], differentiated), _operands(rows=21), 2e-6)
 
 
 BLOCKS = {"window": 4, "causal": 5, "lengths": 16, "left": 24, "mask": 32, "none": 96}
@@ -156,32 +153,13 @@ def test_sums_over_blocks_of_keys(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
     if name in ("window", "causal", "left"):  # tiles without a mask have a loop of their own
         monkeypatch.setattr(row_kernels, "is_exact", lambda problem: False)
-    _check_blocks(_operands(24), BLOCKS[name], MASKS[name])
+    # and roundings of the scores
+    _check(partial(_of_blocks, BLOCKS[name], MASKS[name]), _operands(24), 1e-5)
 
 
-def _check_blocks(dots: dict[str, Any], size: int, options: dict[str, Any]) -> None:
-    """Errors of at most twice those of blocks in plain torch, and roundings of the scores."""
-    got, same, truth = (
-        _of_blocks(dots, impl, dtype, size, options)
-        for impl, dtype in (
-            ("triton", torch.float32),
-            ("torch", torch.float32),
-            ("torch", torch.float64),
-        )
-    )
-    for a, b, exact in zip(got, same, truth, strict=True):
-        assert a.shape == exact.shape
-        allowed = 2 * float((b - exact).abs().max()) + 1e-5 * float(exact.abs().max())
-        assert float((a - exact).abs().max()) <= allowed
-
-
-def _of_blocks(
-    dots: dict[str, Any], impl: str, dtype: torch.dtype, size: int, options: dict[str, Any]
-) -> list[torch.Tensor]:
+def _of_blocks(size: int, options: dict[str, Any], dots: Dots, impl: str) -> list[Tensor]:
     """Sums over blocks of both levels, with a Jacobian of each, next to one over all keys."""
-    pairs = {n: tuple(x.to(dtype) for x in pair) for n, pair in dots.items()}
-    device = pairs["t"][0].device
-    key = torch.rand(1, 1, 67, generator=torch.Generator().manual_seed(2)).to(device)
+    key = torch.rand(1, 1, 67, generator=torch.Generator().manual_seed(2)).to(dots["t"][0].device)
 
     def function(e: Any) -> Any:
         p, s = e.t.softmax("key") * e.key, e.s.softmax("key")
@@ -192,7 +170,7 @@ def _of_blocks(
             "row": (q * s).sum("key"),
         }
 
-    out = row_program(function, dots=pairs, keys={"key": key}, impl=impl, **options)
+    out = row_program(function, dots=dots, keys={"key": key}, impl=impl, **options)
     make = torch.Generator().manual_seed(3)
     loss = sum((x * torch.randn(x.shape, generator=make).to(x)).sum() for x in out.values())
     leaves = [x for pair in dots.values() for x in pair]
@@ -202,119 +180,72 @@ def _of_blocks(
 def test_what_has_no_kernels_says_why() -> None:
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
     wide = (torch.randn(1, 2, 3, 260), torch.randn(1, 2, 5, 260))
-    for pair, match in (
-        ((q.double(), k.double()), "operands are float64"),
-        (wide, "dimensions in kernels, got 260"),
+    ids = {"c": torch.zeros(1, 2, 3, 1, dtype=torch.int64)}
+    for pair, columns, match in (
+        ((q.double(), k.double()), {}, "operands are float64"),
+        (wide, {}, "dimensions in kernels, got 260"),
+        ((q, k), ids, "columns that differ between heads"),
     ):
+
+        def function(e: Any, has_columns: bool = bool(columns)) -> Any:
+            return (torch.where(e.c, e.s, 0.0) if has_columns else e.s).sum("key")
+
         with pytest.raises(NotImplementedError, match=match):
-            row_program(lambda e: e.s.sum("key"), dots={"s": pair}, impl="triton")
-    ids = torch.zeros(1, 2, 3, 1, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="columns that differ between heads"):
-        row_program(
-            lambda e: torch.where(e.c, e.s, 0.0).sum("key"),
-            dots={"s": (q, k)},
-            columns={"c": ids},
-            impl="triton",
-        )
+            row_program(function, dots={"s": pair}, columns=columns, impl="triton")
 
 
-@outside
-@pytest.mark.parametrize(
-    ("target", "head_dim"),
-    [
-        pytest.param("sm_80", 64, marks=slow),
-        pytest.param("sm_80", 128, marks=slow),
-        ("sm_90", 64),
-        pytest.param("sm_90", 128, marks=slow),
-        pytest.param("sm_86", 256, marks=slow),
-    ],
-)
-def test_compiles(target: str, head_dim: int) -> None:
-    from torch_streamkl.rows.triton import launches as row_kernels
+def _problem(target: str, dim: int, dtype: torch.dtype) -> RowProblem:
+    """A weighted, renormalised KL on a GPU that is not here."""
+    text = _recorded()
+    with looks_like(target), FakeTensorMode():
+        x = torch.empty(1, 2, 64, dim, dtype=dtype, device="cuda")
+        return RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
 
-    text, tensors = _recorded()
-    for launch in _launches(text, tensors, target, head_dim, row_kernels):
-        built = compile_launch(launch, target)
-        assert built.shared_bytes <= TARGETS[target].shared_bytes, launch.kernel.__name__
-        assert built.spill_bytes <= MOST_SPILLS, launch.kernel.__name__
+
+def _why_unsupported(module: Any, target: str, dim: int, dtype: torch.dtype) -> str:
+    problem = _problem(target, dim, dtype)
+    with looks_like(target), FakeTensorMode():
+        text: str = module.why_unsupported(problem, True)
+    return text
 
 
 @outside
 def test_tiles_fit_every_gpu() -> None:
-    from torch_streamkl.rows.triton import launches as row_kernels
+    from torch_streamkl.rows.triton import launches as in_tiles
 
-    text, _ = _recorded()
-
-    def why_unsupported(target: str, head_dim: int, dtype: torch.dtype) -> str:
-        with looks_like(target), FakeTensorMode():
-            x = torch.empty(1, 2, 64, head_dim, dtype=dtype, device="cuda")
-            weight = torch.empty(1, 1, 64, device="cuda")
-            return row_kernels.why_unsupported(RowProblem.of(text, [*[x] * 4, weight]), True)
-
-    for target, head_dim in itertools.product(TARGETS, (32, 80, 128, 256)):
+    for target, dim in itertools.product(TARGETS, (32, 80, 128, 256)):
         for dtype in (torch.float16, torch.float32):
-            fits = (target, head_dim, dtype) != ("sm_75", 256, torch.float32)
-            assert ("KiB" not in why_unsupported(target, head_dim, dtype)) >= fits
+            fits = (target, dim, dtype) != ("sm_75", 256, torch.float32)
+            assert ("KiB" not in _why_unsupported(in_tiles, target, dim, dtype)) >= fits
 
 
 @outside
-def test_a_gpu_without_matrix_units_for_a_dtype() -> None:
-    from torch_streamkl.rows.triton import blocks as row_blocks
-    from torch_streamkl.rows.triton import launches as row_kernels
+def test_a_gpu_that_has_not_what_kernels_take() -> None:
+    """Matrix units for a dtype; room for the operands of two dot products of heads."""
+    from torch_streamkl.rows.triton import blocks as by_maps
+    from torch_streamkl.rows.triton import launches as in_tiles
 
-    text, _ = _recorded()
-    with looks_like("sm_75"), FakeTensorMode():
-        x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
-        problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
-        for module in (row_kernels, row_blocks):
-            limit = module.why_unsupported(problem, True)
-            assert "takes bfloat16 from compute capability 8.0 on" in limit
-
-
-@outside
-def test_maps_that_fit_no_gpu() -> None:
-    """Operands of both dot products are in one tile where both have heads."""
-    from torch_streamkl.rows.triton import blocks as row_blocks
-
-    text, _ = _recorded()
-    for dim, room in ((256, "64 KiB"), (128, "")):
-        with looks_like("sm_75"), FakeTensorMode():
-            x = torch.empty(1, 2, 64, dim, dtype=torch.float32, device="cuda")
-            problem = RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
-            assert room in row_blocks.why_unsupported(problem, True)
-            assert bool(row_blocks.why_unsupported(problem, True)) == bool(room)
+    for module in (in_tiles, by_maps):
+        limit = _why_unsupported(module, "sm_75", 64, torch.bfloat16)
+        assert "takes bfloat16 from compute capability 8.0 on" in limit
+    assert "64 KiB" in _why_unsupported(by_maps, "sm_75", 256, torch.float32)
+    assert not _why_unsupported(by_maps, "sm_75", 128, torch.float32)
 
 
-def _recorded() -> tuple[str, list[torch.Tensor]]:
-    """The text of weighted, renormalised KL, and its tensors."""
-    seen: list[Any] = []
+@functools.cache
+def _recorded() -> str:
+    """The text of the program of an example."""
+    seen: list[RowProblem] = []
     original = torch_impl.forward
 
     def spy(problem: RowProblem, is_differentiated: bool) -> Any:
         seen.append(problem)
         return original(problem, is_differentiated)
 
-    case = CASES["weighted_keys"](SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "forward", spy)
-        EXAMPLES["weighted_keys"](**case.tensors)
-    problem = seen[0]
-    return problem.program.text, [*(x for p in problem.operands for x in p), *problem.captures]
-
-
-def _launches(
-    text: str, tensors: list[torch.Tensor], target: str, head_dim: int, module: Any
-) -> list[Any]:
-    shape = (1, 32, 1024, head_dim)
-    with record_launches(target) as launches:
-        operands = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
-        weight = torch.empty(1, 1, 1024, device="cuda")
-        problem = RowProblem.of(text, [*operands, weight])
-        result = module.forward(problem, True)
-        grads = [torch.empty(1, 32, 1024, device="cuda") for _ in problem.program.outputs]
-        module.backward(problem, result, grads, [True] * 4 + [False])
-    assert len(launches) == 7  # three levels, rows and columns of both dots
-    return launches
+        EXAMPLES["weighted_keys"](**CASES["weighted_keys"](SMALL).tensors)
+    return seen[0].program.text
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -334,26 +265,10 @@ def test_example_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 @gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 8, 48, 64, 100, 256])
-@pytest.mark.parametrize("name", MASKS)
-def test_sums_over_blocks_of_keys_on_a_gpu(name: str, size: int) -> None:
-    dots = {
-        n: tuple(x.detach().cuda().requires_grad_() for x in pair)
-        for n, pair in _operands().items()
-    }
-    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in MASKS[name].items()}
-    _check_blocks(dots, size, options)
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_and_captures_on_a_gpu(name: str) -> None:
-    dots = {
-        n: tuple(x.detach().cuda().requires_grad_() for x in pair)
-        for n, pair in _operands().items()
-    }
-    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in MASKS[name].items()}
-    results = (_compare(dots, impl, **options) for impl in ("triton", "torch"))
+@pytest.mark.parametrize(("name", "size"), [*BLOCKS.items(), ("none", 1), ("none", 64)])
+def test_masks_captures_and_blocks_of_keys_on_a_gpu(name: str, size: int) -> None:
+    options, dots = _on_gpu(name)
+    _check(partial(_of_blocks, size, options), dots, 1e-5)
+    results = (_compare(options, OF_ROWS, dots, impl) for impl in ("triton", "torch"))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.covering import only
-from tests.support.interpreter import inside, outside, quiet
+from tests.support.interpreter import inside, quiet
 from torch_streamkl.distributed import shard_rows
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
@@ -100,29 +98,3 @@ def test_interpreted(divergence: str, labels: bool) -> None:
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
     rows = linear_chunks.forward(whole, 0, linear_rows)
     torch.testing.assert_close(out.value, rows.value, atol=2e-5, rtol=1e-5)
-
-
-@outside
-@pytest.mark.parametrize("target", only(["sm_90"], ["sm_80", "sm_90", "sm_100", "gfx942"]))
-def test_compiles_offline(target: str) -> None:
-    from bench.offline import compile_launch, record_launches
-    from torch_streamkl.linear.triton import shards as shard_kernels
-
-    with record_launches(target) as launches:
-        tensors = [
-            torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
-            for shape in ((512, 64), (76032, 64), (512, 64), (76032, 64))
-        ]
-        labels = torch.empty(512, dtype=torch.int64, device="cuda")
-        for divergence in ("forward_kl", "js"):
-            whole = problem_of(*tensors, functional=named(divergence).text, labels=labels)[0]
-            whole = replace(whole, vocab_start=76032)
-            s, t = (torch.empty(512, 76032, dtype=torch.bfloat16, device="cuda") for _ in "st")
-            parts = torch.empty(2, shard_rows.num_fields(whole), 512, device="cuda")
-            out = RowValues.allocate(whole)
-            shard_kernels.state(whole, s, t, torch.empty(8, 512, device="cuda"))
-            shard_kernels.merged(whole, parts, 152064, out)
-            shard_kernels.sums(whole, s, t, out, torch.empty(3, 512, device="cuda"))
-    assert len(launches) == 6
-    for launch in launches:
-        assert compile_launch(launch, target).spill_bytes == 0, launch.kernel.__name__

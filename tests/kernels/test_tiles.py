@@ -70,48 +70,32 @@ def test_measured_choices_stay(dtype: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "head_dim", "kernel", "expected"),
+    ("of", "target", "dtype", "head_dim", "kernel", "expected"),
     [
-        ("sm_90", "fp32", 256, "dq", (16, 32, 8, 1)),
-        ("sm_90", "half", 128, "forward", (64, 64, 4, 2)),
-        ("sm_120", "half", 128, "forward", (64, 32, 4, 2)),
-        ("sm_120", "half", 64, "forward", (64, 64, 4, 2)),
-        ("sm_80", "half", 256, "forward", (32, 64, 8, 1)),
-        ("sm_86", "fp32", 32, "dk", (32, 64, 4, 1)),
-        ("sm_86", "half", 256, "dk", (32, 32, 4, 1)),  # larger tiles take 100 KiB of 99
+        ("row_program", "sm_90", "fp32", 256, "dq", (16, 32, 8, 1)),
+        ("row_program", "sm_90", "half", 128, "forward", (64, 64, 4, 2)),
+        ("row_program", "sm_120", "half", 128, "forward", (64, 32, 4, 2)),
+        ("row_program", "sm_120", "half", 64, "forward", (64, 64, 4, 2)),
+        ("row_program", "sm_80", "half", 256, "forward", (32, 64, 8, 1)),
+        ("row_program", "sm_86", "fp32", 32, "dk", (32, 64, 4, 1)),
+        # larger tiles take 100 KiB of 99
+        ("row_program", "sm_86", "half", 256, "dk", (32, 32, 4, 1)),
+        ("head_mean", "sm_90", "fp32", 256, "forward", (16, 16, 8, 1)),  # reads the mean
+        ("head_mean", "sm_90", "fp32", 256, "lse", (32, 32, 8, 1)),
+        ("head_mean", "sm_90", "tf32", 256, "forward", (32, 32, 8, 1)),
+        ("head_mean", "sm_90", "tf32", 256, "mean", (32, 32, 8, 1)),
+        # small tiles where the large ones do not fit
+        ("default", "sm_120", "fp32", 256, "dq", (16, 16, 8, 1)),
+        ("default", "sm_120", "fp32", 128, "dq", (32, 32, 8, 1)),
     ],
 )
-def test_row_programs(
-    target: str, dtype: str, head_dim: int, kernel: str, expected: tuple[int, ...]
+def test_choices(
+    of: str, target: str, dtype: str, head_dim: int, kernel: str, expected: tuple[int, ...]
 ) -> None:
     with looks_like(target):
         gpu = devices.gpu_of(CUDA)
-    chosen = tiles.row_program_launch(kernel, operands(head_dim, dtype), gpu)
-    assert chosen == TritonLaunch(*expected)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kernel", "expected"),
-    [
-        ("fp32", "forward", (16, 16, 8, 1)),  # reads the mean
-        ("fp32", "lse", (32, 32, 8, 1)),
-        ("tf32", "forward", (32, 32, 8, 1)),
-        ("tf32", "mean", (32, 32, 8, 1)),
-    ],
-)
-def test_head_means_of_wide_float32(dtype: str, kernel: str, expected: tuple[int, ...]) -> None:
-    with looks_like("sm_90"):
-        gpu = devices.gpu_of(CUDA)
-    chosen = tiles.head_mean_launch(kernel, operands(256, dtype), gpu)
-    assert chosen == TritonLaunch(*expected)
-
-
-def test_a_small_gpu_gets_small_tiles_where_the_large_ones_do_not_fit() -> None:
-    with looks_like("sm_120"):
-        gpu = devices.gpu_of(CUDA)
-    eight_warps = TritonLaunch(16, 16, 8, 1)
-    assert tiles.default_launch("dq", operands(256, "fp32"), gpu) == eight_warps
-    assert tiles.default_launch("dq", operands(128, "fp32"), gpu) == TritonLaunch(32, 32, 8, 1)
+    choose = getattr(tiles, f"{of}_launch")
+    assert choose(kernel, operands(head_dim, dtype), gpu) == TritonLaunch(*expected)
 
 
 def problem(dtype: torch.dtype, head_dim: int = 64) -> AttentionProblem:
@@ -169,15 +153,7 @@ def test_the_report_says_why_a_gpu_runs_blocks() -> None:
     assert "plain torch (the kernel takes float16," in call("sm_80", vocab, torch.float64)
 
 
-def test_a_gpu_below_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
-    with looks_like("sm_75"):
-        limit = limits.triton_limit(problem(torch.float16))
-    assert limit is not None
-    assert limit.startswith("needs compute capability 7.5 or above, got sm_75 of (7, 0)")
-
-
-def test_rows_of_logits_on_a_gpu_below_the_least(
+def test_a_gpu_below_the_least(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(TARGETS["sm_75"].properties, "minor", 0)
@@ -187,7 +163,9 @@ def test_rows_of_logits_on_a_gpu_below_the_least(
     head = linear_problem.Head(x, x)
     kl = Functional.of(DIVERGENCES["forward_kl"])
     p = linear_problem.LinearProblem(head, head, kl)
+    least = "needs compute capability 7.5 or above, got sm_75 of (7, 0)"
     with looks_like("sm_75"), caplog.at_level("WARNING", logger="torch_streamkl"):
+        assert str(limits.triton_limit(problem(torch.float16))).startswith(least)
         assert linear_ops.row_functions(p, "auto") is linear_rows
         assert "needs compute capability 7.5 or above" in caplog.text
         with pytest.raises(NotImplementedError, match=r"got sm_75 of \(7, 0\)"):

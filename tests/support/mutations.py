@@ -710,25 +710,25 @@ FAULTS = (
         TURNS,
         "return (grid.num_works + grid.num_programs - 1) // grid.num_programs",
         "return grid.num_works // grid.num_programs",
-        "kernels/test_hopper_persistent.py",
+        "kernels/test_hopper_ranges.py",
     ),
     Fault(
         TURNS,
         "grid.num_programs - 1 - grid.program)",
         "grid.num_programs - grid.program)",
-        "kernels/test_hopper_persistent.py",
+        "kernels/test_hopper_ranges.py",
     ),
     Fault(
         TURNS,
         "return inside // num_heads, first + inside % num_heads",
         "return inside // num_heads, inside % num_heads",
-        "kernels/test_hopper_persistent.py",
+        "kernels/test_hopper_ranges.py",
     ),
     Fault(
         TURNS,
         "    edge = edge // 2 * 2\n",
         "    edge = (edge + 1) // 2 * 2\n",
-        "kernels/test_hopper_persistent.py",
+        "kernels/test_hopper_ranges.py",
     ),
     Fault(
         TURNS,
@@ -874,7 +874,7 @@ FAULTS = (
         "torch_streamkl/attention/hopper_tiles.py",
         "return is_alike and has_address and student.data_ptr() == teacher.data_ptr()",
         "return is_alike and has_address",
-        "kernels/test_hopper_rare_forms.py",
+        "kernels/test_hopper_choice.py",
     ),
     # ------------------------------------------------------------ row programs of a graph
     Fault(

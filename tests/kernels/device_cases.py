@@ -1,6 +1,8 @@
 """A step of every operator and strategy, as a function of a seed and a device.
 
-`tests/kernels/test_other_devices.py` runs them while another device is the current one.
+test_other_devices.py runs them while another device is the current one, test_replayed_launches.py
+with and without recorded launches, and both of them and test_launches.py, of a few rows, on a CPU
+in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.problems import CASES, Spec, build
-from torch_streamkl import linear_kl, row_program
+from torch_streamkl import checks, linear_kl, row_program
+from torch_streamkl.rows import op
+from torch_streamkl.runtime import capture, replay
 
 Results = list[Tensor]
 BF16 = torch.bfloat16
@@ -30,10 +35,10 @@ class Case:
     is_exact: bool = True  # whether it gives the same bits on every run
 
 
-def normal(seed: int, device: str, *shapes: tuple[int, ...], dtype: Any = BF16) -> list[Tensor]:
-    """The same numbers on every device."""
-    make = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=make).to(device, dtype) for shape in shapes]
+def normal(seed: int, device: str, *shapes: tuple[int, ...], dtype: Any = None) -> list[Tensor]:
+    """The same numbers on every device; the interpreter multiplies no bfloat16."""
+    make, usual = torch.Generator().manual_seed(seed), torch.float32 if device == "cpu" else BF16
+    return [torch.randn(shape, generator=make).to(device, dtype or usual) for shape in shapes]
 
 
 def weighted(value: Tensor, inputs: list[Tensor]) -> Results:
@@ -100,7 +105,7 @@ def _linear(
     sizes: tuple[int, int, int], trained: tuple[str, ...], options: dict[str, Any], seed: int,
     device: str,
 ) -> Results:  # fmt: skip
-    tokens, vocab, teacher_vocab = sizes
+    tokens, vocab, teacher_vocab = sizes if device != "cpu" else (3, 40, 40)
     options = dict(options)
     shapes = ((tokens, 64), (vocab, 64), (tokens, 48), (teacher_vocab, 48), (vocab,), (tokens,))
     *heads, bias, weight = normal(seed, device, *shapes)
@@ -140,8 +145,8 @@ LINEAR = {
 
 # ------------------------------------------------------------------------------------- row_program
 def _maps(function: Callable[[Any], Any], seed: int, device: str, **options: Any) -> Results:
-    b, h, m, n = 2, 4, 130, 150
-    shapes = ((b, h, m, 64), (b, h, n, 64), (b, h, m, 64), (b, 2, n, 64), (b, h, m))
+    b, h, m, n, d = (2, 4, 130, 150, 64) if device != "cpu" else (1, 4, 13, 21, 8)
+    shapes = ((b, h, m, d), (b, h, n, d), (b, h, m, d), (b, 2, n, d), (b, h, m))
     tq, tk, sq, sk, w = normal(seed, device, *shapes)
     inputs = [sq.requires_grad_(), sk.requires_grad_(), w.float().requires_grad_()]
     dots = {"t": (tq, tk), "s": (sq, sk)}
@@ -176,7 +181,7 @@ def ghost(e: Any) -> Any:
 
 
 def _heads(reduction: str, sizes: tuple[int, int], seed: int, device: str) -> Results:
-    tokens, vocab = sizes
+    tokens, vocab = sizes if device != "cpu" else (13, 72)
     shapes = ((tokens, 64), (vocab, 64), (tokens, 48), (vocab, 48))
     h, w, th, tw = (x * 0.3 for x in normal(seed, device, *shapes))
     ids = (torch.arange(tokens * 8).view(tokens, 8) * 37 % vocab).to(device)
@@ -228,12 +233,6 @@ STEPS = {
 
 
 # ---------------------------------------------------------------- naive losses that are compiled
-def attention_loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
-    """Runs without Inductor."""
-    s, t = sq @ sk.mT * 0.125, tq @ tk.mT * 0.125
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
-
-
 def attention_in_a_model(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
     """Runs in a graph that Inductor compiles."""
     sq, sk = F.gelu(sq) * 2.0, torch.tanh(sk) * 2.0
@@ -255,13 +254,6 @@ def head_loss(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
-def head_rows(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
-    """Rows whose weights the forward does not know."""
-    s, t = h @ w.mT, th @ tw.mT
-    rows = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
-    return (rows * rows).mean()
-
-
 def head_bounded(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
     """No divergence of linear_kl."""
     s, t = (h @ w.mT).log_softmax(-1), (th @ tw.mT).log_softmax(-1)
@@ -271,11 +263,9 @@ def head_bounded(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
 MAPS = ((2, 4, 192, 64),) * 4
 LM_HEADS = ((192, 64), (1000, 64), (192, 48), (1000, 48))
 COMPILED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    "attention": (attention_loss, MAPS),
     "attention_in_a_model": (attention_in_a_model, MAPS),
     "maps": (squares_of_maps, MAPS),
     "head": (head_loss, LM_HEADS),
-    "head_rows": (head_rows, LM_HEADS),
     "head_bounded": (head_bounded, LM_HEADS),
 }
 
@@ -293,3 +283,52 @@ def judged(found: Results, eager: Results, exact: Results) -> Iterator[tuple[flo
         rounding = 32 * torch.finfo(torch.float32).eps * size
         error, of_eager = (float((x.double() - c).abs().max()) for x in (a, b))
         yield error, 2 * of_eager + rounding
+
+
+def same(found: Results, expected: Results, case: Case) -> None:
+    bits = {"rtol": 0.0, "atol": 0.0} if case.is_exact else {}
+    for x, y in zip(found, expected, strict=True):
+        assert x.device == y.device
+        torch.testing.assert_close(x, y, equal_nan=True, **bits)
+
+
+# ------------------------------------------------------------------------------------- recordings
+def forget() -> None:
+    checks._verdicts.clear()
+    op._calls.clear()
+
+
+def watched_replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of a recorded program whether it applied."""
+    found: list[bool] = []
+    record = capture.record
+
+    def watched(*arguments: Any) -> Any:
+        outputs, program = record(*arguments)
+        if program is None:
+            return outputs, None
+
+        def replay(*tensors: Tensor | None) -> Any:
+            results = program(*tensors)
+            found.append(results is not None)
+            return results
+
+        return outputs, replay
+
+    monkeypatch.setattr(capture, "record", watched)
+    return found
+
+
+def unrecorded(
+    case: Case, device: str, num_seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> list[Results]:
+    """Steps by the usual launches; a GPU that has not the kernels skips the test."""
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "RECORDS", False)
+        try:
+            found = [case.step(seed, device) for seed in range(num_seeds)]
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+    forget()
+    return found
