@@ -11,7 +11,7 @@ from tests.support.covering import every
 from tests.support.named_inputs import given
 
 KEYS, ROWS = 7, 5
-OPTIONS = {"streamkl.verify": "never", "streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
+OPTIONS = {"streamkl.verify": "never", "streamkl.inner": "eager"}
 of_scores = given("q k r s data", {"z t": lambda q, k, r, s: (q @ k.mT * 0.3, r @ s.mT * 0.3)})
 
 

@@ -15,7 +15,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 
 
 def judged(program, inputs, fused=1, remaining=0, **options):
-    outcome = compare(program, inputs, options={"streamkl.min_mib": 0.0}, **options).check()
+    outcome = compare(program, inputs, **options).check()
     report = outcome.report
     assert fused is None or outcome.num_fused == fused, report
     assert remaining is None or report.num_remaining == remaining, report

@@ -82,7 +82,7 @@ def test_each_product_is_made_once(loss):
         return loss((h @ w.T).log_softmax(-1), (th @ tw.T).log_softmax(-1), h)
 
     def compiler(gm, examples):
-        options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+        options = {"streamkl.inner": "eager"}
         forward = backend.streamkl(gm, examples, options=options)
         gm.graph.eliminate_dead_code(has_effect)  # as every compiler does
         gm.recompile()
