@@ -91,6 +91,12 @@ def log_sum_exp_moved_by_broadcasting(s, t):
     return (t.softmax(-1) * (t.log_softmax(-1) - log_q)).sum(-1)
 
 
+def sum_of_transposed_exponentials(s, t):
+    e, moved = (s - s.amax(-1, True)).exp(), s.transpose(0, 1)
+    total = (moved - moved.amax(-1, True)).exp().sum(-1, True)
+    return (t.softmax(-1) * (t.log_softmax(-1) - (e / total).log())).sum(-1)
+
+
 def one_query_and_one_key(sq, sk, tq, tk):
     return kd(sq[:, :, :1] @ sk.mT, tq[:, :, :1] @ tk.mT), kd(sq @ sk[:, :, :1].mT, tq @ tk.mT)
 
@@ -140,6 +146,7 @@ PROGRAMS = {
     "one label is broadcast in the contraction": (
         lambda sq, sk, t: kd(torch.einsum("bhnd,bhmd->bhnm", sq[..., :1], sk), t), SAME, LEFT,
     ),
+    "transposed exponentials": (sum_of_transposed_exponentials, SAME, LEFT),
     "repeated keys": (
         lambda sq, sk, tq, tk: elements(
             sq @ sk.repeat_interleave(2, 2).mT, tq @ tk.repeat_interleave(2, 2).mT

@@ -20,12 +20,12 @@ def column(size, **options):
 
 # masks by name: of n rows and m keys
 MASKS = {
+    "every other row": lambda n, m: torch.arange(2 * n)[::2, None] >= torch.arange(m),
     "rows before the first": lambda n, m: lower(n, m)[-64:],
     "the last rows": lambda n, m: torch.ones(64, m, dtype=torch.bool).tril(m - n)[-n:],
     "keys before the first": lambda n, m: lower(n, m)[:, -100:],
     "stop after the last": lambda n, m: lower(n, m)[:500, :500],
     "start from the end": lambda n, m: torch.arange(n + 3)[-n:, None] + 5 >= torch.arange(m),
-    "every other row": lambda n, m: torch.arange(2 * n)[::2, None] >= torch.arange(m),
     "negative numbers": lambda n, m: torch.arange(-n, 0)[:, None] + m >= torch.arange(m),
     "symbolic": lambda n, m: torch.arange(m)[m - n :, None] >= torch.arange(m),
     # of extent one

@@ -22,8 +22,8 @@ def maps(sq, sk, tq, tk):
 of_maps = given("sq sk tq tk pad", {"s t": maps})
 
 
-def causal(x, diagonal=0):
-    return torch.ones(x.shape[-2:], dtype=torch.bool).tril(diagonal)
+def causal(x):
+    return torch.ones(x.shape[-2:], dtype=torch.bool).tril()
 
 
 def kl_of(t, s):
@@ -80,6 +80,12 @@ def divergence_inside_of_blocks(s, t):
     return kl_of(*(x / x.sum(-1, keepdim=True) for x in (t, s)))
 
 
+def maps_are_inputs(sq):
+    q, p = sq.square() + 0.1, (sq - 1.0).square() + 0.1
+    torch._dynamo.graph_break()
+    return kl_of(p.clamp_min(1e-6), q.clamp_min(1e-6))
+
+
 def one_map_is_an_input(s, tq):
     p = (tq.new_ones(s.shape) / s.shape[-1]).contiguous()
     torch._dynamo.graph_break()
@@ -97,6 +103,8 @@ def a_softmax_over_queries(s, t):
 
 # what is not fused, and a part of the reason
 LEFT = {
+    "maps are inputs": (maps_are_inputs, "not made in this graph"),
+    "the largest element": (lambda s, t: elements(s, t).amax(-1).mean(), "amax"),
     "one map is an input": (one_map_is_an_input, "not made in this graph"),
     "a softmax over queries": (a_softmax_over_queries, "different dimensions"),
     "keys that may repeat": (partial(at_keys, ids=lambda ids: ids // 2), "gather"),
@@ -224,6 +232,21 @@ def a_teacher_s_head_for_all(s, t):
     return F.kl_div(s.log_softmax(-1), t[:, :1].softmax(-1), reduction="batchmean")
 
 
+def keys_change_afterwards(sq, sk, tq, tk):
+    keys = sk * 1.0  # eager keeps the queries for the backward, not the keys
+    s, t = maps(sq.detach(), keys, tq, tk)
+    loss = kd(s, t)
+    with torch.no_grad():
+        keys.add_(1.0)
+    return loss, keys
+
+
+def another_reader_of_log_probabilities(s, t):
+    logs = s.log_softmax(-1)
+    nll = -logs.diagonal(dim1=-2, dim2=-1).mean()
+    return F.kl_div(logs, t.softmax(-1), reduction="batchmean") + nll
+
+
 def rows_reweighted_by_the_divergence(s, t):
     rows = rows_of_kl(s, t)
     return (rows * rows.detach()).mean() + rows.amax()
@@ -235,19 +258,19 @@ def times(x, keep):
 
 def masked_twice(s, t, *, fill=-1e9, again=times):
     """The first row has no key: its probabilities are uniform, and the mask drops them again."""
-    keep = causal(s, -1)
+    keep = causal(s).tril(-1)
     s, t = (x.masked_fill(~keep, fill) for x in (s, t))
     return again(-t.softmax(-1) * s.log_softmax(-1), keep).sum(-1)
 
 
 def a_part_of_the_mask_again(s, t, pad):
     keys = pad[:, None, None, :]
-    s, t = (x.masked_fill(~(keys & causal(x, -1)), -1e9) for x in (s, t))
+    s, t = (x.masked_fill(~(keys & causal(x).tril(-1)), -1e9) for x in (s, t))
     return (-t.softmax(-1) * s.log_softmax(-1) * keys).sum(-1)
 
 
 def probabilities_masked_again(s, t):
-    keep = causal(s, -1)
+    keep = causal(s).tril(-1)
     s, t = (x.masked_fill(~keep, -1e9) for x in (s, t))
     p, q = t.softmax(-1) * keep, s.softmax(-1)
     return (q * ((q + 1e-6).log() - (p + 1e-6).log())).sum(-1)
@@ -257,6 +280,9 @@ LOWEST = torch.finfo(torch.float32).min
 KEEP_THEIR_VALUE = {
     "log-probabilities as target": log_probabilities_as_target,
     "different mask values": different_mask_values,
+    "a mask of one side": lambda s, t: rows_of_kl(s.masked_fill(~causal(s), -torch.inf), t),
+    "keys change afterwards": keys_change_afterwards,
+    "another reader of log-probabilities": another_reader_of_log_probabilities,
     "a moderate mask value": moderate_mask_value,
     "a scale after a moderate mask": partial(moderate_mask_value, scale=0.5),
     "a teacher's head for all": a_teacher_s_head_for_all,
@@ -264,7 +290,7 @@ KEEP_THEIR_VALUE = {
     "a square map against its transpose": lambda s, t: kd(s.mT, t),
     "rows reweighted by the divergence": rows_reweighted_by_the_divergence,
     "a fully masked row": lambda s, t: rows_of_kl(
-        *(x.masked_fill(~causal(x, -1), LOWEST) for x in (s, t))
+        *(x.masked_fill(~causal(x).tril(-1), LOWEST) for x in (s, t))
     ),
     "masked twice": masked_twice,
     "with the lowest number": partial(masked_twice, fill=LOWEST),

@@ -80,6 +80,14 @@ def written(h, w, *starts, size=HALF, fill=0.0):
     return kept
 
 
+def labels_into_a_buffer(h, w):
+    rows = torch.zeros(TOKENS)
+    for i in (0, HALF):
+        logs = entries(h[i : i + HALF], w, LABELS[i : i + HALF, None])
+        rows[i : i + HALF] = -logs.squeeze(-1)
+    return (rows * KEEP).sum() / KEEP.sum()
+
+
 def a_part_is_overwritten(h, w):
     kept = written(h, w, 0, size=8)
     kept[4:] = entries(h[4:] * 0.5, w, IDS[4:])
@@ -119,6 +127,7 @@ def parts_of_the_hidden_size(h, w):
 
 
 PROGRAMS |= {
+    "labels into a buffer": (labels_into_a_buffer, True),
     "three parts into a buffer": (
         lambda h, w: loss_of(written(h, w, 0, 4, 8, size=4, fill=-1.0)), True,
     ),
