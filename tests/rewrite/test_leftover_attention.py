@@ -88,6 +88,7 @@ def by_labels(labels, mask=None, **sizes):
     [
         ("bhsd bhtd bhte bhst bhse", CAUSAL),
         ("bshd bthd bthe bhst bshe", CAUSAL),
+        ("bshd bthd bthe bsht bshe", CAUSAL[:, None]),
         ("bshd bthd bthe bsht bhse", CAUSAL[:, None]),
         ("bshd btd bte bsht bshe", CAUSAL[:, None]),
         ("bshd btd bthe bhst bshe", CAUSAL),

@@ -59,7 +59,7 @@ def label_smoothing_by_hand(logs, labels):
 
 
 OF_LOGITS = {
-    "skewed KL": lambda p, q: (p * (p.log() - (0.1 * p + 0.9 * q).log())).sum(-1).mean(),
+    "cosine": lambda p, q: 1 - F.cosine_similarity(q, p, dim=-1).mean(),
     "alpha-beta of logarithms": alpha_beta_of_logarithms,
     "alpha-beta of powers": alpha_beta_of_powers,
     "Renyi": lambda log_p, log_q: (0.7 * log_p + 0.3 * log_q).logsumexp(-1).mean() / -0.3,
@@ -70,7 +70,7 @@ OF_LOGITS = {
     ).sum(-1).mean(),
     "acceptance": lambda p, q: -torch.minimum(p, q).sum(-1).log().mean(),
     "MSE of logits": lambda logits: F.mse_loss(*logits),
-    "cosine": lambda p, q: 1 - F.cosine_similarity(q, p, dim=-1).mean(),
+    "skewed KL": lambda p, q: (p * (p.log() - (0.1 * p + 0.9 * q).log())).sum(-1).mean(),
     "entropy-weighted KL": entropy_weighted_kl,
 }  # fmt: skip
 OF_STUDENTS = {
