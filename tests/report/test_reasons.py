@@ -3,21 +3,18 @@
 `python -m tests.report.test_reasons` writes the table.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torch_streamkl
+from tests.support.losses import kd
 from tests.support.reason_events import EVENTS, FUSED_BY_DEFAULT, events
 from tests.support.reason_examples import (
     EXAMPLES,
@@ -36,7 +33,7 @@ BEGIN, END = "<!-- reasons:begin -->\n", "<!-- reasons:end -->\n"
 _USERS = {loss.fn: loss for loss in USER_LOSSES.values()}
 
 
-def table() -> str:
+def table():
     names = {reason: f"`{fn.__name__}`" for reason, fn in EXAMPLES.items()}
     names |= {reason: f"`{name}`" for reason, (name, _) in ON_RANKS.items()}
     return as_markdown(events(), names)
@@ -44,9 +41,9 @@ def table() -> str:
 
 @pytest.mark.parametrize("reason", EXAMPLES)
 @pytest.mark.filterwarnings("ignore")
-def test_the_example_gets_its_row(reason: str) -> None:
+def test_the_example_gets_its_row(reason):
     fn = EXAMPLES[reason]
-    options: dict[str, Any] = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+    options = {"streamkl.inner": "eager"}
     options["streamkl.row_programs"] = reason not in OF_DIVERGENCES
     setting = SETTINGS.get(reason, Setting())
     options |= setting.options
@@ -68,22 +65,22 @@ def test_the_example_gets_its_row(reason: str) -> None:
     assert all(site.hint.startswith(hint_for(site.reason)[:20]) for site in left)
 
 
-def test_every_row_has_a_program() -> None:
+def test_every_row_has_a_program():
     assert {row.reason for row in ADVICE} == set(EXAMPLES) | set(ON_RANKS) == set(EVENTS)
 
 
 @pytest.mark.parametrize("reason", sorted(FUSED_BY_DEFAULT))
-def test_the_example_fuses_as_a_row_program(reason: str) -> None:
+def test_the_example_fuses_as_a_row_program(reason):
     fn = EXAMPLES[reason]
     is_of_heads = next(iter(inspect.signature(fn).parameters)) == "h"
     inputs = USER_LOSSES["cosine" if is_of_heads else "gram"].inputs()
     torch._dynamo.reset()
-    report = torch_streamkl.explain(fn, *inputs, options={"streamkl.min_mib": 0})
+    report = torch_streamkl.explain(fn, *inputs)
     assert (report.num_fused, report.num_unfused) == (1, 0), report
 
 
 @pytest.mark.parametrize("reason", ON_RANKS)
-def test_the_check_on_ranks_asserts_the_reason(reason: str) -> None:
+def test_the_check_on_ranks_asserts_the_reason(reason):
     """Those checks run on two processes in test_rewritten_dtensors.py."""
     name, said = ON_RANKS[reason]
     row = advice_for(said)
@@ -93,12 +90,12 @@ def test_the_check_on_ranks_asserts_the_reason(reason: str) -> None:
     assert said in check.partition("@on_ranks")[0]
 
 
-def test_the_page_is_the_table() -> None:
+def test_the_page_is_the_table():
     text = PAGE.read_text()
     assert text.partition(BEGIN)[2].partition(END)[0] == table()
 
 
-def test_every_reason_of_the_sources_has_a_hint() -> None:
+def test_every_reason_of_the_sources_has_a_hint():
     """Of losses: what keeps a check from running has none, nor has a failed check."""
     reasons = set()
     for file in (TESTS.parent / "fx_passes").rglob("*.py"):
@@ -113,7 +110,7 @@ def test_every_reason_of_the_sources_has_a_hint() -> None:
     assert not hint_for("the check failed: the value is off")
 
 
-def test_no_hint_asks_for_another_loss_without_saying_so() -> None:
+def test_no_hint_asks_for_another_loss_without_saying_so():
     for row in ADVICE:
         changes = re.search(r"mask the other keys|average the teacher's heads only", row.hint)
         assert not changes, row
@@ -123,50 +120,44 @@ class _Halved(torch.autograd.Function):
     """The same value with half of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx, *grads):
         return grads[0] / 2
-
-
-def _in_a_checkpoint(h: Tensor, w: Tensor) -> Tensor:
-    return checkpoint(F.linear, h, w, use_reentrant=False)
 
 
 MAKERS = {
     "gelu": lambda h, w: F.gelu(h @ w.mT),
-    "conv1d": lambda h, w: F.conv1d(h.mT, w[:, :, None]).mT,
     "cdist": lambda h, w: -torch.cdist(h, w),
     "einsum": lambda h, w: torch.einsum("td,vd,d->tv", h, w, torch.ones(4)),
     "a custom autograd.Function": lambda h, w: _Halved.apply(h @ w.mT),
-    "the checkpoint": _in_a_checkpoint,
+    "the checkpoint": lambda h, w: checkpoint(F.linear, h, w, use_reentrant=False),
 }
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_what_makes_the_scores_is_named(maker: str) -> None:
+def test_what_makes_the_scores_is_named(maker):
     """No product is called none, and no graph break of other code is a reason."""
 
-    def loss(h: Tensor, w: Tensor, r: Tensor, u: Tensor) -> Tensor:
-        s = MAKERS[maker](h, w)
-        return F.kl_div(s.log_softmax(-1), (r @ u.mT).softmax(-1), reduction="batchmean")
+    def loss(h, w, r, u):
+        return kd(MAKERS[maker](h, w), r @ u.mT)
 
-    def broken(h: Tensor, w: Tensor, r: Tensor, u: Tensor) -> Tensor:
+    def broken(h, w, r, u):
         print(end="")
         return h[h[:, 0] > 0].sum()
 
     inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((5, 9, 5, 9))]
     torch_streamkl.explain(broken, *inputs)
-    (site,) = torch_streamkl.explain(loss, *inputs, options={"streamkl.min_mib": 0}).sites
+    (site,) = torch_streamkl.explain(loss, *inputs).sites
     assert not site.fused
     assert f"{maker} at {__file__}" in site.reason.replace("tests/", f"{TESTS}/", 1), site
     assert "matmul" not in site.reason and "enable()" not in site.hint
     assert "autograd gives" not in site.hint
 
 
-def main() -> None:
+def main():
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
 

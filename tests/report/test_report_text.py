@@ -1,18 +1,15 @@
 # ruff: noqa: E501
 """Every form of the report's text, as it is read; `EXPECTTEST_ACCEPT=1` writes the new ones."""
 
-from __future__ import annotations
-
+import html
 import json
 import re
-from typing import Any
 
 import expecttest
-import pytest
 import torch
 
 import torch_streamkl
-from tests.support.user_losses import USER_LOSSES, UserLoss
+from tests.support.user_losses import USER_LOSSES
 from torch_streamkl.fx_passes.reporting import artifact
 from torch_streamkl.fx_passes.reporting.report import (
     GraphBreak,
@@ -23,27 +20,29 @@ from torch_streamkl.fx_passes.reporting.report import (
 )
 from torch_streamkl.fx_passes.reporting.text import NOTHING_LARGE, NOTHING_REMAINS
 
+EAGER = {"streamkl.inner": "eager"}
 
-def explained(name: str, min_mib: float = 0.0) -> Report:
+
+def explained(name, min_mib=0.0):
     torch._dynamo.reset()
-    loss: UserLoss = USER_LOSSES[name]
-    options = {"streamkl.inner": "eager", "streamkl.min_mib": min_mib}
+    loss = USER_LOSSES[name]
+    options = {**EAGER, "streamkl.min_mib": min_mib}
     with torch_streamkl.reports() as report:
         torch.compile(loss.fn, backend="streamkl", options=options)(*loss.inputs())
     return report
 
 
-def without_lines(text: str) -> str:
+def without_lines(text):
     return re.sub(r"[\w/]*user_losses\.py:\d+", "loss.py:7", text)
 
 
 class Forms(expecttest.TestCase):
     maxDiff = None
 
-    def short(self, name: str, min_mib: float = 0.0) -> str:
+    def short(self, name, min_mib=0.0):
         return without_lines(str(explained(name, min_mib)))
 
-    def test_fused(self) -> None:
+    def test_fused(self):
         self.assertExpectedInline(
             self.short("generalized_jsd"),
             """\
@@ -52,7 +51,7 @@ streamkl: 1 of 1 loss fused, 420 KiB of logits not materialized
 No score- or logit-sized tensor remains.""",
         )
 
-    def test_fused_with_labels(self) -> None:
+    def test_fused_with_labels(self):
         self.assertExpectedInline(
             self.short("kl_and_cross_entropy"),
             """\
@@ -61,7 +60,7 @@ streamkl: 1 of 1 loss fused, 120 KiB of logits not materialized
 No score- or logit-sized tensor remains.""",
         )
 
-    def test_fused_with_a_warning(self) -> None:
+    def test_fused_with_a_warning(self):
         self.assertExpectedInline(
             self.short("swapped"),
             """\
@@ -70,7 +69,7 @@ streamkl: 1 of 1 loss fused, 120 KiB of logits not materialized
 No score- or logit-sized tensor remains.""",
         )
 
-    def test_skipped(self) -> None:
+    def test_skipped(self):
         self.assertExpectedInline(
             self.short("reverse_kl", min_mib=4096),
             """\
@@ -79,7 +78,7 @@ streamkl: 0 of 1 loss fused, 1 skipped
 7 score- or logit-sized tensors remain, 210 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by log_softmax""",
         )
 
-    def test_not_fused(self) -> None:
+    def test_not_fused(self):
         self.assertExpectedInline(
             self.short("dropout_before_the_loss"),
             """\
@@ -88,7 +87,7 @@ streamkl: 0 of 1 loss fused
 12 score- or logit-sized tensors remain, 384 KiB (report.details()); largest: [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by softmax""",
         )
 
-    def test_graph_break(self) -> None:
+    def test_graph_break(self):
         text = re.sub(r"; TORCH_LOGS=.*", "", self.short("branch_on_values"))
         self.assertExpectedInline(
             text,
@@ -100,7 +99,7 @@ streamkl: 0 of 1 loss fused
      softmax at loss.py:7 is read by the code after the graph break at loss.py:7""",
         )
 
-    def test_no_loss(self) -> None:
+    def test_no_loss(self):
         self.assertExpectedInline(
             self.short("universal_logit_distillation"),
             """\
@@ -111,7 +110,7 @@ streamkl: no distillation loss recognized
      Hint: such a loss cannot be fused, because its operation needs whole rows. To save memory, select the rows that count before the matmul""",
         )
 
-    def test_nothing_large(self) -> None:
+    def test_nothing_large(self):
         torch._dynamo.reset()
         report = torch_streamkl.explain(torch.sin, torch.ones(3))
         self.assertExpectedInline(
@@ -121,7 +120,7 @@ streamkl: no distillation loss recognized
 The program has no score- or logit-sized tensor: no product is much larger than its operands.""",
         )
 
-    def test_details(self) -> None:
+    def test_details(self):
         text = without_lines(explained("kl_and_smoothed_labels").details())
         self.assertExpectedInline(
             text,
@@ -140,7 +139,7 @@ streamkl: 1 of 1 loss fused, 90 KiB of logits not materialized
 note: the cross-entropy at loss.py:7 keeps the student's logits: it has class weights, label smoothing or soft labels""",
         )
 
-    def test_details_of_what_is_not_fused(self) -> None:
+    def test_details_of_what_is_not_fused(self):
         text = without_lines(explained("dropout_before_the_loss").details())
         self.assertExpectedInline(
             text,
@@ -164,7 +163,7 @@ streamkl: 0 of 1 loss fused
      [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sum""",
         )
 
-    def test_everything_else(self) -> None:
+    def test_everything_else(self):
         self.assertExpectedInline(
             str(FULL),
             """\
@@ -209,35 +208,11 @@ what else remains is not known: ValueError: planted
 analysis failed, graph left as it is: RuntimeError: planted""",
         )
 
-    def test_html(self) -> None:
+    def test_html(self):
         self.assertExpectedInline(
-            FULL._repr_html_(),
+            FULL._repr_html_().replace(html.escape(FULL.details()), "DETAILS"),
             """\
-<div class='streamkl'><b>streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized</b><table><thead><tr><th>loss</th><th>verdict</th><th>what</th></tr></thead><tbody><tr><td><code title='kl(&lt;q&gt;)'>a.py:1</code></td><td><span style='color:#1a7f37'>fused</span></td><td>attention_kl: forward_kl, causal; check skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;: &quot;always&quot;}</td></tr><tr><td><code title='kl_sorted()'>a.py:2</code></td><td><span style='color:#cf222e'>not fused</span></td><td>sort of scores (a.py:3). Hint: select rows</td></tr></tbody></table><details><summary>details</summary><pre>streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized
-  1. fused         a.py:1
-     code      kl(&lt;q&gt;)
-     form      attention_kl: forward_kl, causal
-     runs      as Triton kernels
-     check     skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;: &quot;always&quot;}
-     saved     1 GiB
-  2. not fused     a.py:2
-     code      kl_sorted()
-     reason    sort of scores (a.py:3)
-     at        s.sort(-1)
-     hint      select rows
-3 score- or logit-sized tensors remain, 1.031 MiB:
-  read by losses:
-     [8 x s0 x 64] (1 MiB) a.py:3: read by sort; sort needs whole rows
-  not read by a recognized loss:
-     2 of [64 x 64] (16 KiB) a.py:6: read by matmul
-     softmax at a.py:6 feeds matmul at a.py:6
-The compiled function returns logits (768 B): a distillation loss outside of it is not fused. Hint: compile what computes the loss, such as compute_loss
-     logits [2 x 96], 768 B a.py:5
-graph break at a.py:7: print()
-note: the cross-entropy at a.py:4 keeps the logits
-1 graph was not analysed: what else remains is not known.
-what else remains is not known: ValueError: planted
-analysis failed, graph left as it is: RuntimeError: planted</pre></details></div>""",
+<div class='streamkl'><b>streamkl: 1 of 2 losses fused, 1 GiB of scores not materialized</b><table><thead><tr><th>loss</th><th>verdict</th><th>what</th></tr></thead><tbody><tr><td><code title='kl(&lt;q&gt;)'>a.py:1</code></td><td><span style='color:#1a7f37'>fused</span></td><td>attention_kl: forward_kl, causal; check skipped: ~22 s &gt; 1 s limit. Force with {&quot;streamkl.verify&quot;: &quot;always&quot;}</td></tr><tr><td><code title='kl_sorted()'>a.py:2</code></td><td><span style='color:#cf222e'>not fused</span></td><td>sort of scores (a.py:3). Hint: select rows</td></tr></tbody></table><details><summary>details</summary><pre>DETAILS</pre></details></div>""",
         )
 
 
@@ -262,37 +237,29 @@ FULL = Report(
 )  # fmt: skip
 
 
-def test_json_has_everything_in_the_terms_of_the_report() -> None:
+def test_json_has_everything_in_the_terms_of_the_report():
     found = json.loads(FULL.to_json(indent=1))
     assert (found["num_skipped"], found["num_fused"], found["num_unfused"]) == (0, 1, 1)
-    assert found["bytes_saved"] == 2**30
     assert found["remaining_bytes"] == 2**20 + 2 * 2**14
     assert not found["is_complete"]
-    fused, unfused = found["sites"]
-    assert "node" not in fused and "name" not in found["remaining"][0]  # of a graph
-    assert fused["check"] == SKIPPED_CHECK and fused["bytes_saved"] == 2**30
-    assert unfused["unsupported_at"] == "a.py:3" and unfused["hint"] == "select rows"
+    assert "node" not in found["sites"][0] and "name" not in found["remaining"][0]  # of a graph
     assert found["remaining"][0]["shape"] == [8, "s0", 64]
-    assert found["breaks"] == [
-        {"location": "a.py:7", "code": "print()", "reason": "a call of print"}
-    ]
+    breaks = [{"location": "a.py:7", "code": "print()", "reason": "a call of print"}]
+    assert found["breaks"] == breaks
     assert json.loads(Report().to_json())["sites"] == []
 
 
-def test_the_names_of_json_are_those_of_attributes() -> None:
-    for record, found in (
-        (FULL, FULL.to_dict()),
-        (FULL.sites[1], FULL.to_dict()["sites"][1]),
-        (FULL.remaining[0], FULL.to_dict()["remaining"][0]),
-        (FULL.outside[0], FULL.to_dict()["outside"][0]),
-    ):
+def test_the_names_of_json_are_those_of_attributes():
+    whole = FULL.to_dict()
+    parts = [(getattr(FULL, x)[-1], whole[x][-1]) for x in ("sites", "remaining", "outside")]
+    for record, found in ((FULL, whole), *parts):
         for name, value in found.items():
             mine = getattr(record, name)
             plain = isinstance(mine, (str, int, bool))
             assert value == mine if plain else len(value) == len(mine), name
 
 
-def test_an_empty_report_is_not_complete() -> None:
+def test_an_empty_report_is_not_complete():
     """Nothing was analysed, so nothing is known to be complete."""
     assert Report().is_empty and not Report().is_complete
     for report in (Report(num_graphs=1), Report(num_graphs=1, notes=["a note"])):
@@ -301,28 +268,27 @@ def test_an_empty_report_is_not_complete() -> None:
     assert not Report(num_cached=2).is_complete
 
 
-def test_extend_takes_everything() -> None:
+def test_extend_takes_everything():
     report = Report()
     report.extend(FULL)
     assert report == FULL
 
 
-def test_what_was_not_analysed_is_not_known() -> None:
-    loss = USER_LOSSES["reverse_kl"]
-    torch._dynamo.reset()
+def test_what_was_not_analysed_is_not_known():
     with torch_streamkl.reports() as report:
-        torch.compile(loss.fn, backend="eager")(*loss.inputs())
+        torch.compile(torch.cos, backend="eager")(torch.randn(3))
     for said in (str(report), report.details()):
         assert said.startswith("streamkl: no graph was analysed")
         assert NOTHING_REMAINS not in said
-    with torch_streamkl.reports() as report:  # a graph without a loss
-        torch.compile(torch.sin, backend="streamkl", options={"streamkl.inner": "eager"})(
+    with torch_streamkl.reports() as outer, torch_streamkl.reports() as inner:
+        torch.compile(torch.sin, backend="streamkl", options=EAGER)(
             torch.randn(3)
-        )
-    assert report.num_graphs == 1 and NOTHING_LARGE in str(report)
+        )  # a graph without a loss
+    for report in (outer, inner):
+        assert report.num_graphs == 1 and NOTHING_LARGE in str(report)
 
 
-def test_what_a_cache_had_is_said() -> None:
+def test_what_a_cache_had_is_said():
     report = Report(num_cached=2)
     assert str(report).startswith(
         "streamkl: no graph was analysed: 2 graphs were found in a cache"
@@ -332,33 +298,10 @@ def test_what_a_cache_had_is_said() -> None:
     assert "1 graph was compiled without the rewrite" in str(report)
 
 
-def test_reports_collects_whatever_compiles() -> None:
-    loss = USER_LOSSES["reverse_kl"]
-    torch._dynamo.reset()
-    with torch_streamkl.reports() as outer:
-        with torch_streamkl.reports() as inner:
-            torch.compile(loss.fn, backend="streamkl", options={"streamkl.inner": "eager"})(
-                *loss.inputs()
-            )
-        assert inner.num_fused == outer.num_fused == 1
-    assert "reports" in torch_streamkl.__all__
-
-
-@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
-def test_logs_have_the_short_report_or_the_details(
-    level: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(level, "torch_streamkl"):
-        explained("kl_and_smoothed_labels")
-    assert any("1 of 1 loss fused" in r.getMessage() for r in caplog.records)
-    has_details = any("code  " in r.getMessage() for r in caplog.records)
-    assert has_details == (level == "DEBUG")
-
-
-def test_tlparse_gets_an_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tlparse_gets_an_artifact(monkeypatch):
     stored = []
 
-    def trace(kind: str, metadata_fn: Any, payload_fn: Any) -> None:
+    def trace(kind, metadata_fn, payload_fn):
         stored.append((kind, metadata_fn(), json.loads(payload_fn())))
 
     monkeypatch.setattr(torch._logging, "trace_structured", trace)

@@ -1,161 +1,60 @@
 """Axes are identities with extents: split, permuted, averaged, shared and broadcast on both sides.
 
-Every program is compared with float64, value and all gradients, whether it fuses or not. Programs
-with a reason are not fused; the others have to fuse. tests/support/misleading/axes.py has more.
+Every program is compared with float64, value and all gradients, whether it fuses or not.
+tests/support/misleading/axes.py has more: heads in groups, statistics of other rows, divisors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-import torch_streamkl
+from tests.support import named_inputs
 from tests.support.comparing import compare, refusals
-from tests.support.covering import every
 from tests.support.losses import kd
 
 B, N, M, D = 2, 5, 7, 4
 
 
-def normal(*shape: int) -> Tensor:
+def normal(*shape):
     return torch.randn(*shape, requires_grad=True)
 
 
 def operands(
-    student: tuple[int, ...] = (B, 2),
-    teacher: tuple[int, ...] = (B, 2),
-    *,
-    student_keys: tuple[int, ...] | None = None,
-    teacher_keys: tuple[int, ...] | None = None,
-) -> list[Tensor]:
+    student=(B, 2),
+    teacher=(B, 2),
+    student_keys=None,
+):
     """Queries and keys of both sides, by the leading dimensions."""
-    shapes = [(*student, N, D), (*(student_keys or student), M, D)]
-    shapes += [(*teacher, N, D), (*(teacher_keys or teacher), M, D)]
-    return [normal(*shape) for shape in shapes]
+    leading = (student, student_keys or student, teacher, teacher)
+    return [normal(*x, n, D) for x, n in zip(leading, (N, M, N, M), strict=True)]
 
 
-def kd_of(s: Tensor, p: Tensor) -> Tensor:
+def kd_of(s, p):
     return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
-def repeated(k: Tensor, n: int) -> Tensor:
-    return k.repeat_interleave(n, dim=1)
+of_scores = named_inputs.given(
+    "sq sk tq tk", {"s": lambda sq, sk: (sq @ sk.mT,), "t": lambda tq, tk: (tq @ tk.mT,)}
+)
 
 
-# ------------------------------------------------------------------------------ programs that fuse
-def teacher_heads_transposed(sq, sk, tq, tk):
-    return kd(sq @ sk.mT, (tq @ tk.mT).unflatten(1, (2, 3)).transpose(1, 2))
+def elements(s, t):
+    return t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
 
 
-def mean_over_outer_heads_that_share_keys(sq, sk, tq, tk):
-    p = (tq @ repeated(tk, 3).mT).softmax(-1)
-    return kd_of(sq @ sk.mT, p.view(B, 2, 3, N, M).mean(1))
-
-
-def sum_over_outer_heads(sq, sk, tq, tk):
-    p = (tq @ tk.mT).softmax(-1).view(B, 2, 3, N, M).sum(1) / 2
-    return -(p * (sq @ sk.mT).log_softmax(-1)).sum(-1).mean()
-
-
-def kept_mean(sq, sk, tq, tk):
-    return kd_of(sq @ sk.mT, (tq @ tk.mT).softmax(-1).mean(1, keepdim=True))
-
-
-def different_groups(sq, sk, tq, tk):
-    return kd(sq @ repeated(sk, 2).mT, tq @ repeated(tk, 4).mT)
-
-
-def groups_and_one_key_head(sq, sk, tq, tk):
-    return kd(sq @ repeated(sk, 2).mT, tq @ tk.mT)
-
-
-def groups_beside_the_queries(sq, sk, tq, tk):
-    s, t = (sq @ repeated(sk, 2).mT).transpose(1, 2), (tq @ tk.mT).transpose(1, 2)
-    return kd(s, t)
-
-
-def masked_groups(sq, sk, tq, tk):
-    mask = (torch.arange(8 * N * M).view(1, 8, N, M) % 5) == 3
-    return kd(
-        (sq @ repeated(sk, 2).mT).masked_fill(mask, -1e9), (tq @ tk.mT).masked_fill(mask, -1e9)
-    )
-
-
-def teacher_batch_is_broadcast(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    p = t.softmax(-1)
-    return ((p * t.log_softmax(-1)).sum(-1) - (p * s.log_softmax(-1)).sum(-1)).sum(0)
-
-
-def sums_over_a_broadcast_batch(sq, sk, tq, tk):
-    s, t, u = sq @ sk.mT, tq @ tk.mT, (tq * 1.5) @ tk.mT
-    p, q = t.softmax(-1), s.softmax(-1)
-    both = p * (t.log_softmax(-1) - u.log_softmax(-1)) + q * (
-        s.log_softmax(-1) - t.log_softmax(-1)
-    )
-    return both.sum((0, -1))
-
-
-def ones_that_enlarge(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    p = t.softmax(-1) * torch.ones(3, 1, 1, 1)
-    return (p * (t.log_softmax(-1) - s.log_softmax(-1))).sum((0, -1))
-
-
-def weights_that_enlarge(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    w = torch.linspace(1, 2, 3)[:, None, None, None]
-    el = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
-    return (w * el + el).mean((0, -1))
-
-
-def a_bias_that_enlarges(sq, sk, tq, tk):
-    bias = torch.linspace(-1, 1, 3)[:, None, None, None]
-    return kd(sq @ sk.mT + bias, tq @ tk.mT)
-
-
-def a_scale_that_enlarges(sq, sk, tq, tk):
-    return kd((sq @ sk.mT) * torch.linspace(1, 2, 3)[:, None, None, None], tq @ tk.mT)
-
-
-def log_sum_exp_without_its_axis(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    p = t.softmax(-1)
-    return (p * t.log_softmax(-1)).sum(-1) - (p * s).sum(-1) + s.logsumexp(-1)
-
-
-def divided_by_equal_sizes(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    p = t.softmax(-1)
-    cross = (p * s.log_softmax(-1)).sum((-1, -2)) / tq.size(2)
-    return (p * t.log_softmax(-1)).sum((-1, -2)) / sq.size(2) - cross
-
-
-def keys_in_blocks(sq, sk, tq, tk):
-    return kd(sq @ sk.unflatten(2, (-1, 1)).flatten(2, 3).mT, tq @ tk.mT)
-
-
-def head_dim_in_parts(sq, sk, tq, tk):
-    q, k = (x.unflatten(-1, (2, 2)).transpose(-1, -2).flatten(-2) for x in (sq, sk))
-    return kd(q @ k.mT, tq @ tk.mT)
-
-
-def expanded_head_dim(sq, sk, tq, tk):
-    q, k = (x[..., :1].expand(-1, -1, -1, 8) for x in (sq, sk))
-    return kd(q @ k.mT, tq @ tk.mT)
+def in_parts(x):
+    return x.unflatten(-1, (2, 2)).transpose(-1, -2).flatten(-2)
 
 
 def attention_with_other_groups(sq, sk, tq, tk):
-    p = (sq @ repeated(sk, 2).mT).softmax(-1)
+    p = (sq @ sk.repeat_interleave(2, dim=1).mT).softmax(-1)
     v = torch.sin(tk[:, :1]).expand(-1, 8, -1, -1)
     return kd_of(tq @ tk.mT, p), p @ v
 
@@ -166,182 +65,127 @@ def an_index_mask_that_enlarges(sq, sk, tq, tk):
     return kd(s, t)
 
 
-FUSES: list[tuple[Callable[..., Any], list[Tensor]]] = [
-    (an_index_mask_that_enlarges, operands()),
-    (teacher_heads_transposed, operands((B, 3, 2), (B, 6))),
-    (mean_over_outer_heads_that_share_keys, operands((B, 3), (B, 6), teacher_keys=(B, 2))),
-    (sum_over_outer_heads, operands((B, 3), (B, 6))),
-    (kept_mean, operands((B, 2), (B, 4), teacher_keys=(B, 1))),
-    (different_groups, operands((B, 8), (B, 8), student_keys=(B, 4), teacher_keys=(B, 2))),
-    (groups_and_one_key_head, operands((B, 8), (B, 8), student_keys=(B, 4), teacher_keys=(B, 1))),
-    (groups_beside_the_queries, operands((B, 4), (B, 4), student_keys=(B, 2))),
-    (masked_groups, operands((B, 8), (B, 8), student_keys=(B, 4))),
-    (teacher_batch_is_broadcast, operands((2, 2), (1, 2))),
-    (sums_over_a_broadcast_batch, operands((2, 2), (1, 2))),
-    (ones_that_enlarge, operands((1, 2), (1, 2))),
-    (weights_that_enlarge, operands((1, 2), (1, 2))),
-    (a_bias_that_enlarges, operands((1, 2), (3, 2))),
-    (a_scale_that_enlarges, operands((1, 2), (3, 2))),
-    (log_sum_exp_without_its_axis, operands()),
-    (divided_by_equal_sizes, operands()),
-    (keys_in_blocks, operands()),
-    (head_dim_in_parts, operands()),
-    (expanded_head_dim, operands()),
-    (attention_with_other_groups, operands((B, 8), (B, 8), student_keys=(B, 4))),
-]
-# fixed numbers of heads are part of these programs, or what they do needs a known extent
-STATIC = (
-    "teacher_heads",
-    "mean_over",
-    "sum_over",
-    "kept",
-    "masked_groups",
-    "expanded",
-    "ones_",
-    "weights_",
-)
+def weights_that_enlarge(s, t):
+    el = elements(s, t)
+    return (torch.linspace(1, 2, 3)[:, None, None, None] * el + el).mean((0, -1))
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(
-    ("program", "inputs"), every(2, FUSES), ids=lambda x: getattr(x, "__name__", "")
-)
-def test_fuses(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool) -> None:
-    sizes = [float(x.detach().norm(dim=-1).max()) for x in inputs[:4]]
-    largest = max(sizes[0] * sizes[1], sizes[2] * sizes[3])  # a score is no larger
-    # AOTAutograd sees the graphs whose sizes are numbers: with symbols it takes five times as long
-    inner = "eager" if dynamic else "aot_eager"
-    outcome = compare(program, inputs, inner=inner, dynamic=dynamic, largest_score=largest)
-    outcome.check()
-    if not dynamic or not program.__name__.startswith(STATIC):
-        assert outcome.num_fused > 0, str(outcome.report)
-
-
-# -------------------------------------------------------------------------- programs not fused
-def groups_that_do_not_match(sq, sk, tq, tk):
-    return kd(sq @ sk.mT, (tq @ repeated(tk, 3).mT).unflatten(1, (3, 2)))
-
-
-def expectation_and_a_transposed_log_sum_exp(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
+def a_sum_that_the_batch_enlarges(s, t):
     p = t.softmax(-1)
-    expected = (p * t.log_softmax(-1)).sum(-1) - (p * s).sum(-1)
-    return expected + s.transpose(0, 1).logsumexp(-1)
+    return ((p * t.log_softmax(-1)).sum(-1) - (p * s.log_softmax(-1)).sum(-1)).sum(0)
 
 
-def log_sum_exp_moved_by_broadcasting(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT  # [2, 2, 2, 7]: one dimension fewer meets the next one
-    log_q = s - s.logsumexp(-1)[..., None, None][:, :, 0]
+def groups_that_do_not_match(sq, sk, tq, tk):
+    s, t = sq @ sk.mT, tq @ tk[:, :2].repeat_interleave(3, dim=1).mT
+    return kd(s, t.unflatten(1, (3, 2)))
+
+
+def masked_in_other_places(s, t):
+    mask = (torch.arange(B * 2 * N * M).view(B, 2, N, M) % 5) == 3
+    t = t.transpose(0, 1).masked_fill(mask, -1e9).transpose(0, 1)
+    return kd(s.masked_fill(mask, -1e9), t)
+
+
+def log_sum_exp_moved_by_broadcasting(s, t):
+    log_q = s - s.logsumexp(-1)[..., None, None][:, :, 0]  # meets the next dimension
     return (t.softmax(-1) * (t.log_softmax(-1) - log_q)).sum(-1)
 
 
-def sum_of_transposed_exponentials(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
+def sum_of_transposed_exponentials(s, t):
     e, moved = (s - s.amax(-1, True)).exp(), s.transpose(0, 1)
     total = (moved - moved.amax(-1, True)).exp().sum(-1, True)
     return (t.softmax(-1) * (t.log_softmax(-1) - (e / total).log())).sum(-1)
-
-
-def row_maximum_of_transposed_scores(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    e = (s - s.transpose(0, 1).amax(-1, True)).exp()
-    return (t.softmax(-1) * (t.log_softmax(-1) - (e / e.sum(-1, True)).log())).sum(-1)
-
-
-def one_label_is_broadcast_in_the_contraction(sq, sk, tq, tk):
-    return kd(torch.einsum("bhnd,bhmd->bhnm", sq[..., :1], sk), tq @ tk.mT)
-
-
-def a_mask_that_enlarges(sq, sk, tq, tk):
-    mask = (torch.arange(3 * N * M).view(3, 1, N, M) % 5) == 3
-    return kd((sq @ sk.mT).masked_fill(mask, -1e9), tq @ tk.mT)
-
-
-def repeated_keys(sq, sk, tq, tk):
-    p, q = ((x @ k.repeat_interleave(2, 2).mT).softmax(-1) for x, k in ((tq, tk), (sq, sk)))
-    return (p * ((p + 0.01).log() - (q + 0.01).log())).sum(-1)
-
-
-def rows_of_a_broadcast_teacher_by_a_mask(sq, sk, tq, tk):
-    s, t = sq @ sk.mT, tq @ tk.mT
-    el = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
-    return el[torch.arange(2 * 2 * N).view(2, 2, N) % 3 > 0].sum(-1).mean()
-
-
-def mask_in_other_places(sq, sk, tq, tk):
-    mask = (torch.arange(B * 2 * N * M).view(B, 2, N, M) % 5) == 3
-    t = (tq @ tk.mT).transpose(0, 1).masked_fill(mask, -1e9).transpose(0, 1)
-    return kd((sq @ sk.mT).masked_fill(mask, -1e9), t)
-
-
-LEFT_ALONE: list[tuple[Callable[..., Any], list[Tensor]]] = [
-    (groups_that_do_not_match, operands((B, 3, 2), (B, 6), teacher_keys=(B, 2))),
-    (sum_of_transposed_exponentials, operands()),
-    (one_label_is_broadcast_in_the_contraction, operands()),
-    (repeated_keys, operands()),
-]
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(
-    ("program", "inputs"), LEFT_ALONE, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_is_left_alone(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool) -> None:
-    outcome = compare(program, inputs, dynamic=dynamic).check()
-    assert outcome.num_fused == 0, str(outcome.report)
-    assert outcome.reasons and all(outcome.reasons), str(outcome.report)
-
-
-# no divergence of the operators: row programs compute what is written
-ROW_PROGRAMS: list[tuple[Callable[..., Any], list[Tensor]]] = [
-    (a_mask_that_enlarges, operands((1, 2), (3, 2))),
-    (mask_in_other_places, operands()),
-]
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(
-    ("program", "inputs"), ROW_PROGRAMS, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_is_a_row_program(
-    program: Callable[..., Any], inputs: list[Tensor], dynamic: bool
-) -> None:
-    outcome = compare(program, inputs, dynamic=dynamic).check()
-    assert outcome.kinds == {"row_program"}, str(outcome.report)
-    assert all(refusals(program, inputs, dynamic=dynamic))
-
-
-def no_heads(sq, sk, tq, tk):
-    return kd(sq @ sk.mT, tq @ tk.mT)
 
 
 def one_query_and_one_key(sq, sk, tq, tk):
     return kd(sq[:, :, :1] @ sk.mT, tq[:, :, :1] @ tk.mT), kd(sq @ sk[:, :, :1].mT, tq @ tk.mT)
 
 
-def heads_of_lm_heads(hs, ws, ht, wt):
+def heads_of_lm_heads(sq, sk, tq, tk):
     """The teacher's tokens in another order, and both in rows of one dimension."""
-    s, t = hs.flatten(0, 1) @ ws.T, (ht @ wt.T).transpose(0, 1).flatten(0, 1)
-    return kd(s, t) + kd(F.linear(hs, ws), F.linear(ht, wt).transpose(0, 1))
+    s, t = sq.flatten(0, 1) @ sk.T, (tq @ tk.T).transpose(0, 1).flatten(0, 1)
+    return kd(s, t) + kd(F.linear(sq, sk), F.linear(tq, tk).transpose(0, 1))
+
+
+FUSES, ROW_PROGRAM, LEFT, VALUE = "fuses", "row_program", "left", "value"
+ONE, SAME = operands((1, 2), (1, 2)), operands()
+# the program, its operands, and what becomes of it: of `VALUE` a part may fuse
+PROGRAMS = {
+    "an index mask that enlarges": (an_index_mask_that_enlarges, SAME, FUSES),
+    "ones that enlarge": (
+        lambda s, t: (torch.ones(3, 1, 1, 1) * elements(s, t)).sum((0, -1)), ONE, FUSES,
+    ),
+    "weights that enlarge": (weights_that_enlarge, ONE, FUSES),
+    "a scale that enlarges": (
+        lambda s, t: kd(s * torch.linspace(1, 2, 3)[:, None, None, None], t),
+        operands((1, 2), (3, 2)), FUSES,
+    ),
+    "a bias that enlarges": (
+        lambda s, t: kd(s + torch.linspace(-1, 1, 3)[:, None, None, None], t),
+        operands((1, 2), (3, 2)), FUSES,
+    ),
+    "a teacher for all": (a_sum_that_the_batch_enlarges, operands((2, 2), (1, 2)), FUSES),
+    "head_dim in parts": (
+        lambda sq, sk, t: kd(in_parts(sq) @ in_parts(sk).mT, t), SAME, FUSES,
+    ),
+    "expanded head_dim": (
+        lambda sq, sk, t: kd(
+            sq[..., :1].expand(-1, -1, -1, 8) @ sk[..., :1].expand(-1, -1, -1, 8).mT, t
+        ), SAME, FUSES,
+    ),
+    "attention with other groups": (
+        attention_with_other_groups, operands((B, 8), (B, 8), (B, 4)), FUSES,
+    ),
+    "a mask that enlarges": (
+        lambda s, t: kd(
+            s.masked_fill(torch.arange(3 * N * M).view(3, 1, N, M) % 5 == 3, -1e9), t
+        ), operands((1, 2), (3, 2)), ROW_PROGRAM,
+    ),
+    "a mask in other places": (masked_in_other_places, SAME, ROW_PROGRAM),
+    "groups that do not match": (groups_that_do_not_match, operands((B, 3, 2), (B, 6)), LEFT),
+    "one label is broadcast in the contraction": (
+        lambda sq, sk, t: kd(torch.einsum("bhnd,bhmd->bhnm", sq[..., :1], sk), t), SAME, LEFT,
+    ),
+    "transposed exponentials": (sum_of_transposed_exponentials, SAME, LEFT),
+    "repeated keys": (
+        lambda sq, sk, tq, tk: elements(
+            sq @ sk.repeat_interleave(2, 2).mT, tq @ tk.repeat_interleave(2, 2).mT
+        ).sum(-1), SAME, LEFT,
+    ),
+    "rows of a broadcast teacher by a mask": (
+        lambda s, t: elements(s, t)[torch.arange(4 * N).view(2, 2, N) % 3 > 0].sum(-1).mean(),
+        operands((2, 2), (1, 2)), VALUE,
+    ),
+    "a log-sum-exp that broadcasting moves": (log_sum_exp_moved_by_broadcasting, SAME, VALUE),
+    "no heads": (kd, operands((B, 0), (B, 0)), VALUE),
+    "one query and one key": (one_query_and_one_key, operands((B, 1), (1, 1)), VALUE),
+    "LM heads": (
+        heads_of_lm_heads, [normal(2, 3, D), normal(9, D), normal(3, 2, D), normal(9, D)], VALUE,
+    ),
+}  # fmt: skip
+# what these do needs a known extent
+STATIC = ("expanded head_dim", "ones that enlarge", "weights that enlarge")
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(
-    ("program", "inputs"),
-    [
-        (row_maximum_of_transposed_scores, [x.detach() for x in operands()]),
-        (rows_of_a_broadcast_teacher_by_a_mask, operands((2, 2), (1, 2))),
-        (log_sum_exp_moved_by_broadcasting, operands()),
-        (expectation_and_a_transposed_log_sum_exp, operands()),
-        (no_heads, operands((B, 0), (B, 0))),
-        (one_query_and_one_key, operands((B, 1), (1, 1))),
-        (heads_of_lm_heads, [normal(2, 3, D), normal(9, D), normal(3, 2, D), normal(9, D)]),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_keeps_its_value(program: Callable[..., Any], inputs: list[Tensor], dynamic: bool) -> None:
-    """A part of these may fuse: the sum of both parts may not."""
-    compare(program, inputs, dynamic=dynamic).check()
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name, dynamic):
+    fn, inputs, becomes = PROGRAMS[name]
+    program = of_scores(fn)
+    sizes = [float(x.detach().norm(dim=-1).max()) if x.numel() else 0.0 for x in inputs]
+    largest = max(sizes[0] * sizes[1], sizes[2] * sizes[3])  # a score is no larger
+    # AOTAutograd sees the graphs whose sizes are numbers: with symbols it takes five times as long
+    inner = "eager" if dynamic else "aot_eager"
+    outcome = compare(program, inputs, inner=inner, dynamic=dynamic, largest_score=largest)
+    outcome.check()
+    if becomes == FUSES:
+        assert outcome.num_fused > 0 or (dynamic and name in STATIC), str(outcome.report)
+    elif becomes == ROW_PROGRAM:
+        assert outcome.kinds == {ROW_PROGRAM}, str(outcome.report)
+        assert all(refusals(program, inputs, dynamic=dynamic))
+    elif becomes == LEFT:
+        assert outcome.num_fused == 0, str(outcome.report)
+        assert outcome.reasons and all(outcome.reasons), str(outcome.report)
 
 
 # --------------------------------------------------------------- random heads on both sides
@@ -362,14 +206,14 @@ class Heads:
     extra_at: int = 0
 
     @property
-    def num_heads(self) -> int:
+    def num_heads(self):
         return math.prod(self.digits) * self.extra
 
-    def inputs(self, num_queries: int, num_keys: int) -> list[Tensor]:
+    def inputs(self, num_queries, num_keys):
         q = normal(self.batch, self.num_heads, num_queries, D)
         return [q, normal(self.batch, self.key_heads, num_keys, D)]
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+    def scores(self, q, k):
         """[batch, extra, *digits, N, M]."""
         group = self.num_heads // self.key_heads
         if self.sharing == "interleaved":
@@ -401,27 +245,26 @@ def heads(draw: st.DrawFn, digits: tuple[int, ...], *, averaged: bool) -> Heads:
     )
 
 
-def rows_of(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+def rows_of(p, log_p, log_q):
     return (p * (log_p - log_q)).sum(-1)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+LOSSES = {
     "batchmean": lambda p, s: kd_of(s, p),
     "rows": lambda p, s: rows_of(p, (p + 0.1).log(), s.log_softmax(-1)),
-    "cross entropy": lambda p, s: -(p * s.log_softmax(-1)).mean((0, -1)),
     "reverse": lambda p, s: rows_of(s.softmax(-1), s.log_softmax(-1), (p + 0.1).log()).sum(1),
     "two sums": lambda p, s: (
         (p * (p + 0.1).log()).sum((0, -1)) - (p * s.log_softmax(-1)).sum((0, -1))
     ),
 }
-MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+MOVES = {
     "as they are": lambda x: x,
     "queries first": lambda x: x.transpose(1, -2),
     "batch last": lambda x: x.movedim(0, -2),
 }
 
 
-def random_program(data: st.DataObject) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def random_program(data):
     """Heads split, permuted, shared, averaged and broadcast at random on each side."""
     digits = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=2)))
     student = data.draw(heads(digits, averaged=False))
@@ -431,7 +274,7 @@ def random_program(data: st.DataObject) -> tuple[Callable[..., Tensor], list[Ten
     move = MOVES[data.draw(st.sampled_from(sorted(MOVES)))]
     num_queries, num_keys = data.draw(st.sampled_from([(5, 7), (5, 5), (2, 2), (1, 4)]))
 
-    def program(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
+    def program(sq, sk, tq, tk):
         s, t = student.scores(sq, sk)[:, 0], teacher.scores(tq, tk)
         p = t.softmax(-1).mean(1) if teacher.extra > 1 else t[:, 0].softmax(-1)
         return loss(move(p.mean(1, keepdim=True) if kept_mean else p), move(s))
@@ -450,12 +293,12 @@ def random_program(data: st.DataObject) -> tuple[Callable[..., Tensor], list[Ten
         pytest.param(True, 4, marks=pytest.mark.slow),
     ],
 )
-def test_random_heads(dynamic: bool, num_programs: int) -> None:
-    fused: list[bool] = []
+def test_random_heads(dynamic, num_programs):
+    fused = []
 
     @settings(max_examples=num_programs, database=None)
     @given(data=st.data())
-    def run(data: st.DataObject) -> None:
+    def run(data):
         program, inputs = random_program(data)
         fused.append(compare(program, inputs, dynamic=dynamic).check().num_fused > 0)
 
@@ -472,44 +315,29 @@ SELECTED = {
 
 
 @pytest.mark.parametrize("name", SELECTED)
-@pytest.mark.parametrize("shape", [(3,), (2, 1)])
-def test_positions_around_one_that_is_known(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("places", [([0, 1, 1], [4, 2, 2]), ([[0], [1]], [[4, 2, 2]])])
+def test_positions_around_one_that_is_known(name, places):
     """Indexing moves dimensions to the front, after which the known one has another place."""
-    b = torch.tensor([0, 1, 1])[: shape[0]].view(shape)
-    n = torch.tensor([[4, 2, 2]] if len(shape) > 1 else [4, 2, 2])
-    select = SELECTED[name]
 
-    def loss(q: Tensor, k: Tensor, tq: Tensor, tk: Tensor, b: Tensor, n: Tensor) -> Tensor:
-        s, t = select(q @ k.mT, b, n), select(tq @ tk.mT, b, n)
-        return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
+    def loss(sq, sk, tq, tk, b, n):
+        s, t = (SELECTED[name](q @ k.mT, b, n) for q, k in ((sq, sk), (tq, tk)))
+        return elements(s, t).sum(-1)
 
     given = [torch.randn(2, 3, 5, 4, requires_grad=i < 2) for i in range(4)]
-    options = {"streamkl.min_mib": 0, "streamkl.verify": "never"}
-    outcome = compare(loss, [*given, b, n], options=options).check()
+    options = {"streamkl.verify": "never"}
+    outcome = compare(loss, [*given, *map(torch.tensor, places)], options=options).check()
     assert outcome.num_fused == 1, outcome.report
 
 
-def test_heads_that_share_keys_after_heads_that_do_not() -> None:
+def test_heads_that_share_keys_after_heads_that_do_not():
     """The number of key heads varies then, and a guard says that it divides the others."""
 
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
-        s, t = (
-            q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-            for q, k in ((sq, sk), (tq, tk))
-        )
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    def loss(sq, sk, tq, tk):
+        keys = sk.repeat_interleave(sq.shape[1] // sk.shape[1], 1)
+        return kd(sq @ keys.mT, tq @ tk.repeat_interleave(tq.shape[1] // tk.shape[1], 1).mT)
 
     torch._dynamo.reset()
-    compiled = torch.compile(
-        loss, backend="streamkl", options={"streamkl.inner": "eager", "streamkl.min_mib": 0}
-    )
     for heads in (8, 4, 2):
-        shapes = [(2, h, 5, 4) for h in (8, heads, 8, heads)]
-        inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-        with torch_streamkl.reports() as report:
-            got = compiled(*inputs)
+        inputs = [torch.randn(2, h, 5, 4, requires_grad=True) for h in (8, heads, 8, heads)]
+        report = compare(loss, inputs, reset=False).check().report
         assert report.num_fused == len(report.sites), str(report)
-        want = loss(*inputs)
-        torch.testing.assert_close(got, want)
-        for a, b in zip(*(torch.autograd.grad(x, inputs) for x in (got, want)), strict=True):
-            torch.testing.assert_close(a, b)

@@ -1,110 +1,93 @@
 """Masks that depend on nothing but sizes are seen through, however they are looked up."""
 
-from __future__ import annotations
-
-from itertools import product
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-import torch_streamkl
-from tests.support.covering import only
+from tests.support.comparing import compare
+from tests.support.losses import rows_of_kl
 
-N = 32
-
-
-def positions(kind: str, size: int) -> Tensor:
-    first = torch.arange(size).unsqueeze(0)
-    return {
-        "one sequence": first,
-        "from 3 on": first + 3,
-        "packed": first % 20,  # two sequences
-        "every other": first * 2,
-        "backwards": size - first,
-    }[kind]
+POSITIONS = {
+    "one sequence": lambda first: first,
+    "from 3 on": lambda first: first + 3,
+    "packed": lambda first: first % 20,  # two sequences
+    "every other": lambda first: first * 2,
+    "backwards": lambda first: first.shape[-1] - first,
+}
 
 
-def packed_with_jump(position_ids: Tensor, before: Tensor) -> Tensor:
-    """Which sequence every token is of, as in transformers: from jumps of the positions."""
-    return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+def by_sequence(kind, row):
+    """As in transformers: which sequence every token is of is counted from jumps of positions."""
 
-
-def loss_with(kind: str, lookup: str = "row"):
-    def loss(student_q: Tensor, student_k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
-        size = student_q.shape[2]
-        position_ids = positions(kind, size)
-        sequence = packed_with_jump(position_ids, position_ids[:, :1] - 1)
-        i, j = torch.arange(size)[:, None], torch.arange(size)[None, :]
+    def mask(size, i, j):
         order = torch.arange(size).unsqueeze(0)
-        if lookup == "row":
-            mask = (order[0, j] <= order[0, i]) & (sequence[0, i] == sequence[0, j])
-        elif lookup == "batch":
-            row = torch.arange(1)[:, None, None]
-            mask = (order[row, j] <= order[row, i]) & (sequence[row, i] == sequence[row, j])
-        elif lookup == "shifted":  # the last position is looked up again for the first row
-            mask = order[0, j] <= order[0, i - 1]
-        else:  # the positions of half of the tokens, twice
-            mask = order[0, j // 2] <= order[0, i // 2]
-        s = (student_q @ student_k.mT).masked_fill(~mask, -1e30).log_softmax(-1)
-        t = (teacher_q @ teacher_k.mT).masked_fill(~mask, -1e30).softmax(-1)
-        return F.kl_div(s, t, reduction="none").sum(-1).mean()
+        positions = POSITIONS[kind](order)
+        jumps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+        sequence, batch = jumps.cumsum(-1), row()
+        return (order[batch, j] <= order[batch, i]) & (sequence[batch, i] == sequence[batch, j])
 
-    return loss
+    return mask
 
 
-def check(loss, dynamic: bool) -> str:
-    """The form of the fused site, once its loss and gradients are eager's."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    inputs = [torch.randn(1, 2, N, 8, requires_grad=i < 2) for i in range(4)]
-    if dynamic:
-        for x in inputs:
-            torch._dynamo.mark_dynamic(x, 2)
-    report = torch_streamkl.explain(loss, *inputs)
-    assert report.num_fused == 1
-    compiled = torch.compile(loss, backend="streamkl", options={"streamkl.inner": "aot_eager"})
-    expected, value = loss(*inputs), compiled(*inputs)
-    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-    wanted = torch.autograd.grad(expected, inputs[:2])
-    for ours, theirs in zip(torch.autograd.grad(value, inputs[:2]), wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    return report.sites[0].form
+def first():
+    return 0
+
+
+def every():
+    return torch.arange(1)[:, None, None]
+
+
+def form_of(mask, dynamic):
+    """The form of the fused site, whose value and gradients are as exact as eager's."""
+
+    def loss(q, k, r, u):
+        size = q.shape[2]
+        keep = mask(size, torch.arange(size)[:, None], torch.arange(size)[None, :])
+        products = (x @ y.mT for x, y in ((q, k), (r, u)))
+        return rows_of_kl(*(x.masked_fill(~keep, -1e30) for x in products)).mean()
+
+    inputs = [torch.randn(1, 2, 32, 8, requires_grad=i < 2) for i in range(4)]
+    outcome = compare(loss, inputs, inner="aot_eager", dynamic=dynamic, largest_score=8.0).check()
+    assert outcome.num_fused == 1
+    return outcome.report.sites[0].form
 
 
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_known", "lookup", "dynamic"),
+    ("kind", "row", "dynamic"),
     [
-        pytest.param(*kind, lookup, dynamic, marks=[] if i in (2, 5, 8) else slow)
-        for i, (kind, lookup, dynamic) in enumerate(
-            product(
-                [("one sequence", True), ("from 3 on", True), ("packed", False)],
-                ["row", "batch"],
-                [False, True],
-            )
-        )
+        ("one sequence", every, False),
+        ("from 3 on", first, True),
+        # several sequences are no affine condition: their mask stays one
+        ("packed", first, False),
+        pytest.param("one sequence", first, True, marks=slow),
+        pytest.param("from 3 on", every, True, marks=slow),
+        pytest.param("packed", every, True, marks=slow),
     ],
 )
-def test_lookups_of_positions(kind: str, is_known: bool, lookup: str, dynamic: bool) -> None:
-    form = check(loss_with(kind, lookup), dynamic)
-    # several sequences are no affine condition: their mask stays one
+def test_lookups_of_positions(kind, row, dynamic):
+    form = form_of(by_sequence(kind, row), dynamic)
     assert "causal" in form
-    assert ("masked" not in form) == is_known, form
+    assert ("masked" in form) == (kind == "packed"), form
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("lookup", only(["halved"], ["shifted", "halved"]))
-def test_other_lookups_stay_masks(lookup: str, dynamic: bool) -> None:
-    assert "masked" in check(loss_with("one sequence", lookup), dynamic)
+# the last position again for the first row; the positions of half of the tokens, twice
+LOOKUPS = {
+    "shifted": lambda size, i, j: torch.arange(size)[j] <= torch.arange(size)[i - 1],
+    "halved": lambda size, i, j: torch.arange(size)[j // 2] <= torch.arange(size)[i // 2],
+}
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("kind", only(["backwards"], ["every other", "backwards"]))
-def test_every_position_a_sequence(kind: str, dynamic: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("halved", False), pytest.param("shifted", True, marks=slow)]
+)
+def test_other_lookups_stay_masks(name, dynamic):
+    assert "masked" in form_of(LOOKUPS[name], dynamic)
+
+
+@pytest.mark.parametrize("kind", ["backwards", pytest.param("every other", marks=slow)])
+def test_every_position_a_sequence(kind):
     """Positions that jump everywhere: a token sees only itself."""
-    form = check(loss_with(kind), dynamic)
+    form = form_of(by_sequence(kind, first), False)
     assert "masked" in form or "sliding window" in form or "2 passes" in form

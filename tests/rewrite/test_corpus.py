@@ -4,18 +4,14 @@ STREAMKL_FULL_CORPUS=1 runs each case in every setting; otherwise each runs in t
 every second one in one of the others; a part of both is marked slow.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from tests.corpus import table
 from tests.corpus.naive_losses import BY_NAME
-from tests.corpus.outcomes import NAMES, SETTINGS, TABLE_SETTING, Setting, row_of, run_case
+from tests.corpus.outcomes import NAMES, SETTINGS, TABLE_SETTING, row_of, run_case
 from torch_streamkl.fx_passes.capture.retrace import SIZES_OF_DATA
 
 IS_OLD_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
@@ -24,9 +20,9 @@ OTHERS = [s for s in SETTINGS if s != TABLE_SETTING]
 LONGEST = "minilmv2_bloomberg_tolist"  # a sixth of the time of all settings
 
 
-def _chosen() -> Iterator[Any]:
+def _chosen():
     """Quick: the first of each setting, of each family and of each direction."""
-    seen: set[Any] = set()
+    seen = set()
     for i, name in enumerate(NAMES):
         case = BY_NAME[name]
         for setting in OTHERS if IS_FULL else [OTHERS[i % len(OTHERS)]] if i % 2 else []:
@@ -39,9 +35,9 @@ def _chosen() -> Iterator[Any]:
 CHOSEN = list(_chosen())
 
 
-def _names() -> Iterator[Any]:
+def _names():
     """Quick: the first of each direction, of each verdict in a family, and of each reason."""
-    seen: set[Any] = set()
+    seen = set()
     for name, (verdict, reason) in table.committed().items():
         case = BY_NAME[name]
         kinds = {(case["family"], verdict), (verdict, reason), case["direction"]}
@@ -51,14 +47,12 @@ def _names() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def committed() -> dict[str, tuple[str, str]]:
+def committed():
     return table.committed()
 
 
 @pytest.mark.parametrize("name", list(_names()))
-def test_is_exact_and_the_table_is_current(
-    name: str, committed: dict[str, tuple[str, str]]
-) -> None:
+def test_is_exact_and_the_table_is_current(name, committed):
     outcome = run_case(BY_NAME[name]).check()
     row = row_of(BY_NAME[name], outcome)
     if IS_OLD_TORCH and row.reason == SIZES_OF_DATA:
@@ -68,17 +62,17 @@ def test_is_exact_and_the_table_is_current(
 
 @pytest.mark.skipif(IS_OLD_TORCH, reason="without nested graph breaks")
 @pytest.mark.parametrize("name", sorted(table.committed(captured=True)))
-def test_with_the_settings_of_enable(name: str) -> None:
+def test_with_the_settings_of_enable(name):
     row = row_of(BY_NAME[name], run_case(BY_NAME[name], captured=True).check())
     expected = table.committed(captured=True)[name]
     assert expected == (row.verdict, table.escaped(row.reason))
 
 
 @pytest.mark.parametrize(("name", "setting"), CHOSEN, ids=str)
-def test_is_exact_in_other_settings(name: str, setting: Setting) -> None:
+def test_is_exact_in_other_settings(name, setting):
     run_case(BY_NAME[name], setting).check()
 
 
-def test_every_site_that_stays_has_a_reason(committed: dict[str, tuple[str, str]]) -> None:
+def test_every_site_that_stays_has_a_reason(committed):
     assert set(committed) == set(NAMES)
     assert all(reason for verdict, reason in committed.values() if not verdict.startswith("fused"))

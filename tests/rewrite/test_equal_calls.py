@@ -1,10 +1,5 @@
 """Of equal calls torch runs one: traces, recorded values and memory are as if it ran them all."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,10 +12,10 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.pipeline import rewrite
 
 
-def captured(program: Callable[..., Tensor], inputs: list[Tensor], dynamic: bool) -> Any:
-    found: list[fx.GraphModule] = []
+def captured(program, inputs, dynamic):
+    found = []
 
-    def look(gm: fx.GraphModule, _: object) -> Callable[..., object]:
+    def look(gm, _):
         found.append(gm)
         return gm.forward
 
@@ -29,23 +24,23 @@ def captured(program: Callable[..., Tensor], inputs: list[Tensor], dynamic: bool
     return found[0]
 
 
-def text_of(trace: retrace.Trace) -> Iterator[tuple[object, ...]]:
+def text_of(trace):
     for node in trace.graph.nodes:
         value = node.meta.get("val")
-        about: tuple[object, ...] = ()
+        about = ()
         if isinstance(value, Tensor):
             about = str(value.shape), str(value.stride()), value.dtype
         yield node.format_node(), *about, trace.origin.get(node), trace.outer.get(node)
 
 
-def traced(gm: fx.GraphModule, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+def traced(gm, monkeypatch):
     """Traces with copies and without; and how many calls were traced with them, and in all."""
     region = find_region(gm.graph)
     assert region is not None
     count = 0
     trace = retrace._Recorder._traced
 
-    def counted(self: Any, *given: Any) -> Any:
+    def counted(self, *given):
         nonlocal count
         count += 1
         return trace(self, *given)
@@ -57,7 +52,7 @@ def traced(gm: fx.GraphModule, monkeypatch: pytest.MonkeyPatch) -> tuple[list[An
     return [*text_of(made), once], [*text_of(expected), count]
 
 
-def layers(x: Tensor, y: Tensor, mask: Tensor, number: int) -> Tensor:
+def layers(x, y, mask, number):
     """Views, casts that return their input, several results, and a total that is written to."""
     total = x.new_zeros(())
     for _ in range(number):
@@ -70,7 +65,7 @@ def layers(x: Tensor, y: Tensor, mask: Tensor, number: int) -> Tensor:
     return total
 
 
-def scores(x: Tensor, y: Tensor, mask: Tensor, number: int) -> Tensor:
+def scores(x, y, mask, number):
     """A mask is written into scores, through a view: every layer has memory of its own."""
     total = x.new_zeros(())
     for _ in range(number):
@@ -81,7 +76,7 @@ def scores(x: Tensor, y: Tensor, mask: Tensor, number: int) -> Tensor:
     return total
 
 
-def inputs() -> list[Tensor]:
+def inputs():
     make = torch.Generator().manual_seed(0)
     x, y = (torch.randn(2, 5, 8, generator=make).requires_grad_() for _ in range(2))
     return [x, y, torch.eye(5, dtype=torch.bool)]
@@ -89,9 +84,7 @@ def inputs() -> list[Tensor]:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("program", [layers, scores])
-def test_the_trace_is_that_of_all_calls(
-    program: Callable[..., Tensor], dynamic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trace_is_that_of_all_calls(program, dynamic, monkeypatch):
     gm = captured(lambda *given: program(*given, 4), inputs(), dynamic)
     (*made, once), (*expected, every) = traced(gm, monkeypatch)
     assert made == expected
@@ -101,7 +94,7 @@ def test_the_trace_is_that_of_all_calls(
         assert once == every
 
 
-def test_more_layers_are_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_layers_are_no_more_calls(monkeypatch):
     counts = []
     for number in (3, 9):
         with monkeypatch.context() as patch:
@@ -111,22 +104,22 @@ def test_more_layers_are_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_inserted_nodes_have_values_and_memory_of_their_own(dynamic: bool) -> None:
+def test_inserted_nodes_have_values_and_memory_of_their_own(dynamic):
     """As torch says: views share the memory of what they view, other results share none."""
     gm = captured(lambda *given: layers(*given, 4).clone(), inputs(), dynamic)
     of_user = {node.name for node in gm.graph.nodes}
     assert rewrite(gm).num_fused
-    memories: set[int | None] = set()
+    memories = set()
     num_copies = 0
     for node in gm.graph.nodes:
         recorded = example(node)
         if not isinstance(recorded, FakeTensor) or node.name in of_user:
             memories.add(storage_of(node))
             continue
-        given: Any = fx.map_arg((node.args, node.kwargs), example)
+        given = fx.map_arg((node.args, node.kwargs), example)
         with recorded.fake_mode, torch.enable_grad():
             args, kwargs = given
-            target: Any = node.target
+            target = node.target
             if isinstance(target, str):
                 target, args = getattr(args[0], target), args[1:]
             result = target(*args, **kwargs)

@@ -1,22 +1,18 @@
 """Programs that AOTInductor and the C++ wrapper compile: exported, loaded by another process."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.export.experimental
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import torch_streamkl
+from tests.support.losses import kd
 from torch_streamkl import attention_kl, linear_kl
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +48,11 @@ else:
 class Maps(nn.Module):
     """Queries and keys of two heads, and the logits of 20 vocabulary entries."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.vocab = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(8, 20)
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x):
         return [f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k)]
 
 
@@ -65,17 +61,17 @@ class Step(nn.Module):
     functions.
     """
 
-    def __init__(self, is_naive: bool) -> None:
+    def __init__(self, is_naive):
         super().__init__()
         torch.manual_seed(0)
         self.is_naive = is_naive
         self.student, self.teacher = Maps(), Maps()
         self.teacher.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self._maps(x) + self._vocab(x.flatten(0, 1))
 
-    def _maps(self, x: Tensor) -> Tensor:
+    def _maps(self, x):
         q, k = self.student(x)
         teacher_q, teacher_k = self.teacher(x)
         if not self.is_naive:
@@ -83,11 +79,9 @@ class Step(nn.Module):
                 q, k, teacher_q, teacher_k, student_scale=SCALE, teacher_scale=SCALE,
                 reduction="batchmean",
             )  # fmt: skip
-        student = (q @ k.mT * SCALE).log_softmax(-1)
-        teacher = (teacher_q @ teacher_k.mT * SCALE).softmax(-1)
-        return F.kl_div(student, teacher, reduction="batchmean")
+        return kd(q @ k.mT * SCALE, teacher_q @ teacher_k.mT * SCALE)
 
-    def _vocab(self, x: Tensor) -> Tensor:
+    def _vocab(self, x):
         heads = self.student.vocab, self.teacher.vocab
         if not self.is_naive:
             (w, b), (tw, tb) = ((head.weight, head.bias) for head in heads)
@@ -97,31 +91,35 @@ class Step(nn.Module):
         return (p * (p.log() - log_s)).sum(-1).mean()
 
     @property
-    def learns(self) -> list[nn.Parameter]:
+    def learns(self):
         return [p for p in self.parameters() if p.requires_grad]
 
 
-def batch(device: str, seqlen: int = 40) -> Tensor:
+def batch(device, seqlen=40):
     generator = torch.Generator().manual_seed(seqlen)
     return torch.randn(2, seqlen, 8, generator=generator).to(device)
 
 
-def expected_of(step: Step, x: Tensor, trains: bool) -> list[Tensor]:
+def expected_of(step, x, trains):
     naive = Step(is_naive=True).to(x.device)
     loss = naive(x)
     gradients = torch.autograd.grad(loss, naive.learns) if trains else ()
     return [loss.detach(), *gradients]
 
 
-def loaded(
-    package: str, saved: Path, imports: str, before: str = ""
-) -> subprocess.CompletedProcess[str]:
+def loaded(exported, x, expected, tmp_path, imports, configs=None, before=""):
+    """What a process says that loads the package and compares its results."""
+    package = torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(tmp_path / "step.pt2"), inductor_configs=configs
+    )
+    torch.save(([x], expected), tmp_path / "tensors")
     source = LOAD.format(imports=imports, before=before)
-    command = [sys.executable, "-X", "faulthandler", "-c", source, package, str(saved)]
+    arguments = ["-X", "faulthandler", "-c", source, package, str(tmp_path / "tensors")]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def assert_equal(found: subprocess.CompletedProcess[str], device: str, tmp_path: Path) -> None:
+def assert_equal(found, device, tmp_path):
     """A package of ours gave what was expected.
 
     The CUDA build of torch 2.11 dies (SIGSEGV) while it loads packages, of a GPU and of the CPU.
@@ -130,11 +128,8 @@ def assert_equal(found: subprocess.CompletedProcess[str], device: str, tmp_path:
     """
     if found.returncode < 0:
         step, x = Step(is_naive=True).to(device), batch(device)
-        package = torch._inductor.aoti_compile_and_package(
-            torch.export.export(step, (x,)), package_path=str(tmp_path / "plain.pt2")
-        )
-        torch.save(([x], [step(x).detach()]), tmp_path / "plain")
-        control = loaded(package, tmp_path / "plain", "")
+        exported = torch.export.export(step, (x,))
+        control = loaded(exported, x, [step(x).detach()], tmp_path, "")
         if control.returncode < 0:
             pytest.skip(
                 "the control, a package of plain torch with nothing of torch_streamkl in it, does "
@@ -144,55 +139,42 @@ def assert_equal(found: subprocess.CompletedProcess[str], device: str, tmp_path:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_loss_of_naive_code(device: str, tmp_path: Path) -> None:
+def test_loss_of_naive_code(device, tmp_path):
     """Exported as it is: the rewrite is one of Inductor's passes."""
-    step = Step(is_naive=True).to(device)
-    exported = torch.export.export(step, (batch(device),))
-    package = torch._inductor.aoti_compile_and_package(
-        exported,
-        package_path=str(tmp_path / "loss.pt2"),
-        inductor_configs=torch_streamkl.inductor_options(strict=True),
-    )
-    saved = tmp_path / "tensors"
-    x = batch(device)
-    torch.save(([x], expected_of(step, x, trains=False)), saved)
-    found = loaded(package, saved, IMPORTS[device], before=FAILS if device == "cpu" else "")
+    step, x = Step(is_naive=True).to(device), batch(device)
+    exported, expected = torch.export.export(step, (x,)), expected_of(step, x, trains=False)
+    configs = torch_streamkl.inductor_options(strict=True)
+    before = FAILS if device == "cpu" else ""
+    found = loaded(exported, x, expected, tmp_path, IMPORTS[device], configs, before)
     assert_equal(found, device, tmp_path)
 
 
 @pytest.mark.slow  # half a minute; the test above has a package, that below gradients in C++
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_loss_and_gradients(device: str, dynamic: bool, tmp_path: Path) -> None:
+def test_loss_and_gradients(device, dynamic, tmp_path):
     """One graph with the backward in it, for one length and for all of a range."""
-    step = Step(is_naive=False).to(device)
+    step, x = Step(is_naive=False).to(device), batch(device, 56 if dynamic else 40)
     dims = ({1: torch.export.Dim("seqlen", min=2, max=512)},) if dynamic else None
     forward = torch.export.export(step, (batch(device),), dynamic_shapes=dims)
     joint = torch.export.experimental._export_forward_backward(forward)
-    package = torch._inductor.aoti_compile_and_package(
-        joint,
-        package_path=str(tmp_path / "step.pt2"),
-        inductor_configs=torch_streamkl.inductor_options(),
-    )
-    saved = tmp_path / "tensors"
-    x = batch(device, 56 if dynamic else 40)
-    torch.save(([x], expected_of(step, x, trains=True)), saved)
     # sizes that vary decide in how many chunks the LM heads are: an operator does
-    imports = IMPORTS["cpu" if dynamic else device]
-    assert_equal(loaded(package, saved, imports), device, tmp_path)
+    imports, configs = IMPORTS["cpu" if dynamic else device], torch_streamkl.inductor_options()
+    found = loaded(joint, x, expected_of(step, x, trains=True), tmp_path, imports, configs)
+    assert_equal(found, device, tmp_path)
 
 
-def _value_and_gradients(function: Callable[..., Tensor], step: Step, x: Tensor) -> list[Tensor]:
+def _value_and_gradients(function, step, x):
     loss = function(x)
     return [loss.detach(), *torch.autograd.grad(loss, step.learns)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_cpp_wrapper(device: str) -> None:
+def test_cpp_wrapper(device):
     """C++ calls the operators and nothing of ours next to; on a GPU it launches the kernels."""
     step = Step(is_naive=True).to(device)
     x = batch(device)
-    options: dict[str, Any] = {"cpp_wrapper": True, "streamkl.strict": True}
+    options = {"cpp_wrapper": True, "streamkl.strict": True}
     options["fx_graph_cache"] = False  # a graph from the cache has no code to look at
     compiled = torch.compile(step, backend="streamkl", options=options)
     with torch._functorch.config.patch(enable_autograd_cache=False):

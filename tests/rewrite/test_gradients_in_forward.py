@@ -1,14 +1,9 @@
 """Which backward passes of joint graphs move into the forward, and that results are the same."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
 from tests.support.subgraphs import (
@@ -21,122 +16,90 @@ from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.fx_passes import gradients_in_forward, inductor_passes
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # of row values [2, 3, 9] and something else
-ROWS = (2, 3, 9)
+ROWS = (2, 3, 9)  # of values
 
 
-def joint_graph(loss: Loss, other: Tensor) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The graph of a loss of `attention_kl`, forward and backward, and its arguments."""
-    inputs = [torch.randn(2, 3, 9, 4, dtype=torch.float64) for _ in range(4)]
-    for x in inputs[:3]:
-        x.requires_grad_()
+def rewritten(loss, other=None):
+    """How many passes were moved, of a loss of row values and another tensor; results stay."""
+    inputs = [torch.randn(2, 3, 9, 4, dtype=torch.float64, requires_grad=i < 3) for i in range(4)]
+    args = [*inputs, torch.rand(ROWS, dtype=torch.float64) if other is None else other]
 
-    def step(*args: Tensor) -> tuple[Tensor]:
-        return (loss(ops.attention_kl(*args[:4])[0], args[4]),)
+    def step(*given):
+        rows = ops.attention_kl(*given[:4])[0]
+        if loss is two_sites:
+            return (loss(rows, ops.attention_kl(*given[3::-1])[0]),)
+        return (loss(rows, given[4]),)
 
-    args = [*inputs, other]
     graph = aot_export_joint_simple(step, tuple(args), trace_joint=True)
-    return graph, args
-
-
-def rewritten(loss: Loss, other: Tensor) -> int:
-    """How many passes were moved; results are the same."""
-    graph, args = joint_graph(loss, other)
-    detached = [x.detach() for x in args]
-    tangents = [torch.tensor(0.7, dtype=torch.float64)]
+    detached, tangents = [x.detach() for x in args], [torch.tensor(0.7, dtype=torch.float64)]
     expected = graph(detached, tangents)
     moved = compute_in_forward(graph.graph)
     graph.graph.lint()
     graph.recompile()
     found = graph(detached, tangents)
-    for got, x in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
-        assert (got is None) == (x is None)
-        if x is not None:
-            torch.testing.assert_close(got, x, rtol=1e-10, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
     targets = [n.target for n in graph.graph.nodes]
     assert targets.count(attention_kl_with_gradients) == moved
-    assert targets.count(ops.attention_kl_backward) == 1 - moved
+    assert targets.count(ops.attention_kl_backward) == 1 + (loss is two_sites) - moved
     return moved
 
 
-MASK = (torch.arange(9) < torch.tensor([9, 5])[:, None])[:, None].expand(ROWS)
-WIDE = {"dtype": torch.float64}
-LOSSES: dict[str, tuple[Loss, Tensor]] = {
-    "mean": (lambda rows, _: rows.mean(), torch.ones((), **WIDE)),
-    "sum over a number": (lambda rows, x: rows.sum() / x, torch.tensor(3.0, **WIDE)),
-    "weighted rows": (lambda rows, x: (rows * x).sum(), torch.randn(ROWS, **WIDE)),
+def two_sites(first, second):
+    return first.mean() + 2.0 * second.mean()
+
+
+MASK = (torch.arange(9) < torch.tensor([9, 5])[:, None])[:, None].expand(ROWS).contiguous()
+DOUBLE = {"dtype": torch.float64}
+SOME_ZERO = torch.ones(ROWS, **DOUBLE)
+SOME_ZERO[0, 1, 2] = 0.0
+MOVED = {
+    "mean": (lambda rows, _: rows.mean(),),
+    "sum over a number": (lambda rows, x: rows.sum() / x, torch.tensor(3.0, **DOUBLE)),
+    "weighted rows": (lambda rows, x: (rows * x).sum(),),
     "weights that broadcast": (
-        lambda rows, x: (rows * x[:, None]).mean(), torch.randn(2, 9, **WIDE),
+        lambda rows, x: (rows * x[:, None]).mean(), torch.randn(2, 9, **DOUBLE),
     ),
-    "weights of fewer dimensions": (lambda rows, x: -(x * rows).mean(), torch.randn(9, **WIDE)),
-    "rows divided": (lambda rows, x: (rows / x).sum() / x.sum(), 1 + torch.rand(ROWS, **WIDE)),
-    "mean of masked rows": (
-        lambda rows, x: rows.masked_fill(~x, 0.0).sum() / x.sum(), MASK.contiguous(),
-    ),
-    "where": (
-        lambda rows, x: torch.where(x, rows * 3.0, 0.0).flatten(1).mean(1).mean(),
-        MASK.contiguous(),
-    ),
-    "sequences, then batch": (
-        lambda rows, x: ((rows * x).sum((1, 2)) / x.sum((1, 2))).mean(), torch.rand(ROWS, **WIDE),
-    ),
+    "weights of fewer dimensions": (lambda rows, x: -(x * rows).mean(), torch.randn(9, **DOUBLE)),
+    "rows divided": (lambda rows, x: (rows / (1 + x)).sum() / x.sum(),),
+    "mean of masked rows": (lambda rows, x: rows.masked_fill(~x, 0.0).sum() / x.sum(), MASK),
+    "where": (lambda rows, x: torch.where(x, rows * 3.0, 0.0).flatten(1).mean(1).mean(), MASK),
+    "sequences, then batch": (lambda rows, x: ((rows * x).sum((1, 2)) / x.sum((1, 2))).mean(),),
     "transposed": (
-        lambda rows, x: (rows.permute(2, 0, 1) * x).mean(), torch.rand(9, 2, 3, **WIDE),
+        lambda rows, x: (rows.permute(2, 0, 1) * x).mean(), torch.rand(9, 2, 3, **DOUBLE),
     ),
+    # weights of 0 keep what the backward gives there
+    "rows that do not count": (lambda rows, x: (rows * x).sum(), SOME_ZERO),
 }  # fmt: skip
-LEFT: dict[str, tuple[Loss, Tensor]] = {
-    # the weight of a row follows from its value, or the loss is not linear in it
-    "hard rows": (lambda rows, x: (rows * (rows > x)).sum(), torch.tensor(0.3, **WIDE)),
-    "squared": (lambda rows, _: rows.square().mean(), torch.ones((), **WIDE)),
-    "weights from values": (
-        lambda rows, x: (rows * (x * rows.detach())).sum(), torch.rand(ROWS, **WIDE),
-    ),
-    "two losses": (lambda rows, x: rows.mean() + (rows * x).sum(), torch.rand(ROWS, **WIDE)),
-}  # fmt: skip
+# the weight of a row follows from its value, or the loss is not linear in it
+LEFT = {
+    "hard rows": lambda rows, x: (rows * (rows > x)).sum(),
+    "squared": lambda rows, _: rows.square().mean(),
+    "weights from values": lambda rows, x: (rows * (x * rows.detach())).sum(),
+    "two losses": lambda rows, x: rows.mean() + (rows * x).sum(),
+}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_moved(name: str) -> None:
-    assert rewritten(*LOSSES[name]) == 1
+@pytest.mark.parametrize("name", MOVED)
+def test_moved(name):
+    assert rewritten(*MOVED[name]) == 1
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_left(name: str) -> None:
-    assert rewritten(*LEFT[name]) == 0
+def test_left(name):
+    assert rewritten(LEFT[name]) == 0
 
 
-def test_rows_that_do_not_count_may_be_infinite() -> None:
-    """Weights of 0 keep what the backward gives there."""
-    weight = torch.rand(ROWS, dtype=torch.float64)
-    weight[0, 1, 2] = 0.0
-    assert rewritten(lambda rows, x: (rows * x).sum(), weight) == 1
+def test_two_sites_of_one_graph():
+    assert rewritten(two_sites) == 2
 
 
-def test_a_fault_of_ours_leaves_the_backward(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_fault_of_ours_leaves_the_backward(monkeypatch, caplog):
+    def fail(*_):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(gradients_in_forward._Factors, "_product", fail)
-    assert rewritten(*LOSSES["weighted rows"]) == 0
+    assert rewritten(*MOVED["weighted rows"]) == 0
     assert "planted" in caplog.text and "stay in the backward" in caplog.text
-
-
-def test_two_sites_of_one_graph() -> None:
-    x = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-
-    def step(*args: Tensor) -> tuple[Tensor]:
-        first, second = ops.attention_kl(*args)[0], ops.attention_kl(*args[::-1])[0]
-        return (first.mean() + 2.0 * second.mean(),)
-
-    graph = aot_export_joint_simple(step, tuple(x), trace_joint=True)
-    detached, tangents = [y.detach() for y in x], [torch.ones((), dtype=torch.float64)]
-    expected = graph(detached, tangents)
-    assert compute_in_forward(graph.graph) == 2
-    graph.recompile()
-    for got, y in zip(graph(detached, tangents)[1], expected[1], strict=True):
-        torch.testing.assert_close(got, y, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -146,24 +109,19 @@ def test_two_sites_of_one_graph() -> None:
         pytest.param(contextlib.nullcontext, id="its code", marks=pytest.mark.slow),
     ],
 )
-def test_through_inductor(code: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_inductor(code, monkeypatch):
     """A padded batch of another dtype: what training on a CPU runs."""
-    moved: list[int] = []
-    original = inductor_passes.compute_in_forward
-
-    def spy(graph: fx.Graph) -> int:
-        moved.append(original(graph))
-        return moved[-1]
-
-    monkeypatch.setattr(inductor_passes, "compute_in_forward", spy)
-    inputs = [torch.randn(2, 2, 21, 8).bfloat16() for _ in range(4)]
-    for x in inputs[:2]:
-        x.requires_grad_()
+    moved = []
+    monkeypatch.setattr(
+        inductor_passes,
+        "compute_in_forward",
+        lambda graph: moved.append(compute_in_forward(graph)) or moved[-1],
+    )
+    inputs = [torch.randn(2, 2, 21, 8).bfloat16().requires_grad_(i < 2) for i in range(4)]
     counts = (torch.arange(21) < torch.tensor([21, 13])[:, None])[:, None]
 
-    def loss(*args: Tensor) -> Tensor:
-        rows = attention_kl(*args, is_causal=True)
-        return (rows * counts).sum() / counts.sum()
+    def loss(*args):
+        return (attention_kl(*args, is_causal=True) * counts).sum() / counts.sum()
 
     expected = torch.autograd.grad(loss(*inputs), inputs[:2])
     torch._dynamo.reset()
@@ -171,25 +129,22 @@ def test_through_inductor(code: Callable[[], Any], monkeypatch: pytest.MonkeyPat
         step = torch.compile(loss, backend="streamkl")
         found = torch.autograd.grad(step(*inputs), inputs[:2])
     assert moved == [1]
-    for got, x in zip(found, expected, strict=True):
-        assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got, x, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.usefixtures("bodies_as_written")
-def test_separate_passes_of_a_compiled_graph_are_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_passes_of_a_compiled_graph_are_query_tiles(monkeypatch):
     """Also where its wrapper calls a site instead of the operator."""
-    called: list[str] = []
+    called = []
     for name in ("forward", "backward"):
         original = getattr(query_tiles, name)
         monkeypatch.setattr(
             query_tiles, name, lambda *args, n=name, f=original: called.append(n) or f(*args)
         )
-    inputs = [torch.randn(2, 2, 21, 8) for _ in range(4)]
-    inputs[0].requires_grad_()
+    inputs = [torch.randn(2, 2, 21, 8, requires_grad=i == 0) for i in range(4)]
     with torch._inductor.config.patch(force_disable_caches=True):
         step = torch.compile(lambda *x: attention_kl(*x).log1p().mean(), backend="streamkl")
-        (found,) = torch.autograd.grad(step(*inputs), inputs[:1])
-    (expected,) = torch.autograd.grad(attention_kl(*inputs).log1p().mean(), inputs[:1])
+        found = torch.autograd.grad(step(*inputs), inputs[:1])
+    expected = torch.autograd.grad(attention_kl(*inputs).log1p().mean(), inputs[:1])
     torch.testing.assert_close(found, expected)
     assert called == ["forward", "backward"]

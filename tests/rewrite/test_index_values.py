@@ -1,45 +1,36 @@
 """Masks of index tensors with odd extents and dtypes, and slices past an end, are eager's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.comparing import compare
 from tests.support.covering import every
+from tests.support.losses import rows_of_kl
 
 N, M = 40, 48
 
 
-def lower(n: int, m: int) -> Tensor:
+def lower(n, m):
     return torch.ones(n, m, dtype=torch.bool).tril(m - n)
 
 
-def column(size: int, **options) -> Tensor:
+def column(size, **options):
     return torch.arange(size, **options)[:, None]
 
 
 # masks by name: of n rows and m keys
-SLICES = {
+MASKS = {
+    "every other row": lambda n, m: torch.arange(2 * n)[::2, None] >= torch.arange(m),
     "rows before the first": lambda n, m: lower(n, m)[-64:],
     "the last rows": lambda n, m: torch.ones(64, m, dtype=torch.bool).tril(m - n)[-n:],
     "keys before the first": lambda n, m: lower(n, m)[:, -100:],
-    "arange before its first": lambda n, m: (
-        torch.arange(n)[-100:, None] + m - n >= torch.arange(m)
-    ),
     "stop after the last": lambda n, m: lower(n, m)[:500, :500],
     "start from the end": lambda n, m: torch.arange(n + 3)[-n:, None] + 5 >= torch.arange(m),
-    "every other row": lambda n, m: torch.arange(2 * n)[::2, None] >= torch.arange(m),
     "negative numbers": lambda n, m: torch.arange(-n, 0)[:, None] + m >= torch.arange(m),
     "symbolic": lambda n, m: torch.arange(m)[m - n :, None] >= torch.arange(m),
-}
-EXTENTS_OF_ONE = {
-    "tril of one row": lambda n, m: torch.ones(1, m, dtype=torch.bool).tril(20),
+    # of extent one
     "triu of one row": lambda n, m: torch.ones(1, m, dtype=torch.bool).triu(3),
     "tril of one column": lambda n, m: torch.ones(n, 1, dtype=torch.bool).tril(-3).logical_not(),
-    "arange(1)": lambda n, m: column(1) + 20 >= torch.arange(m),
     "arange(1) expanded": lambda n, m: (
         (torch.arange(1).expand(n) + 20)[:, None] >= torch.arange(m)
     ),
@@ -50,7 +41,7 @@ EXTENTS_OF_ONE = {
 }
 
 
-def dtype_masks(dtype: torch.dtype) -> dict[str, object]:
+def of_dtype(dtype):
     return {
         "compared": lambda n, m: column(n, dtype=dtype) + 8 >= torch.arange(m, dtype=dtype),
         "difference": lambda n, m: column(n, dtype=dtype) - torch.arange(m, dtype=dtype) >= -8,
@@ -58,110 +49,92 @@ def dtype_masks(dtype: torch.dtype) -> dict[str, object]:
         "scaled": lambda n, m: column(n, dtype=dtype) * 9 >= torch.arange(m, dtype=dtype) * 9,
         "negated": lambda n, m: -column(n, dtype=dtype) <= -torch.arange(m, dtype=dtype),
         "cast": lambda n, m: column(n).to(dtype) + 8 >= torch.arange(m).to(dtype),
-        "summed": lambda n, m: column(n, dtype=dtype) + 200 >= torch.arange(m, dtype=dtype) + 200,
     }
 
 
-def program(mask):
-    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+def inputs(n=N, m=M):
+    return [torch.randn(1, 2, x, 8, requires_grad=i < 2) for i, x in enumerate((n, m, n, m))]
+
+
+def masked_by(mask, given, dynamic=False):
+    def loss(q, k, r, u):
         keep = mask(q.shape[2], k.shape[2])
-        s = (q @ k.mT * 0.3).masked_fill(~keep, -1e30)
-        t = (qt @ kt.mT * 0.3).masked_fill(~keep, -1e30)
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+        products = (x @ y.mT * 0.3 for x, y in ((q, k), (r, u)))
+        return rows_of_kl(*(x.masked_fill(~keep, -1e30) for x in products))
 
-    return loss
-
-
-def inputs(n: int = N, m: int = M) -> list[Tensor]:
-    sizes = (n, m, n, m)
-    return [torch.randn(1, 2, size, 8, requires_grad=i < 2) for i, size in enumerate(sizes)]
+    return compare(loss, given, dynamic=dynamic).check()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", every(2, SLICES))
-def test_slices(name: str, dynamic: bool) -> None:
-    outcome = compare(program(SLICES[name]), inputs(), dynamic=dynamic).check()
-    kind = "row_program" if name == "every other row" else "attention_kl"  # it is no band
-    assert outcome.kinds == {kind}, str(outcome.report)
+@pytest.mark.parametrize("name", every(2, MASKS))
+def test_masks(name, dynamic):
+    outcome = masked_by(MASKS[name], inputs(), dynamic)
+    assert outcome.num_fused == 1, str(outcome.report)
+    assert ("row_program" in outcome.kinds) == (name == "every other row")  # it is no band
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", every(2, EXTENTS_OF_ONE))
-def test_extents_of_one(name: str, dynamic: bool) -> None:
-    compare(program(EXTENTS_OF_ONE[name]), inputs(), dynamic=dynamic).check()
-
-
-@pytest.mark.parametrize("name", every(2, dtype_masks(torch.int64)))
+@pytest.mark.parametrize("name", every(2, of_dtype(torch.int64)))
 @pytest.mark.parametrize(
     ("dtype", "dynamic"),
     [(torch.bfloat16, False), (torch.uint8, False), (torch.int8, True), (torch.bfloat16, True)],
     ids=str,
 )
-def test_dtypes(dtype: torch.dtype, name: str, dynamic: bool) -> None:
-    compare(program(dtype_masks(dtype)[name]), inputs(264, 272), dynamic=dynamic).check()
+def test_dtypes(dtype, name, dynamic):
+    masked_by(of_dtype(dtype)[name], inputs(264, 272), dynamic)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64], ids=str)
-def test_exact_dtypes_are_known(dtype: torch.dtype) -> None:
-    outcome = compare(program(dtype_masks(dtype)["compared"]), inputs()).check()
+def test_exact_dtypes_are_known(dtype):
+    outcome = masked_by(of_dtype(dtype)["compared"], inputs())
     assert "masked" not in outcome.report.sites[0].form
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_scores_from_before_the_first(dynamic: bool) -> None:
-    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+@pytest.mark.parametrize(
+    ("of_s", "of_t", "dynamic"),
+    [
+        (lambda x: x.narrow(2, -16, 16), lambda x: x[:, :, -16:], False),
+        (lambda x: x.narrow(2, -16, 16), lambda x: x[:, :, -16:], True),
+        (lambda x: x[:, :, -100:], lambda x: x[:, :, -50:], False),
+    ],
+)
+def test_scores_sliced_from_before_the_first(of_s, of_t, dynamic):
+    def loss(q, k, r, u):
         keep = lower(q.shape[2], k.shape[2])
-        s = (q @ k.mT).masked_fill(~keep, -1e30).narrow(2, -16, 16)
-        t = (qt @ kt.mT).masked_fill(~keep, -1e30)[:, :, -16:]
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+        s, t = ((x @ y.mT).masked_fill(~keep, -1e30) for x, y in ((q, k), (r, u)))
+        return rows_of_kl(of_s(s), of_t(t))
 
-    compare(loss, inputs(), dynamic=dynamic).check()
+    assert compare(loss, inputs(), dynamic=dynamic).check().num_fused == 1
 
 
-def test_scores_sliced_from_far_before_the_first() -> None:
-    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
-        s, t = (q @ k.mT)[:, :, -100:], (qt @ kt.mT)[:, :, -50:]
-        s, t = s.masked_fill(~lower(N, M), -1e30), t.masked_fill(~lower(N, M), -1e30)
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
-
-    outcome = compare(loss, inputs()).check()
-    assert outcome.num_fused == 1, str(outcome.report)
+ENLARGED = {
+    "where": lambda x, keep: torch.where(keep, x, -1e9),
+    "masked_fill": lambda x, keep: x.masked_fill(~keep, -1e9),
+    "add": lambda x, keep: x + torch.zeros(keep.shape).masked_fill(~keep, -1e30),
+}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("way", ["where", "masked_fill", "add"])
+@pytest.mark.parametrize("way", ENLARGED)
 @pytest.mark.parametrize("kind", ["index", "tensor"])
-def test_a_mask_that_enlarges_the_scores(way: str, kind: str, dynamic: bool) -> None:
+def test_a_mask_that_enlarges_the_scores(way, kind, dynamic):
     """One query row under a mask of many rows: the result is no longer the scores."""
 
-    def masked(x: Tensor, keep: Tensor) -> Tensor:
-        if way == "where":
-            return torch.where(keep, x, -1e9)
-        if way == "masked_fill":
-            return x.masked_fill(~keep, -1e9)
-        return x + torch.zeros(keep.shape).masked_fill(~keep, -1e30)
-
-    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, given: Tensor) -> Tensor:
+    def loss(q, k, r, u, given):
         rows = torch.arange(k.shape[2])
         keep = rows[:, None] >= rows if kind == "index" else given
-        s, t = masked(q @ k.mT, keep), masked(qt @ kt.mT, keep)
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+        return rows_of_kl(ENLARGED[way](q @ k.mT, keep), ENLARGED[way](r @ u.mT, keep))
 
     given = torch.ones(3, 2, 1, M) > 0
     given[1, :, :, M // 2 :] = False
-    q, k, qt, kt = (x[:1] for x in inputs(1, M))
-    leaves = [x.detach().requires_grad_(i < 2) for i, x in enumerate((q, k, qt, kt))]
-    compare(loss, [*leaves, given], dynamic=dynamic).check()
+    compare(loss, [*inputs(1, M), given], dynamic=dynamic).check()
 
 
 @pytest.mark.parametrize(
     ("value", "cast"), [(-1e9, torch.float16), (0.1, torch.bfloat16), (-1e5, torch.float16)]
 )
-def test_values_of_masks_are_rounded(value: float, cast: torch.dtype) -> None:
-    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
-        keep = lower(N, M)
-        added = torch.zeros(N, M).masked_fill(~keep, value).to(cast)
-        s, t = q @ k.mT + added, qt @ kt.mT + added
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
+def test_values_of_masks_are_rounded(value, cast):
+    def loss(q, k, r, u):
+        added = torch.zeros(N, M).masked_fill(~lower(N, M), value).to(cast)
+        return rows_of_kl(q @ k.mT + added, r @ u.mT + added).mean()
 
     compare(loss, inputs()).check()

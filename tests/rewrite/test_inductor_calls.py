@@ -1,16 +1,12 @@
 """A compiled graph calls a site in the place of an operator."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch._inductor.codegen import custom_extern_kernel_codegen as table
 from torch._inductor.utils import run_and_get_code
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.losses import kd
 from torch_streamkl import attention_kl
 from torch_streamkl.attention import query_tiles
 from torch_streamkl.fx_passes import backend, inductor_calls
@@ -20,37 +16,35 @@ SITES = ("CompiledForward(", "CompiledBackward(")
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fresh(monkeypatch):
     """The same blocks in compiled graphs and direct calls: results are the same bits."""
     torch._dynamo.reset()
     monkeypatch.setattr(query_tiles, "limit", lambda _: "are tested in test_query_tiles.py")
 
 
-def rows(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor, **options: Any) -> Tensor:
+def rows(q, k, teacher_q, teacher_k, **options):
     # nothing else: Inductor compiles no kernel of its own
     return attention_kl(q, k, teacher_q, teacher_k, reduction="none", **options)
 
 
-def tensors(seqlen: int = 12) -> list[Tensor]:
+def tensors(seqlen=12):
     generator = torch.Generator().manual_seed(seqlen)
     found = [torch.randn(2, 3, seqlen, 8, generator=generator) for _ in range(4)]
     return [x.requires_grad_(i < 2) for i, x in enumerate(found)]
 
 
-def step(function: Any, inputs: list[Tensor]) -> list[Tensor]:
+def step(function, inputs):
     value = function(*inputs)
     return [value.detach(), *torch.autograd.grad(value, inputs[:2], torch.ones_like(value))]
 
 
-def compiled(dynamic: bool = False) -> Any:
+def compiled(dynamic=False):
     # a graph from the cache would have no code to look at
     options = {"fx_graph_cache": False}
     return torch.compile(rows, backend="streamkl", dynamic=dynamic, options=options)
 
 
-def check_code(
-    function: Any, present: tuple[str, ...], absent: tuple[str, ...], eager: Any = rows
-) -> None:
+def check_code(function, present, absent, eager=rows):
     inputs = tensors()
     with torch._functorch.config.patch(enable_autograd_cache=False):
         found, codes = run_and_get_code(step, function, inputs)
@@ -62,11 +56,11 @@ def check_code(
     torch.testing.assert_close(found, step(eager, inputs))
 
 
-def test_fixed_sizes_are_sites() -> None:
+def test_fixed_sizes_are_sites():
     check_code(compiled(), (*SITES, "4, False)", "4, False, ("), OPERATORS)
 
 
-def test_sizes_that_vary() -> None:
+def test_sizes_that_vary():
     function = compiled(dynamic=True)
     check_code(function, (*SITES, "4, True)", "4, True, ("), OPERATORS)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -75,8 +69,8 @@ def test_sizes_that_vary() -> None:
             torch.testing.assert_close(step(function, inputs), step(rows, inputs))
 
 
-def test_options_that_vary_are_operator_calls() -> None:
-    def windowed(*inputs: Tensor) -> Tensor:
+def test_options_that_vary_are_operator_calls():
+    def windowed(*inputs):
         return rows(*inputs, window=(inputs[0].shape[2] // 2, None))
 
     options = {"fx_graph_cache": False}
@@ -84,7 +78,7 @@ def test_options_that_vary_are_operator_calls() -> None:
     check_code(function, OPERATORS, SITES, windowed)
 
 
-def test_operator_calls_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_calls_without_the_table(monkeypatch):
     assert inductor_calls.install()
     for name in list(table.CUSTOM_EXTERN_KERNEL_CODEGEN):
         if "streamkl" in name:
@@ -92,22 +86,21 @@ def test_operator_calls_without_the_table(monkeypatch: pytest.MonkeyPatch) -> No
     check_code(compiled(), OPERATORS, SITES)
 
 
-def test_an_inductor_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inductor_without_the_table(monkeypatch):
     monkeypatch.delattr(table, "CUSTOM_EXTERN_KERNEL_CODEGEN")
     assert not inductor_calls.install.__wrapped__()
 
 
-def test_the_report_says_that_the_table_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
-        got, wanted = (q @ k.mT).log_softmax(-1), (teacher_q @ teacher_k.mT).softmax(-1)
-        return torch.nn.functional.kl_div(got, wanted, reduction="sum")
+def test_the_report_says_that_the_table_is_missing(monkeypatch):
+    def loss(q, k, teacher_q, teacher_k):
+        return kd(q @ k.mT, teacher_q @ teacher_k.mT)
 
     for has_table in (True, False):
         torch._dynamo.reset()
         monkeypatch.setattr(inductor_calls, "can_install", lambda found=has_table: found)
         reports = []
 
-        def rewritten(gm: torch.fx.GraphModule, _: Any, found: Any = reports) -> Any:
+        def rewritten(gm, _, found=reports):
             found.append(backend.rewrite_and_report(gm, backend.split_options({})[0]))
             return gm.forward
 
@@ -116,7 +109,7 @@ def test_the_report_says_that_the_table_is_missing(monkeypatch: pytest.MonkeyPat
         assert (inductor_calls.WITHOUT_TABLE in reports[0].notes) != has_table
 
 
-def test_autocast_does_not_reach_into_a_site() -> None:
+def test_autocast_does_not_reach_into_a_site():
     function, inputs = compiled(), tensors()
     expected = step(rows, inputs)
     step(function, inputs)
@@ -127,7 +120,7 @@ def test_autocast_does_not_reach_into_a_site() -> None:
     torch.testing.assert_close(step(function, inputs), expected)
 
 
-def test_who_watches_operators_sees_them() -> None:
+def test_who_watches_operators_sees_them():
     function, inputs = compiled(), tensors()
     step(function, inputs)
     with torch.profiler.profile() as profile:

@@ -1,19 +1,16 @@
 """Graphs of C++ launch our kernels: what they compute, and what is written for a GPU."""
 
-from __future__ import annotations
-
+import functools
 import importlib.util
 import re
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.covering import only
 from tests.support.interpreter import inside, outside, quiet
+from tests.support.losses import kd
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes import backend, inductor_kernels
@@ -27,15 +24,11 @@ FEW, LONG = [(1, 4, 3, 8), (1, 2, 24, 8)] * 2, [(1, 1, 8, 8), (1, 1, 160, 8)] * 
 MEAN = [(1, 1, 20, 8)] * 2 + [(1, 2, 20, 8)] * 2
 ONE = {"forward_kernel": 1, "dq_kernel": 2, "dk_kernel": 2}  # both sides learn
 SPLIT = {"state_kernel": 1, "merge_kernel": 1, "dq_kernel": 2, "dk_kernel": 2}
-CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, int]]] = {
+CASES = {
     "plain": (EQUAL, {}, ONE),
     "causal": (GROUPS, {"is_causal": True, "divergence": "js"}, ONE),
     "pack_gqa": (FEW, {}, ONE),
-    "split": (
-        LONG,
-        {"divergence": "js"},
-        SPLIT | {"sums_kernel": 1, "merge_sums_kernel": 1},
-    ),
+    "split": (LONG, {"divergence": "js"}, SPLIT | {"sums_kernel": 1, "merge_sums_kernel": 1}),
     "split_mask": (LONG, {"attn_mask": torch.arange(160).view(1, 1, 1, 160) % 3 > 0}, SPLIT),
     "head_mean": (
         MEAN,
@@ -47,101 +40,80 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, int]]] = {
 QUICK = ("split", "pack_gqa")
 
 
-def results(function: Any, inputs: list[Tensor]) -> list[Tensor]:
-    value = function(*inputs)
-    learning = [x for x in inputs if x.requires_grad]
-    return [value.detach(), *torch.autograd.grad(value.sum(), learning)]
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that graphs launch."""
+    from tests.support.cpp_graphs import launched_by_graphs
+
+    with launched_by_graphs(monkeypatch) as names:
+        yield names
 
 
-def compiled(function: Any) -> Any:
+def counted(launched):
+    return Counter(re.sub(r"streamkl_(\w+kernel).*", r"\1", name) for name in launched)
+
+
+def compiled(function):
     torch._dynamo.reset()
     return torch.compile(function, backend="streamkl", options={"fx_graph_cache": False})
 
 
-def counted(launched: list[str]) -> dict[str, int]:
-    return Counter(re.sub(r"streamkl_(\w+kernel).*", r"\1", name) for name in launched)
+def check(graph, function, shapes, learns=range(4), varies=None):
+    """The value and gradients of a compiled function are those of the reference."""
+    inputs = [torch.randn(shape).requires_grad_(i in learns) for i, shape in enumerate(shapes)]
+    if varies is not None:
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, varies)
+    results = []
+    for call in (graph, lambda *x: function(*x, impl="reference")):
+        value = call(*inputs)
+        gradients = torch.autograd.grad(value.sum(), [x for x in inputs if x.requires_grad])
+        results.append([value.detach(), *gradients])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def rows(*tensors, impl="auto", **options):
+    return attention_kl(*tensors, reduction="none", impl=impl, **options)
 
 
 @inside
 @pytest.mark.parametrize("name", only(QUICK, CASES))
-def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.cpp_graphs import launched_by_graphs
-
+def test_attention(name, launched):
     shapes, options, expected = CASES[name]
-    inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
-
-    def rows(*tensors: Tensor, impl: str = "auto") -> Tensor:
-        return attention_kl(*tensors, reduction="none", impl=impl, **options)
-
-    with launched_by_graphs(monkeypatch) as launched:
-        found = results(compiled(rows), inputs)
-    reference = results(lambda *x: rows(*x, impl="reference"), inputs)
-    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+    function = functools.partial(rows, **options)
+    check(compiled(lambda *x: function(*x)), function, shapes)
     assert counted(launched) == expected
 
 
 @inside
-def test_lengths_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.cpp_graphs import launched_by_graphs
-
-    def rows(*tensors: Tensor, impl: str = "auto") -> Tensor:
-        return attention_kl(*tensors, reduction="none", impl=impl)
-
-    function = compiled(rows)
-    with launched_by_graphs(monkeypatch) as launched:
-        for seqlen, stance in ((20, "default"), (33, "fail_on_recompile")):
-            inputs = [torch.randn(1, 2, seqlen, 8).requires_grad_() for _ in range(4)]
-            for x in inputs:
-                torch._dynamo.mark_dynamic(x, 2)
-            with torch.compiler.set_stance(stance):
-                found = results(function, inputs)
-            reference = results(lambda *x: rows(*x, impl="reference"), inputs)
-            torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+def test_lengths_that_vary(launched):
+    graph = compiled(rows)
+    for seqlen, stance in ((20, "default"), (33, "fail_on_recompile")):
+        with torch.compiler.set_stance(stance):
+            check(graph, rows, [(1, 2, seqlen, 8)] * 4, varies=2)
     assert counted(launched) == {name: 2 * n for name, n in ONE.items()}
 
 
 @inside
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=slow)])
-def test_heads(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.cpp_graphs import launched_by_graphs
-
-    shapes = (20, 8), (30, 8), (20, 16), (30, 16), (30,)
-    inputs = [torch.randn(shape).requires_grad_(i in (0, 1, 4)) for i, shape in enumerate(shapes)]
-
-    def rows(*x: Tensor, impl: str = "auto") -> Tensor:
+def test_heads(reduction, launched):
+    def loss(*x, impl="auto"):
         return linear_kl(*x[:4], student_bias=x[4], reduction=reduction, impl=impl)
 
-    with launched_by_graphs(monkeypatch) as launched:
-        found = results(compiled(rows), inputs)
-    reference = results(lambda *x: rows(*x, impl="reference"), inputs)
-    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+    check(compiled(loss), loss, ((20, 8), (30, 8), (20, 16), (30, 16), (30,)), (0, 1, 4))
     assert counted(launched) == {"row_kernel": 1 if reduction == "mean" else 2}
 
 
 @inside
-def test_a_call_that_cannot_be_traced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from tests.support.cpp_graphs import launched_by_graphs
-
-    inputs = [torch.randn(1, 2, 20, 8).requires_grad_() for _ in range(4)]
-    for x in inputs:
-        torch._dynamo.mark_dynamic(x, 3)
-
-    def rows(*tensors: Tensor, impl: str = "auto") -> Tensor:
-        return attention_kl(*tensors, reduction="none", impl=impl)
-
-    with launched_by_graphs(monkeypatch) as launched:
-        found = results(compiled(rows), inputs)
-    reference = results(lambda *x: rows(*x, impl="reference"), inputs)
-    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+def test_a_call_that_cannot_be_traced(launched, caplog):
+    check(compiled(rows), rows, [(1, 2, 20, 8)] * 4, varies=3)
     assert not launched
     assert "the number of heads or their width varies" in caplog.text
 
 
 @outside
 @pytest.mark.parametrize("moved", ["UserDefinedTritonKernel", "MutationOutput"])
-def test_an_inductor_that_moved_its_parts(moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inductor_that_moved_its_parts(moved, monkeypatch):
     from torch._inductor import ir
 
     monkeypatch.delattr(ir, moved)
@@ -150,18 +122,17 @@ def test_an_inductor_that_moved_its_parts(moved: str, monkeypatch: pytest.Monkey
 
 @outside
 @pytest.mark.parametrize("launches", [True, False])
-def test_the_report_says_it(launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_says_it(launches, monkeypatch):
     monkeypatch.setattr(inductor_kernels, "install", lambda: launches)
 
-    def loss(q: Tensor, k: Tensor, teacher_q: Tensor, teacher_k: Tensor) -> Tensor:
-        got, wanted = (q @ k.mT).log_softmax(-1), (teacher_q @ teacher_k.mT).softmax(-1)
-        return torch.nn.functional.kl_div(got, wanted, reduction="sum")
+    def loss(q, k, teacher_q, teacher_k):
+        return kd(q @ k.mT, teacher_q @ teacher_k.mT)
 
-    def notes(cpp_wrapper: bool) -> list[str]:
+    def notes(cpp_wrapper):
         torch._dynamo.reset()
-        found: list[str] = []
+        found = []
 
-        def rewritten(gm: torch.fx.GraphModule, _: Any) -> Any:
+        def rewritten(gm, _):
             options = backend.split_options({})[0]
             found.extend(backend.rewrite_and_report(gm, options, cpp_wrapper).notes)
             return gm.forward
@@ -175,7 +146,7 @@ def test_the_report_says_it(launches: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 # --------------------------------------------------------------------------------- for a GPU
 @outside
-def test_written_as_cpp() -> None:
+def test_written_as_cpp():
     """Without a GPU: neither compiled nor run."""
     from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
 
@@ -187,7 +158,7 @@ def test_written_as_cpp() -> None:
         WITHOUT_AUTOGRAD[x] for x in (ops.attention_kl, ops.attention_kl_backward)
     )
 
-    def step(q: Tensor, k: Tensor, tq: Tensor, tk: Tensor) -> Any:
+    def step(q, k, tq, tk):
         options = {"functional": KL, "student_scale": 0.125, "teacher_scale": 0.125}
         value, *statistics = forward(q, k, tq, tk, **options)
         wanted = [True, True, False, False]
@@ -205,7 +176,7 @@ def test_written_as_cpp() -> None:
 
 
 @outside
-def test_an_entry_compiles_to_what_the_kernel_does(tmp_path: Path) -> None:
+def test_an_entry_compiles_to_what_the_kernel_does(tmp_path):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from bench.offline import Launch, compile_launch, looks_like

@@ -3,50 +3,43 @@
 What reads the cross-entropy has to move after the KL, and may only where it computes the same.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.comparing import compare
+from tests.support.losses import rows_of_kl
 from tests.support.subgraphs import inductor_without_code
 
 ROWS, WIDTH, TEACHER, VOCAB = 7, 12, 20, 50
 
 
-def inputs() -> list[Tensor]:
-    make = torch.Generator().manual_seed(0)
+def inputs():
     shapes = ((2, ROWS, WIDTH), (VOCAB, WIDTH), (2, ROWS, TEACHER), (VOCAB, TEACHER))
-    tensors = [torch.randn(*s, generator=make) for s in shapes]
-    labels = torch.randint(0, VOCAB, (2, ROWS), generator=make)
+    tensors = [torch.randn(*s, requires_grad=i < 2) for i, s in enumerate(shapes)]
+    labels = torch.randint(0, VOCAB, (2, ROWS))
     labels[:, :2] = -100
-    return [tensors[0].requires_grad_(), tensors[1].requires_grad_(), *tensors[2:], labels]
+    return [*tensors, labels]
 
 
-def of_labels(s: Tensor, labels: Tensor, **options: Any) -> Tensor:
+def of_labels(s, labels, **options):
     return F.cross_entropy(s.float().view(-1, VOCAB), labels.view(-1), **options)
 
 
-def kl(s: Tensor, xt: Tensor, wt: Tensor) -> Tensor:
-    t = F.linear(xt, wt)
-    rows = F.kl_div((s / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="none").sum(-1)
-    return 4 * rows.mean()
+def kl(s, xt, wt):
+    return 4 * rows_of_kl(s / 2, F.linear(xt, wt) / 2).mean()
 
 
-def arithmetic_under_autocast(x, w, xt, wt, labels):  # type: ignore[no-untyped-def]
+def arithmetic_under_autocast(x, w, xt, wt, labels):
     with torch.autocast("cpu", torch.bfloat16):
         s = F.linear(x, w)
         hard = of_labels(s, labels) / 2.0
     return 0.5 * hard + kl(s.float(), xt, wt)
 
 
-def matmul_under_autocast(x, w, xt, wt, labels):  # type: ignore[no-untyped-def]
+def matmul_under_autocast(x, w, xt, wt, labels):
     """Rounded to bfloat16 where it is, and not after the KL."""
     with torch.autocast("cpu", torch.bfloat16):
         s = F.linear(x, w)
@@ -55,8 +48,8 @@ def matmul_under_autocast(x, w, xt, wt, labels):  # type: ignore[no-untyped-def]
     return hard.float() + kl(s.float(), xt, wt)
 
 
-def metric_without_gradient(x, w, xt, wt, labels):  # type: ignore[no-untyped-def]
-    """Behind the KL the metric would have a gradient."""
+def metric_without_gradient(x, w, xt, wt, labels):
+    """After the KL the metric would have a gradient."""
     s = F.linear(x, w)
     hard = of_labels(s, labels)
     with torch.no_grad():
@@ -64,14 +57,12 @@ def metric_without_gradient(x, w, xt, wt, labels):  # type: ignore[no-untyped-de
     return hard + metric + kl(s, xt, wt)
 
 
-def teacher_under_autocast(x, w, xt, wt, labels):  # type: ignore[no-untyped-def]
+def teacher_under_autocast(x, w, xt, wt, labels):
     """The cross-entropy outside, and the KL inside."""
     s = F.linear(x, w)
     hard = of_labels(s, labels) * 0.5
     with torch.autocast("cpu", torch.bfloat16):
-        t = F.linear(xt, wt)
-        rows = F.kl_div((s / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="none").sum(-1)
-        return hard + rows.mean()
+        return hard + kl(s, xt, wt)
 
 
 CASES = {
@@ -80,24 +71,16 @@ CASES = {
     matmul_under_autocast: False,
     metric_without_gradient: False,
 }
-
-
-slow = pytest.mark.slow
 # what moves decides before any compiler
-INNER: dict[str, tuple[str, Callable[[], Any]]] = {
-    "aot_eager": ("aot_eager", contextlib.nullcontext),
-    "inductor": ("inductor", inductor_without_code),
-    "its code": ("inductor", contextlib.nullcontext),
-}
+WITHOUT_CODE = ("inductor", inductor_without_code)
+WITH_CODE = pytest.param("inductor", contextlib.nullcontext, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("program", CASES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor", pytest.param("its code", marks=slow)])
-def test_shared_where_the_rest_computes_the_same(program: Any, inner: str) -> None:
-    name, code = INNER[inner]
+@pytest.mark.parametrize(("inner", "code"), [WITHOUT_CODE, WITH_CODE])
+def test_shared_where_the_rest_computes_the_same(program, inner, code):
     with code():
-        outcome = compare(program, inputs(), inner=name)
-    outcome.check()
+        outcome = compare(program, inputs(), inner=inner).check()
     assert outcome.num_fused == 1, str(outcome.report)
     shares = outcome.report.num_remaining == 0
     assert shares == CASES[program], str(outcome.report)

@@ -1,20 +1,13 @@
 """Programs with many operations: no limit is silent, and no analysis is exponential in them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support.comparing import compare
 from torch_streamkl import explain
-from torch_streamkl.fx_passes.backend import collected
-
-Loss = Callable[[Tensor, Tensor, int], Tensor]
 
 
-def bisected_entmax(s: Tensor, t: Tensor, steps: int) -> Tensor:
+def bisected_entmax(s, t, steps):
     """Per-row values, each of which the next step reads several times."""
     with torch.no_grad():
         high = s.amax(-1, keepdim=True)
@@ -27,7 +20,7 @@ def bisected_entmax(s: Tensor, t: Tensor, steps: int) -> Tensor:
     return (p / p.sum(-1, keepdim=True) - t.softmax(-1)).square().sum(-1).mean()
 
 
-def mixed_probabilities(s: Tensor, t: Tensor, steps: int) -> Tensor:
+def mixed_probabilities(s, t, steps):
     p, q = s.softmax(-1), t.softmax(-1)
     for _ in range(steps):
         m = (p + q) / 2
@@ -35,15 +28,7 @@ def mixed_probabilities(s: Tensor, t: Tensor, steps: int) -> Tensor:
     return (p * (p.log() - q.log())).sum(-1).mean()
 
 
-def mixed_logarithms(s: Tensor, t: Tensor, steps: int) -> Tensor:
-    p, q = s.log_softmax(-1), t.log_softmax(-1)
-    for _ in range(steps):
-        m = (p + q) / 2
-        p, q = 0.9 * p + 0.1 * m, 0.9 * q + 0.1 * m
-    return (t.softmax(-1) * (p - q)).sum(-1).mean()
-
-
-def after_the_sum(s: Tensor, t: Tensor, steps: int) -> Tensor:
+def after_the_sum(s, t, steps):
     low = (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
     high = low + 1
     for _ in range(steps):
@@ -52,50 +37,37 @@ def after_the_sum(s: Tensor, t: Tensor, steps: int) -> Tensor:
     return (low + high).tanh().mean()
 
 
-def chain(s: Tensor, t: Tensor, steps: int) -> Tensor:
+def chain(s, t, steps):
     """Deep: every operation reads the one before it."""
     for _ in range(steps):
         s = torch.relu(s) + 0.001
     return (t.softmax(-1) * s).sum(-1).mean()
 
 
-def fuses(loss: Loss, steps: int) -> None:
-    torch._dynamo.reset()
-    x = [torch.randn(1, 2, 6, 4, requires_grad=i < 2) for i in range(4)]
+def step_of(loss, steps):
+    return lambda q, k, qt, kt: loss(q @ k.mT, qt @ kt.mT, steps)
 
-    def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
-        return loss(q @ k.mT, qt @ kt.mT, steps)
 
-    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0}
-    with collected() as report:
-        got = torch.compile(step, backend="streamkl", options=options)(*x)
-    assert report.num_fused == len(report.sites) == 1, report
-    want = step(*x)
-    torch.testing.assert_close(got, want)
-    grads = (torch.autograd.grad(y, x[:2]) for y in (got, want))
-    torch.testing.assert_close(*grads)
+def inputs():
+    return [torch.randn(1, 2, 6, 4, requires_grad=i < 2) for i in range(4)]
 
 
 @pytest.mark.parametrize(
-    "loss", [bisected_entmax, mixed_probabilities, mixed_logarithms, after_the_sum]
+    ("loss", "steps"),
+    [
+        pytest.param(bisected_entmax, 50, marks=pytest.mark.slow),  # as long as the next, and more
+        (mixed_probabilities, 50),
+        (after_the_sum, 50),
+        pytest.param(chain, 500, marks=pytest.mark.slow),
+    ],
 )
-def test_fifty_steps_of_a_bisection(loss: Loss) -> None:
-    fuses(loss, 50)
+def test_many_steps_fuse(loss, steps):
+    report = compare(step_of(loss, steps), inputs()).check().report
+    assert report.num_fused == len(report.sites) == 1, report
 
 
 @pytest.mark.slow
-def test_a_thousand_operations() -> None:
-    fuses(chain, 500)
-
-
-@pytest.mark.slow
-def test_a_limit_is_said() -> None:
-    torch._dynamo.reset()
-    x = [torch.randn(1, 2, 6, 4, requires_grad=i < 2) for i in range(4)]
-
-    def step(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
-        return chain(q @ k.mT, qt @ kt.mT, 2100)
-
-    report = explain(step, *x, options={"streamkl.min_mib": 0})
+def test_a_limit_is_said():
+    report = explain(step_of(chain, 2100), *inputs())
     assert report.num_fused == 0
     assert "an expression that is too large to be analysed" in report.details()

@@ -4,8 +4,6 @@ The promises stand in support/of_2026: ``python -m tests.support.of_2026.table``
 becomes of each.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -46,7 +44,7 @@ CHOSEN = {"norm_of_maps": ATTENTION}
 OF_ROWS = [n for n, loss in LOSSES.items() if loss.by == (ROW,) and n not in OF_SUMS]
 
 
-def test_there_are_forty_that_are_no_findings() -> None:
+def test_there_are_forty_that_are_no_findings():
     assert sum(not loss.is_of_findings for loss in LOSSES.values()) >= 40
     whole = sum(loss.is_whole for loss in LOSSES.values())
     assert whole >= 0.85 * len(LOSSES)
@@ -54,7 +52,7 @@ def test_there_are_forty_that_are_no_findings() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", only(QUICK, LOSSES))
-def test_are_read(name: str) -> None:
+def test_are_read(name):
     loss = LOSSES[name]
     outcome = examine(loss.fn, loss.inputs())
     assert outcome.is_right, (outcome.value, outcome.gradient)
@@ -64,7 +62,7 @@ def test_are_read(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", only(QUICK, LOSSES))
-def test_are_matched(name: str) -> None:
+def test_are_matched(name):
     loss = LOSSES[name]
     found = matches_of(Case(name, loss.fn, loss.inputs()))
     assert found.is_right, found.errors
@@ -76,7 +74,7 @@ def test_are_matched(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", only(QUICK_ROWS, OF_ROWS))
-def test_are_row_programs(name: str) -> None:
+def test_are_row_programs(name):
     loss = LOSSES[name]
     made = made_of(Case(name, loss.fn, loss.inputs()))
     assert not made.wrong
@@ -85,7 +83,7 @@ def test_are_row_programs(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", only(QUICK_COMPILED, LOSSES))
-def test_compiled_results_are_eagers(name: str) -> None:
+def test_compiled_results_are_eagers(name):
     """None is wrong, and none is silent: what stays has a reason; whole losses leave nothing."""
     loss = LOSSES[name]
     with torch._dynamo.config.patch(CAPTURE):

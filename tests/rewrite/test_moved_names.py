@@ -4,21 +4,15 @@ What the rewrite cannot do without is an ImportError before anything is compiled
 (test_torch_names.py). What it can do without is left out, and the report says what that costs.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import torch_streamkl
-from tests.support.covering import only
+from tests.support.losses import kd
 from tests.support.subgraphs import inductor_without_code
 from torch_streamkl.fx_passes import (
     backend,
@@ -29,10 +23,9 @@ from torch_streamkl.fx_passes import (
 )
 from torch_streamkl.fx_passes.fx_utils import torch_names
 
-# the name, and what the report says without it
-MOVED = {
+# what the report says without a name, and names whose absence costs nothing
+COSTLY = {
     "torch._inductor.lowering.lowerings": inductor_double_backward.WITHOUT_LOWERINGS,
-    "torch._inductor.lowering.fallback_handler": "",
     "torch._inductor.pattern_matcher.stable_topological_sort": gradients_in_forward.WITHOUT_SORT,
     "torch._inductor.codegen.custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN": (
         inductor_calls.WITHOUT_TABLE
@@ -42,22 +35,25 @@ MOVED = {
     ),
     "torch._inductor.codegen.wrapper.ExternKernelAllocLine": inductor_calls.WITHOUT_TABLE,
     "torch._inductor.virtualized.V": inductor_calls.WITHOUT_TABLE,
-    "torch._inductor.ir.UserDefinedTritonKernel": "",
-    "torch._inductor.kernel.mm.aten_mm": "",
-    "torch._inductor.cudagraph_trees.reset_cudagraph_trees": "",
-    "torch._inductor.runtime.cache_dir_utils.cache_dir": "",
-    "torch._dynamo.exc.TensorifyScalarRestartAnalysis": "",
-    "torch._dynamo.callback.callback_handler": "",
-    "torch._dynamo.backends.distributed.DDPOptimizer": "",
-    "torch._dynamo.compiled_autograd._disable": "",
-    "torch._dynamo.eval_frame.OptimizedModule": "",
-    "torch._C._get_fp32_precision_getter": "",
-    "torch._TorchCompileInductorWrapper": "",
-    "torch._inductor.list_mode_options": "",
-    "torch._inductor.compile_fx.get_cpp_wrapper_config": "",
-    "torch.nn.attention.flex_attention.BlockMask": "",
-    "torch._higher_order_ops.flex_attention.flex_attention": "",
 }
+FREE = [
+    "torch._inductor.lowering.fallback_handler",
+    "torch._inductor.ir.UserDefinedTritonKernel",
+    "torch._inductor.kernel.mm.aten_mm",
+    "torch._inductor.cudagraph_trees.reset_cudagraph_trees",
+    "torch._inductor.runtime.cache_dir_utils.cache_dir",
+    "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
+    "torch._dynamo.callback.callback_handler",
+    "torch._dynamo.backends.distributed.DDPOptimizer",
+    "torch._dynamo.compiled_autograd._disable",
+    "torch._dynamo.eval_frame.OptimizedModule",
+    "torch._C._get_fp32_precision_getter",
+    "torch._TorchCompileInductorWrapper",
+    "torch._inductor.list_mode_options",
+    "torch._inductor.compile_fx.get_cpp_wrapper_config",
+    "torch.nn.attention.flex_attention.BlockMask",
+    "torch._higher_order_ops.flex_attention.flex_attention",
+]
 NEEDED_BY_TORCH = {
     "torch._inductor.lowering.lowerings", "torch._dynamo.compiled_autograd._disable",
     "torch._C._get_fp32_precision_getter", "torch._TorchCompileInductorWrapper",
@@ -65,21 +61,19 @@ NEEDED_BY_TORCH = {
 INSTALLED = (inductor_double_backward.install, inductor_calls.install, inductor_kernels.install)
 
 
-def fused(s: Tensor, w: Tensor, t: Tensor) -> Tensor:
+def fused(s, w, t):
     q, k = s @ w, t @ w
-    rows = F.kl_div((q @ q.mT).log_softmax(-1), (k @ k.mT).softmax(-1), reduction="batchmean")
-    tokens = F.kl_div(q.log_softmax(-1), k.softmax(-1), reduction="sum")
-    return rows + tokens
+    return kd(q @ q.mT, k @ k.mT) + kd(q, k)
 
 
-def unfused(s: Tensor, w: Tensor, t: Tensor) -> Tensor:
+def unfused(s, w, t):
     return (torch.tanh(s @ w) - t).pow(2).mean()
 
 
-def _hide(hidden: Sequence[tuple[object, str]], patch: pytest.MonkeyPatch) -> None:
+def _hide(hidden, patch):
     """Attributes of owners, from our modules only."""
 
-    def found(x: Any, name: str, *default: Any) -> Any:
+    def found(x, name, *default):
         if not any(x is owner and name == attribute for owner, attribute in hidden):
             return getattr(x, name, *default)
         if default:
@@ -91,7 +85,7 @@ def _hide(hidden: Sequence[tuple[object, str]], patch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def _as_in_a_new_process() -> Iterator[None]:
+def _as_in_a_new_process():
     torch._dynamo.reset()
     for install in INSTALLED:
         install.cache_clear()
@@ -101,7 +95,7 @@ def _as_in_a_new_process() -> Iterator[None]:
         install.cache_clear()
 
 
-def go_on(names: Sequence[str], fn: Callable[..., Tensor], backend_name: str) -> None:
+def go_on(names, fn, backend_name):
     """A program compiles where names are missing, and the report says what that costs."""
     x = [torch.randn(6, 8).requires_grad_(), torch.randn(8, 8).requires_grad_(), torch.randn(6, 8)]
     want = fn(*x)
@@ -123,38 +117,38 @@ def go_on(names: Sequence[str], fn: Callable[..., Tensor], backend_name: str) ->
     assert report.num_fused == 2 * (fn is fused), report
     assert not report.failures, report
     if fn is fused:
-        assert {MOVED[name] for name in names} - {""} <= set(report.notes)
+        assert {COSTLY[name] for name in names if name in COSTLY} <= set(report.notes)
 
 
-def short(name: str) -> str:
+def short(name):
     return name.rpartition(".")[2]
 
 
-# `make test` hides at once all names whose absence costs nothing; each alone is slow
-@pytest.mark.usefixtures("_as_in_a_new_process")
-@pytest.mark.parametrize("name", only([x for x, note in MOVED.items() if note], MOVED), ids=short)
-def test_compilations_go_on(name: str) -> None:
-    go_on([name], fused, "streamkl")
+# `make test` hides these at once; each alone is slow
+EACH = [pytest.param([x], id=f"{short(x)} alone", marks=pytest.mark.slow) for x in FREE]
 
 
 @pytest.mark.usefixtures("_as_in_a_new_process")
-def test_compilations_go_on_without_all_of_them() -> None:
-    go_on([name for name, note in MOVED.items() if not note], fused, "streamkl")
+@pytest.mark.parametrize(
+    "names", [FREE, *([x] for x in COSTLY), *EACH], ids=lambda names: short(names[0])
+)
+def test_compilations_go_on(names):
+    go_on(names, fused, "streamkl")
 
 
 @pytest.mark.usefixtures("_as_in_a_new_process")
-@pytest.mark.parametrize("name", MOVED, ids=short)
+@pytest.mark.parametrize("names", [FREE, [*COSTLY], *EACH], ids=lambda names: short(names[0]))
 @pytest.mark.parametrize(
     ("fn", "backend_name"),
     [(unfused, "inductor"), (fused, "inductor"), (unfused, "streamkl")],
     ids=["others", "by enable", "others by the backend"],
 )
-def test_other_compilations_go_on(name: str, fn: Callable[..., Tensor], backend_name: str) -> None:
-    go_on([name], fn, backend_name)
+def test_other_compilations_go_on(names, fn, backend_name):
+    go_on(names, fn, backend_name)
 
 
 @pytest.mark.usefixtures("_as_in_a_new_process")
-def test_graphs_of_others_get_no_hooks() -> None:
+def test_graphs_of_others_get_no_hooks():
     x = [torch.randn(8, 8).requires_grad_() for _ in range(3)]
     with torch_streamkl.enable():
         torch.compile(unfused)(*x)
@@ -163,7 +157,7 @@ def test_graphs_of_others_get_no_hooks() -> None:
     assert inductor_double_backward.install.cache_info().currsize == 1
 
 
-def test_an_import_changes_nothing_of_torch() -> None:
+def test_an_import_changes_nothing_of_torch():
     program = """
 import torch, torch._inductor.compile_fx
 from torch._dynamo.backends.distributed import DDPOptimizer

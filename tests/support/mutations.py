@@ -1107,13 +1107,13 @@ FAULTS = (
         "fx_passes/reporting/savings.py",
         "found[i].num_bytes += share + (rest if i == owners[0] else 0)",
         "found[i].num_bytes += num_bytes(node)",
-        "report/test_report_names.py -k what_it_saves",
+        "report/test_memory.py -k what_it_saves",
     ),
     Fault(
         "fx_passes/reporting/comparisons.py",
         "skipped = [site for site in sites if site.skipped]",
         "skipped = [site for site in sites if False]",
-        "report/test_report_operations.py -k accepts_what_is_skipped",
+        "report/test_strict.py -k accepts_what_is_skipped",
     ),
     Fault(
         "fx_passes/reporting/formats.py",

@@ -13,12 +13,14 @@ Program = Callable[..., Any]
 def given(inputs: str, made: Mapping[str, Program] | None = None) -> Callable[[Program], Program]:
     """A decorator that makes a function of some inputs one of all of them.
 
-    ``made`` has functions of inputs, and the names of the tensors that they return: those of
-    scores for example, which programs then begin with.
+    Parameters that are keywords alone are no inputs. ``made`` has functions of inputs, and the
+    names of the tensors that they return: those of scores for example, which programs then begin
+    with.
     """
 
     def decorate(fn: Program) -> Program:
-        wanted = list(inspect.signature(fn).parameters)
+        parameters = inspect.signature(fn).parameters
+        wanted = [n for n, x in parameters.items() if x.kind is not x.KEYWORD_ONLY]
         names, needed = inputs.split(), []
         for results, make in (made or {}).items():
             if set(results.split()) & set(wanted):

@@ -15,15 +15,9 @@ LISTED = {
     "an AOTInductor package compiles C++ for most of a minute; test_cpp_wrapper has the calls": [
         "rewrite/test_exported.py::test_loss_of_naive_code[cpu]",
     ],
-    "Inductor compiles C++ twice; one_mask_twice meets the same error of Inductor": [
-        "rewrite/test_enable.py::test_what_compiles_without_it_compiles_with_it[a_condition_twice]",
-    ],
     "Inductor compiles C++ for autocast; the row of inductor_options has the calls": [
         "operators/test_attention_operator.py"
         "::test_compiled_graphs_call_operators_without_autograd[None-False-True]",
-    ],
-    "bisections of fifty steps; mixed_probabilities is as long, in a quarter of the time": [
-        "rewrite/test_long_programs.py::test_fifty_steps_of_a_bisection[bisected_entmax]",
     ],
     "interpreted for ten seconds; the rows of a vocabulary record as many launches": [
         "kernels/test_replayed_launches.py::test_same_bits[rows-indexer]",

@@ -1,0 +1,348 @@
+"""What a report says of a loss: what blocks it and where, its form and roles, and warnings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+import torch_streamkl
+from tests.support.losses import kd
+from tests.support.user_losses import USER_LOSSES
+
+OPTIONS = {"streamkl.inner": "eager"}
+Loss = Callable[..., Any]
+Shape = tuple[int, ...]
+
+
+def explained(fn, *inputs):
+    torch._dynamo.reset()
+    inputs = inputs or tuple(USER_LOSSES["cosine"].inputs())
+    return torch_streamkl.explain(fn, *inputs, options=OPTIONS)
+
+
+@dataclass
+class Said:
+    """Texts that the report of a loss has, and those that it has not.
+
+    Its inputs are those of a user's loss, or of these shapes, of which the first two are trained.
+    """
+
+    loss: Loss
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+    usual: str = "cosine"
+
+    def inputs(self):
+        if not self.shapes:
+            return USER_LOSSES[self.usual].inputs()
+        return [torch.randn(shape, requires_grad=i < 2) for i, shape in enumerate(self.shapes)]
+
+
+def user(name, *has):
+    return Said(USER_LOSSES[name].fn, has, usual=name)
+
+
+# ------------------------------------------------------------------------------ what blocks
+def drawn_and_scattered(h, w, g, v):
+    p = F.gumbel_softmax(g @ v.T, hard=True)
+    return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
+
+
+def with_tanh(h, w, g, v):
+    return kd((h @ w.T).tanh() * (h @ w.T).atan(), g @ v.T)
+
+
+def with_logaddexp(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    return (t.exp() * (t - torch.logaddexp(s, t))).cumsum(-1).mean()
+
+
+def times_zero(h, w, g, v):
+    s = h @ w.T
+    s = s * 0  # here
+    return kd(s, g @ v.T)
+
+
+def a_product_of_all_rows(h, w, g, v):
+    p, q = (g @ v.T).softmax(-1), (h @ w.T).log_softmax(-1)
+    return -(p @ q.T).diagonal().mean()
+
+
+def applied_to_a_stack(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    m = torch.logsumexp(torch.stack([s, t]) + math.log(0.5), dim=0)
+    return F.kl_div(m, t, reduction="batchmean", log_target=True)
+
+
+def rows_after_a_graph_break(h, w, g, v):
+    rows = F.kl_div((h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1), reduction="none")
+    keep = torch.arange(48) % 3 > 0
+    return rows[keep].sum() / keep.sum()  # here
+
+
+def sorted_in_a_checkpoint(h, w, g, v):
+    def loss(a, b):
+        p, q = (x.softmax(-1).sort(-1).values for x in (a @ w.T, b @ v.T))
+        return (p - q).abs().sum(-1).mean()
+
+    return checkpoint(loss, h, g, use_reentrant=False)
+
+
+def overwritten(q, k, r, u):
+    a, b = q @ k.mT, r @ u.mT
+    a[a < 0] = 0
+    b[b < 0] = 0
+    return (a.sort(-1).values - b.sort(-1).values).square().mean()
+
+
+def a_slice_with_a_step(q, k, r, u):
+    s, t = q @ k.mT, r @ u.mT
+    s[..., ::2] = -1e4  # here
+    return kd(s, t)
+
+
+def hook_on_probabilities(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1)
+    s.register_hook(lambda grad: grad.clamp(-1, 1))
+    return F.kl_div(s, (g @ v.T).softmax(-1), reduction="batchmean")
+
+
+def labels_and_a_transpose(h, w, g, v):
+    s = h @ w.T
+    return F.cross_entropy(s, torch.ones(len(h)).long()) + s.T.sort(-1).values.mean()
+
+
+# ----------------------------------------------------- losses, their sides and their inputs
+def of_logits(loss):
+    return lambda h, w, g, v: loss(h @ w.mT, g @ v.mT)
+
+
+def in_a_checkpoint(h, w, g, v):
+    return checkpoint(lambda a, b: kd(a @ w.T, b @ v.T), h, g, use_reentrant=False)
+
+
+def js_of_float32_numbers(s, t):
+    """As TRL: beta is a tensor, and its logarithms are rounded."""
+    s, t, beta = s.log_softmax(-1), t.log_softmax(-1), torch.tensor(0.1)
+    m = torch.logsumexp(torch.stack([s + torch.log1p(-beta), t + torch.log(beta)]), dim=0)
+    of_t, of_s = (F.kl_div(m, x, reduction="none", log_target=True) for x in (t, s))
+    return (beta * of_t + (1 - beta) * of_s).sum(-1).mean()
+
+
+def skewed(h, w, g, v, alpha=0.1):
+    p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
+    return (p * (p.log() - (alpha * p + (1 - alpha) * q).log())).sum(-1).mean()
+
+
+MASK = torch.arange(9) % 3 == 0
+
+
+def a_masked_vocabulary(s, t):
+    return kd(s.masked_fill(MASK, -torch.inf), t.masked_fill(MASK, -torch.inf))
+
+
+def a_sliced_vocabulary(s, t):
+    s[..., 7:] = -torch.inf
+    t[..., 7:] = -torch.inf
+    return kd(s, t)
+
+
+def causal(s, t):
+    keep = torch.ones(5, 9, dtype=torch.bool).tril()
+    return kd(s.masked_fill(~keep, -torch.inf), t.masked_fill(~keep, -torch.inf))
+
+
+def mean_of_teachers(s, t):
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1).mean(0), reduction="batchmean")
+
+
+def mean_of_students(s, t):
+    s, t = s.softmax(-1).mean(0), t.softmax(-1)
+    return (t * (t.log() - s.log())).sum(-1).mean()
+
+
+def means(s, t):
+    return (t.softmax(-1).mean(-3) - s.softmax(-1).mean(-3)).abs().sum(-1).mean()
+
+
+HEADS = (5, 4), (9, 4), (5, 3), (9, 3)
+MAPS = (2, 3, 5, 4), (2, 3, 9, 4), (2, 3, 5, 4), (2, 3, 9, 4)
+AVERAGED = "forward_kl, {} averaged over a leading dimension"
+SAID = {
+    # parts of an operation are not named, nor is one that fuses elsewhere
+    "draws and scatters": Said(
+        drawn_and_scattered, ("gumbel_softmax is applied to scores",), ("scatter", "exponential")
+    ),
+    "tanh and atan": Said(with_tanh, ("not fused", "  atan is applied to"), ("tanh is",)),
+    "logaddexp and cumsum": Said(with_logaddexp, ("  cumsum is applied to",), ("logaddexp is",)),
+    "times 0": Said(
+        times_zero, ("  scores multiplied by 0", "s = s * 0  # here", "torch.tensor(0.0)")
+    ),
+    "an einsum of rows": Said(
+        of_logits(lambda s, t: 1 - torch.einsum("tv,tv->t", t.softmax(-1), s.softmax(-1)).mean()),
+        ("1 of 1 loss fused", "sum of P*S"),
+    ),
+    "a product of all rows": Said(
+        a_product_of_all_rows,
+        ("the sum over the keys is written as a matrix product",), ("no other distribution",),
+    ),
+    "a stack": Said(applied_to_a_stack, ("loss",), ("no matrix product", "not made")),
+    "a graph break that ends a divergence": Said(
+        rows_after_a_graph_break,
+        ("leaves the graph before it is summed over the keys: a graph break at",
+         "rows[keep].sum() / keep.sum()  # here", "torch_streamkl.enable()"),
+    ),
+    "a sort in a checkpoint": Said(
+        sorted_in_a_checkpoint,
+        ("feeds sort at", "which needs whole rows"), ("returned by the compiled function",),
+    ),
+    "a write to scores that are sorted": Said(
+        overwritten, ("is overwritten in place at", "masked_fill instead of masked_fill_"),
+        ("another tensor",), usual="gram",
+    ),
+    "a slice with a step": Said(
+        a_slice_with_a_step, ("s[..., ::2] = -1e4  # here",), usual="gram"
+    ),
+    "a hook on probabilities": Said(
+        hook_on_probabilities,
+        ("comes from register_hook at", "register the hook on the hidden states"),
+    ),
+    "an attribute": Said(labels_and_a_transpose, ("T",), ("getattr",)),
+    "a custom function": user("custom_function", "it is in a custom autograd.Function"),
+    "a checkpoint": user("checkpointed_loss", "it is an input of the checkpoint that the loss is"),
+    "item()": user(
+        "item_between", "lies between: scale = 1.0 if s.detach().amax().item() < 0 else 2.0"
+    ),
+    "labels alone": user(
+        "cross_entropy_alone", "no distillation loss recognized",
+        "cross-entropy with labels alone",
+    ),
+    "attention alone": user(
+        "attention_alone", "attention probabilities that are compared with no other distribution"
+    ),
+    "rows of a loss are no second one": user("bhattacharyya", "1 of 1 loss fused"),
+    # warnings
+    "logarithms of log-probabilities": Said(
+        of_logits(lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="sum")),
+        ("1 of 1 loss fused", "warning: ", "log_target=True"),
+    ),
+    "probabilities as a log-target": Said(
+        of_logits(lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), log_target=True)),
+        ("1 of 1 loss fused", "expects log-probabilities as its target"),
+    ),
+    "an exponential of probabilities": Said(
+        of_logits(lambda s, t: (s.softmax(-1).exp() - t.softmax(-1) * s.softmax(-1)).sum()),
+        ("1 of 1 loss fused",), ("warning",),
+    ),
+    # forms and roles; both directions are summed in R-Drop
+    "R-Drop": user(
+        "r_drop", "jeffreys, student and teacher both need a gradient",
+        "matmul of h and w (", "matmul of mul and w (", ": matmul of", "needs a gradient; teacher",
+    ),
+    "reverse KL": user(
+        "reverse_kl", "student: matmul of h and w (", "teacher: matmul of g and v (",
+        "needs no gradient",
+    ),
+    "inputs of a checkpointed function": Said(
+        in_a_checkpoint,
+        ("student: matmul of h and a view (", "teacher: matmul of g and a view ("),
+    ),
+    "JS of a beta in float32": Said(of_logits(js_of_float32_numbers), ("js, beta=0.1",)),
+    "a number": Said(skewed, ("skewed forward_kl, KL(P || 0.1 P + 0.9 S)",)),
+    # a mask over the vocabulary is why a head is attention, and only attention has heads
+    "a masked vocabulary": Said(
+        of_logits(a_masked_vocabulary),
+        ("attention_kl: forward_kl, masked, as attention with one head, because",
+         "linear_kl cannot mask the vocabulary other than by x[..., i:j] = -inf"), shapes=HEADS,
+    ),
+    "a sliced vocabulary": Said(
+        of_logits(a_sliced_vocabulary), ("linear_kl: forward_kl",), shapes=HEADS
+    ),
+    "causal": Said(of_logits(causal), ("attention_kl",), ("one head",), HEADS),
+    "one token": Said(
+        of_logits(kd), ("1 of 1 loss fused",), ("bias",), ((1, 4), (9, 4), (1, 3), (9, 3))
+    ),
+    "heads": Said(of_logits(means), ("summed over heads",), shapes=MAPS),
+    "crops": Said(
+        of_logits(means), ("summed over a leading dimension",), (),
+        ((3, 5, 4), (9, 4), (3, 5, 4), (9, 4)),
+    ),
+    "a mean of teachers": Said(
+        of_logits(mean_of_teachers), (AVERAGED.format("teacher"),), (),
+        ((5, 4), (9, 4), (3, 5, 4), (3, 9, 4)),
+    ),
+    "a mean of students": Said(  # as it is written
+        of_logits(mean_of_students),
+        (AVERAGED.format("student"), "student: matmul of h and w", "teacher: matmul of g and v"),
+        (), ((3, 5, 4), (9, 4), (5, 4), (9, 4)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_report_says(name):
+    if "hook" in name and torch.__version__ < (2, 13):
+        pytest.skip("Dynamo of torch 2.11 traces a hook as a custom autograd.Function")
+    row = SAID[name]
+    report = explained(row.loss, *row.inputs())
+    said = f"{report}\n{report.details()}"
+    for text in row.has:
+        assert text in said, said
+    for text in row.lacks:
+        assert text not in said, said
+    assert all(site.fused or (site.reason and site.hint) for site in report.sites), said
+
+
+def test_code_around_a_loss_that_is_not_checked_is_no_second_loss():
+    """Sizes that data decide keep "always" from checking; reads of sizes are no losses."""
+
+    def loss(h, w, g, v, keep):
+        rows = F.kl_div((h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1), reduction="none")
+        return rows[keep].sum() / keep.sum()
+
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.verify": "always"}
+    patched = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with patched, torch_streamkl.reports() as report:
+        given = *USER_LOSSES["cosine"].inputs(), torch.arange(48) % 3 > 0
+        torch.compile(loss, backend="streamkl", options=options)(*given)
+    (site,) = report.sites
+    assert 'streamkl.verify is "always", and it was not checked' in site.reason
+    assert '{"streamkl.verify": "auto"}' in site.hint
+
+
+class Gather(torch.autograd.Function):
+    """Stands for that of torch.nn.parallel, which takes no tensors of a CPU."""
+
+    @staticmethod
+    def forward(ctx, *parts):
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0].chunk(2)
+
+
+def by_hand(s, t):
+    log_s, log_t = s.log_softmax(-1), t.log_softmax(-1)
+    return (log_t.exp() * (log_t - log_s)).sum(-1).mean()
+
+
+@pytest.mark.parametrize(("loss", "gathers"), [(kd, False), (kd, True), (by_hand, True)])
+def test_logits_that_data_parallel_gathered(loss, gathers):
+    weight = torch.randn(4, 8, requires_grad=True)
+    parts = [x @ weight for x in torch.randn(6, 4).chunk(2)]
+    logits = Gather.apply(*parts) if gathers else torch.cat(parts)
+    report = explained(loss, logits, torch.randn(6, 8))
+    assert report.num_fused == 0
+    for text in ("nn.DataParallel runs the model in threads", "torchrun"):
+        assert (text in str(report)) is gathers
