@@ -7,6 +7,7 @@ Without a GPU: the guard is replaced by one that tells, or torch's functions by 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,14 @@ class Gpus:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = 0
         self.changes: list[int] = []
+        self.contexts: list[int] = []  # devices whose context a thread took
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "device", self.device)
-        monkeypatch.setattr(capture, "_current_device", lambda: self.current)
+        monkeypatch.setattr(runtime, "_get_device", lambda: self.current)
+        monkeypatch.setattr(runtime, "_THREAD", runtime._Thread())
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: self.contexts.append(self.current))
         stream_of = lambda index: 100 + index  # noqa: E731
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream_of, raising=False)
 
@@ -86,6 +91,22 @@ def test_a_guard_only_where_another_device_is_current(gpus: Gpus) -> None:
         with runtime.on_device(FIRST):
             assert gpus.current == 0
     assert gpus.changes == [1, 0] and gpus.current == 0
+
+
+def test_a_thread_takes_its_context_once(gpus: Gpus) -> None:
+    """Tensors of cached memory need none, and tensor maps are encoded before a launch."""
+
+    def work() -> None:
+        assert runtime.ready_device() == -1
+        for _ in range(2):
+            with runtime.on_device(FIRST):
+                assert runtime.ready_device() == 0
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert gpus.contexts == [0, 0]
 
 
 @pytest.mark.parametrize("is_known", [False, True])

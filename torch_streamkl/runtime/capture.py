@@ -29,7 +29,7 @@ from triton.runtime.jit import JITCallable, KernelInterface
 from torch_streamkl.runtime.descriptors import Address, is_descriptor, with_base
 from torch_streamkl.runtime.devices import matmul_precision
 from torch_streamkl.runtime.events import Events
-from torch_streamkl.runtime.launch import observed_by, on_device
+from torch_streamkl.runtime.launch import observed_by, on_device, ready_device
 from torch_streamkl.runtime.triton_launcher import TensorMaps, c_function
 
 Program = Callable[
@@ -398,7 +398,7 @@ class Recorder(Events):
         """Writes a guard: if another device is current, the program runs again on its tensors'."""
         if self.device.type != "cuda":
             return []
-        current, guard = self._constant(_current_device), self._constant(on_device)
+        current, guard = self._constant(ready_device), self._constant(on_device)
         device = self._constant(self.device)
         return [
             f"if {current}() != {self.device.index}:",
@@ -429,8 +429,6 @@ class Recorder(Events):
 
 
 _is_deterministic = torch._C._get_deterministic_algorithms
-# without the Python of torch.cuda.current_device(); there is none in a torch without CUDA
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
 def _empty_strided(device: torch.device) -> Callable[..., Tensor]:

@@ -48,6 +48,7 @@ class Observer(Protocol):
 
 class _Thread(threading.local):
     observer: Observer | None = None
+    has_context = False
 
 
 _THREAD = _Thread()
@@ -118,9 +119,31 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU the current device inside; calls no driver if it already is."""
     if device.type != "cuda" or not torch.cuda.is_initialized():  # fake tensors of a GPU elsewhere
         return _CURRENT
+    if not _THREAD.has_context:
+        _give_context()
     if device.index is None or torch.cuda.current_device() == device.index:
         return _CURRENT
     return torch.cuda.device(device)
+
+
+def _give_context() -> None:
+    """Gives this thread the context of its current device.
+
+    A new thread has none before it calls CUDA's runtime, which tensors of cached memory do not
+    need. The driver encodes no tensor map without one.
+    """
+    if not torch.cuda.is_current_stream_capturing():  # else there is one
+        torch.cuda.mem_get_info()
+    _THREAD.has_context = True
+
+
+def ready_device() -> int:
+    """Returns the index of the current device, -1 where this thread has to call `on_device`."""
+    return _get_device() if _THREAD.has_context else -1
+
+
+# without the Python of torch.cuda.current_device(); there is none in a torch without CUDA
+_get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
 def with_index(device: torch.device) -> torch.device:
