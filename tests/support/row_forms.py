@@ -1,15 +1,11 @@
 """Makes row programs of what is read, and holds each against eager values and gradients.
 
-``python -m tests.support.row_forms corpus|users|misleading|rewrites [names]`` prints what each
-program becomes. Values are of the program's naive definition (rows/reference.py) in float64.
+Values are of the program's naive definition (rows/reference.py) in float64.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +15,6 @@ from torch import Tensor, fx
 
 from tests.support.evaluate_program import evaluate
 from tests.support.read_programs import (
-    SETS,
     Case,
     _difference,
     _gradients,
@@ -36,7 +31,7 @@ from torch_streamkl.fx_passes.closed_forms.form import NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.reader import Reading, read
+from torch_streamkl.fx_passes.reading.reader import read
 from torch_streamkl.program.graph import Axis, Extent, Node, Source
 from torch_streamkl.program.reductions import contraction, substitute
 from torch_streamkl.program.walks import walk
@@ -120,7 +115,6 @@ class Made:
 
     forms: list[RowForm | NotClosed] = field(default_factory=list)
     wrong: str = ""
-    seconds: float = 0.0
 
 
 def made_of(case: Case) -> Made:
@@ -144,11 +138,9 @@ def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Made:
     facts = replace(
         facts_of(reading), logarithms=logarithms_in(gm.graph.nodes, logarithms_of(reading))
     )
-    start = time.perf_counter()
     arrays = [reading.array(n) for n in results]
     for x in arrays:
         made.forms.append(row_form([x.expr], [a for d in x.dims for a in d], facts))
-    made.seconds = time.perf_counter() - start
     sources = dict.fromkeys(x.value for x in walk([x.expr for x in arrays]) if x.op == "capture")
     torch.manual_seed(0)
     second = _Run(gm, list(sources))
@@ -188,66 +180,3 @@ def rewrites() -> Iterator[Case]:
     for fn in (*module.FORMS, *module.LARGEST, module.mse_of_scores):
         for gradient in ("student", "all"):
             yield Case(f"{fn.__name__} {gradient}", fn, module.inputs(gradient, torch.float64))
-
-
-ALL = {**SETS, "rewrites": rewrites}
-
-
-def text_of(form: RowForm | NotClosed) -> str:
-    """Returns a form in a line."""
-    if isinstance(form, NotClosed):
-        return f"none: {form.reason}"
-    p = form.program
-    return (
-        f"{len(form.products)} products {len(form.captures)} captured {len(p.nodes)} steps "
-        f"{[r.kind for r in p.reductions]} levels {max(p.levels)} outputs {len(p.outputs)}"
-    )
-
-
-def main(which: str, *names: str) -> None:
-    totals: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for case in ALL[which]():
-        if names and not any(n in case.name for n in names):
-            continue
-        try:
-            made = made_of(case)
-        except Exception as error:
-            if names:
-                raise
-            totals["crash"] += 1
-            print(f"CRASH {case.name:40s} {type(error).__name__}: {str(error)[:150]}", flush=True)
-            continue
-        mark = "WRONG" if made.wrong else "ok"
-        totals[mark] += 1
-        totals["forms"] += sum(isinstance(x, RowForm) for x in made.forms)
-        reasons.update(x.reason for x in made.forms if isinstance(x, NotClosed))
-        texts = " | ".join(map(text_of, made.forms))
-        print(f"{mark:6s}{case.name:40s} {made.seconds * 1e3:.0f} ms {texts[:300]} {made.wrong}")
-        if names and "-v" in sys.argv:
-            for form in made.forms:
-                if isinstance(form, RowForm):
-                    show(form)
-    print(totals)
-    for reason, count in reasons.most_common(60):
-        print(f"{count:5d} {reason[:120]}")
-
-
-def show(form: RowForm) -> None:
-    """Prints the steps of a form."""
-    for i, n in enumerate(form.program.nodes):
-        print("   ", i, n.op, n.args, n.value, f"h{n.head}", "key" if n.by_key else "row")
-    print("   ", form.program.reductions, form.program.outputs)
-    for c in form.captures:
-        print("   ", c.kind, c.value)
-    print("   ", form.around)
-
-
-__all__ = ["Reading"]
-
-if __name__ == "__main__":
-    import warnings
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])
