@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 EXACT = 2.0**-40  # between float64's rounding and any mistake
@@ -30,45 +29,45 @@ class Program:
     compile_options: dict[str, Any]
 
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS = {}
 
 
-def program(fused: int, graphs: int | None = 1, **compile_options: Any) -> Callable[..., Any]:
-    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+def program(fused, graphs=1, **compile_options):
+    def register(fn):
         PROGRAMS[fn.__name__] = Program(fn, fused, graphs, compile_options)
         return fn
 
     return register
 
 
-def programs(fused: int, rows: dict[str, Callable[..., Any]]) -> None:
+def programs(fused, rows):
     for name, fn in rows.items():
         PROGRAMS[name] = Program(fn, fused, 1, {})
 
 
-def make_inputs() -> list[Tensor]:
+def make_inputs():
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(4)]
     return [x.requires_grad_(i < 3) for i, x in enumerate(inputs)]
 
 
-def loss(log_s: Tensor, p_t: Tensor) -> Tensor:
+def loss(log_s, p_t):
     return F.kl_div(log_s, p_t, reduction="none").sum(-1)
 
 
-def logs(q: Tensor, k: Tensor) -> Tensor:
+def logs(q, k):
     return (q @ k.mT).log_softmax(-1)
 
 
-def probabilities(t: Tensor) -> Tensor:
+def probabilities(t):
     return (t @ t.mT).softmax(-1)
 
 
-def kl(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+def kl(q, k, t):
     return loss(logs(q, k), probabilities(t))
 
 
-def naive(s: Tensor, t: Tensor) -> Tensor:
+def naive(s, t):
     """Of probabilities."""
     return (t * (t.log() - s.log())).sum(-1)
 
@@ -92,16 +91,16 @@ def leaf_modified_between(q, k, v, t):
     return loss(got, (key @ t.mT).softmax(-1)) + q.sum(-1)
 
 
-def _zero_view(x: Tensor) -> None:
+def _zero_view(x):
     x[..., 0].zero_()
 
 
-def _set_item(x: Tensor) -> None:
+def _set_item(x):
     x[:, 0] = 1.0
 
 
-def written_later(write: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
-    def program(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+def written_later(write):
+    def program(q, k, v, t):
         teacher = t.clone()
         rows = kl(q, k, teacher)
         write(teacher)
@@ -200,7 +199,7 @@ def monitored_without_grad(q, k, v, t):
 # ------------------------------------------------------------------------ higher-order operators
 @program(fused=2)
 def checkpoint_of_a_layer(q, k, v, t):
-    def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(x):
         return x + (x @ k.mT).softmax(-1) @ v, kl(x, k, t)
 
     x, first = checkpoint(layer, q, use_reentrant=False)
@@ -212,17 +211,17 @@ class Doubled(torch.autograd.Function):
     """Identity whose gradient is twice what autograd would have."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return grad * 2
 
 
 @program(fused=0)
 def conditional_body(q, k, v, t):
-    def with_kl(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    def with_kl(q, k, t):
         return loss((q @ k).log_softmax(-1), (t @ k).softmax(-1))
 
     key = k.transpose(-1, -2).contiguous()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
 
 from tests.support.closed_forms import difference, difference_around
 from tests.support.read_programs import (
-    Case,
     _leaves,
     _Run,
     _sizes,
@@ -36,15 +33,15 @@ class Matches:
     errors: list[float] = field(default_factory=list)  # of the closed ones, of whole programs
 
     @property
-    def closed(self) -> list[ClosedForm]:
+    def closed(self):
         return [x for x in self.found if isinstance(x, ClosedForm)]
 
     @property
-    def is_right(self) -> bool:
+    def is_right(self):
         return all(error < EXACT for error in self.errors)
 
 
-def matches_of(case: Case) -> Matches:
+def matches_of(case):
     """Captures, reads and matches a program, and recomputes each match."""
     torch.manual_seed(0)
     gm = capture(case.fn, _leaves(case.inputs), case.dynamic, case.wide)
@@ -52,7 +49,7 @@ def matches_of(case: Case) -> Matches:
         return _matches_of(gm, case)
 
 
-def _matches_of(gm: fx.GraphModule, case: Case) -> Matches:
+def _matches_of(gm, case):
     inputs = widened(case.inputs) if case.wide else case.inputs
     reading = read(gm, _ran(_Run(gm), inputs).records.__getitem__)
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
@@ -68,7 +65,7 @@ def _matches_of(gm: fx.GraphModule, case: Case) -> Matches:
     return matches
 
 
-def _ran(run: _Run, inputs: Sequence[Tensor]) -> _Run:
+def _ran(run, inputs):
     torch.manual_seed(0)
     with torch.enable_grad():
         run.run(*_leaves(inputs))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from tests.support.misleading import (  # noqa: F401  # they register their prog
     score_steps,
     values_and_labels,
 )
-from tests.support.misleading.registry import Program
 from tests.support.read_programs import _difference as difference_of
 from tests.support.read_programs import _size
 from torch_streamkl.fx_passes import backend
@@ -49,14 +46,14 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def run(fn: Callable[..., Any], inputs: list[Tensor]) -> Results:
+def run(fn, inputs):
     """One run on fresh leaves, with gradients of all outputs, no two entries weighted alike."""
     torch.manual_seed(0)
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     outputs = [x for x in tree_leaves(fn(*leaves)) if isinstance(x, Tensor)]
     trained = [x for x in leaves if x.requires_grad]
     results = [x for x in outputs if x.requires_grad]
-    gradients: list[Tensor | None] = [None] * len(trained)
+    gradients = [None] * len(trained)
     if results and trained:
         weights = [
             torch.linspace(0.5, 1.5, x.numel()).view(x.shape).to(x) if x.dim() else x * 0 + 1
@@ -71,7 +68,7 @@ def run(fn: Callable[..., Any], inputs: list[Tensor]) -> Results:
     )
 
 
-def difference(eager: Results, compiled: Results) -> str:
+def difference(eager, compiled):
     """The first thing that two runs in float64 do not have in common, or an empty string."""
     if eager.needs_grad != compiled.needs_grad:
         return f"outputs need gradients: {eager.needs_grad} -> {compiled.needs_grad}"
@@ -83,7 +80,7 @@ def difference(eager: Results, compiled: Results) -> str:
     return ""
 
 
-def _difference(x: Tensor | None, y: Tensor | None) -> str:
+def _difference(x, y):
     if x is None or y is None:
         return "" if x is y else f"{_size(x)} -> {_size(y)}"
     if (x.shape, x.dtype) != (y.shape, y.dtype):
@@ -92,19 +89,19 @@ def _difference(x: Tensor | None, y: Tensor | None) -> str:
 
 
 def judge(
-    program: Program,
+    program,
     *,
-    inner: str = "aot_eager",
-    front_end: str = "backend",
-    verify: str = "never",
-) -> Verdict:
+    inner="aot_eager",
+    front_end="backend",
+    verify="never",
+):
     """Compile a program and compare it with eager.
 
     ``front_end`` is "backend" or "inductor_options". The rules are judged alone by default: with
     ``verify`` a rewrite that is checked when it is compiled is left out where it is wrong.
     """
     inputs = program.inputs()
-    options: dict[str, Any] = {"streamkl.verify": verify}
+    options = {"streamkl.verify": verify}
     if program.dtype is not torch.float64 or program.dtypes:
         dynamic = program.dynamic or None
         outcome = compare(program.fn, inputs, inner=inner, dynamic=dynamic, options=options)
@@ -113,7 +110,7 @@ def judge(
     eager = run(program.fn, inputs)
     with backend.collected() as report:
         if front_end == "backend":
-            chosen: dict[str, Any] = {"backend": "streamkl"}
+            chosen = {"backend": "streamkl"}
             chosen["options"] = {"streamkl.inner": inner, **options}
         else:
             chosen = {"options": backend.inductor_options(verify=verify)}

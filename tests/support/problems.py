@@ -18,7 +18,11 @@ from torch_streamkl.attention import ops
 from torch_streamkl.divergences.names import functional_text
 
 INPUTS = ("student_q", "student_k", "teacher_q", "teacher_k")
-SINKS = ("student_sink", "teacher_sink")
+OPTIONS = (  # that a spec has as the operator's argument has it
+    "divergence", "beta", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp",
+    "temperature", "student_scale", "teacher_scale", "student_softcap", "teacher_softcap",
+    "is_causal", "window", "reduction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,7 @@ def _run_filled(call: Call, impl: str) -> Tensor:
     # masked_fill with a finite value is a meaning of the operator that only the rewrite uses
     spec, t = call.spec, call.tensors
     options = {
-        "functional": functional_text(
-            spec.divergence,
-            spec.beta,
-            spec.student_eps,
-            spec.teacher_eps,
-            spec.student_clamp,
-            spec.teacher_clamp,
-        ),
+        "functional": functional_text(*(getattr(spec, name) for name in OPTIONS[:6])),
         "student_scale": spec.student_dim**-0.5,
         "teacher_scale": spec.teacher_dim**-0.5,
         "mask": call.options["attn_mask"],
@@ -193,25 +190,7 @@ def build(spec: Spec) -> Call:
         x = randn(*shape) * (spec.score_size if name.endswith("q") else 1.0)
         x = _laid_out(x.to(spec.dtype), spec)
         tensors[name] = x.requires_grad_()
-    options: dict[str, Any] = {
-        name: getattr(spec, name)
-        for name in (
-            "divergence",
-            "beta",
-            "student_eps",
-            "teacher_eps",
-            "student_clamp",
-            "teacher_clamp",
-            "temperature",
-            "student_scale",
-            "teacher_scale",
-            "student_softcap",
-            "teacher_softcap",
-            "is_causal",
-            "window",
-            "reduction",
-        )
-    }
+    options: dict[str, Any] = {name: getattr(spec, name) for name in OPTIONS}
     if spec.student_scale == "tensor":
         options["student_scale"] = torch.tensor(0.3)
     for side, heads in (("student", spec.heads), ("teacher", spec.num_teacher_heads)):

@@ -6,12 +6,9 @@ Values are of the program's naive definition (rows/reference.py) in float64.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import Tensor, fx
 
 from tests.support.evaluate_program import evaluate
 from tests.support.read_programs import (
@@ -30,25 +27,22 @@ from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import read
-from torch_streamkl.program.graph import Axis, Extent, Node, Source
+from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.reductions import contraction, substitute
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import reference
 from torch_streamkl.rows.problem import RowProblem
 
 
-def computed(
-    form: RowForm, tensors: Mapping[Any, Tensor], sizes: Mapping[Any, int]
-) -> dict[Any, Tensor]:
+def computed(form, tensors, sizes):
     """The values of rows that a form's program computes, by their sources in `around`."""
 
-    def size(a: Axis) -> int:
+    def size(a):
         known = sizes.get(a, a.size)
         return known if isinstance(known, int) else sizes[known]
 
-    def placed(x: Node, dims: Sequence[Sequence[Axis]], whole: Sequence[int] = ()) -> Tensor:
+    def placed(x, dims, whole=()):
         order = [a for d in dims for a in d]
         value = evaluate(x, tensors, sizes, order)
         shape = []
@@ -70,7 +64,7 @@ def computed(
     if form.program is None:
         return entries_of(form, tensors, sizes)
     axes = form.axes
-    given: list[Tensor] = []
+    given = []
     for product, heads in zip(form.products, axes.heads, strict=True):
         rows = product.rows.element
         given.append(placed(rows, [axes.batch, heads, axes.rows, product.contracted], (0, 1, 2)))
@@ -96,9 +90,7 @@ def computed(
     return found | entries_of(form, tensors, sizes)
 
 
-def entries_of(
-    form: RowForm, tensors: Mapping[Any, Tensor], sizes: Mapping[Any, int]
-) -> dict[Any, Tensor]:
+def entries_of(form, tensors, sizes):
     """The values of entries at ids, by their sources in `around`."""
     found = {}
     for number, x in enumerate(form.entries):
@@ -117,7 +109,7 @@ class Made:
     wrong: str = ""
 
 
-def made_of(case: Case) -> Made:
+def made_of(case):
     """Captures and reads a program, and makes a row program of each of its results."""
     torch.manual_seed(0)
     gm = capture(case.fn, _leaves(case.inputs), case.dynamic, case.wide)
@@ -127,7 +119,7 @@ def made_of(case: Case) -> Made:
     return _of_graph(gm, case.inputs)
 
 
-def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Made:
+def _of_graph(gm, inputs):
     torch.manual_seed(0)
     first, leaves, again = _Run(gm), _leaves(inputs), _leaves(inputs)
     with torch.enable_grad():
@@ -155,14 +147,14 @@ def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Made:
 
 
 def _wrong(
-    gm: fx.GraphModule,
-    expected: Tensor,
-    leaves: list[Any],
-    again: list[Any],
-    found: tuple[Array, RowForm],
-    run: _Run,
-    sizes: dict[Any, int],
-) -> str:
+    gm,
+    expected,
+    leaves,
+    again,
+    found,
+    run,
+    sizes,
+):
     x, form = found
     tensors = {**run.tensors, **computed(form, run.tensors, sizes)}
     order = [a for d in x.dims for a in d]
@@ -174,7 +166,7 @@ def _wrong(
         return _gradients([expected], leaves, [value], again, exact)
 
 
-def rewrites() -> Iterator[Case]:
+def rewrites():
     """The forms of tests/rewrite/test_row_program*.py."""
     module = importlib.import_module("tests.rewrite.test_row_program_rewrites")
     for fn in (*module.FORMS, *module.LARGEST, module.mse_of_scores):

@@ -1,12 +1,8 @@
 """Heads, batches and sizes that are equal by accident, regrouped, averaged, or reduced apart."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.losses import kd
 from tests.support.losses import rows_of_kl as rows_of
@@ -15,24 +11,22 @@ from tests.support.misleading.registry import KEYS, QUERIES, misleading, plain, 
 DIM = 8
 
 
-def heads(
-    num_q: int, num_qt: int, num_k: int | None = None, num_kt: int | None = None
-) -> dict[str, Any]:
+def heads(num_q, num_qt, num_k=None, num_kt=None):
     """Shapes of student and teacher."""
     numbers = {"q": num_q, "k": num_k or num_q, "qt": num_qt, "kt": num_kt or num_qt}
     return {x: (2, n, QUERIES if "q" in x else KEYS, DIM) for x, n in numbers.items()}
 
 
-def alike(*shape: int) -> dict[str, tuple[int, ...]]:
+def alike(*shape):
     return dict.fromkeys(("q", "k", "qt", "kt"), shape)
 
 
-def kd_of(log_s: Tensor, p: Tensor) -> Tensor:
+def kd_of(log_s, p):
     return F.kl_div(log_s, p, reduction="batchmean")
 
 
 # ----------------------------------------------------------------------- one sum is another
-def summed_apart(lt: Tensor, ls: Tensor, dims: Any = None) -> Tensor:
+def summed_apart(lt, ls, dims=None):
     pt = lt.exp()
     return ((pt * lt).sum(dims) - (pt * ls).sum(dims)).mean()
 
@@ -69,15 +63,15 @@ plain({
 
 
 # -------------------------------------------------------------------------- heads in groups
-def grouped(x: Tensor, *sizes: int) -> Tensor:
+def grouped(x, *sizes):
     return x.unflatten(1, sizes)
 
 
-def swapped_groups(x: Tensor, *sizes: int) -> Tensor:
+def swapped_groups(x, *sizes):
     return grouped(x, *sizes).transpose(1, 2)
 
 
-def grouped_queries(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+def grouped_queries(q, k, t):
     return kd((swapped_groups(q, 3, 2) @ k[:, :, None].mT) * 0.3, grouped(t, 2, 3))
 
 
@@ -105,11 +99,11 @@ misleading("X1", {
 }, shapes=heads(6, 6) | {"qt": (6, 2, QUERIES, DIM), "kt": (6, 2, KEYS, DIM)})  # fmt: skip
 
 
-def mean_of_heads(log_s: Tensor, p_t: Tensor) -> Tensor:
+def mean_of_heads(log_s, p_t):
     return kd_of(log_s, p_t.mean(1, keepdim=True))
 
 
-def mean_of_grouped_heads(log_s: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+def mean_of_grouped_heads(log_s, qt, kt):
     return mean_of_heads(log_s, student(qt, kt.repeat_interleave(2, 1)).softmax(-1))
 
 
@@ -137,7 +131,7 @@ misleading("X2", {
 # fmt: on
 
 
-def repeated(q: Tensor, k: Tensor) -> Tensor:
+def repeated(q, k):
     return student(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
 
 
@@ -182,19 +176,19 @@ register("no_queries", lambda s, t: rows_of(s, t).sum(),
 
 
 # --------------------------------------------------------- statistics of another layout
-def forward_kl(t: Tensor, log_s: Tensor) -> Tensor:
+def forward_kl(t, log_s):
     return (t.softmax(-1) * (t.log_softmax(-1) - log_s)).sum(-1)
 
 
-def reverse_kl_of(p: Tensor, s: Tensor, t: Tensor) -> Tensor:
+def reverse_kl_of(p, s, t):
     return (p * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1)
 
 
-def shifted(s: Tensor) -> Tensor:
+def shifted(s):
     return (s - s.transpose(0, 1).amax(-1, True)).exp()
 
 
-def by_log_sum_exp(s: Tensor, t: Tensor) -> Tensor:
+def by_log_sum_exp(s, t):
     return forward_kl(t, s - s.transpose(0, 1).logsumexp(-1, True))
 
 
@@ -232,12 +226,12 @@ plain({
 
 
 # --------------------------------------------------------------------------- divisors
-def divided(log_s: Tensor, log_t: Tensor, of_t: Any, of_s: Any) -> Tensor:
+def divided(log_s, log_t, of_t, of_s):
     p_t, dims = log_t.exp(), (-1, -2)
     return ((p_t * log_t).sum(dims) / of_t - (p_t * log_s).sum(dims) / of_s).mean()
 
 
-def by_two_sizes(log_s: Tensor, log_t: Tensor) -> Tensor:
+def by_two_sizes(log_s, log_t):
     return divided(log_s, log_t, log_s.size(2), log_s.size(3))
 
 

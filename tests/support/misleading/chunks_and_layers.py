@@ -1,12 +1,7 @@
 """Losses in chunks, layers, branches and higher-order operators, and programs of other tests."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import hard_programs, programs
@@ -15,15 +10,15 @@ from tests.support.losses import rows_of_kl as rows_of
 from tests.support.misleading.registry import plain, register, student
 
 
-def chunked(pairs: Iterable[tuple[Tensor, ...]]) -> Tensor:
+def chunked(pairs):
     return sum(rows_of(s, t).sum() for s, t in pairs)
 
 
-def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+def loss(q, k, qt, kt):
     return kd(student(q, k), student(qt, kt))
 
 
-def of_tokens(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor) -> Tensor:
+def of_tokens(h, w, ht, wt):
     return chunked((a @ w.T, b @ wt.T) for a, b in zip(h.chunk(3), ht.chunk(3), strict=True))
 
 

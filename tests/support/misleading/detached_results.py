@@ -1,10 +1,7 @@
 """Gradient that is switched off after the product: at scores, sums, probabilities, rows."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.losses import kd
 from tests.support.losses import rows_of_kl as rows_of
@@ -18,7 +15,7 @@ from tests.support.misleading.registry import (
 LOG_2 = 0.6931471805599453
 
 
-def elements(log_s: Tensor, p_t: Tensor) -> Tensor:
+def elements(log_s, p_t):
     return F.kl_div(log_s, p_t, reduction="none")
 
 
@@ -87,23 +84,23 @@ misleading(
 
 
 # ------------------------------------------------- detached log-sum-exps, sums, mixtures
-def forward_kl(t: Tensor, log_s: Tensor) -> Tensor:
+def forward_kl(t, log_s):
     return (t.softmax(-1) * (t.log_softmax(-1) - log_s)).sum(-1).mean()
 
 
-def log_ratio(s: Tensor, t: Tensor) -> Tensor:
+def log_ratio(s, t):
     return s.log_softmax(-1) - t.log_softmax(-1)
 
 
-def exponentials(s: Tensor) -> Tensor:
+def exponentials(s):
     return (s - s.amax(-1, True)).exp()
 
 
-def over_detached_sum(e: Tensor) -> Tensor:
+def over_detached_sum(e):
     return e / e.sum(-1, True).detach()
 
 
-def normalised(e: Tensor) -> Tensor:
+def normalised(e):
     return e / e.sum(-1, True)
 
 
@@ -141,19 +138,19 @@ misleading("X9", {
 # fmt: on
 
 
-def js(p: Tensor, r: Tensor, log_m: Tensor) -> Tensor:
+def js(p, r, log_m):
     return (p * (p.log() - log_m) + r * (r.log() - log_m)).sum(-1).mean()
 
 
-def log_mixture(how: str, ls: Tensor, lt: Tensor) -> Tensor:
+def log_mixture(how, ls, lt):
     return without_gradient(how, lambda: torch.stack([ls, lt])).logsumexp(0) - LOG_2
 
 
-def skewed(how: str, ls: Tensor, lt: Tensor) -> Tensor:
+def skewed(how, ls, lt):
     return (lt.exp() * (lt - log_mixture(how, ls, lt))).sum(-1).mean()
 
 
-def both_sides(how: str, ls: Tensor, lt: Tensor) -> Tensor:
+def both_sides(how, ls, lt):
     m = log_mixture(how, ls, lt)
     return 0.5 * (ls.exp() * (ls - m) + lt.exp() * (lt - m)).sum(-1).mean()
 

@@ -4,10 +4,7 @@ What a student and a teacher share can be one expression written twice, of which
 gradient: those are two values.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +22,17 @@ from tests.support.misleading.registry import (
 )
 
 
-def with_sink(q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+def with_sink(q, k, x):
     return torch.cat([student(q, k), x[None, :, None, None].expand(*q.shape[:-1], 1)], -1)
 
 
 # how a side's scores use something learned, and what it is
-OF_BOTH: dict[str, Any] = {
+OF_BOTH = {
     "scale": ("ls", lambda a, b, x: a @ b.mT * x),
     "scale_exp": ("ls", lambda a, b, x: a @ b.mT * x.exp()),
     "temperature": ("tau", lambda a, b, x: a @ b.mT / x),
 }
-LEARNED: dict[tuple[str, str], dict[str, Any]] = {
+LEARNED = {
     ("map", "q k qt kt"): {
         **OF_BOTH,
         "scale_of_q": ("ls", lambda q, k, x: (q * x) @ k.mT),
@@ -54,9 +51,7 @@ LEARNED: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-def _of_sides(
-    a: Tensor, b: Tensor, at: Tensor, bt: Tensor, x: Tensor, *, scores: Any, how: str, of: str
-) -> Tensor:
+def _of_sides(a, b, at, bt, x, *, scores, how, of):
     t = without_gradient(how, scores, at, bt, x)
     return kd(scores(a, b, x if of == "shared" else torch.ones_like(x)), t)
 
@@ -74,20 +69,20 @@ for (_kind, _operands), _made in LEARNED.items():
                 )
 
 
-def weight_shared(s: Tensor, t: Tensor, w: Tensor) -> Tensor:
+def weight_shared(s, t, w):
     first = frozen(lambda: (rows_of(s.detach(), t) * w.exp()).sum())
     return (rows_of(s, t) * w.exp()).sum() + first
 
 
-def elements(log_s: Tensor, p_t: Tensor) -> Tensor:
+def elements(log_s, p_t):
     return F.kl_div(log_s, p_t, reduction="none")
 
 
-def scores_of(change: Any, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+def scores_of(change, a, b, scale=1.0):
     return change(a) @ change(b).mT * scale
 
 
-def relative_bias(raw: Tensor, table: Tensor) -> Tensor:
+def relative_bias(raw, table):
     i = torch.arange(raw.shape[2])[:, None] - torch.arange(raw.shape[3])
     return raw + table[i.clamp(-4, 4) + 4].permute(2, 0, 1)
 

@@ -1,10 +1,7 @@
 """Masks made of indices: clamped slices, single entries that broadcast, narrow dtypes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,38 +13,38 @@ from tests.support.misleading.registry import misleading, plain, register
 Mask = Callable[[int, int], Tensor]
 
 
-def ones(n: int, m: int) -> Tensor:
+def ones(n, m):
     return torch.ones(n, m, dtype=torch.bool)
 
 
-def compared(i: Tensor, j: Tensor) -> Tensor:
+def compared(i, j):
     return i[:, None] >= j
 
 
-def indices(dtype: torch.dtype, start: int = 0, change: Any = lambda i: i) -> Mask:
+def indices(dtype, start=0, change=lambda i: i):
     """Numbers of queries and keys in a dtype, in which they may be rounded or wrap."""
 
-    def mask(n: int, m: int) -> Tensor:
+    def mask(n, m):
         i, j = (torch.arange(start, start + x, dtype=dtype) for x in (n, m))
         return compared(change(i), j)
 
     return mask
 
 
-def differences(dtype: torch.dtype) -> Mask:
+def differences(dtype):
     return lambda n, m: torch.arange(n, dtype=dtype)[:, None] - torch.arange(m, dtype=dtype) >= 0
 
 
-def apart(n: int, m: int) -> Tensor:
+def apart(n, m):
     return torch.arange(n)[:, None] - torch.arange(m)
 
 
-def narrowed(n: int, m: int) -> Tensor:
+def narrowed(n, m):
     return ones(64, m).tril().narrow(0, -n, n)
 
 
 # masks of [queries, keys] or what broadcasts to it, from their numbers
-MASKS: dict[str, dict[str, Mask]] = {
+MASKS = {
     "W3": {
         "last_rows_of_fewer": lambda n, m: ones(n, m).tril(m - n)[-64:],
         "last_of_fewer_indices": lambda n, m: compared(torch.arange(n)[-100:], torch.arange(m)),
@@ -107,7 +104,7 @@ MASKS: dict[str, dict[str, Mask]] = {
 NOT_PROMISED = ("strided_indices", "descending")
 
 
-def masked(s: Tensor, t: Tensor, *, mask: Mask) -> Tensor:
+def masked(s, t, *, mask):
     keep = mask(s.shape[2], s.shape[3])
     return kd(s.masked_fill(~keep, -1e9), t.masked_fill(~keep, -1e9))
 
@@ -131,11 +128,11 @@ misleading("W6", {
 
 
 # ---------------------------------------------------------------------- starts and widths
-def padded(z: Tensor, to: Tensor, value: float = -1e9) -> Tensor:
+def padded(z, to, value=-1e9):
     return F.pad(z, (0, to.shape[-1] - z.shape[-1]), value=value)
 
 
-def causal(x: Tensor) -> Tensor:
+def causal(x):
     return x.masked_fill(~ones(*x.shape[2:]).tril(8), -1e9)
 
 

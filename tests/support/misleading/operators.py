@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +18,7 @@ from tests.support.misleading.registry import (
 )
 
 
-def of_somebody_else(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def of_somebody_else(fn):
     """An operator with a well-known name."""
     operator = torch.library.custom_op(f"misleading::{fn.__name__}", fn, mutates_args=())
     operator.register_fake(fn)
@@ -65,7 +63,7 @@ def dropout(self: Tensor, p: float, train: bool) -> Tensor:
 theirs = torch.ops.misleading
 
 
-def kd_of(log_s: Tensor, p: Tensor) -> Tensor:
+def kd_of(log_s, p):
     return F.kl_div(log_s, p, reduction="batchmean")
 
 
@@ -93,19 +91,19 @@ plain({
 
 
 # ---------------------------------------------------------------- operands that are not views
-def with_fewer_bits(x: Tensor) -> Tensor:
+def with_fewer_bits(x):
     return x.view(torch.int64).bitwise_and(-(1 << 50)).view(torch.float64)
 
 
-def turned(x: Tensor) -> Tensor:
+def turned(x):
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * 1j).flatten(-2)
 
 
-def unevenly(x: Tensor, counts: list[int]) -> Tensor:
+def unevenly(x, counts):
     return x.repeat_interleave(torch.tensor(counts), dim=1, output_size=4)
 
 
-def reshaped(x: Tensor) -> Tensor:
+def reshaped(x):
     return x.reshape(x.shape[0], x.shape[2], 2, -1).transpose(1, 2)
 
 
@@ -146,12 +144,12 @@ def head_that_is_dequantised(z, ht, wt):
 
 
 # ----------------------------------------------------------------------------- writes
-def averaged(x: Tensor) -> None:
+def averaged(x):
     with torch.no_grad():
         x.lerp_(x.sin(), 0.5)
 
 
-def looked_up(wt: Tensor, ids: Tensor) -> Tensor:
+def looked_up(wt, ids):
     return F.embedding(ids, wt, max_norm=0.1)
 
 

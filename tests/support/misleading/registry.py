@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.support.made_inputs import of_inputs, with_probabilities
 
@@ -55,7 +54,7 @@ FAULTS = {
     "X16": "a lookup that renormalises its table does not write",
 }
 
-SHAPES: dict[str, tuple[int, ...]] = {
+SHAPES = {
     "q": (BATCH, HEADS, QUERIES, DIM),
     "k": (BATCH, HEADS, KEYS, DIM),
     "v": (BATCH, HEADS, KEYS, DIM),
@@ -87,7 +86,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "kt_h1": (BATCH, 1, KEYS, DIM),
     "wt_wide": (VOCAB, 2 * TEACHER_WIDTH),
 }
-INTEGERS: dict[str, Callable[[torch.Generator], Tensor]] = {
+INTEGERS = {
     "y": lambda g: torch.randint(0, VOCAB, (TOKENS,), generator=g),  # labels
     "bits": lambda g: torch.randn(VOCAB, TEACHER_WIDTH, generator=g, dtype=torch.float64).view(
         torch.int64
@@ -116,10 +115,10 @@ class Program:
     dynamic: bool = False
     place: tuple[str, ...] = ()  # in a table: its name and the value on each axis
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self):
         return [self._input(name) for name in self.arguments]
 
-    def _input(self, name: str) -> Tensor:
+    def _input(self, name):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if name in INTEGERS:
             return INTEGERS[name](generator)
@@ -131,23 +130,23 @@ class Program:
         return x.to(dtype).requires_grad_(name in self.trained)
 
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS = {}
 Function = Callable[..., Any]
 
 
-def student(q: Tensor, k: Tensor) -> Tensor:
+def student(q, k):
     return q @ k.mT * 0.3
 
 
-def product(q: Tensor, k: Tensor) -> Tensor:
+def product(q, k):
     return q @ k.mT
 
 
-def logits(h: Tensor, w: Tensor) -> Tensor:
+def logits(h, w):
     return h @ w.T
 
 
-def without_gradient(how: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
+def without_gradient(how, fn, *args):
     """What ``fn`` computes, in no_grad, detached, or as it is."""
     if how == "no_grad":
         with torch.no_grad():
@@ -155,7 +154,7 @@ def without_gradient(how: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
     return fn(*args).detach() if how == "detach" else fn(*args)
 
 
-def frozen(fn: Callable[..., Tensor], *args: Any) -> Tensor:
+def frozen(fn, *args):
     return without_gradient("no_grad", fn, *args)
 
 
@@ -174,7 +173,7 @@ MADE = {
 }
 
 
-def register(name: str, fn: Function, arguments: str = "", **options: Any) -> None:
+def register(name, fn, arguments="", **options):
     """Add a program; ``trained`` replaces what is trained, ``also`` adds to it."""
     assert name not in PROGRAMS, name
     fn, operands = of_inputs(fn, MADE, arguments.split())
@@ -185,17 +184,17 @@ def register(name: str, fn: Function, arguments: str = "", **options: Any) -> No
     PROGRAMS[name] = Program(name, fn, tuple(operands), trained, **options)
 
 
-def misleading(fault: str, rows: dict[str, Function] | None = None, **options: Any) -> Any:
+def misleading(fault, rows=None, **options):
     """Programs that provoke a fault: those of ``rows``, or by a decorator the decorated one."""
     return plain(rows, fault=fault, **options)
 
 
-def plain(rows: dict[str, Function] | None = None, name: str = "", **options: Any) -> Any:
+def plain(rows=None, name="", **options):
     """Programs that differ from misleading ones in the thing that matters, or from all."""
     for row, fn in (rows or {}).items():
         register(row, fn, **options)
 
-    def add(fn: Function) -> Function:
+    def add(fn):
         register(name or fn.__name__, fn, **options)
         return fn
 

@@ -1,14 +1,9 @@
 """Losses that no divergence of the kernels is: row programs, and what only looks like one."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.losses import kd
 from tests.support.misleading.registry import (
@@ -25,30 +20,30 @@ from tests.support.misleading.registry import (
 LOWEST = torch.finfo(torch.float64).min
 
 
-def causal(x: Tensor) -> Tensor:
+def causal(x):
     return torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
 
 
-def weighted(s: Tensor, t: Tensor, w: Tensor) -> Tensor:
+def weighted(s, t, w):
     p, q = t.softmax(-1), s.softmax(-1)
     return (w * p * (p.log() - q.log())).sum(-1).mean()
 
 
-def divergences(s: Tensor, t: Tensor) -> Tensor:
+def divergences(s, t):
     return t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
 
 
-def entropies(s: Tensor, t: Tensor) -> Tensor:
+def entropies(s, t):
     """One value per key."""
     return t.softmax(-1) * s.log_softmax(-1)
 
 
-def rows_of(s: Tensor, t: Tensor, kb: Tensor | float = 1.0) -> Tensor:
+def rows_of(s, t, kb=1.0):
     return (kb * entropies(s, t)).sum(-1)
 
 
 # ------------------------------------------------------------ detach and no_grad, everywhere
-EDGES: dict[str, Callable[..., Tensor]] = {
+EDGES = {
     "the_teacher": lambda off, q, k, qt, kt, kb: weighted(
         student(q, k), off(student, qt, kt), kb),
     "the_weight": lambda off, q, k, qt, kt, kb: weighted(
@@ -88,21 +83,21 @@ for _how in ("no_grad", "detach"):
 
 
 # ------------------------------------------------------------ weights, masks and where they act
-def renormalised(p: Tensor, keep: Tensor) -> Tensor:
+def renormalised(p, keep):
     p = p * keep[:, None, None]
     return p / (p.sum(-1, keepdim=True) + 1e-9)
 
 
-def allowed(keep: Tensor, rows: Tensor) -> Tensor:
+def allowed(keep, rows):
     """Every key of some rows has the lowest number, so that eager's softmax is uniform."""
     return keep[:, None, None, :] & rows[:, None, :, None]
 
 
-def squared_student(s: Tensor, t: Tensor) -> Tensor:
+def squared_student(s, t):
     return -(t.softmax(-1) * s.softmax(-1).square()).sum(-1).mean()
 
 
-def of_lifted(p: Tensor, r: Tensor, eps: float) -> Tensor:
+def of_lifted(p, r, eps):
     return (r * ((r + eps).log() - (p + eps).log())).sum(-1).mean()
 
 
@@ -184,12 +179,12 @@ def the_sum_is_written(s, t, kb):
 
 
 # ------------------------------------------------------------ heads
-def indexer(s: Tensor, t: Tensor, hs: Tensor) -> tuple[Tensor, Tensor]:
+def indexer(s, t, hs):
     t = t.softmax(-1).sum(1)
     return (s.relu() * hs[:, None, None]).sum(1), t / t.sum(-1, keepdim=True)
 
 
-def of_indexer(s: Tensor, t: Tensor, hs: Tensor) -> Tensor:
+def of_indexer(s, t, hs):
     s, t = indexer(s, t, hs)
     return F.kl_div(s.log_softmax(-1), t, reduction="sum")
 
@@ -235,14 +230,14 @@ plain({
 
 
 # ------------------------------------------------------------ other axes
-def in_turn(p: Tensor) -> Tensor:
+def in_turn(p):
     for _ in range(2):
         p = p / p.sum(-1, keepdim=True)
         p = p / p.sum(-2, keepdim=True)
     return p
 
 
-def of_squares(s: Tensor, p_t: Tensor) -> Tensor:
+def of_squares(s, p_t):
     return (p_t.square() * s.log_softmax(-1)).sum(-1).mean()
 
 
@@ -273,7 +268,7 @@ plain({
 
 
 # ------------------------------------------------------------ operations and their kinks
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+OPERATIONS = {
     **{name: getattr(torch, name) for name in (
         "relu", "tanh", "sigmoid", "abs", "square", "expm1", "erf", "sin", "round", "sign",
         "nan_to_num", "tril")},
@@ -309,11 +304,11 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def _normalised(s: Tensor, t: Tensor, kb: Tensor, *, operation: Any) -> Tensor:
+def _normalised(s, t, kb, *, operation):
     return rows_of(operation(s), t, kb).mean()
 
 
-def _alone(s: Tensor, t: Tensor, kb: Tensor, *, operation: Any) -> Tensor:
+def _alone(s, t, kb, *, operation):
     return (kb * t.softmax(-1) * operation(s)).sum(-1).square().mean()
 
 
@@ -324,7 +319,7 @@ for _name, _operation in OPERATIONS.items():
 
 
 # ------------------------------------------------------------ what stands after and next to
-def scaled_by(value: Tensor, s: Tensor, t: Tensor) -> Tensor:
+def scaled_by(value, s, t):
     """The next loss, of scores that are scaled by the one before."""
     return rows_of(s * value.sigmoid(), t).mean()
 
@@ -356,19 +351,19 @@ plain({
 
 
 # ------------------------------------------------------------ vocabularies and their labels
-def hit(z: Tensor, ids: Tensor) -> Tensor:
+def hit(z, ids):
     return torch.zeros_like(z, dtype=torch.bool).scatter_(1, ids, True)
 
 
-def some_twice(y: Tensor) -> Tensor:
+def some_twice(y):
     return torch.stack([y, y, y.flip(0)], 1)
 
 
-def with_entropy(rows: Tensor, tw: Tensor, logs: Tensor) -> Tensor:
+def with_entropy(rows, tw, logs):
     return -(rows * tw).mean() - 0.1 * (logs.exp() * logs).sum(-1).mean()
 
 
-def without_label(z: Tensor, zt: Tensor, y: Tensor) -> Tensor:
+def without_label(z, zt, y):
     keep = ~hit(z, y[:, None])
     left = (x.masked_fill(~keep, -1000.0) for x in (z, zt))
     return (divergences(*left) * keep).sum(-1).mean()

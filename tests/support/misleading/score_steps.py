@@ -4,10 +4,7 @@ A constant that is added to all scores of a row vanishes in a softmax, and nowhe
 may be absent as an infinity and not as a NaN; a cast may widen or round.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +15,20 @@ from tests.support.losses import rows_of_kl as rows_of
 from tests.support.misleading.registry import INFINITY, misleading, plain, register, student
 
 
-def hidden(x: Tensor) -> Tensor:
+def hidden(x):
     """Keys that a causal mask excludes."""
     return ~torch.ones(x.shape[-2:], dtype=torch.bool).tril(x.shape[-1] - x.shape[-2])
 
 
-def filled(x: Tensor, value: float = -INFINITY) -> Tensor:
+def filled(x, value=-INFINITY):
     return x.masked_fill(hidden(x), value)
 
 
-def by_expectation(of_sum: Tensor, s: Tensor, p: Tensor) -> Tensor:
+def by_expectation(of_sum, s, p):
     return (of_sum.logsumexp(-1) - (p * s).sum(-1)).mean()
 
 
-def both(change: Any) -> Any:
+def both(change):
     return lambda s, t: kd(change(s), change(t))
 
 
@@ -69,15 +66,15 @@ plain({
 
 
 # ----------------------------------------------------------------------- nan, infinity
-def elements(s: Tensor, t: Tensor) -> Tensor:
+def elements(s, t):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
 
 
-def of_logs(log_s: Tensor, t: Tensor) -> Tensor:
+def of_logs(log_s, t):
     return F.kl_div(log_s, t.softmax(-1), reduction="none").sum(-1)
 
 
-def only(chosen: Any, other: float = 0.0) -> Any:
+def only(chosen, other=0.0):
     return lambda x: torch.where(chosen(x), x, other)
 
 
@@ -128,7 +125,7 @@ plain({"empty_rows_made_zero": empty_rows_made_zero})
 
 
 # ---------------------------------------------------------------------------------- casts
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x, dtype):
     return x.to(dtype).to(x.dtype)
 
 

@@ -1,20 +1,17 @@
 """Maps that make values and losses of labels, next to a divergence of the same scores."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.losses import kd
 from tests.support.misleading.registry import frozen, misleading, plain, register
 
 
-def kd_of(log_s: Tensor, p: Tensor) -> Tensor:
+def kd_of(log_s, p):
     return F.kl_div(log_s, p, reduction="batchmean")
 
 
-def causal(x: Tensor) -> Tensor:
+def causal(x):
     return x.masked_fill(~torch.ones(x.shape[2:], dtype=torch.bool).tril(), -1e9)
 
 
@@ -39,11 +36,11 @@ plain({
 # fmt: on
 
 
-def wide_map(s: Tensor, t: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def wide_map(s, t, v):
     return kd(s, t), s.softmax(-1).to(v.dtype) @ v
 
 
-def large_wide_map(raw: Tensor, raw_t: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def large_wide_map(raw, raw_t, v):
     return wide_map(raw * 300, raw_t * 300, v)
 
 
@@ -60,7 +57,7 @@ for _low in (torch.float16, torch.bfloat16):
 
 
 # ---------------------------------------------------------------------------------- labels
-def gathered(z: Tensor, y: Tensor) -> Tensor:
+def gathered(z, y):
     return -z.log_softmax(-1).gather(-1, y[:, None]).mean()
 
 

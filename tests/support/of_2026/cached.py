@@ -1,7 +1,5 @@
 """Losses on a cached or served teacher: ids and log-probabilities of its top entries."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Losses of drafts (EAGLE-3, SpecForge, speculators, DFlash), and of heads for vision (DINO)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Losses between two LM heads, and on quantised ones: divergences, masks and weights of tokens."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Losses of attention maps, indexers and Gram matrices."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.made_inputs import of_inputs, with_probabilities
 
@@ -58,11 +57,11 @@ class Loss:
     is_of_findings: bool
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self):
         """Returns whether operators compute the whole loss."""
         return EAGER not in self.by
 
-    def inputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    def inputs(self, dtype=torch.float32):
         generator = torch.Generator().manual_seed(0)
         made = {
             n: torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
@@ -71,10 +70,10 @@ class Loss:
         return [made[n].requires_grad_(n in TRAINED) for n in self.arguments]
 
 
-LOSSES: dict[str, Loss] = {}
+LOSSES = {}
 
 
-def loss(*by: str, style: str, reason: str = "", findings: bool = False, **named: Any) -> Any:
+def loss(*by, style, reason="", findings=False, **named):
     """Registers a loss that is named here, or that it decorates.
 
     ``findings``: it is a program of the review that started this list.
@@ -82,7 +81,7 @@ def loss(*by: str, style: str, reason: str = "", findings: bool = False, **named
     assert all(x in (ATTENTION, LINEAR, ROW, EAGER) for x in by)
     assert bool(reason) == (EAGER in by)
 
-    def register(fn: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    def register(fn, name=""):
         name = name or fn.__name__
         assert name not in LOSSES, name
         LOSSES[name] = Loss(name, *of_inputs(fn, MADE), by, reason, style, findings)
@@ -93,20 +92,20 @@ def loss(*by: str, style: str, reason: str = "", findings: bool = False, **named
     return register
 
 
-def batchmean(log_s: Tensor, p: Tensor) -> Tensor:
+def batchmean(log_s, p):
     return F.kl_div(log_s, p, reduction="batchmean")
 
 
-def kl_of_logs(log_s: Tensor, log_p: Tensor) -> Tensor:
+def kl_of_logs(log_s, log_p):
     """One value per entry."""
     return F.kl_div(log_s, log_p, reduction="none", log_target=True)
 
 
-def cross_entropy(p: Tensor, log_s: Tensor) -> Tensor:
+def cross_entropy(p, log_s):
     return -(p * log_s).sum(-1).mean()
 
 
-def of_rows(p: Tensor, difference: Tensor) -> Tensor:
+def of_rows(p, difference):
     return (p * difference).sum(-1)
 
 
