@@ -17,7 +17,7 @@ from tests.support.losses import kd as kl
 from tests.support.quantized import Quantized
 from tests.support.user_losses import HIDDEN, LENGTH, USER_LOSSES, VOCAB
 
-EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reference/reasons.md names
+EXAMPLES = {}  # by the reason that docs/reference/reasons.md names
 
 # rows whose examples need several processes: the check on ranks that asserts them, in
 # test_rewritten_dtensors.py, and what it asserts
@@ -45,11 +45,11 @@ class Setting:
     compile: dict[str, Any] = field(default_factory=dict)  # of torch.compile
 
 
-SETTINGS: dict[str, Setting] = {}  # by reason
+SETTINGS = {}  # by reason
 
 
-def example(reason: str, **setting: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+def example(reason, **setting):
+    def register(fn):
         EXAMPLES[reason] = fn
         SETTINGS[reason] = Setting(**setting)
         return fn
@@ -57,7 +57,7 @@ def example(reason: str, **setting: Any) -> Callable[[Callable[..., Any]], Calla
     return register
 
 
-def of_scores(reason: str, **named: Callable[..., Any]) -> None:
+def of_scores(reason, **named):
     """An example of the scores of student and teacher."""
     ((name, fn),) = named.items()
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.losses import kd
@@ -39,11 +38,11 @@ class UserLoss:
     is_attention: bool
 
     @property
-    def large(self) -> int:
+    def large(self):
         """Entries from which a tensor is score- or logit-sized."""
         return (SCORES if self.is_attention else LOGITS) // 2
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self):
         generator = torch.Generator().manual_seed(0)
         shapes = [(1, HEADS, LENGTH, HEAD_DIM)] * 4
         if not self.is_attention:
@@ -52,22 +51,22 @@ class UserLoss:
         return [x.requires_grad_(i < 2) for i, x in enumerate(made)]
 
 
-USER_LOSSES: dict[str, UserLoss] = {}
+USER_LOSSES = {}
 
 
-def heads(fuses: int, style: str, **named: Callable[..., Any]) -> Any:
+def heads(fuses, style, **named):
     """Registers a loss of LM heads, that is named here or that it decorates."""
     return _registers(fuses, style, False, named)
 
 
-def attention(fuses: int, style: str, **named: Callable[..., Any]) -> Any:
+def attention(fuses, style, **named):
     return _registers(fuses, style, True, named)
 
 
-def _registers(fuses: int, style: str, is_attention: bool, named: dict[str, Any]) -> Any:
+def _registers(fuses, style, is_attention, named):
     made, inputs = (OF_MAPS, "qkru") if is_attention else (OF_HEADS, "hwgv")
 
-    def register(fn: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    def register(fn, name=""):
         program, _ = of_inputs(fn, made, inputs=inputs)
         program.__name__ = name or fn.__name__
         USER_LOSSES[program.__name__] = UserLoss(program, fuses, style, is_attention)
@@ -84,21 +83,21 @@ IDS = torch.rand(TOKENS, VOCAB, generator=_generator).topk(TOP).indices
 TOP_LOGPROBS = torch.randn(TOKENS, TOP, generator=_generator).log_softmax(-1) - 0.1
 
 
-def kl_of_logs(log_m: Tensor, log_p: Tensor) -> Tensor:
+def kl_of_logs(log_m, log_p):
     return F.kl_div(log_m, log_p, reduction="none", log_target=True)
 
 
-def jsd(log_s: Tensor, log_t: Tensor, of_s: Any, of_t: Any, beta: Any) -> Tensor:
+def jsd(log_s, log_t, of_s, of_t, beta):
     """Of a mixture as the log-sum-exp of a stack."""
     m = torch.logsumexp(torch.stack([log_s + of_s, log_t + of_t]), dim=0)
     return beta * kl_of_logs(m, log_t) + (1 - beta) * kl_of_logs(m, log_s)
 
 
-def clamped_kl(p: Tensor, q: Tensor) -> Tensor:
+def clamped_kl(p, q):
     return (p * (p.clamp_min(1e-9).log() - q.clamp_min(1e-9).log())).sum(-1)
 
 
-def cross_entropy(p: Tensor, log_s: Tensor) -> Tensor:
+def cross_entropy(p, log_s):
     return -(p * log_s).sum(-1).mean()
 
 
@@ -148,7 +147,7 @@ heads(1, "acceptance of a draft model", acceptance=lambda p_t, p_s: (
 # fmt: on
 
 
-@heads(2, "R-Drop")
+@heads(1, "R-Drop")  # both directions are one loss
 def r_drop(h, w, g, v):
     a, b = (h @ w.T).log_softmax(-1), ((h * 1.1) @ w.T).log_softmax(-1)
     forward = F.kl_div(a, b.exp(), reduction="batchmean")
@@ -156,11 +155,11 @@ def r_drop(h, w, g, v):
 
 
 # ------------------------------------------------------------------- cached and served teachers
-def rest(log_p: Tensor, **keep: Any) -> Tensor:
+def rest(log_p, **keep):
     return torch.log1p(-log_p.exp().sum(-1, **keep).clamp(max=0.999))
 
 
-def with_ghost(p: Tensor) -> Tensor:
+def with_ghost(p):
     return torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)
 
 
@@ -205,7 +204,7 @@ heads(1, "cached top-k, rows and ids flattened to pairs", cached_pairs=lambda lo
 
 
 # ------------------------------------------------------------------ other functions of logits
-def chosen(log_s: Tensor) -> Tensor:
+def chosen(log_s):
     return log_s.gather(-1, LABELS[:, None])[:, 0]
 
 
