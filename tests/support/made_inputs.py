@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch import Tensor
 
 Function = Callable[..., Any]
 Made = Mapping[str, tuple[str, Function]]  # of what it is made, and how
 
 
-def with_probabilities(scores: Made) -> Made:
+def with_probabilities(scores):
     """Next to scores their (log-)probabilities ``log_s`` and ``p_s``."""
     found = dict(scores)
     for name in scores:
@@ -25,16 +23,14 @@ def with_probabilities(scores: Made) -> Made:
     return found
 
 
-def of_inputs(
-    fn: Function, made: Made, names: Sequence[str] = (), inputs: Sequence[str] = ()
-) -> tuple[Function, list[str]]:
+def of_inputs(fn, made, names=(), inputs=()):
     """A program of inputs alone, that makes what ``fn`` asks for, and the inputs' names."""
     parameters = inspect.signature(fn).parameters.values()
     names = names or [p.name for p in parameters if p.default is p.empty]
-    steps: dict[str, tuple[list[str], Function]] = {}
+    steps = {}
     operands = list(inputs)
 
-    def need(name: str) -> None:
+    def need(name):
         if name in made and name not in steps:
             of, make = made[name][0].split(), made[name][1]
             for x in of:
@@ -48,7 +44,7 @@ def of_inputs(
     if list(names) == operands and not isinstance(fn, functools.partial):
         return fn, operands  # one that breaks the graph must not be called by another
 
-    def program(*given: Tensor) -> Any:
+    def program(*given):
         values = dict(zip(operands, given, strict=True))
         for name, (of, make) in steps.items():
             values[name] = make(*[values[x] for x in of])

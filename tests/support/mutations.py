@@ -16,13 +16,13 @@ class Fault:
     interpreted: bool = False
 
 
-def _streaming(*names):
+def _streaming(*names: str) -> str:
     return " ".join(
         f"operators/test_attention_streaming.py::test_feature[{name}]" for name in names
     )
 
 
-def _triton(*names):
+def _triton(*names: str) -> str:
     file = "kernels/test_attention_triton_interpreted.py"
     return " ".join(f"{file}::test_feature[{name}]" for name in names)
 

@@ -6,6 +6,8 @@ is too long for a quick suite, with the quick row that holds the promise.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 # reason -> tests below tests/, or single rows of them
@@ -34,7 +36,7 @@ LISTED = {
 NAMES = {name for names in LISTED.values() for name in names}
 
 
-def mark(items):
+def mark(items: Iterable[pytest.Item]) -> None:
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         if name in NAMES or name.split("[")[0] in NAMES:

@@ -156,9 +156,12 @@ plain({
 plain({
     "grouped_key_heads": lambda s, qt, kt: kd(s, repeated(qt, kt)),
 }, shapes=heads(6, 6, 6, 2), fuses=1)
-plain({
-    "mean_over_the_inner_groups": lambda log_s, p_t: kd_of(log_s, grouped(p_t, 2, 3).mean(2)),
-}, shapes=heads(2, 6), fuses=1)
+for _name, _options in (
+    ("mean_over_the_inner_groups", {"fuses": 1}),
+    ("mean_over_the_inner_groups_dynamic", {"dynamic": True}),
+):
+    register(_name, lambda log_s, p_t: kd_of(log_s, grouped(p_t, 2, 3).mean(2)),
+             shapes=heads(2, 6), **_options)
 plain({
     "means_of_both_sides": lambda p_s, p_t: kd_of(p_s.mean(1).log(), p_t.mean(1)),
 }, shapes=heads(4, 2))
