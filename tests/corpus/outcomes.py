@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch._dynamo.config
 
 from tests.corpus.naive_losses import ALL_CASES, AOT_EAGER_STRIDE_ISSUE
-from tests.support.comparing import Outcome, compare
+from tests.support.comparing import compare
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.reporting.text import remaining_text
 
@@ -27,7 +26,7 @@ class Setting:
     dynamic: bool = False
     training: bool = True
 
-    def __str__(self) -> str:
+    def __str__(self):
         shapes = "dynamic" if self.dynamic else "static"
         mode = "training" if self.training else "no_grad"
         return f"{str(self.dtype).removeprefix('torch.')}-{shapes}-{mode}"
@@ -40,9 +39,7 @@ SETTINGS = [
 TABLE_SETTING = SETTINGS[0]
 
 
-def run_case(
-    case: dict[str, Any], setting: Setting = TABLE_SETTING, captured: bool = False
-) -> Outcome:
+def run_case(case, setting=TABLE_SETTING, captured=False):
     """Compiled against eager, both against float64; one graph where the case allows it.
 
     ``captured``: with Dynamo's settings as `torch_streamkl.enable` makes them.
@@ -77,7 +74,7 @@ class Row:
     gradient_error: float
 
 
-def verdict_of(outcome: Outcome) -> str:
+def verdict_of(outcome):
     """What the report says: how many of the sites are fused."""
     total = len(outcome.report.sites)
     if total and outcome.num_fused == total:
@@ -87,7 +84,7 @@ def verdict_of(outcome: Outcome) -> str:
     return "not fused" if total else "no loss"
 
 
-def row_of(case: dict[str, Any], outcome: Outcome) -> Row:
+def row_of(case, outcome):
     """The case's line: errors are relative to the largest value, in float32."""
     reason = "; ".join(sorted(set(outcome.reasons)))
     if not outcome.report.sites:

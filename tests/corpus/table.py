@@ -3,15 +3,12 @@
 Run as `python -m tests.corpus.table`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.corpus.naive_losses import ALL_CASES, BY_NAME
-from tests.corpus.outcomes import Row, row_of, run_case
+from tests.corpus.outcomes import row_of, run_case
 
 PATH = Path(__file__).parents[2] / "docs" / "evidence" / "corpus.md"
 HEAD = """# The corpus: which public losses fuse?
@@ -58,12 +55,12 @@ Dynamo has the settings of `enable()`:
 """
 
 
-def is_captured(row: Row) -> bool:
+def is_captured(row):
     """Whether a case is in the second table too."""
     return bool(BY_NAME[row.case]["has_matmul"]) and row.verdict == "not fused"
 
 
-def render(rows: Sequence[Row], captured: Sequence[Row]) -> str:
+def render(rows, captured):
     """The page."""
     fused = sum(row.verdict.startswith("fused") for row in rows)
     with_matmuls = sum(bool(BY_NAME[row.case]["has_matmul"]) for row in rows)
@@ -77,7 +74,7 @@ def render(rows: Sequence[Row], captured: Sequence[Row]) -> str:
     return head + _lines(rows) + CAPTURED + _lines(captured)
 
 
-def _lines(rows: Sequence[Row]) -> str:
+def _lines(rows):
     return "".join(
         f"| `{r.case}` | {r.verdict} | {escaped(r.reason)} "
         f"| {r.loss_error:.0e} | {r.gradient_error:.0e} |\n"
@@ -85,18 +82,18 @@ def _lines(rows: Sequence[Row]) -> str:
     )
 
 
-def escaped(text: str) -> str:
+def escaped(text):
     return text.replace("|", "\\|")
 
 
-def committed(captured: bool = False) -> dict[str, tuple[str, str]]:
+def committed(captured=False):
     """Verdict and reason of each case as a table of the page in the repository has them."""
     text = PATH.read_text().partition(CAPTURED)[2 if captured else 0]
     found = (LINE.match(line) for line in text.splitlines())
     return {m["case"]: (m["verdict"], m["reason"]) for m in found if m}
 
 
-def main() -> None:
+def main():
     rows = []
     for case in ALL_CASES:
         outcome = run_case(case).check()

@@ -1,7 +1,6 @@
 """Losses of 2026 in their natural spellings are read as they are, and matched as promised.
 
-The promises stand in support/of_2026: ``python -m tests.support.of_2026.table`` prints what
-becomes of each.
+The promises stand in support/of_2026.
 """
 
 import pytest
@@ -11,8 +10,7 @@ from tests.support.comparing import compare
 from tests.support.covering import only
 from tests.support.match_programs import matches_of
 from tests.support.of_2026 import LOSSES
-from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, ROW
-from tests.support.of_2026.table import OPTIONS
+from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, OPTIONS, ROW
 from tests.support.read_programs import Case, examine
 from tests.support.row_forms import made_of
 from torch_streamkl.fx_passes.capture.settings import CAPTURE

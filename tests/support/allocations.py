@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import torch_streamkl
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
-from torch_streamkl.fx_passes.reporting.report import Report
 
 
 class Allocations(TorchDispatchMode):
@@ -25,18 +21,18 @@ class Allocations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least):
         super().__init__()
         self.least = least
         self.shapes: list[tuple[int, ...]] = []
         self._seen: dict[int, Tensor] = {}  # kept alive, so that no address is used again
 
-    def known(self, tensors: Sequence[Any]) -> None:
+    def known(self, tensors):
         for x in tensors:
             if isinstance(x, Tensor):
                 self._seen[x.untyped_storage().data_ptr()] = x
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in tree_flatten(result)[0]:
             if isinstance(x, Tensor) and _capacity(x) >= self.least:
@@ -47,26 +43,24 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def _capacity(x: Tensor) -> int:
+def _capacity(x):
     """Entries that fit the memory of a tensor: an expanded one has few."""
     return x.untyped_storage().nbytes() // x.element_size()
 
 
-def measure(
-    fn: Callable[..., Any], inputs: Sequence[Any], least: int, **options: Any
-) -> tuple[Report, list[tuple[int, ...]]]:
+def measure(fn, inputs, least, **options):
     """The report, and the shapes of large tensors made in the forward and in the backward."""
     torch._dynamo.reset()
     found = Allocations(least)
     found.known(inputs)
 
-    def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
+    def compiler(gm, example_inputs):
         ours = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
         forward = backend.streamkl(gm, example_inputs, options=ours)
         gm.graph.eliminate_dead_code(has_effect)  # as every compiler does
         gm.recompile()
 
-        def run(*args: Any) -> Any:
+        def run(*args):
             found.known(args)
             with found:
                 return forward(*args)

@@ -4,30 +4,26 @@ Each line of input is for a new process, forked from one that has imported torch
 ours: front ends with the options to switch on, such as ``backend,strict``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from typing import Any
 
 import torch
 import torch._inductor.compile_fx
 import torch._inductor.config
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 EVENTS = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass")
 
 
-def loss(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
+def loss(q, k, teacher):
     """Rows, so that no reduction is left which a C++ compiler would have to see."""
     wanted = (teacher @ teacher.mT).softmax(-1)
     got = (q @ k.mT).log_softmax(-1)
     return torch.nn.functional.kl_div(got, wanted, reduction="none").sum(-1)
 
 
-def direct(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
+def direct(q, k, teacher):
     """The same by the operator, compiled without the rewrite."""
     import torch_streamkl
 
@@ -37,7 +33,7 @@ def direct(q: Tensor, k: Tensor, teacher: Tensor) -> Tensor:
     return rows
 
 
-def run(front_end: str, options: dict[str, Any]) -> dict[str, Any]:
+def run(front_end, options):
     import torch_streamkl  # as its files are now
 
     torch._dynamo.reset()
@@ -64,7 +60,7 @@ def run(front_end: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer(requests: list[str]) -> None:
+def answer(requests):
     results = []
     for request in requests:
         front_end, *options = request.split(",")
@@ -72,7 +68,7 @@ def answer(requests: list[str]) -> None:
     print(json.dumps(results), flush=True)
 
 
-def import_the_compiler() -> None:
+def import_the_compiler():
     """A first compilation imports most of Inductor, which takes seconds in every process."""
     x = torch.ones(2, 2, requires_grad=True)
     torch.compile(lambda x: x @ x)(x).sum().backward()

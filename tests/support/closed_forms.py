@@ -1,23 +1,15 @@
 """Holds a match against the program that it came from: recomputed from its arguments alone."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from tests.support.evaluate_program import evaluate
-from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, Matched, RowValue
+from torch_streamkl.fx_passes.closed_forms.form import RowValue
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.recompute import recompute
-from torch_streamkl.program.graph import Node, Source
+from torch_streamkl.program.graph import Source
 
 
-def difference(
-    form: ClosedForm, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None = None
-) -> float:
+def difference(form, values, sizes=None):
     """Returns the largest error of the recomputed rows and gradients, relative to the largest."""
     (rows, grads), (again, grads_again) = (
         _run(x, form, values, sizes) for x in (form.site, recompute(form))
@@ -30,9 +22,7 @@ def difference(
     return max(errors)
 
 
-def difference_around(
-    matched: Matched, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None = None
-) -> float:
+def difference_around(matched, values, sizes=None):
     """Returns the largest error of a program whose matched rows are recomputed."""
     order = sorted(matched.root.axes, key=repr)
     rows = {}
@@ -45,9 +35,7 @@ def difference_around(
     return _error(expected, found, float(expected.abs().nan_to_num(0, 0, 0).max()))
 
 
-def _run(
-    x: Node, form: ClosedForm, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None
-) -> tuple[Tensor, list[Tensor]]:
+def _run(x, form, values, sizes):
     """Values, and gradients of a weighted sum of them to each tensor that is trained."""
     leaves = {
         k: v.detach().clone().double().requires_grad_() if getattr(k, "grad_flows", False) else v
@@ -55,7 +43,7 @@ def _run(
     }
     trained = [v for v in leaves.values() if v.requires_grad]
     rows = evaluate(x, leaves, sizes, sorted(form.site.axes, key=repr))
-    grads: list[Tensor] = [torch.zeros_like(v) for v in trained]
+    grads = [torch.zeros_like(v) for v in trained]
     if rows.requires_grad:
         weights = torch.linspace(0.5, 1.5, rows.numel(), dtype=rows.dtype).view(rows.shape)
         total = (rows * weights)[torch.isfinite(rows.detach())].sum()
@@ -66,14 +54,12 @@ def _run(
     return rows.detach(), grads
 
 
-def _error(x: Tensor, y: Tensor, largest: float) -> float:
+def _error(x, y, largest):
     both = torch.isfinite(x)  # a row without keys has NaN where it is written naively
     gap = (x - y)[both].abs()
     return float(gap.max()) / max(largest, 1e-30) if gap.numel() else 0.0
 
 
-def recomputed_alike(
-    form: ClosedForm, values: Mapping[Any, Tensor], sizes: Mapping[Any, int] | None = None
-) -> None:
+def recomputed_alike(form, values, sizes=None):
     """Asserts that a match means what the program does."""
     assert difference(form, values, sizes) < 1e-9

@@ -8,9 +8,7 @@ inputs and a few roundings of them, because a single number can be exact by luck
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +25,11 @@ NUM_ROUNDINGS = 5  # draws of a rounding of the inputs
 class InFloat64(TorchFunctionMode):
     """Programs that ask for float32, by ``.float()``, ``dtype=`` or ``.to()``, get float64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             func = Tensor.double
 
-        def wide(x: Any) -> Any:
+        def wide(x):
             return torch.float64 if isinstance(x, torch.dtype) and x in FLOATS else x
 
         return func(*tree_map(wide, args), **tree_map(wide, kwargs or {}))
@@ -44,7 +42,7 @@ class Result:
     outputs: list[Tensor]
     gradients: list[Tensor | None]
 
-    def tensors(self) -> list[Tensor | None]:
+    def tensors(self):
         return [*self.outputs, *self.gradients]
 
 
@@ -61,19 +59,19 @@ class Outcome:
     num_graphs: int = 0
 
     @property
-    def num_fused(self) -> int:
+    def num_fused(self):
         return self.report.num_fused
 
     @property
-    def reasons(self) -> list[str]:
+    def reasons(self):
         return [site.reason for site in self.report.sites if not site.fused]
 
     @property
-    def kinds(self) -> set[str]:
+    def kinds(self):
         """The operators that sites are fused to."""
         return {site.kind for site in self.report.sites if site.fused}
 
-    def relative(self, which: str) -> float:
+    def relative(self, which):
         """Largest error relative to the largest value: of the "outputs" or of the "gradients"."""
         num = len(self.eager.outputs)
         part = slice(0, num) if which == "outputs" else slice(num, None)
@@ -83,7 +81,7 @@ class Outcome:
                 worst = max(worst, error / max(_largest(exact), 1e-30))
         return worst
 
-    def mismatch(self) -> str:
+    def mismatch(self):
         """Empty when every error is within what it may be."""
         assert not self.report.failures, self.report.failures
         pairs = zip(self.eager.gradients, self.compiled.gradients, strict=True)
@@ -105,7 +103,7 @@ class Outcome:
                 return f"result {i} is off by {error:.3e}, allowed {allowed:.3e}\n{self.report}"
         return ""
 
-    def check(self) -> Outcome:
+    def check(self):
         """Raise AssertionError when the compiled program is not as exact as eager."""
         message = self.mismatch()
         assert not message, message
@@ -113,17 +111,17 @@ class Outcome:
 
 
 def compare(
-    fn: Callable[..., Any],
-    inputs: Sequence[Any],
+    fn,
+    inputs,
     *,
-    inner: str = "eager",
-    dynamic: bool | None = None,
-    training: bool = True,
-    fullgraph: bool = False,
-    options: dict[str, Any] | None = None,
-    reset: bool = True,
-    largest_score: float = 0.0,
-) -> Outcome:
+    inner="eager",
+    dynamic=None,
+    training=True,
+    fullgraph=False,
+    options=None,
+    reset=True,
+    largest_score=0.0,
+):
     """Run ``fn(*inputs)`` in eager, compiled, and in float64, with gradients to its inputs.
 
     ``largest_score`` budgets the rounding of large scores: a fused backward rebuilds probabilities
@@ -137,7 +135,7 @@ def compare(
         report = Report()
         graphs = []
 
-        def observe(found: Report) -> None:
+        def observe(found):
             graphs.append(found)
             report.extend(found)
 
@@ -176,7 +174,7 @@ def compare(
     return outcome
 
 
-def refusals(fn: Callable[..., Any], inputs: Sequence[Any], **options: Any) -> list[str]:
+def refusals(fn, inputs, **options):
     """Why the operators of divergences do not take a program, where row programs are off."""
     torch._dynamo.reset()
     given = {"streamkl.inner": "eager", "streamkl.row_programs": False}
@@ -186,7 +184,7 @@ def refusals(fn: Callable[..., Any], inputs: Sequence[Any], **options: Any) -> l
     return [site.reason for site in report.sites]
 
 
-def _distances(result: Result, exact: Result, where: Result) -> list[float]:
+def _distances(result, exact, where):
     """Largest difference of each result from the exact one, where it and ``where`` are finite."""
     distances = []
     for x, y, z in zip(result.tensors(), exact.tensors(), where.tensors(), strict=True):
@@ -199,13 +197,13 @@ def _distances(result: Result, exact: Result, where: Result) -> list[float]:
     return distances
 
 
-def _last_digit(x: Tensor | None, exact: Tensor | None) -> float:
+def _last_digit(x, exact):
     if x is None or exact is None or not x.dtype.is_floating_point:
         return 0.0
     return torch.finfo(x.dtype).eps * _largest(exact)
 
 
-def run(fn: Callable[..., Any], inputs: Sequence[Any]) -> Result:
+def run(fn, inputs):
     """One run on fresh leaves; gradients of the sum of all floating outputs."""
     torch.manual_seed(0)
     fresh = [
@@ -215,7 +213,7 @@ def run(fn: Callable[..., Any], inputs: Sequence[Any]) -> Result:
     outputs = [x for x in tree_flatten(fn(*fresh))[0] if isinstance(x, Tensor)]
     leaves = [x for x in fresh if isinstance(x, Tensor) and x.requires_grad]
     differentiable = [x for x in outputs if x.requires_grad]
-    grads: list[Tensor | None] = [None] * len(leaves)
+    grads = [None] * len(leaves)
     if differentiable and leaves:
         # different weights per entry, so that an error in one row cannot cancel in another
         weights = [_weights(x) for x in differentiable]
@@ -223,19 +221,19 @@ def run(fn: Callable[..., Any], inputs: Sequence[Any]) -> Result:
     return Result([x.detach() for x in outputs], grads)
 
 
-def _weights(x: Tensor) -> Tensor:
+def _weights(x):
     if x.dim() == 0:
         return torch.ones_like(x)
     return torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
 
 
-def _in_float64(x: Any) -> Any:
+def _in_float64(x):
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         return x
     return x.detach().double().requires_grad_(x.requires_grad)
 
 
-def _rounded(x: Any, seed: int) -> Any:
+def _rounded(x, seed):
     """Every entry moved up or down by one unit in its last place."""
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         return x
@@ -244,7 +242,7 @@ def _rounded(x: Any, seed: int) -> Any:
     return (x.detach().double() * (1 + change)).to(x.dtype).requires_grad_(x.requires_grad)
 
 
-def _distance(x: Tensor, exact: Tensor, where: Tensor) -> float:
+def _distance(x, exact, where):
     # NaN where eager has a value is an infinite error
     return (
         float(
@@ -255,5 +253,5 @@ def _distance(x: Tensor, exact: Tensor, where: Tensor) -> float:
     )
 
 
-def _largest(x: Tensor) -> float:
+def _largest(x):
     return float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +18,11 @@ FAULTS = Path(__file__).parents[2] / "docs" / "evidence" / "mutations.md"
 
 
 def quick_rows(
-    rows: Sequence[Sequence[Hashable]],
-    kept: Collection[int] = (),
-    costly: Collection[tuple[int, Hashable]] = (),
-    most: int = 2,
-) -> set[int]:
+    rows,
+    kept=(),
+    costly=(),
+    most=2,
+):
     """Rows that have every combination of ``most`` values that any has, and those of ``kept``.
 
     Each is the one with most combinations that are new: of several the first, or where only values
@@ -32,10 +30,10 @@ def quick_rows(
     """
     strength = max(1, min(most, len(rows[0]) - 1))
     left = {i: set(combinations(enumerate(row), strength)) for i, row in enumerate(rows)}
-    uses: Counter[Any] = Counter()
+    uses = Counter()
     chosen = set(kept)
 
-    def choose(row: int) -> None:
+    def choose(row):
         chosen.add(row)
         uses.update(enumerate(rows[row]))
         new = left.pop(row)
@@ -48,7 +46,7 @@ def quick_rows(
         if row in left:
             choose(row)
 
-    def worth(row: int) -> tuple[int, int]:
+    def worth(row):
         if strength > 1:
             return len(left[row]), 0
         common = sum(uses[x] * (4 if x in costly else 1) for x in enumerate(rows[row]))
@@ -59,14 +57,14 @@ def quick_rows(
     return chosen
 
 
-def _catching() -> set[str]:
+def _catching():
     """Tests that the table of mutations names."""
     return set(re.findall(r"`([^`\n]+::[^`\n]+)` \|$", FAULTS.read_text(), re.MULTILINE))
 
 
-def mark_slow(items: Sequence[pytest.Item]) -> None:
+def mark_slow(items):
     """Tests of products; those for a GPU run where there is one, all of them."""
-    products: dict[str, list[Any]] = defaultdict(list)
+    products = defaultdict(list)
     for item in items:
         marked = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
         if hasattr(item, "callspec") and not marked:
@@ -84,7 +82,7 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.slow)
 
 
-def reason_not_to_run(item: pytest.Item) -> str | None:
+def reason_not_to_run(item):
     """Why a test cannot run on this machine: the reason of a `skipif` that is true, or None.
 
     A library that is not installed is no such reason: somebody could install it.
@@ -96,7 +94,7 @@ def reason_not_to_run(item: pytest.Item) -> str | None:
     return None
 
 
-def _rows(cases: list[Any]) -> tuple[list[list[str]], list[tuple[Hashable, ...]]]:
+def _rows(cases):
     """Axes and values on them; arguments of one decorator are one axis, as is a fixture's."""
     marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
     axes = [x.replace(" ", "").split(",") if isinstance(x, str) else list(x) for x in marks]
@@ -107,7 +105,7 @@ def _rows(cases: list[Any]) -> tuple[list[list[str]], list[tuple[Hashable, ...]]
     return [axes[i] for i in used], list(zip(*(columns[i] for i in used), strict=True))
 
 
-def every(step: int, values: Iterable[Any], first: int = 0) -> list[Any]:
+def every(step, values, first=0):
     """Parameters (tuples are rows) of which every ``step``-th is quick: others are like it."""
     return [
         pytest.param(
@@ -118,6 +116,6 @@ def every(step: int, values: Iterable[Any], first: int = 0) -> list[Any]:
     ]
 
 
-def only(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+def only(quick, values):
     """Parameters of which those in ``quick`` are; the others are alike, or take much longer."""
     return [pytest.param(x, marks=[] if x in quick else [pytest.mark.slow]) for x in values]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import linecache
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import triton
 from torch._dynamo.device_interface import CudaInterface
@@ -28,46 +25,46 @@ from torch_streamkl.fx_passes import inductor_kernels
 class Driver:
     """Of a GPU that is not here: knows its target."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target):
         self.target = TARGETS[target].gpu
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self):
         return self.target
 
-    def get_active_torch_device(self) -> torch.device:
+    def get_active_torch_device(self):
         return torch.device("cpu")
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
 
 class Interpreted:
     """What a graph's code launches in the place of a compiled kernel."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source):
         text = (
             "import triton\nimport triton.language as tl\n" + source[source.index("@triton.jit") :]
         )
         self.name = re.search(r"def (\w+)\(", text)[1]
         filename = f"<{self.name} {hash(text)}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-        scope: dict[str, Any] = {"__name__": self.name}
+        scope = {"__name__": self.name}
         exec(compile(text, filename, "exec"), scope)
         self.kernel = scope[self.name]
         self.launched: list[str] = []
 
-    def run(self, *arguments: Any, stream: Any = None) -> None:
+    def run(self, *arguments, stream=None):
         self.launched.append(self.name)
         *arguments, x, y, z = arguments
         self.kernel[(int(x), int(y), int(z))](*arguments)
 
 
 @contextlib.contextmanager
-def launched_by_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def launched_by_graphs(monkeypatch):
     """Inside, graphs on a CPU launch kernels as those of C++ do on a GPU; gives their names."""
-    launched: list[str] = []
+    launched = []
 
-    def compiled(_self: Any, _name: str, source: str, device_str: str = "cuda") -> Interpreted:
+    def compiled(_self, _name, source, device_str="cuda"):
         kernel = Interpreted(source)
         kernel.launched = launched
         return kernel
@@ -79,7 +76,7 @@ def launched_by_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield launched
 
 
-def written_as_cpp(function: Callable[..., Any], *tensors: Any) -> str:
+def written_as_cpp(function, *tensors):
     """The C++ of a function of tensors (dtype, shape) on an H200; nothing is compiled."""
     properties = TARGETS["sm_90"].properties
     with (

@@ -1,11 +1,7 @@
 """A distillation step as one module: every layer's attention maps, compared at the end."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 WIDTH, HEADS = 16, 2
 
@@ -13,12 +9,12 @@ WIDTH, HEADS = 16, 2
 class Layer(nn.Module):
     """Attention written by hand that returns its map, as models with output_attentions do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.scaling = (WIDTH // HEADS) ** -0.5
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         q, k, v = (
             project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
@@ -28,11 +24,11 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, log_normalizer: int) -> None:
+    def __init__(self, log_normalizer):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(log_normalizer))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, x):
         maps = []
         for layer in self.layers:
             x, probabilities = layer(x)
@@ -43,12 +39,12 @@ class Model(nn.Module):
 class Step(nn.Module):
     """The loss of a batch: the KL of each layer's map, and something for the last layer."""
 
-    def __init__(self, log_normalizer: int = 2) -> None:
+    def __init__(self, log_normalizer=2):
         super().__init__()
         self.student, self.teacher = Model(log_normalizer), Model(log_normalizer)
         self.teacher.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         last, student = self.student(x)
         with torch.no_grad():
             teacher = self.teacher(x)[1]
@@ -58,7 +54,7 @@ class Step(nn.Module):
         return loss
 
 
-def gradients(module: nn.Module) -> list[Tensor]:
+def gradients(module):
     """Of all trained parameters, whole where they are sharded."""
-    given: list[Any] = [p.grad for p in module.parameters() if p.requires_grad]
+    given = [p.grad for p in module.parameters() if p.requires_grad]
     return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in given]

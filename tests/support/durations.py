@@ -8,14 +8,9 @@ does something else as well, it says more than the time on the wall. Only tests 
 more are kept.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 TABLE = Path(__file__).parents[1] / "durations.tsv"
 LEAST = 1.0  # seconds of a test that is kept
@@ -24,7 +19,7 @@ FIRST = "tests/kernels/test_in_the_interpreter.py"
 ON_RANKS = ("test_on_four_ranks", "test_on_three_ranks", "test_on_two_ranks")
 
 
-def used() -> float:
+def used():
     """CPU seconds of this process, of those that have ended, and of ranks."""
     ranks = sys.modules.get("tests.support.ranks")  # where a test runs on several
     of_ranks = ranks.Processes.seconds if ranks is not None else 0.0
@@ -32,21 +27,21 @@ def used() -> float:
     return sum(x.ru_utime + x.ru_stime for x in (own, ended)) + of_ranks
 
 
-def read() -> dict[str, float]:
+def read():
     if not TABLE.exists():
         return {}
     rows = (line.split("\t") for line in TABLE.read_text().splitlines())
     return {name: float(seconds) for seconds, name in rows}
 
 
-def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+def longest_first(items):
     """At the end of a run, a long test would leave the other process without work.
 
     Tests on as many ranks follow each other: they share the processes.
     """
     known = read()
 
-    def key(item: pytest.Item) -> tuple[int, float]:
+    def key(item):
         if item.nodeid.startswith(FIRST):
             return 0, 0.0
         for i, name in enumerate(ON_RANKS):
@@ -57,8 +52,8 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=key)
 
 
-def main() -> None:
-    found: dict[str, float] = {}
+def main():
+    found = {}
     for path in sys.argv[1:]:
         for line in Path(path).read_text().splitlines():
             seconds, name = line.split("\t")

@@ -6,13 +6,11 @@ One dimension an axis. Nothing is fast here: what runs is written by rows/ and k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, Node, ordered
+from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, ordered
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.walks import walk
 
@@ -21,11 +19,11 @@ Placed = tuple[Tensor, tuple[Axis, ...]]
 
 
 def evaluate(
-    root: Node,
-    tensors: Mapping[Any, Tensor],
-    sizes: Mapping[Axis | Any, int] | None = None,
-    order: Sequence[Axis] | None = None,
-) -> Tensor:
+    root,
+    tensors,
+    sizes=None,
+    order=None,
+):
     """Returns the values of an expression, with its free axes as dimensions in this order.
 
     ``tensors`` are those of captures and variables by their values, ``sizes`` those of axes and
@@ -36,16 +34,16 @@ def evaluate(
 
 
 class _Evaluation:
-    def __init__(self, tensors: Mapping[Any, Tensor], sizes: Mapping[Any, int]) -> None:
+    def __init__(self, tensors, sizes):
         self.tensors, self.sizes = tensors, sizes
         self.bound: dict[Axis, Tensor] = {}
 
-    def size(self, axis: Axis) -> int:
+    def size(self, axis):
         known = self.sizes.get(axis, axis.size)
         return known if isinstance(known, int) else self.sizes[known]
 
-    def run(self, root: Node, order: Sequence[Axis] | None) -> Tensor:
-        done: dict[Node, Placed] = {}
+    def run(self, root, order):
+        done = {}
         for x in walk([root]):
             done[x] = self._value(x, [done[a] for a in x.args])
         value, axes = done[root]
@@ -55,7 +53,7 @@ class _Evaluation:
                 value, axes = value.unsqueeze(-1).expand(*value.shape, self.size(a)), (*axes, a)
         return value.permute([axes.index(a) for a in wanted])
 
-    def _value(self, x: Node, args: Sequence[Placed]) -> Placed:
+    def _value(self, x, args):
         match x.op:
             case "const":
                 return torch.tensor(x.value, dtype=_TYPES[x.dtype]), ()
@@ -85,7 +83,7 @@ class _Evaluation:
             return reduction(tensors[0], d), axes[:d] + axes[d + 1 :]
         return self._pointwise(x, tensors), axes
 
-    def _captured(self, x: Node, at: Sequence[Tensor], axes: tuple[Axis, ...]) -> Placed:
+    def _captured(self, x, at, axes):
         tensor = self.tensors[x.value if x.op == "capture" else (x.op, x.value)]
         if tensor.is_floating_point():
             tensor = tensor.double()
@@ -94,7 +92,7 @@ class _Evaluation:
         places = [t.long().clamp(0, n - 1) for t, n in zip(at, tensor.shape, strict=True)]
         return tensor[tuple(torch.broadcast_tensors(*places))], axes
 
-    def _pointwise(self, x: Node, args: Sequence[Tensor]) -> Tensor:
+    def _pointwise(self, x, args):
         match x.op:
             case "linear":
                 total = torch.tensor(x.value[0], dtype=_TYPES[x.dtype])
@@ -127,7 +125,7 @@ class _Evaluation:
         return OPERATIONS[x.op].run(*args)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a, b):
     """0 times infinity is 0, with a gradient of 0; the gradient of others is as ever."""
     is_special = ((a == 0) & ~torch.isfinite(b)) | ((b == 0) & ~torch.isfinite(a))
     if not bool(is_special.any()):
@@ -136,14 +134,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a * b
 
 
-def _log_sum_exp(x: Tensor, d: int) -> Tensor:
+def _log_sum_exp(x, d):
     """-inf where all are, with a gradient of 0."""
     is_empty = (x == -math.inf).all(d, keepdim=True)
     total = x.masked_fill(is_empty, 0.0).logsumexp(d)
     return total.masked_fill(is_empty.squeeze(d), -math.inf)
 
 
-_REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+_REDUCTIONS = {
     "sum": lambda x, d: x.sum(d),
     LOGSUMEXP: _log_sum_exp,
     MAX: lambda x, d: x.amax(d),
@@ -151,7 +149,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def _aligned(args: Sequence[Placed]) -> tuple[list[Tensor], tuple[Axis, ...]]:
+def _aligned(args):
     """Tensors with one dimension for each of their axes."""
     axes = tuple(dict.fromkeys(a for _, own in args for a in own))
     found = []

@@ -3,8 +3,6 @@
 python -m tests.support.feature_table          # rewrite the section of docs/reference/features.md
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.problems import CASES
@@ -22,7 +20,7 @@ FILES = {
 }
 
 # feature -> cases of problems.CASES that show it
-FEATURES: dict[str, tuple[str, ...]] = {
+FEATURES = {
     "forward KL": ("forward_kl",),
     "reverse KL": ("reverse_kl",),
     "soft cross-entropy": ("cross_entropy",),
@@ -81,15 +79,15 @@ FEATURES: dict[str, tuple[str, ...]] = {
 DTYPES_ON_GPU = ("bfloat16", "float16", "float32")
 
 
-def ids_of(implementation: str, feature: str) -> list[str]:
+def ids_of(implementation, feature):
     """Ids of the tests after a cell."""
-    cases: tuple[str, ...] = FEATURES[feature]
+    cases = FEATURES[feature]
     if implementation == ON_GPU:
         cases = tuple(f"{case}-{dtype}" for case in cases for dtype in DTYPES_ON_GPU)
     return [f"{FILES[implementation]}::test_feature[{case}]" for case in cases]
 
 
-def section() -> str:
+def section():
     """The Markdown between the markers."""
     lines = [
         BEGIN,
@@ -118,7 +116,7 @@ def section() -> str:
     return "\n".join([*lines, END])
 
 
-def update(text: str) -> str:
+def update(text):
     """The page's text with the section up to date, at the end if it was not there."""
     if BEGIN not in text:
         return text.rstrip("\n") + "\n\n" + section() + "\n"

@@ -20,7 +20,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 in_parts = pytest.mark.usefixtures("small_parts")
 
 
-def check_spec(spec: Spec, frozen: bool = False) -> None:
+def check_spec(spec, frozen=False):
     call = build(spec)
     for name, x in call.tensors.items():
         if frozen and name.startswith("teacher"):
@@ -30,13 +30,13 @@ def check_spec(spec: Spec, frozen: bool = False) -> None:
 
 @in_parts
 @pytest.mark.parametrize("name", CASES)
-def test_feature(name: str) -> None:
+def test_feature(name):
     check_spec(CASES[name])
 
 
 @in_parts
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_the_student_alone(name: str) -> None:
+def test_gradients_of_the_student_alone(name):
     """A frozen teacher takes shorter ways through the backward."""
     check_spec(CASES[name], frozen=True)
 
@@ -44,13 +44,13 @@ def test_gradients_of_the_student_alone(name: str) -> None:
 @in_parts
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["forward_kl", "js", "clamp_reached", "mask_additive"])
-def test_dtype(name: str, dtype: torch.dtype) -> None:
+def test_dtype(name, dtype):
     check_spec(replace(CASES[name], dtype=dtype))
 
 
 @in_parts
 @pytest.mark.parametrize("num_calls", [50, pytest.param(150, marks=pytest.mark.slow)])
-def test_any_call(num_calls: int) -> None:
+def test_any_call(num_calls):
     @given(specs(dtypes=DTYPES))
     @settings(max_examples=num_calls)
     def any_call(spec: Spec) -> None:

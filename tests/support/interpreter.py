@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ quiet = pytest.mark.filterwarnings(
 )
 
 
-def _set_up_once_a_launch() -> None:
+def _set_up_once_a_launch():
     """Calls of helpers repeat what the interpreter does to triton.language before a launch.
 
     That is half of its time. What it does to the same modules twice in a launch is the same.
@@ -30,10 +29,10 @@ def _set_up_once_a_launch() -> None:
     from triton.runtime import interpreter
 
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[frozenset[str]] = set()
-    modules_of: dict[Any, frozenset[str]] = {}
+    patched = set()
+    modules_of = {}
 
-    def patch_once(fn: Any) -> Any:
+    def patch_once(fn):
         if fn not in modules_of:
             found = (m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core)
             modules_of[fn] = frozenset(found)
@@ -42,7 +41,7 @@ def _set_up_once_a_launch() -> None:
         patched.add(modules_of[fn])
         return patch(fn)
 
-    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> None:
+    def launch_anew(executor, *args, **kwargs):
         patched.clear()
         launch(executor, *args, **kwargs)
 
@@ -50,7 +49,7 @@ def _set_up_once_a_launch() -> None:
     interpreter.GridExecutor.__call__ = launch_anew
 
 
-def _describe_types_once() -> None:
+def _describe_types_once():
     """A tile's type is made again for every operation, and its shape thrice: half of what is left.
 
     What a type has depends on its name alone, in which the shape and the element's type are.
@@ -60,23 +59,23 @@ def _describe_types_once() -> None:
 
     numpy_type = interpreter._get_np_dtype
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
-    dtypes: dict[str, Any] = {}
-    types: dict[tuple[Any, ...], dict[str, Any]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
+    dtypes = {}
+    types = {}
+    tensors = {}
 
-    def dtype_once(type: Any) -> Any:
+    def dtype_once(type):
         if type.name not in dtypes:
             dtypes[type.name] = numpy_type(type)
         return dtypes[type.name]
 
-    def type_once(self: Any, element_ty: Any, shape: Any) -> None:
+    def type_once(self, element_ty, shape):
         key = (element_ty.name, *shape)
         if key not in types:
             make_type(self, element_ty, shape)
             types[key] = dict(vars(self))
         vars(self).update(types[key])
 
-    def tensor_once(self: Any, handle: Any, type: Any) -> None:
+    def tensor_once(self, handle, type):
         if type.name not in tensors:
             make_tensor(self, handle, type)
             own = ("handle", "type", "dtype")
@@ -87,7 +86,7 @@ def _describe_types_once() -> None:
     core.block_type.__init__, core.tensor.__init__ = type_once, tensor_once
 
 
-def _operands_of_one_type_stay() -> None:
+def _operands_of_one_type_stay():
     """Most operands have one type already: what would make it so costs more than the operation."""
     from triton.language import core, semantic
 
@@ -97,15 +96,15 @@ def _operands_of_one_type_stay() -> None:
     )
 
     def check_types(
-        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> Any:  # fmt: skip
+        self, lhs, rhs, allow_lhs_ptr = False, allow_rhs_ptr = False,
+        arithmetic_check = True, div_or_mod = False,
+    ):  # fmt: skip
         if type(lhs) is type(rhs) is core.tensor and not div_or_mod:
             if lhs.dtype.name == rhs.dtype.name and not lhs.dtype.is_ptr():
                 return broadcast_shapes(self, lhs, rhs)
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
-    def broadcast_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+    def broadcast_shapes(self, lhs, rhs):
         if lhs.type.name == rhs.type.name:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
@@ -114,7 +113,7 @@ def _operands_of_one_type_stay() -> None:
     semantic.TritonSemantic.broadcast_impl_value = broadcast_shapes
 
 
-def _integers_do_not_overflow() -> None:
+def _integers_do_not_overflow():
     """Every sum and product of integers is made a second time, with 64 bits, to compare.
 
     None of tensors as small as those of tests reaches 32 bits; `make test-slow` compares.

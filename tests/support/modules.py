@@ -12,11 +12,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -32,11 +31,11 @@ Step = Callable[..., Tensor]
 class Exact(TorchFunctionMode):
     """Code that asks for float32 gets float64; a seed rounds probabilities and log-sum-exps."""
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed=None):
         super().__init__()
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             func = Tensor.double
         args, kwargs = tree_map(_wide, (args, kwargs or {}))
@@ -45,7 +44,7 @@ class Exact(TorchFunctionMode):
             self._round(result, args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1))
         return result
 
-    def _round(self, probabilities: Tensor, scores: Tensor, dim: int) -> None:
+    def _round(self, probabilities, scores, dim):
         """Unseen by autograd: the softmax's backward reads the rounded values."""
         assert self.generator is not None
         lse = scores.detach().logsumexp(dim, keepdim=True)
@@ -57,7 +56,7 @@ class Exact(TorchFunctionMode):
             probabilities.data.mul_(1 + draw * EPS * digits)
 
 
-def _wide(x: object) -> object:
+def _wide(x):
     return torch.float64 if isinstance(x, torch.dtype) and x in FLOATS else x
 
 
@@ -69,7 +68,7 @@ class Outcome:
     num_graphs: int
     errors: dict[str, tuple[float, float]]  # name -> (error, allowed)
 
-    def check(self) -> Outcome:
+    def check(self):
         assert not self.report.failures, self.report.failures
         wrong = {n: e for n, e in self.errors.items() if not e[0] <= e[1]}
         assert not wrong, f"{wrong}\n{self.report}"
@@ -77,18 +76,18 @@ class Outcome:
 
 
 def compare_step(
-    make_step: Callable[..., Step],
-    modules: tuple[nn.Module, ...],
-    inputs: tuple[Any, ...],
-    **compile_options: Any,
-) -> Outcome:
+    make_step,
+    modules,
+    inputs,
+    **compile_options,
+):
     """Compare ``make_step(*modules)(*inputs)``; gradients of all parameters that require one."""
     eager = _run(make_step(*modules), modules, inputs)
-    reports: list[Report] = []
+    reports = []
     backend.REPORTS.append(reports.append)
     torch._dynamo.reset()
     try:
-        arguments: dict[str, Any] = {
+        arguments = {
             "options": {"streamkl.inner": "aot_eager"},
             "fullgraph": True,
             **compile_options,
@@ -123,7 +122,7 @@ def compare_step(
     return Outcome(report, len(reports), errors)
 
 
-def _round_parameters(modules: tuple[nn.Module, ...]) -> None:
+def _round_parameters(modules):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for module in modules:
@@ -131,7 +130,7 @@ def _round_parameters(modules: tuple[nn.Module, ...]) -> None:
                 p.mul_(1 + (torch.rand(p.shape, generator=generator, dtype=p.dtype) - 0.5) * EPS)
 
 
-def _run(step: Step, modules: tuple[nn.Module, ...], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+def _run(step, modules, inputs):
     for module in modules:
         module.zero_grad(set_to_none=True)
     loss = step(*inputs)

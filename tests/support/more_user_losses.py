@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.losses import kd as kl
 from tests.support.user_losses import (
     HEAD_DIM,
     HEADS,
@@ -23,12 +24,10 @@ from tests.support.user_losses import (
     TOP_LOGPROBS,
     VOCAB,
     attention,
+    chosen,
+    cross_entropy,
     heads,
 )
-
-
-def kl(s, t):
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
 # --------------------------------------------------------- what hides a loss from the compiler
@@ -48,39 +47,39 @@ class FusedLinearKL(torch.autograd.Function):
         return d @ w, d.T @ h, None
 
 
-@heads(0, "a fused linear loss as a custom autograd.Function, Liger")
-def linear_function(h, w, g, v):
-    return FusedLinearKL.apply(h, w, g @ v.T)
-
-
-@heads(0, "torch.cond on a schedule")
-def branch_of_cond(h, w, g, v):
-    def soft(s, t):
-        return kl(s / 2, t / 2) * 4
-
-    def hard(s, t):
-        return kl(s, t) * 1.0
-
-    return torch.cond(h.sum() > 0, soft, hard, (h @ w.T, g @ v.T))
-
-
-@heads(4, "chunks of tokens, each in a checkpoint")
-def checkpointed_chunks(h, w, g, v):
-    def chunk(a, b):
-        return kl(a @ w.T, b @ v.T)
-
-    pairs = zip(h.chunk(4), g.chunk(4), strict=True)
-    return sum(checkpoint(chunk, a, b, use_reentrant=False) for a, b in pairs) / 4
-
-
 @torch.compiler.disable
 def opaque_kl(s, t):
     return kl(s, t)
 
 
-@heads(0, "a helper that torch.compiler.disable leaves out")
-def disabled_helper(h, w, g, v):
-    return opaque_kl(h @ w.T, g @ v.T)
+@torch.library.custom_op("streamkl_tests::softcap", mutates_args=())
+def softcap(x: torch.Tensor) -> torch.Tensor:
+    return 30 * torch.tanh(x / 30)
+
+
+softcap.register_fake(torch.empty_like)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+softcap.register_autograd(
+    lambda ctx, grad: grad * (1 - (ctx.saved_tensors[0] / 30) ** 2), setup_context=_keep
+)
+# fmt: off
+heads(0, "a fused linear loss as a custom autograd.Function, Liger",
+      linear_function=lambda h, w, t: FusedLinearKL.apply(h, w, t))
+heads(0, "torch.cond on a schedule", branch_of_cond=lambda s, t, h: torch.cond(
+    h.sum() > 0, lambda s, t: kl(s / 2, t / 2) * 4, lambda s, t: kl(s, t) * 1.0, (s, t)))
+heads(4, "chunks of tokens, each in a checkpoint", checkpointed_chunks=lambda h, w, g, v: sum(
+    checkpoint(lambda a, b: kl(a @ w.T, b @ v.T), a, b, use_reentrant=False)
+    for a, b in zip(h.chunk(4), g.chunk(4), strict=True)) / 4)
+heads(0, "a helper that torch.compiler.disable leaves out",
+      disabled_helper=lambda h, w, g, v: opaque_kl(h @ w.T, g @ v.T))
+heads(0, "a softcap as a custom operator",
+      custom_operator=lambda s, t: kl(softcap(s), softcap(t)))
+# fmt: on
 
 
 @heads(0, "labelled rows by a boolean mask, without enable()")
@@ -103,28 +102,6 @@ def hook_on_logits(h, w, g, v):
     s = h @ w.T
     s.register_hook(lambda grad: grad.clamp(-1, 1))
     return kl(s, g @ v.T)
-
-
-@torch.library.custom_op("streamkl_tests::softcap", mutates_args=())
-def softcap(x: torch.Tensor) -> torch.Tensor:
-    return 30 * torch.tanh(x / 30)
-
-
-softcap.register_fake(torch.empty_like)
-
-
-def _keep(ctx, inputs, output):
-    ctx.save_for_backward(output)
-
-
-softcap.register_autograd(
-    lambda ctx, grad: grad * (1 - (ctx.saved_tensors[0] / 30) ** 2), setup_context=_keep
-)
-
-
-@heads(0, "a softcap as a custom operator")
-def custom_operator(h, w, g, v):
-    return kl(softcap(h @ w.T), softcap(g @ v.T))
 
 
 @heads(1, "a teacher by way of NumPy")
@@ -150,12 +127,12 @@ def output_of_a_model(h, w, g, v):
 
 # ---------------------------------------------------------------------------------- dense targets
 @heads(1, "a cached top-k, the rest spread evenly")
-def smoothed_topk_target(h, w, g, v):
+def smoothed_topk_target(log_s):
     p = TOP_LOGPROBS.exp()
     rest = (1 - p.sum(-1, keepdim=True)).clamp_min(0) / (VOCAB - TOP)
     target = rest.expand(TOKENS, VOCAB).clone()
     target.scatter_(-1, IDS, p)
-    return -(target * F.log_softmax(F.linear(h, w), dim=-1)).sum(-1).mean()
+    return cross_entropy(target, log_s)
 
 
 @heads(0, "a target filled by index")
@@ -165,71 +142,42 @@ def target_by_index(h, w, g, v):
     return F.cross_entropy(h @ w.T, target)
 
 
-@heads(1, "cross_entropy with the teacher's probabilities")
-def soft_cross_entropy(h, w, g, v):
-    return F.cross_entropy(F.linear(h, w) / 2, (F.linear(g, v) / 2).softmax(-1)) * 4
-
-
-@heads(1, "a mixture of the teacher and one-hot labels")
-def mixed_with_labels(h, w, g, v):
-    labels = F.one_hot(LABELS, VOCAB).to(h.dtype)
-    target = 0.7 * (g @ v.T).softmax(-1) + 0.3 * labels
-    return torch.mean(torch.sum(-target * torch.log_softmax(h @ w.T, dim=1), dim=1))
+# fmt: off
+heads(1, "cross_entropy with the teacher's probabilities", soft_cross_entropy=lambda s, t: (
+    F.cross_entropy(s / 2, (t / 2).softmax(-1)) * 4))
+heads(1, "a mixture of the teacher and one-hot labels", mixed_with_labels=lambda p_t, log_s: (
+    cross_entropy(0.7 * p_t + 0.3 * F.one_hot(LABELS, VOCAB).to(p_t.dtype), log_s)))
+# fmt: on
 
 
 @heads(5, "decoupled distillation")
-def decoupled(h, w, g, v):
-    s, t = h @ w.T, g @ v.T
+def decoupled(s, t):
     mask = torch.zeros_like(s).scatter_(1, LABELS[:, None], 1).bool()
-    ps, pt = s.softmax(1), t.softmax(1)
-    two_s = torch.stack([(ps * mask).sum(1), (ps * ~mask).sum(1)], 1)
-    two_t = torch.stack([(pt * mask).sum(1), (pt * ~mask).sum(1)], 1)
+    two_s, two_t = (
+        torch.stack([(p * mask).sum(1), (p * ~mask).sum(1)], 1)
+        for p in (s.softmax(1), t.softmax(1))
+    )
     target_class = F.kl_div(two_s.log(), two_t, reduction="batchmean")
     return target_class + 8 * kl(s - 1000.0 * mask, t - 1000.0 * mask)
 
 
 @heads(0, "a teacher truncated to its top-p")
-def top_p(h, w, g, v):
-    t = (g @ v.T).softmax(-1)
-    order = t.sort(-1, descending=True)
+def top_p(p_t, log_s):
+    order = p_t.sort(-1, descending=True)
     keep = (order.values.cumsum(-1) - order.values) < 0.9
-    t = t * torch.zeros_like(t, dtype=torch.bool).scatter(-1, order.indices, keep)
-    t = t / t.sum(-1, keepdim=True)
-    return -(t * (h @ w.T).log_softmax(-1)).sum(-1).mean()
+    t = p_t * torch.zeros_like(p_t, dtype=torch.bool).scatter(-1, order.indices, keep)
+    return cross_entropy(t / t.sum(-1, keepdim=True), log_s)
 
 
 # ---------------------------------------------------------------------- other spellings of losses
-@heads(1, "standardized logits")
-def standardized(h, w, g, v):
-    def z(x):
-        return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-7)
-
-    return kl(z(h @ w.T), z(g @ v.T))
-
-
 @heads(2, "adaptive KL: forward and reverse weighted by gaps of sorted probabilities")
-def adaptive_kl(h, w, g, v):
-    t, s = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
-    sorted_t, order = t.sort(-1, descending=True)
-    gap = (sorted_t - s.gather(-1, order)).abs()
+def adaptive_kl(p_t, p_s):
+    sorted_t, order = p_t.sort(-1, descending=True)
+    gap = (sorted_t - p_s.gather(-1, order)).abs()
     head = (gap * (sorted_t.cumsum(-1) < 0.5)).sum(-1) / gap.sum(-1)
-    forward = (t * (t.log() - s.log())).sum(-1)
-    reverse = (s * (s.log() - t.log())).sum(-1)
+    forward = (p_t * (p_t.log() - p_s.log())).sum(-1)
+    reverse = (p_s * (p_s.log() - p_t.log())).sum(-1)
     return (head * forward + (1 - head) * reverse).mean()
-
-
-@heads(2, "the k3 estimate of a KL at sampled tokens")
-def k3_estimate(h, w, g, v):
-    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
-    taken = LABELS[:, None]
-    difference = (t.gather(-1, taken) - s.gather(-1, taken)).squeeze(-1)
-    return (difference.exp() - 1 - difference).mean()
-
-
-@heads(1, "deep mutual learning")
-def mutual_learning(h, w, g, v):
-    s, t = h @ w.T, (g * h.mean()) @ v.T
-    return kl(s, t) + kl(t, s)
 
 
 @heads(1, "log-probabilities that are normalised again")
@@ -239,44 +187,54 @@ def normalised_twice(h, w, g, v):
 
 
 @heads(1, "torch.distributions")
-def categorical(h, w, g, v):
-    s, t = (torch.distributions.Categorical(logits=x @ y.T) for x, y in ((h, w), (g, v)))
+def categorical(s, t):
+    s, t = (torch.distributions.Categorical(logits=x) for x in (s, t))
     return torch.distributions.kl_divergence(t, s).mean()
 
 
-@heads(1, "torch.special.entr")
-def special_entropy(h, w, g, v):
-    p, s = (g @ v.T).softmax(-1), (h @ w.T).log_softmax(-1)
-    return (-torch.special.entr(p) - p * s).sum(-1).mean()
+def z(x):
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-7)
 
 
-@heads(0, "probabilities by sigmoids")
-def sigmoids(h, w, g, v):
-    return F.binary_cross_entropy_with_logits(h @ w.T, (g @ v.T).sigmoid())
+def k3(difference):
+    return (difference.exp() - 1 - difference).mean()
 
 
-@heads(0, "a sampled token by Gumbel noise")
-def gumbel(h, w, g, v):
-    return -((g @ v.T).log_softmax(-1) * F.gumbel_softmax(h @ w.T, hard=True)).sum(-1).mean()
+heads(1, "standardized logits", standardized=lambda s, t: kl(z(s), z(t)))
+# fmt: off
+heads(2, "the k3 estimate of a KL at sampled tokens",
+      k3_estimate=lambda log_s, log_t: k3(chosen(log_t) - chosen(log_s)))
+heads(1, "deep mutual learning", mutual_learning=lambda s, h, g, v: (
+    kl(s, t := (g * h.mean()) @ v.T) + kl(t, s)))
+heads(1, "torch.special.entr", special_entropy=lambda p_t, log_s: (
+    -torch.special.entr(p_t) - p_t * log_s).sum(-1).mean())
+heads(0, "probabilities by sigmoids", sigmoids=lambda s, t: (
+    F.binary_cross_entropy_with_logits(s, t.sigmoid())))
+heads(0, "a sampled token by Gumbel noise", gumbel=lambda log_t, s: (
+    -(log_t * F.gumbel_softmax(s, hard=True)).sum(-1).mean()))
+# fmt: on
 
 
 @attention(0, "attention rollout")
-def rollout(q, k, r, u):
-    a, b = ((x @ y.mT).softmax(-1).mean(1) + torch.eye(LENGTH) for x, y in ((q, k), (r, u)))
+def rollout(p_s, p_t):
+    a, b = (p.mean(1) + torch.eye(LENGTH) for p in (p_s, p_t))
     return F.mse_loss(a @ a, b @ b)
 
 
 @attention(1, "a mean over layers")
 def mean_of_layers(q, k, r, u):
-    s = torch.stack([(q * c @ k.mT).softmax(-1) for c in (1.0, 0.5)]).mean(0)
-    t = torch.stack([(r * c @ u.mT).softmax(-1) for c in (1.0, 0.5)]).mean(0)
+    s, t = (
+        torch.stack([(x * c @ y.mT).softmax(-1) for c in (1.0, 0.5)]).mean(0)
+        for x, y in ((q, k), (r, u))
+    )
     return F.kl_div(s.log(), t, reduction="batchmean")
 
 
 @attention(1, "the expectation by einsum")
 def kl_by_einsum(q, k, r, u):
-    s = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(HEAD_DIM)
-    t = torch.einsum("bhid,bhjd->bhij", r, u) / math.sqrt(HEAD_DIM)
+    s, t = (
+        torch.einsum("bhid,bhjd->bhij", x, y) / math.sqrt(HEAD_DIM) for x, y in ((q, k), (r, u))
+    )
     difference = t.log_softmax(-1) - s.log_softmax(-1)
     return torch.einsum("bhij,bhij->", t.softmax(-1), difference) / LENGTH
 
@@ -312,10 +270,8 @@ def relations(q, k, r, u):
 
 @attention(0, "pairwise distances by broadcasting")
 def distances(q, k, r, u):
-    def distance(x):
-        return ((x[:, :, :, None] - x[:, :, None]) ** 2).sum(-1)
-
-    return F.smooth_l1_loss(distance(q), distance(r))
+    a, b = (((x[:, :, :, None] - x[:, :, None]) ** 2).sum(-1) for x in (q, r))
+    return F.smooth_l1_loss(a, b)
 
 
 @attention(2, "CLIP, both directions")
@@ -326,9 +282,9 @@ def both_directions(q, k, r, u):
 
 
 @attention(0, "Sinkhorn targets, DINOv2")
-def sinkhorn(q, k, r, u):
-    t = torch.exp((r @ u.mT) / 5)
+def sinkhorn(s, t):
+    t = torch.exp(t / 5)
     for _ in range(3):
         t = t / t.sum(-2, keepdim=True)
         t = t / t.sum(-1, keepdim=True)
-    return -(t * (q @ k.mT / 0.1).log_softmax(-1)).sum(-1).mean()
+    return cross_entropy(t, (s / 0.1).log_softmax(-1))

@@ -4,18 +4,12 @@ Nothing here is shared with the package. Scores come from a matmul in the inputs
 run in float32 at least, as in a model.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
-
-from tests.support.problems import Call
 
 
-def naive(call: Call) -> Tensor:
+def naive(call):
     """What `attention_kl` returns for a call, the textbook way."""
     tensors = dict(call.tensors)
     if call.spec.packed is not None:
@@ -27,14 +21,14 @@ def naive(call: Call) -> Tensor:
     return _reduced(_rows(tensors, call.options, call.fill), call, tensors["student_q"].shape[0])
 
 
-def teacher_log_sum_exp(call: Call) -> Tensor:
+def teacher_log_sum_exp(call):
     """The log-sum-exps that a caller of ``teacher_lse`` would have kept."""
     q, k = call.tensors["teacher_q"], call.tensors["teacher_k"]
     scores, _ = _scores("teacher", q, k, call.tensors, call.options, call.fill)
     return torch.logsumexp(scores, -1)
 
 
-def _reduced(rows: Tensor, call: Call, num_sequences: int) -> Tensor:
+def _reduced(rows, call, num_sequences):
     row_mask = call.options.get("row_mask")
     if row_mask is not None:
         rows = rows.masked_fill(~row_mask, 0.0)
@@ -48,7 +42,7 @@ def _reduced(rows: Tensor, call: Call, num_sequences: int) -> Tensor:
     return rows
 
 
-def _packed(tensors: dict[str, Tensor], call: Call) -> Tensor:
+def _packed(tensors, call):
     pieces = []
     row = key = 0
     for num_rows, num_keys in call.spec.packed or ():
@@ -65,13 +59,13 @@ def _packed(tensors: dict[str, Tensor], call: Call) -> Tensor:
 
 
 def _scores(
-    side: str,
-    q: Tensor,
-    k: Tensor,
-    tensors: dict[str, Tensor],
-    options: dict[str, Any],
-    fill: float | None,
-) -> tuple[Tensor, Tensor]:
+    side,
+    q,
+    k,
+    tensors,
+    options,
+    fill,
+):
     """Scores with -inf (or the fill) where masked, and which keys count."""
     batch, heads, n, d = q.shape
     m = k.shape[2]
@@ -114,7 +108,7 @@ def _scores(
     return scores.masked_fill(banned, -math.inf if fill is None else fill), banned
 
 
-def _log_softmax(side: str, scores: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+def _log_softmax(side, scores, tensors):
     sink = tensors.get(f"{side}_sink")
     dead = (scores == -math.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(dead, 0.0)  # such a row is dropped by the caller
@@ -124,7 +118,7 @@ def _log_softmax(side: str, scores: Tensor, tensors: dict[str, Tensor]) -> Tenso
     return torch.cat([scores, column], dim=-1).log_softmax(-1)[..., :-1]
 
 
-def _rows(tensors: dict[str, Tensor], options: dict[str, Any], fill: float | None) -> Tensor:
+def _rows(tensors, options, fill):
     log_probs = {}
     dead = None
     for side in ("student", "teacher"):
@@ -141,7 +135,7 @@ def _rows(tensors: dict[str, Tensor], options: dict[str, Any], fill: float | Non
     return value.masked_fill(dead, 0.0)
 
 
-def _divergence(log_t: Tensor, log_s: Tensor, options: dict[str, Any]) -> Tensor:
+def _divergence(log_t, log_s, options):
     p, s = log_t.exp(), log_s.exp()
     log_p = _guarded(p, log_t, options["teacher_eps"], options["teacher_clamp"])
     log_q = _guarded(s, log_s, options["student_eps"], options["student_clamp"])
@@ -166,26 +160,26 @@ def _divergence(log_t: Tensor, log_s: Tensor, options: dict[str, Any]) -> Tensor
     return terms.sum(-1)
 
 
-def _guarded(p: Tensor, log_p: Tensor, eps: float, clamp: float) -> Tensor:
+def _guarded(p, log_p, eps, clamp):
     if not eps and not clamp:
         return log_p
     p = p + eps
     return (p.clamp(min=clamp) if clamp else p).log()
 
 
-def _weighted(weight: Tensor, x: Tensor) -> Tensor:
+def _weighted(weight, x):
     """weight * x, with 0 * anything = 0 in value and gradient."""
     return weight * x.masked_fill(weight == 0, 0.0)
 
 
-def _log_mixture(a: Tensor, b: Tensor) -> Tensor:
+def _log_mixture(a, b):
     """log(e^a + e^b), which the sum of two probabilities that underflow has no logarithm for."""
     absent = (a == -math.inf) & (b == -math.inf)
     both = torch.stack([a, b]).masked_fill(absent, 0.0)
     return both.logsumexp(0).masked_fill(absent, -math.inf)
 
 
-def _log(p: Tensor) -> Tensor:
+def _log(p):
     """log p, and -inf without gradient where p is 0."""
     absent = p == 0
     return p.masked_fill(absent, 1.0).log().masked_fill(absent, -math.inf)

@@ -6,7 +6,6 @@ Each is a function of `Tensors`, which hands out captured tensors and draws thei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +21,9 @@ from torch_streamkl.program.graph import (
     INT,
     LOGSUMEXP,
     SUM,
-    Node,
     Source,
     capture,
     const,
-    index,
 )
 
 BATCH, HEADS, ROWS, KEYS, DIM, VOCAB = 2, 4, 5, 7, 3, 11
@@ -38,7 +35,7 @@ class Tensors:
 
     values: dict[Source, Tensor] = field(default_factory=dict)
 
-    def make(self, name: str, *shape: int, grad: bool = False, of: Tensor | None = None) -> Array:
+    def make(self, name, *shape, grad=False, of=None):
         """Returns a tensor; of normal numbers where no values are given."""
         source = Source(name, grad_flows=grad)
         if source not in self.values:
@@ -51,81 +48,81 @@ class Tensors:
         return Array(capture(source, dtype, at=[arrays.position(d) for d in dims]), dims)
 
 
-def swapped(x: Array, i: int, j: int) -> Array:
+def swapped(x, i, j):
     dims = list(x.dims)
     dims[i], dims[j] = dims[j], dims[i]
     return Array(x.expr, tuple(dims))
 
 
-def both(function: Callable[..., Node], *given: Array) -> Array:
+def both(function, *given):
     exprs, dims = met(*given)
     return Array(function(*exprs), dims)
 
 
-def scaled(x: Array, by: float) -> Array:
+def scaled(x, by):
     return x.map(lambda e: c.scaled(by, e))
 
 
-def plus(x: Array, y: Array, by: float = 1.0) -> Array:
+def plus(x, y, by=1.0):
     return both(lambda a, b: c.linear(0.0, [(1.0, a), (by, b)]), x, y)
 
 
-def minus(x: Array, y: Array) -> Array:
+def minus(x, y):
     return plus(x, y, -1.0)
 
 
-def times(x: Array, y: Array) -> Array:
+def times(x, y):
     return both(c.product, x, y)
 
 
-def over_by(x: Array, y: Array) -> Array:
+def over_by(x, y):
     return both(functions.quotient, x, y)
 
 
-def log_softmax(x: Array) -> Array:
+def log_softmax(x):
     return both(c.subtracted, x, over(LOGSUMEXP, x, [-1], keepdim=True))
 
 
-def exp(x: Array) -> Array:
+def exp(x):
     return x.map(functions.exponential)
 
 
-def log(x: Array) -> Array:
+def log(x):
     return x.map(functions.logarithm)
 
 
-def softmax(x: Array) -> Array:
+def softmax(x):
     return exp(log_softmax(x))
 
 
-def total(x: Array, *dims: int) -> Array:
+def total(x, *dims):
     return over(SUM, x, dims or range(len(x.dims)))
 
 
-def mean(x: Array, *dims: int) -> Array:
+def mean(x, *dims):
     every = dims or tuple(range(len(x.dims)))
     count = math.prod(n for d, n in enumerate(x.shape) if d in [e % len(x.dims) for e in every])
     return scaled(total(x, *every), 1.0 / count)
 
 
-def tanh(x: Array) -> Array:
+def tanh(x):
     return x.map(lambda e: functions.function("tanh", e))
 
 
-def softcapped(x: Array, cap: float) -> Array:
+def softcapped(x, cap):
     return scaled(tanh(scaled(x, 1.0 / cap)), cap)
 
 
-def filled(x: Array, keep: Array, fill: float) -> Array:
+def filled(x, keep, fill):
     return both(lambda m, e: c.choose(m, e, const(fill)), keep, x)
 
 
-def added_mask(x: Array, keep: Array, fill: float) -> Array:
+def added_mask(x, keep, fill):
     mask = keep.map(lambda m: c.choose(m, const(0.0), const(fill)))
     return plus(x, mask)
 
 
-def band(x: Array, left: int | None, right: int | None) -> Array:
+def band(x, left, right):
     """Returns the condition of a window on the last two dimensions, aligned at the end."""
     i, j = arrays.position(x.dims[-2]), arrays.position(x.dims[-1])
     shift = float(x.shape[-1] - x.shape[-2])  # type: ignore[operator]
@@ -137,7 +134,7 @@ def band(x: Array, left: int | None, right: int | None) -> Array:
     return Array(c.all_of(*ends), ((),) * (len(x.dims) - 2) + x.dims[-2:])
 
 
-def repeated(x: Array, d: int, count: int) -> Array:
+def repeated(x, d, count):
     """Returns ``repeat_interleave`` along a dimension."""
     axis = arrays.fresh_axis(count)
     dims = list(x.dims)
@@ -145,14 +142,14 @@ def repeated(x: Array, d: int, count: int) -> Array:
     return Array(x.expr, tuple(dims))
 
 
-def padding(t: Tensors) -> Array:
+def padding(t):
     """Returns which keys a padded batch has, broadcast to its scores."""
     keep = torch.arange(KEYS)[None] < torch.tensor([[KEYS], [KEYS - 2]])
     x = t.make("keep", of=keep)
     return Array(x.expr, (x.dims[0], (), (), x.dims[1]))
 
 
-def scores(t: Tensors, side: str, kv_heads: int = HEADS, scale: float = DIM**-0.5) -> Array:
+def scores(t, side, kv_heads=HEADS, scale=DIM**-0.5):
     """Returns attention scores of a student, which is trained, or a teacher."""
     grad = side == "s"
     q = t.make(f"{side}q", BATCH, HEADS, ROWS, DIM, grad=grad)
@@ -162,7 +159,7 @@ def scores(t: Tensors, side: str, kv_heads: int = HEADS, scale: float = DIM**-0.
     return scaled(matmul(q, swapped(k, -1, -2)), scale)
 
 
-def logits(t: Tensors, side: str, vocab: int = VOCAB) -> Array:
+def logits(t, side, vocab=VOCAB):
     """Returns logits of a language-model head."""
     grad = side == "s"
     hidden = t.make(f"{side}h", BATCH, ROWS, DIM, grad=grad)
@@ -170,17 +167,17 @@ def logits(t: Tensors, side: str, vocab: int = VOCAB) -> Array:
     return matmul(hidden, swapped(weight, -1, -2))
 
 
-def kl(s: Array, t: Array) -> Array:
+def kl(s, t):
     """Returns the forward KL of two tensors of scores, by row."""
     log_t = log_softmax(t)
     return total(times(exp(log_t), minus(log_t, log_softmax(s))), -1)
 
 
-def reverse_kl(s: Array, t: Array) -> Array:
+def reverse_kl(s, t):
     return kl(t, s)
 
 
-def js(s: Array, t: Array, beta: float = 0.5) -> Array:
+def js(s, t, beta=0.5):
     p, q = softmax(t), softmax(s)
     mixture = log(plus(scaled(p, beta), q, 1.0 - beta))
     left = times(p, minus(log(p), mixture))
@@ -188,36 +185,31 @@ def js(s: Array, t: Array, beta: float = 0.5) -> Array:
     return total(plus(scaled(left, beta), right, 1.0 - beta), -1)
 
 
-def variation(s: Array, t: Array) -> Array:
+def variation(s, t):
     gap = minus(softmax(t), softmax(s)).map(lambda e: functions.function("abs", e))
     return scaled(total(gap, -1), 0.5)
 
 
-def clamped_kl(s: Array, t: Array, least: float = 1e-3) -> Array:
+def clamped_kl(s, t, least=1e-3):
     q = softmax(s).map(lambda e: functions.function("clamp_min", e, const(least)))
     p = softmax(t)
     return total(times(p, minus(log(p), log(q))), -1)
 
 
-def lifted_kl(s: Array, t: Array, eps: float = 1e-3) -> Array:
-    def lift(e: Node) -> Node:
+def lifted_kl(s, t, eps=1e-3):
+    def lift(e):
         return functions.logarithm(c.linear(eps, [(1.0, e)]))
 
     p, q = softmax(t), softmax(s)
     return total(times(p, minus(p.map(lift), q.map(lift))), -1)
 
 
-def average(x: Array) -> Array:
+def average(x):
     """Returns the mean of probabilities over heads, renormalised as people do."""
     p = mean(softmax(x), 1)
     return over_by(p, over(SUM, p, [-1], keepdim=True))
 
 
-def alone(x: Array) -> Sequence[arrays.Axis]:
+def alone(x):
     """Returns the axes of a tensor, in the order of its dimensions."""
     return [a for d in x.dims for a in d]
-
-
-def first_head(x: Array) -> Node:
-    """Returns the position of a head."""
-    return index(x.dims[1][0])

@@ -3,8 +3,6 @@
 `python -m tests.support.notebook examples/quickstart.ipynb` writes the outputs.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import contextlib
@@ -13,19 +11,18 @@ import json
 import linecache
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 Cell = dict[str, Any]
 
 
-def code_cells(path: Path) -> list[Cell]:
+def code_cells(path):
     """Returns the code cells of a notebook, in order."""
     return [x for x in json.loads(path.read_text())["cells"] if x["cell_type"] == "code"]
 
 
-def run(cells: list[Cell]) -> Iterator[tuple[list[Cell], dict[str, Any]]]:
+def run(cells):
     """Yields the outputs of every cell and the names that it and those before it define."""
     module = types.ModuleType("notebook")  # as which compiled code finds its names
     sys.modules[module.__name__] = module
@@ -36,7 +33,7 @@ def run(cells: list[Cell]) -> Iterator[tuple[list[Cell], dict[str, Any]]]:
         del sys.modules[module.__name__]
 
 
-def _run(source: str, name: str, scope: dict[str, Any]) -> list[Cell]:
+def _run(source, name, scope):
     body = ast.parse(source)
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)
@@ -47,7 +44,7 @@ def _run(source: str, name: str, scope: dict[str, Any]) -> list[Cell]:
         exec(compile(body, name, "exec"), scope)
         if last is not None:
             value = eval(compile(ast.Expression(last.value), name, "eval"), scope)
-    outputs: list[Cell] = []
+    outputs = []
     if printed.getvalue():
         text = printed.getvalue().splitlines(keepends=True)
         outputs.append({"name": "stdout", "output_type": "stream", "text": text})
@@ -57,11 +54,11 @@ def _run(source: str, name: str, scope: dict[str, Any]) -> list[Cell]:
     return outputs
 
 
-def _shown(value: object) -> dict[str, Any]:
+def _shown(value):
     """What a notebook shows of the value of a cell's last expression."""
     if value is None:
         return {}
-    shown: dict[str, Any] = {"text/plain": str(value).splitlines(keepends=True)}
+    shown = {"text/plain": str(value).splitlines(keepends=True)}
     html = value._repr_html_() if hasattr(value, "_repr_html_") else None
     if html is not None:
         shown["text/html"] = html.splitlines(keepends=True)
@@ -72,7 +69,7 @@ def _shown(value: object) -> dict[str, Any]:
     return shown
 
 
-def write_outputs(path: Path) -> None:
+def write_outputs(path):
     """Runs a notebook and writes its outputs into it."""
     notebook = json.loads(path.read_text())
     cells = [x for x in notebook["cells"] if x["cell_type"] == "code"]

@@ -3,8 +3,6 @@
 python -m tests.support.option_table          # rewrite the tables of docs/reference/options.md
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +22,7 @@ THRESHOLDS = {
 }
 
 
-def options() -> str:
+def options():
     lines = ["| option | default | values | |", "| --- | --- | --- | --- |"]
     for option in fields(RewriteOptions):
         values = option.metadata["rule"].text.replace("'", '"')
@@ -35,7 +33,7 @@ def options() -> str:
     return "\n".join(lines)
 
 
-def thresholds() -> str:
+def thresholds():
     lines = ["| `min_mib=None` | GPU | CPU | other devices |", "| --- | --- | --- | --- |"]
     for kind, least in THRESHOLDS.items():
         cells = (f"{least.get(device, 0.0):g}" for device in ("cuda", "cpu", "other"))
@@ -43,7 +41,7 @@ def thresholds() -> str:
     return "\n".join(lines)
 
 
-def update(text: str) -> str:
+def update(text):
     """The page with its tables as they are now."""
     for name, table in {"options": options(), "thresholds": thresholds()}.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

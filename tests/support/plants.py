@@ -6,14 +6,13 @@ detached, a mask dropped, a scale changed, sides swapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes import pipeline
@@ -25,12 +24,12 @@ Edit = Callable[[fx.Graph], None]
 
 
 @contextmanager
-def planted(edit: Edit) -> Iterator[list[bool]]:
+def planted(edit):
     """Every rewrite meanwhile is followed by ``edit``; whether one was is noted in the list."""
     original, edited = pipeline.rewrite_checked, []
 
-    def rewrite_checked(gm: Any, attempt: Any, options: Any) -> Any:
-        def faulty(source: Any, refused: Any) -> Any:
+    def rewrite_checked(gm, attempt, options):
+        def faulty(source, refused):
             graph, report = attempt(source, refused)
             if report.num_fused:
                 with suppress(StopIteration):  # what it changes was refused before
@@ -47,83 +46,81 @@ def planted(edit: Edit) -> Iterator[list[bool]]:
         pipeline.rewrite_checked = original
 
 
-def first_call(graph: fx.Graph) -> fx.Node:
+def first_call(graph):
     return next(n for n in graph.nodes if n.target in CALLS)
 
 
-def first(graph: fx.Graph, name: str) -> fx.Node:
+def first(graph, name):
     return next(n for n in graph.nodes if name_of(n) == name)
 
 
-def insert(graph: fx.Graph, before: fx.Node, fn: Callable[..., Any], *args: Any) -> fx.Node:
+def insert(graph, before, fn, *args):
     """A call of ``fn`` with a recorded value, as the rewrite makes them."""
     with graph.inserting_before(before):
         node = graph.call_function(fn, args)
-    examples: Any = fx.map_arg(args, lambda n: n.meta["example_value"])
+    examples = fx.map_arg(args, lambda n: n.meta["example_value"])
     fake = next(x.fake_mode for x in examples if isinstance(x, torch._subclasses.FakeTensor))
     with fake, torch.enable_grad():
         node.meta["example_value"] = fn(*examples)
     return node
 
 
-def with_option(**options: Any) -> Edit:
+def of_call(change):
+    """An edit of the operator's call."""
+    return lambda graph: change(graph, first_call(graph))
+
+
+def with_keywords(node, **options):
+    given = {**node.kwargs, **options}
+    node.kwargs = {name: x for name, x in given.items() if x is not None}
+
+
+def with_option(**options):
     """Other constants in the operator's call; None leaves one out."""
-
-    def edit(graph: fx.Graph) -> None:
-        call = first_call(graph)
-        kwargs = {**call.kwargs, **options}
-        call.kwargs = {name: x for name, x in kwargs.items() if x is not None}
-
-    return edit
+    return of_call(lambda graph, call: with_keywords(call, **options))
 
 
-def scaled(name: str, factor: float) -> Edit:
-    def edit(graph: fx.Graph) -> None:
-        call = first_call(graph)
-        call.kwargs = {**call.kwargs, name: float(call.kwargs.get(name, 1.0)) * factor}
+def scaled(name, factor):
+    return of_call(
+        lambda graph, call: with_keywords(
+            call, **{name: float(call.kwargs.get(name, 1.0)) * factor}
+        )
+    )
 
-    return edit
+
+def changed_operand(graph, node, operand, fn):
+    given, update = node.kwargs, node.update_kwarg
+    if isinstance(operand, int):
+        given, update = node.args, node.update_arg
+    update(operand, insert(graph, node, fn, given[operand]))
 
 
-def through(operand: int | str, fn: Callable[[Tensor], Tensor]) -> Edit:
+def through(operand, fn):
     """``fn`` applied to an operand of the call."""
-
-    def edit(graph: fx.Graph) -> None:
-        call = first_call(graph)
-        if isinstance(operand, int):
-            source = call.args[operand]
-            assert isinstance(source, fx.Node)
-            call.update_arg(operand, insert(graph, call, fn, source))
-        else:
-            source = call.kwargs[operand]
-            assert isinstance(source, fx.Node)
-            call.update_kwarg(operand, insert(graph, call, fn, source))
-
-    return edit
+    return of_call(lambda graph, call: changed_operand(graph, call, operand, fn))
 
 
-def swapped(one: str, other: str) -> Edit:
+def swapped(one, other):
     """Two operands exchanged, by their names in the schema."""
 
-    def edit(graph: fx.Graph) -> None:
-        call = first_call(graph)
+    def change(graph, call):
         names = [argument.name for argument in call.target._schema.arguments]
         given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         given[one], given[other] = given[other], given[one]
         call.args, call.kwargs = (), given
 
-    return edit
+    return of_call(change)
 
 
-def both(*edits: Edit) -> Edit:
-    def edit(graph: fx.Graph) -> None:
+def both(*edits):
+    def edit(graph):
         for each in edits:
             each(graph)
 
     return edit
 
 
-def detached_factor(graph: fx.Graph) -> None:
+def detached_factor(graph):
     """The learned scale that is multiplied into an operand."""
     product = first_call(graph).args[0]
     assert isinstance(product, fx.Node) and name_of(product) == "mul"
@@ -132,7 +129,7 @@ def detached_factor(graph: fx.Graph) -> None:
     product.update_arg(1, insert(graph, product, torch.detach, factor))
 
 
-def without_detach(graph: fx.Graph) -> None:
+def without_detach(graph):
     """Operands of the teacher as they are before they are detached."""
     call = first_call(graph)
     for place in (2, 3):
@@ -147,20 +144,20 @@ def without_detach(graph: fx.Graph) -> None:
             cut.replace_all_uses_with(cut.args[0])
 
 
-def without(name: str, keep: int = 0) -> Edit:
+def without(name, keep=0):
     """An operation left out: its users read its input."""
 
-    def edit(graph: fx.Graph) -> None:
+    def edit(graph):
         node = first(graph, name)
         node.replace_all_uses_with(node.args[keep])
 
     return edit
 
 
-def after_value(fn: Callable[[Tensor], Tensor]) -> Edit:
+def after_value(fn):
     """``fn`` applied to the operator's value."""
 
-    def edit(graph: fx.Graph) -> None:
+    def edit(graph):
         value = next(n for n in first_call(graph).users if n.args[1] == 0)
         users = list(value.users)
         changed = insert(graph, value.next, fn, value)
@@ -170,57 +167,50 @@ def after_value(fn: Callable[[Tensor], Tensor]) -> Edit:
     return edit
 
 
-def of_attention(**options: Any) -> Edit:
-    def edit(graph: fx.Graph) -> None:
-        node = first(graph, "scaled_dot_product_attention")
-        node.kwargs = {name: x for name, x in {**node.kwargs, **options}.items() if x is not None}
-
-    return edit
+MAP = "scaled_dot_product_attention"
 
 
-def attention_through(place: int, fn: Callable[[Tensor], Tensor]) -> Edit:
-    def edit(graph: fx.Graph) -> None:
-        node = first(graph, "scaled_dot_product_attention")
-        source = node.args[place]
-        assert isinstance(source, fx.Node)
-        node.update_arg(place, insert(graph, node, fn, source))
-
-    return edit
+def of_attention(**options):
+    return lambda graph: with_keywords(first(graph, MAP), **options)
 
 
-def _rounded(x: Tensor) -> Tensor:
+def attention_through(place, fn):
+    return lambda graph: changed_operand(graph, first(graph, MAP), place, fn)
+
+
+def _rounded(x):
     return x.half().to(x.dtype)
 
 
-def _negated(x: Tensor) -> Tensor:
+def _negated(x):
     return -x
 
 
-def _slightly_more(x: Tensor) -> Tensor:
+def _slightly_more(x):
     return x * 1.001
 
 
-def _shifted(x: Tensor) -> Tensor:
+def _shifted(x):
     return x.roll(1, -1)
 
 
-def _other_heads(x: Tensor) -> Tensor:
+def _other_heads(x):
     return x.flip(1)
 
 
-def _other_rows(x: Tensor) -> Tensor:
+def _other_rows(x):
     return x.flip(-2)
 
 
-def _narrower(x: Tensor) -> Tensor:
+def _narrower(x):
     return x[..., :4]
 
 
-def _half_the_gradient(x: Tensor) -> Tensor:
+def _half_the_gradient(x):
     return (x + x.detach()) / 2
 
 
-def _zero_gradient(x: Tensor) -> Tensor:
+def _zero_gradient(x):
     return x.detach() + 0 * x
 
 
@@ -231,57 +221,62 @@ class Plant:
     edit: Edit
 
 
-PLANTS = [
-    Plant("teacher_scale_off_by_a_percent", "attention", scaled("teacher_scale", 1.01)),
-    Plant("student_scale_forgotten", "attention", with_option(student_scale=0.5)),
-    Plant("causal_mask_dropped", "attention", with_option(window_right=None)),
-    Plant("causal_mask_off_by_one", "attention", with_option(window_right=1)),
-    Plant("window_invented", "attention", with_option(window_left=12)),
-    Plant("other_divergence", "attention", with_option(divergence="reverse_kl")),
-    Plant("cross_entropy_for_divergence", "attention", with_option(divergence="cross_entropy")),
-    Plant("temperature_invented", "attention", with_option(temperature=1.1)),
-    Plant("softcap_invented", "attention", with_option(student_softcap=5.0)),
-    Plant(
-        "sides_swapped",
-        "attention",
-        both(swapped("student_q", "teacher_q"), swapped("student_k", "teacher_k")),
-    ),
-    Plant("teacher_keys_for_student_keys", "attention", swapped("student_k", "teacher_k")),
-    Plant("student_queries_detached", "attention", through(0, torch.detach)),
-    Plant("learned_scale_detached", "attention", detached_factor),
-    Plant("half_the_gradient_of_keys", "attention", through(1, _half_the_gradient)),
-    Plant("no_gradient_of_keys", "attention", through(1, _zero_gradient)),
-    Plant("wrong_heads", "attention", through(3, _other_heads)),
-    Plant("wrong_queries", "attention", through(2, _other_rows)),
-    Plant("negated_scores", "attention", through(2, _negated)),
-    Plant("rounded_operand", "attention", through(0, _rounded)),
-    Plant("value_off_by_a_thousandth", "attention", after_value(_slightly_more)),
-    Plant("value_detached", "attention", after_value(torch.detach)),
-    Plant("raises", "attention", through(3, _narrower)),
-    Plant("teacher_gets_a_gradient", "attention", without_detach),
-    Plant("map_without_mask", "attention", of_attention(is_causal=None)),
-    Plant("map_with_other_scale", "attention", of_attention(scale=0.9)),
-    Plant("values_detached", "attention", attention_through(2, torch.detach)),
-    Plant("map_rounded", "attention", attention_through(0, _rounded)),
-    Plant("mask_inverted", "masked", through("mask", torch.logical_not)),
-    Plant("mask_dropped", "masked", with_option(mask=None)),
-    Plant("mask_shifted", "masked", through("mask", _shifted)),
-    Plant("temperature_forgotten", "head", with_option(temperature=None)),
-    Plant("bias_dropped", "head", with_option(student_bias=None)),
-    Plant("bias_detached", "head", through("student_bias", torch.detach)),
-    Plant("bias_negated", "head", through("student_bias", _negated)),
-    Plant("ignored_label_counts", "head", with_option(ignore_index=-1)),
-    Plant("labels_shifted", "head", through("labels", _shifted)),
-    Plant("weight_detached", "head", through(1, torch.detach)),
-    Plant("hidden_rounded", "head", through(0, _rounded)),
-    Plant("teacher_head_for_student_head", "tied", swapped("student_weight", "teacher_weight")),
-    Plant("teacher_of_logits_gets_a_gradient", "head", without_detach),
-]
+EDITS = {
+    "attention": {
+        "teacher_scale_off_by_a_percent": scaled("teacher_scale", 1.01),
+        "student_scale_forgotten": with_option(student_scale=0.5),
+        "causal_mask_dropped": with_option(window_right=None),
+        "causal_mask_off_by_one": with_option(window_right=1),
+        "window_invented": with_option(window_left=12),
+        "other_divergence": with_option(divergence="reverse_kl"),
+        "cross_entropy_for_divergence": with_option(divergence="cross_entropy"),
+        "temperature_invented": with_option(temperature=1.1),
+        "softcap_invented": with_option(student_softcap=5.0),
+        "sides_swapped": both(
+            swapped("student_q", "teacher_q"), swapped("student_k", "teacher_k")
+        ),
+        "teacher_keys_for_student_keys": swapped("student_k", "teacher_k"),
+        "student_queries_detached": through(0, torch.detach),
+        "learned_scale_detached": detached_factor,
+        "half_the_gradient_of_keys": through(1, _half_the_gradient),
+        "no_gradient_of_keys": through(1, _zero_gradient),
+        "wrong_heads": through(3, _other_heads),
+        "wrong_queries": through(2, _other_rows),
+        "negated_scores": through(2, _negated),
+        "rounded_operand": through(0, _rounded),
+        "value_off_by_a_thousandth": after_value(_slightly_more),
+        "value_detached": after_value(torch.detach),
+        "raises": through(3, _narrower),
+        "teacher_gets_a_gradient": without_detach,
+        "map_without_mask": of_attention(is_causal=None),
+        "map_with_other_scale": of_attention(scale=0.9),
+        "values_detached": attention_through(2, torch.detach),
+        "map_rounded": attention_through(0, _rounded),
+    },
+    "masked": {
+        "mask_inverted": through("mask", torch.logical_not),
+        "mask_dropped": with_option(mask=None),
+        "mask_shifted": through("mask", _shifted),
+    },
+    "head": {
+        "temperature_forgotten": with_option(temperature=None),
+        "bias_dropped": with_option(student_bias=None),
+        "bias_detached": through("student_bias", torch.detach),
+        "bias_negated": through("student_bias", _negated),
+        "ignored_label_counts": with_option(ignore_index=-1),
+        "labels_shifted": through("labels", _shifted),
+        "weight_detached": through(1, torch.detach),
+        "hidden_rounded": through(0, _rounded),
+        "teacher_of_logits_gets_a_gradient": without_detach,
+    },
+    "tied": {
+        "teacher_head_for_student_head": swapped("student_weight", "teacher_weight"),
+    },
+}
+PLANTS = [Plant(name, of, edit) for of, edits in EDITS.items() for name, edit in edits.items()]
 
 
-def attention(
-    q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, v: Tensor, scale: Tensor, w: Tensor
-) -> Any:
+def attention(q, k, qt, kt, v, scale, w):
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     with torch.no_grad():
         p = (qt @ kt.mT * 0.3).masked_fill(~mask, -torch.inf).softmax(-1)
@@ -290,13 +285,13 @@ def attention(
     return (rows * w[:, None]).sum(), s.softmax(-1) @ v
 
 
-def masked(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor, mask: Tensor) -> Tensor:
+def masked(q, k, qt, kt, mask):
     p = (qt @ kt.mT * 0.3).masked_fill(~mask, -torch.inf).softmax(-1)
     s = (q @ k.mT * 0.3).masked_fill(~mask, -torch.inf)
     return F.kl_div(s.log_softmax(-1), p, reduction="batchmean")
 
 
-def head(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, labels: Tensor, bias: Tensor) -> Tensor:
+def head(h, w, ht, wt, labels, bias):
     logits = F.linear(h, w, bias)
     p = ((ht @ wt.T).detach() / 2.0).softmax(-1)
     rows = F.kl_div((logits / 2.0).log_softmax(-1), p, reduction="none").sum(-1)
@@ -304,39 +299,31 @@ def head(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, labels: Tensor, bias: Ten
     return (rows * keep).sum() / keep.sum() * 4.0 + F.cross_entropy(logits, labels)
 
 
-def tied(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor) -> Tensor:
+def tied(h, w, ht, wt):
     """Heads of the same shape: swapped ones still run."""
     return F.kl_div((h @ w.T).log_softmax(-1), (ht @ wt.T).softmax(-1), reduction="batchmean")
 
 
-def inputs_of(program: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    def trained(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-    def given(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype)
+def inputs_of(program, dtype=torch.float32):
+    def draw(*shapes, trained=True):
+        return [torch.randn(x, dtype=dtype, requires_grad=trained) for x in shapes]
 
     shape = (2, 4, 24, 8)
     if program == "attention":
-        return (
-            *(trained(*shape) for _ in range(5)),
-            torch.tensor(0.3, dtype=dtype, requires_grad=True),
-            trained(4),
-        )
+        made, scale = draw(*[shape] * 5), torch.tensor(0.3, dtype=dtype, requires_grad=True)
+        return (*made, scale, *draw((4,)))
     if program == "masked":
         keep = torch.rand(2, 1, 24, 24) > 0.3
         keep[..., 0] = True
-        return (trained(*shape), trained(*shape), given(*shape), given(*shape), keep)
-    sizes = (24, 16), (64, 16), (24, 12), (64, 12)
-    if program == "tied":
-        sizes = (24, 16), (64, 16), (24, 16), (64, 16)
-    operands = [trained(*size) for size in sizes]
+        return (*draw(shape, shape), *draw(shape, shape, trained=False), keep)
+    width = 16 if program == "tied" else 12
+    operands = draw((24, 16), (64, 16), (24, width), (64, width))
     if program == "tied":
         return tuple(operands)
-    return (*operands, torch.randint(0, 64, (24,)), trained(64))
+    return (*operands, torch.randint(0, 64, (24,)), *draw((64,)))
 
 
-PROGRAMS: dict[str, Callable[..., Any]] = {
+PROGRAMS = {
     "attention": attention,
     "masked": masked,
     "head": head,

@@ -1,18 +1,13 @@
 """Memory that nobody may read holds NaN: what is allocated, and what lies between rows."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from tests.support.problems import Spec
-
 
 @contextlib.contextmanager
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory():
     """`torch.utils.deterministic.fill_uninitialized_memory` fills what is allocated."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -22,7 +17,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def padded(spec: Spec) -> Spec:
+def padded(spec):
     """The spec with NaN between its rows, where it does not ask for other strides or layouts."""
     if spec.strides == "contiguous" and spec.layout == "bhnd" and spec.packed is None:
         return replace(spec, strides="padded")

@@ -18,7 +18,11 @@ from torch_streamkl.attention import ops
 from torch_streamkl.divergences.names import functional_text
 
 INPUTS = ("student_q", "student_k", "teacher_q", "teacher_k")
-SINKS = ("student_sink", "teacher_sink")
+OPTIONS = (  # that a spec has as the operator's argument has it
+    "divergence", "beta", "student_eps", "teacher_eps", "student_clamp", "teacher_clamp",
+    "temperature", "student_scale", "teacher_scale", "student_softcap", "teacher_softcap",
+    "is_causal", "window", "reduction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,11 @@ class Spec:
     seed: int = 0
 
     @property
-    def num_teacher_heads(self) -> int:
+    def num_teacher_heads(self):
         return self.teacher_heads or self.heads
 
     @property
-    def head_mean(self) -> bool:
+    def head_mean(self):
         return bool(self.teacher_heads)
 
 
@@ -87,10 +91,10 @@ class Call:
     fill: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def to(self, dtype: torch.dtype | None = None, device: str | None = None) -> Call:
+    def to(self, dtype=None, device=None):
         """The same call with other tensors; options that are tensors keep their dtype."""
 
-        def move(x: Any) -> Any:
+        def move(x):
             return x.to(device) if isinstance(x, Tensor) and device is not None else x
 
         tensors = {
@@ -100,18 +104,18 @@ class Call:
         options = {name: move(x) for name, x in self.options.items()}
         return replace(self, tensors=tensors, options=options, extra=dict(self.extra))
 
-    def run(self, impl: str) -> Tensor:
+    def run(self, impl):
         """The value of the operator."""
         if self.fill is not None:
             return _run_filled(self, impl)
         function = attention_kl if self.spec.packed is None else attention_kl_varlen
         return function(**self.tensors, **self.options, impl=impl)
 
-    def value_and_gradients(self, impl: str) -> dict[str, Tensor]:
+    def value_and_gradients(self, impl):
         return value_and_gradients(self, lambda call: call.run(impl))
 
 
-def value_and_gradients(call: Call, function: Any) -> dict[str, Tensor]:
+def value_and_gradients(call, function):
     """Value, and gradients for a random gradient of the value, of a function of a call."""
     value = function(call)
     generator = torch.Generator().manual_seed(call.spec.seed + 1)
@@ -126,18 +130,11 @@ def value_and_gradients(call: Call, function: Any) -> dict[str, Tensor]:
     return results
 
 
-def _run_filled(call: Call, impl: str) -> Tensor:
+def _run_filled(call, impl):
     # masked_fill with a finite value is a meaning of the operator that only the rewrite uses
     spec, t = call.spec, call.tensors
     options = {
-        "functional": functional_text(
-            spec.divergence,
-            spec.beta,
-            spec.student_eps,
-            spec.teacher_eps,
-            spec.student_clamp,
-            spec.teacher_clamp,
-        ),
+        "functional": functional_text(*(getattr(spec, name) for name in OPTIONS[:6])),
         "student_scale": spec.student_dim**-0.5,
         "teacher_scale": spec.teacher_dim**-0.5,
         "mask": call.options["attn_mask"],
@@ -156,7 +153,7 @@ def _run_filled(call: Call, impl: str) -> Tensor:
     return ops.attention_kl(*args, **options, impl=impl)[0]
 
 
-def _moved(x: Tensor, dtype: torch.dtype | None, device: str | None) -> Tensor:
+def _moved(x, dtype, device):
     """A copy that keeps the strides, gaps included."""
     dtype = dtype or x.dtype
     device = device or x.device
@@ -168,11 +165,11 @@ def _moved(x: Tensor, dtype: torch.dtype | None, device: str | None) -> Tensor:
     return storage.as_strided(x.shape, x.stride()).copy_(x)
 
 
-def build(spec: Spec) -> Call:
+def build(spec):
     """Tensors of a spec, the same on every run."""
     generator = torch.Generator().manual_seed(spec.seed)
 
-    def randn(*shape: int) -> Tensor:
+    def randn(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     if spec.packed is None:
@@ -193,25 +190,7 @@ def build(spec: Spec) -> Call:
         x = randn(*shape) * (spec.score_size if name.endswith("q") else 1.0)
         x = _laid_out(x.to(spec.dtype), spec)
         tensors[name] = x.requires_grad_()
-    options: dict[str, Any] = {
-        name: getattr(spec, name)
-        for name in (
-            "divergence",
-            "beta",
-            "student_eps",
-            "teacher_eps",
-            "student_clamp",
-            "teacher_clamp",
-            "temperature",
-            "student_scale",
-            "teacher_scale",
-            "student_softcap",
-            "teacher_softcap",
-            "is_causal",
-            "window",
-            "reduction",
-        )
-    }
+    options = {name: getattr(spec, name) for name in OPTIONS}
     if spec.student_scale == "tensor":
         options["student_scale"] = torch.tensor(0.3)
     for side, heads in (("student", spec.heads), ("teacher", spec.num_teacher_heads)):
@@ -243,10 +222,10 @@ def build(spec: Spec) -> Call:
     return call
 
 
-def _add_masks(spec: Spec, call: Call, generator: torch.Generator) -> None:
+def _add_masks(spec, call, generator):
     full = (spec.batch, spec.heads, spec.seqlen_q, spec.seqlen_k)
 
-    def shape_of(flags: tuple[bool, ...]) -> tuple[int, ...]:
+    def shape_of(flags):
         return tuple(n if flag else 1 for n, flag in zip(full, flags, strict=True))
 
     if spec.mask is not None:
@@ -273,7 +252,7 @@ def _add_masks(spec: Spec, call: Call, generator: torch.Generator) -> None:
             call.options[f"{side}_bias"] = bias.to(spec.dtype)
 
 
-def _not_padding(spec: Spec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _not_padding(spec, shape, generator):
     """Keys of one piece, of any length; ``shape`` is that of its ends."""
     ends = torch.randint(0, spec.seqlen_k + 1, (2, *shape), generator=generator)
     start, stop = ends.sort(0).values
@@ -286,7 +265,7 @@ def _not_padding(spec: Spec, shape: tuple[int, ...], generator: torch.Generator)
     return kept
 
 
-def _laid_out(x: Tensor, spec: Spec) -> Tensor:
+def _laid_out(x, spec):
     """[batch, heads, rows, dim] as the call takes it."""
     padded = spec.strides == "padded"
     if spec.packed is not None:
@@ -303,10 +282,10 @@ def _laid_out(x: Tensor, spec: Spec) -> Tensor:
 
 
 LONG = {"seqlen_q": 7, "seqlen_k": 130}
-OF_KEYS: dict[str, Any] = {"mask": "bool", "mask_shape": (True, False, False, True), "batch": 3}
+OF_KEYS = {"mask": "bool", "mask_shape": (True, False, False, True), "batch": 3}
 PACKED = ((5, 18), (17, 1), (2, 35))
 
-CASES: dict[str, Spec] = {
+CASES = {
     "forward_kl": Spec(),
     "reverse_kl": Spec(divergence="reverse_kl"),
     "cross_entropy": Spec(divergence="cross_entropy"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +20,14 @@ BATCH, HEADS, QUERIES, STUDENT_DIM, TEACHER_DIM = 2, 4, 10, 8, 12
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
-def _bmm(q: Tensor, k: Tensor) -> Tensor:
+def _bmm(q, k):
     b, h, n, d = q.shape
     return torch.bmm(q.reshape(b * h, n, d), k.reshape(b * h, -1, d).transpose(1, 2)).view(
         b, h, n, -1
     )
 
 
-def _baddbmm(q: Tensor, k: Tensor) -> Tensor:
+def _baddbmm(q, k):
     b, h, n, d = q.shape
     keys = k.reshape(b * h, -1, d).transpose(1, 2)
     start = torch.empty(b * h, n, keys.shape[-1], dtype=q.dtype, device=q.device)
@@ -37,7 +36,7 @@ def _baddbmm(q: Tensor, k: Tensor) -> Tensor:
     )
 
 
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
+def _grouped(q, k):
     """Every second key head, repeated as HF's repeat_kv does."""
     k = k[:, ::2]
     b, h, n, d = k.shape
@@ -45,7 +44,7 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2)
 
 
-def _from_bshd(q: Tensor, k: Tensor) -> Tensor:
+def _from_bshd(q, k):
     """Projections [batch, seq, heads * dim] split into heads."""
     b, h, _, d = q.shape
     flat = [x.transpose(1, 2).reshape(b, -1, h * d) for x in (q, k)]
@@ -53,7 +52,7 @@ def _from_bshd(q: Tensor, k: Tensor) -> Tensor:
     return torch.matmul(q, k.transpose(-1, -2))
 
 
-PRODUCERS: dict[str, Score] = {
+PRODUCERS = {
     "matmul": lambda q, k: torch.matmul(q, k.transpose(-1, -2)),
     "at": lambda q, k: q @ k.transpose(2, 3),
     "mT": lambda q, k: q @ k.mT,
@@ -73,7 +72,7 @@ PRODUCERS: dict[str, Score] = {
     "keys_first": lambda q, k: (k @ q.transpose(-1, -2)).transpose(-1, -2),
 }
 
-SCALES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+SCALES = {
     # on q before the product, on the scores after it
     "none": (lambda q: q, lambda s: s),
     "after_mul": (lambda q: q, lambda s: s * STUDENT_DIM**-0.5),
@@ -89,26 +88,26 @@ SCALES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
 }
 
 
-def _causal(s: Tensor) -> Tensor:
+def _causal(s):
     return torch.ones(s.shape[-2], s.shape[-1], dtype=torch.bool, device=s.device).tril()
 
 
-def _causal_by_index(s: Tensor) -> Tensor:
+def _causal_by_index(s):
     n, m = s.shape[-2:]
     return torch.arange(m, device=s.device)[None, :] <= torch.arange(n, device=s.device)[:, None]
 
 
-def _band(s: Tensor, width: int = 3) -> Tensor:
+def _band(s, width=3):
     n = s.shape[-1]
     i, j = torch.arange(n, device=s.device)[:, None], torch.arange(n, device=s.device)[None, :]
     return (j <= i) & (i - j < width)
 
 
-def _low(s: Tensor) -> float:
+def _low(s):
     return torch.finfo(s.dtype).min
 
 
-MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+MASKS = {
     "none": lambda s, pad: s,
     "tril_min": lambda s, pad: s.masked_fill(~_causal(s), _low(s)),
     "tril_inf": lambda s, pad: s.masked_fill(~_causal(s), float("-inf")),
@@ -134,14 +133,14 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 # log-probabilities, and probabilities, of scores
-LOGS: dict[str, Callable[[Tensor], Tensor]] = {
+LOGS = {
     "log_softmax": lambda s: F.log_softmax(s, dim=-1),
     "log_softmax_fp32": lambda s: F.log_softmax(s, dim=-1, dtype=torch.float32),
     "softmax_log": lambda s: s.softmax(-1).log(),
     "minus_lse": lambda s: s - torch.logsumexp(s, dim=-1, keepdim=True),
     "module": lambda s: nn.LogSoftmax(dim=-1)(s),
 }
-PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
+PROBABILITIES = {
     "softmax": lambda s: F.softmax(s, dim=-1),
     "method": lambda s: s.softmax(dim=-1),
     "exp_log_softmax": lambda s: s.log_softmax(-1).exp(),
@@ -150,19 +149,19 @@ PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _js(a: Tensor, b: Tensor, beta: float = 0.5) -> Tensor:
+def _js(a, b, beta=0.5):
     la, lb = a.log_softmax(-1), b.log_softmax(-1)
     m = torch.logaddexp(la + math.log(beta), lb + math.log(1 - beta))
     return beta * (lb.exp() * (lb - m)) + (1 - beta) * (la.exp() * (la - m))
 
 
-def _guarded(s: Tensor, t: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _guarded(s, t, change):
     ps, pt = change(s.softmax(-1)), change(t.softmax(-1))
     return pt * (pt.log() - ps.log())
 
 
 # one value per key, from the scores of student and teacher
-SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+SPELLINGS = {
     "kl_div": lambda s, t: F.kl_div(F.log_softmax(s, -1), F.softmax(t, -1), reduction="none"),
     "kl_div_log_target": lambda s, t: F.kl_div(
         F.log_softmax(s, -1), F.log_softmax(t, -1), reduction="none", log_target=True
@@ -212,7 +211,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "total_variation": lambda s, t: 0.5 * (t.softmax(-1) - s.softmax(-1)).abs(),
 }
 
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+REDUCTIONS = {
     "sum": lambda x, pad: x.sum(),
     "mean": lambda x, pad: x.mean(),
     "rows": lambda x, pad: x.sum(-1),
@@ -233,7 +232,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
 }
 # what F.kl_div reduces itself
-CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+CALLS = {
     f"{name}_{reduction}": (
         lambda s, t, reduction=reduction, log=log: F.kl_div(
             s.log_softmax(-1),
@@ -272,12 +271,10 @@ class Program:
     uses_values: bool = False  # the student's probabilities also make the attention output
     teacher_producer: str = ""
 
-    def inputs(
-        self, seed: int = 0, dtype: torch.dtype = torch.float32, num_queries: int = QUERIES
-    ) -> list[Any]:
+    def inputs(self, seed=0, dtype=torch.float32, num_queries=QUERIES):
         make = torch.Generator().manual_seed(seed)
 
-        def normal(dim: int, grad: bool) -> Tensor:
+        def normal(dim, grad):
             x = torch.randn(BATCH, HEADS, num_queries, dim, generator=make, dtype=torch.float64)
             return x.to(dtype).requires_grad_(grad)
 
@@ -292,11 +289,11 @@ class Program:
             pad,
         ]
 
-    def scores(self, q: Tensor, k: Tensor, pad: Tensor, producer: str) -> Tensor:
+    def scores(self, q, k, pad, producer):
         before, after = SCALES[self.scale]
         return MASKS[self.mask](after(PRODUCERS[producer](before(q), k)), pad)
 
-    def __call__(self, sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, pad: Tensor) -> Any:
+    def __call__(self, sq, sk, tq, tk, pad):
         s = self.scores(sq, sk, pad, self.producer)
         producer = self.teacher_producer or self.producer
         if self.gradient == "no_grad_teacher":

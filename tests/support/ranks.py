@@ -20,9 +20,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -52,19 +52,19 @@ class Rank:
     dtype: torch.dtype  # of the inputs
 
     @property
-    def group(self) -> distributed.ProcessGroup:
+    def group(self):
         return distributed.group.WORLD
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self):
         """One object for all checks: compiled graphs of DTensors mix up meshes that are equal."""
         return _mesh(self.device.type, self.size, self.group)
 
-    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
+    def randn(self, *shape, scale=1.0):
         """The same numbers on every rank and device."""
         return (torch.randn(shape) * scale).to(self.device, self.dtype)
 
-    def vocab(self, vocab_size: int, uneven: bool = False) -> slice:
+    def vocab(self, vocab_size, uneven=False):
         """This rank's vocabulary entries as DTensor cuts them, or unevenly."""
         if uneven:
             cuts = [0, *(vocab_size // 3 + i for i in range(self.size - 1)), vocab_size]
@@ -74,30 +74,30 @@ class Rank:
 
 
 @functools.cache
-def _mesh(device: str, size: int, group: distributed.ProcessGroup) -> Any:
+def _mesh(device, size, group):
     return distributed.device_mesh.init_device_mesh(device, (size,))
 
 
 Check = Callable[[Rank], None]
 
 
-def on_ranks(check: Check) -> Check:
+def on_ranks(check):
     check.runs_on_ranks = True  # type: ignore[attr-defined]
     return check
 
 
-def slowly_on_ranks(check: Check) -> Check:
+def slowly_on_ranks(check):
     """Of a check that only `make test-slow` runs."""
     check.is_slow = True  # type: ignore[attr-defined]
     return on_ranks(check)
 
 
-def checks_of(module: Any) -> dict[str, Check]:
+def checks_of(module):
     """The module's checks, in the order in which it defines them."""
     return {name: x for name, x in vars(module).items() if hasattr(x, "runs_on_ranks")}
 
 
-def names_of(module: str) -> list[Any]:
+def names_of(module):
     """Parameters of a test of all checks of a module."""
     return [
         pytest.param(name, marks=[pytest.mark.slow] if hasattr(x, "is_slow") else [])
@@ -105,7 +105,7 @@ def names_of(module: str) -> list[Any]:
     ]
 
 
-def run_check(module: str, name: str, size: int = 2, device: str = "cpu") -> None:
+def run_check(module, name, size=2, device="cpu"):
     """Fails with the first rank's error on which a check does not pass."""
     for rank, error in enumerate(Processes.of(device, size).outcomes(module, name)):
         if error != PASSED:
@@ -119,7 +119,7 @@ class Processes:
     seconds: ClassVar[float] = 0.0  # of CPU time, of all checks so far
 
     @classmethod
-    def of(cls, device: str, size: int) -> Processes:
+    def of(cls, device, size):
         """Those that run, if they are as many; there is one group at a time."""
         if cls.running is None or (cls.running.device, cls.running.size) != (device, size):
             cls.end()
@@ -128,12 +128,12 @@ class Processes:
         return cls.running
 
     @classmethod
-    def end(cls) -> None:
+    def end(cls):
         if cls.running is not None:
             cls.running._end()
             cls.running = None
 
-    def __init__(self, device: str, size: int) -> None:
+    def __init__(self, device, size):
         self.device, self.size = device, size
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
@@ -147,7 +147,7 @@ class Processes:
             theirs.close()
             self.pipes.append(ours)
 
-    def outcomes(self, module: str, name: str) -> list[str]:
+    def outcomes(self, module, name):
         """What became of a check on every rank: nothing, or the error."""
         found = ["did not end"] * self.size
         for pipe in self.pipes:
@@ -166,7 +166,7 @@ class Processes:
             Processes.end()
         return found
 
-    def _end(self) -> None:
+    def _end(self):
         for pipe in self.pipes:
             pipe.close()  # a process that waits for the next check ends
         for process in self.processes:
@@ -177,7 +177,7 @@ class Processes:
         self.folder.cleanup()
 
 
-def context_of(device: str) -> Any:
+def context_of(device):
     """How processes are started.
 
     Those without a GPU are forked from one that has imported what all of them need and has done
@@ -189,13 +189,13 @@ def context_of(device: str) -> Any:
     return context
 
 
-def start(function: Any, arguments: tuple[Any, ...], size: int, device: str) -> None:
+def start(function, arguments, size, device):
     """Starts processes of one function and waits for them."""
     method = context_of(device).get_start_method()
     torch.multiprocessing.start_processes(function, arguments, nprocs=size, start_method=method)
 
 
-def _process(rank: int, size: int, device: str, folder: str, pipe: Any) -> None:
+def _process(rank, size, device, folder, pipe):
     torch.set_num_threads(1)
     quick.guards_are_not_timed()
     quick.devices_that_are_not_here_have_no_seed()
@@ -229,7 +229,7 @@ def _process(rank: int, size: int, device: str, folder: str, pipe: Any) -> None:
     _end_group()
 
 
-def _outcome(me: Rank, check: Check) -> tuple[str, bool]:
+def _outcome(me, check):
     """The error, if there is one, and whether the process goes on."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -243,7 +243,7 @@ def _outcome(me: Rank, check: Check) -> tuple[str, bool]:
     return PASSED, True
 
 
-def _start_group(me: Rank, path: str) -> None:
+def _start_group(me, path):
     store = distributed.FileStore(path, me.size)
     store.set_timeout(TIMEOUT)
     distributed.init_process_group(
@@ -255,28 +255,28 @@ def _start_group(me: Rank, path: str) -> None:
     )
 
 
-def _end_group() -> None:
+def _end_group():
     with contextlib.suppress(Exception):
         distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def counted_collectives() -> Iterator[Counter[str]]:
+def counted_collectives():
     """How often each collective of ours ran; the few integers of `agreement.py` left out."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     with watched_collectives(lambda name, *_: counts.update([name])):
         yield counts
 
 
 @contextlib.contextmanager
-def watched_collectives(seen: Callable[..., object]) -> Iterator[None]:
+def watched_collectives(seen):
     """Calls ``seen(name, x, result, *args)`` after each collective of ours on numbers."""
     names = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
     originals = {name: getattr(collectives, name) for name in names}
 
-    def watched(name: str) -> Any:
-        def call(x: Tensor, *args: Any) -> Tensor:
-            result: Tensor = originals[name](x, *args)
+    def watched(name):
+        def call(x, *args):
+            result = originals[name](x, *args)
             if x.is_floating_point():
                 seen(name, x, result, *args)
             return result
@@ -292,10 +292,10 @@ def watched_collectives(seen: Callable[..., object]) -> Iterator[None]:
             setattr(collectives, name, original)
 
 
-def keeping_graphs(graphs: list[torch.fx.GraphModule]) -> Any:
+def keeping_graphs(graphs):
     """A backend that keeps the graphs of forward and backward, and runs them as they are."""
 
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def keep(graph, _):
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
@@ -304,28 +304,26 @@ def keeping_graphs(graphs: list[torch.fx.GraphModule]) -> Any:
     )
 
 
-def largest_tensor(graphs: list[torch.fx.GraphModule]) -> int:
+def largest_tensor(graphs):
     """Elements of the largest tensor in any of the graphs."""
     values = [node.meta.get("val") for graph in graphs for node in graph.graph.nodes]
     return max(x.numel() for x in values if isinstance(x, Tensor))
 
 
-def same_error(me: Rank, call: Callable[[], Any], *vocab: str) -> None:
+def same_error(me, call, *vocab):
     """Every rank raises, and every rank's message has the vocabulary entries."""
     try:
         call()
         message = "nothing was raised"
     except (ValueError, TypeError, NotImplementedError) as error:
         message = f"{type(error).__name__}: {error}"
-    messages: list[Any] = [None] * me.size
+    messages = [None] * me.size
     distributed.all_gather_object(messages, message)
     for text in messages:
         assert all(vocab_entry in text for vocab_entry in vocab), messages
 
 
-def close(
-    got: Tensor, expected: Tensor, same_dtype: Tensor, num_roundings: float = 8.0, what: str = ""
-) -> None:
+def close(got, expected, same_dtype, num_roundings=8.0, what=""):
     """At most twice the error of one process in the same dtype, and a few roundings."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     finite = expected.isfinite()

@@ -2,17 +2,13 @@
 
 A program is captured as a pre-dispatch ATen graph, read, and evaluated in float64. What is
 captured in the reading is taken from a run of the graph, with its gradients.
-
-``python -m tests.support.read_programs corpus|users|misleading`` prints what is read and how.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.support.evaluate_program import evaluate
 from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import find_region
-from torch_streamkl.fx_passes.capture.retrace import Trace, trace_region
+from torch_streamkl.fx_passes.capture.retrace import trace_region
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
-from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
+from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import (
     UNFORESEEN,
     Reading,
@@ -38,7 +33,7 @@ from torch_streamkl.fx_passes.reading.reader import (
     read_trace,
     recorded_gradients,
 )
-from torch_streamkl.program.graph import Extent, Source
+from torch_streamkl.program.graph import Extent
 from torch_streamkl.program.walks import walk
 
 EXACT = (
@@ -58,17 +53,13 @@ class Outcome:
     gradient: str = ""
     nan: str = ""  # eager has NaN where the program has a number
     captured: list[str] = field(default_factory=list)  # made of products, and in the results
-    seconds: float = 0.0
-    nodes: int = 0
 
     @property
-    def is_right(self) -> bool:
+    def is_right(self):
         return not self.value and not self.gradient
 
 
-def capture(
-    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False, wide: bool = True
-) -> fx.GraphModule:
+def capture(fn, inputs, dynamic=False, wide=True):
     """The pre-dispatch ATen graph of a program; ``wide`` makes float32 in it float64."""
     for mode in ("symbolic" if dynamic else "fake", "real"):
         try:
@@ -79,13 +70,11 @@ def capture(
     raise AssertionError
 
 
-def _traced(
-    fn: Callable[..., Any], inputs: Sequence[Tensor], mode: str, wide: bool
-) -> fx.GraphModule:
-    def flat(*x: Tensor) -> list[Tensor]:
+def _traced(fn, inputs, mode, wide):
+    def flat(*x):
         return [y for y in tree_leaves(fn(*x)) if isinstance(y, Tensor)]
 
-    options: Any = {"tracing_mode": mode, "pre_dispatch": True, "_allow_non_fake_inputs": True}
+    options = {"tracing_mode": mode, "pre_dispatch": True, "_allow_non_fake_inputs": True}
     with torch.enable_grad():
         gm = make_fx(flat, **options)(*inputs)
         if wide and _widen(gm):
@@ -95,7 +84,7 @@ def _traced(
 
 
 @contextlib.contextmanager
-def in_float64() -> Iterator[None]:
+def in_float64():
     """Tensors of no type are made in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -105,7 +94,7 @@ def in_float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def widened(inputs: Sequence[Tensor]) -> list[Tensor]:
+def widened(inputs):
     """Inputs in float64 in place of float32."""
     return [
         x.detach().double().requires_grad_(x.requires_grad) if x.dtype == torch.float32 else x
@@ -118,10 +107,10 @@ class _Run(fx.Interpreter):
 
     def __init__(
         self,
-        gm: fx.GraphModule,
-        sources: Sequence[Source] = (),
-        recorded: dict[fx.Node, bool] | None = None,
-    ) -> None:
+        gm,
+        sources=(),
+        recorded=None,
+    ):
         super().__init__(gm, garbage_collect_values=False)
         self.recorded = recorded or {}
         self.values: dict[fx.Node, Any] = {}
@@ -131,7 +120,7 @@ class _Run(fx.Interpreter):
         self.tensors: dict[Any, Tensor] = {}
         self.wanted = list(sources)
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n):
         result = super().run_node(n)
         flows = isinstance(result, Tensor) and result.requires_grad
         if flows and not self.recorded.get(n, True):
@@ -162,23 +151,21 @@ class _Run(fx.Interpreter):
         return result
 
 
-def _rows_of(mask: Tensor, rows: MaskedRows) -> Tensor:
+def _rows_of(mask, rows):
     for d in reversed(range(mask.dim())):
         if not rows.first <= d <= rows.last:
             mask = mask.select(d, 0)
     return mask
 
 
-def _leaves(inputs: Sequence[Any]) -> list[Any]:
+def _leaves(inputs):
     return [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for x in inputs
     ]
 
 
-def examine(
-    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False, wide: bool = True
-) -> Outcome:
+def examine(fn, inputs, dynamic=False, wide=True):
     """Captures, reads, evaluates and compares a program."""
     torch.manual_seed(0)
     gm = capture(fn, _leaves(inputs), dynamic, wide)
@@ -188,26 +175,24 @@ def examine(
         return _of_graph(gm, widened(inputs))
 
 
-def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Outcome:
+def _of_graph(gm, inputs):
     torch.manual_seed(0)
     first = _Run(gm)
     leaves, again = _leaves(inputs), _leaves(inputs)
     with torch.enable_grad():
         first.run(*leaves)
-    start = time.perf_counter()
-    reading = read(gm, first.records.__getitem__)
-    outcome = Outcome(reading, seconds=time.perf_counter() - start, nodes=len(gm.graph.nodes))
+    outcome = Outcome(read(gm, first.records.__getitem__))
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
     return hold(gm, outcome, results, first, (leaves, again))
 
 
 def hold(
-    gm: fx.GraphModule,
-    outcome: Outcome,
-    results: Any,
-    first: _Run,
-    inputs: tuple[list[Tensor], list[Tensor]],
-) -> Outcome:
+    gm,
+    outcome,
+    results,
+    first,
+    inputs,
+):
     """Evaluates what was read of a graph's results, and compares with a run of the graph."""
     reading = outcome.reading
     assert reading is not None
@@ -239,30 +224,26 @@ def hold(
     return outcome
 
 
-def examine_compiled(
-    fn: Callable[..., Any], inputs: Sequence[Tensor], dynamic: bool = False
-) -> list[Outcome]:
+def examine_compiled(fn, inputs, dynamic=False):
     """Compiles a program, and holds what is read of each graph that the rewrite analyses."""
-    outcomes: list[Outcome] = []
+    outcomes = []
 
-    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+    def backend(gm, examples):
         region = None if why_unsupported(gm.graph) else find_region(gm.graph)
         if region is None:
             return gm.forward
         trace = trace_region(gm, region)
-        start = time.perf_counter()
         reading = read_trace(trace)
-        seconds = time.perf_counter() - start
         is_done = False
 
-        def run(*args: Any) -> Any:
+        def run(*args):
             nonlocal is_done
             user = _Run(gm)
             with torch.enable_grad():
                 result = user.run(*args)
             if not is_done:
                 is_done = True
-                outcomes.append(_of_trace(trace, reading, user, seconds))
+                outcomes.append(_of_trace(trace, reading, user))
             return result
 
         return run
@@ -273,7 +254,7 @@ def examine_compiled(
     return outcomes
 
 
-def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Outcome:
+def _of_trace(trace, reading, user):
     placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
     given = [user.values[trace.outer[n]] for n in placeholders]
     leaves, again = _leaves(given), _leaves(given)
@@ -281,7 +262,7 @@ def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Out
     first = _Run(trace.module, (), recorded_gradients(trace))
     with torch.enable_grad():
         first.run(*leaves)
-    outcome = Outcome(reading, seconds=seconds, nodes=len(trace.graph.nodes))
+    outcome = Outcome(reading)
     made = [
         n
         for n in trace.graph.nodes
@@ -292,17 +273,17 @@ def _of_trace(trace: Trace, reading: Reading, user: _Run, seconds: float) -> Out
     return hold(trace.module, outcome, results, first, (leaves, again))
 
 
-def _widen(gm: fx.GraphModule) -> bool:
+def _widen(gm):
     """Makes float32 in a graph float64, so that all that is computed is exact."""
     values = [n.meta.get("val") for n in gm.graph.nodes]
     changed = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values)
 
-    def wider(x: Any) -> Any:
+    def wider(x):
         nonlocal changed
         changed |= x is torch.float32
         return torch.float64 if x is torch.float32 else x
 
-    doubles: dict[int, Tensor] = {}  # two attributes may be one tensor
+    doubles = {}  # two attributes may be one tensor
     for n in gm.graph.nodes:
         n.args, n.kwargs = tree_map(wider, n.args), tree_map(wider, dict(n.kwargs))
         held = getattr(gm, str(n.target), None) if n.op == "get_attr" else None
@@ -314,7 +295,7 @@ def _widen(gm: fx.GraphModule) -> bool:
     return changed
 
 
-def _tolerance(gm: fx.GraphModule) -> float:
+def _tolerance(gm):
     """What is computed in a narrow type is not more exact."""
     found = EXACT
     for n in gm.graph.nodes:
@@ -324,8 +305,8 @@ def _tolerance(gm: fx.GraphModule) -> float:
     return found
 
 
-def _sizes(gm: fx.GraphModule, reading: Reading, run: _Run) -> dict[Any, int]:
-    found: dict[Any, int] = {}
+def _sizes(gm, reading, run):
+    found = {}
     for n in gm.graph.nodes:
         value, actual = n.meta.get("val"), run.values.get(n)
         pairs = zip(tree_leaves(value), tree_leaves(actual), strict=False)
@@ -344,9 +325,7 @@ def _sizes(gm: fx.GraphModule, reading: Reading, run: _Run) -> dict[Any, int]:
     return found
 
 
-def _evaluated(
-    x: Array, tensors: dict[Any, Tensor], sizes: dict[Any, int], like: Tensor
-) -> Tensor:
+def _evaluated(x, tensors, sizes, like):
     order = [a for d in x.dims for a in d]
     value = evaluate(
         x.expr, tensors, {k: v for k, v in sizes.items() if isinstance(k, Extent)}, order
@@ -357,35 +336,36 @@ def _evaluated(
     return value.double()
 
 
-def _difference(x: Tensor, y: Tensor, exact: float) -> str:
+def _difference(x, y, exact, least=NOTHING):
+    """NaN that eager has and the program has not is no mistake, the reverse is one."""
     if not x.is_floating_point():
         return "" if torch.equal(x, y) else "other integers"
     x, y = x.detach().double(), y.detach().double()
     largest = float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
     where = ~x.isnan()
-    if torch.allclose(x[where], y[where], rtol=exact, atol=max(exact * largest, NOTHING)):
+    if torch.allclose(x[where], y[where], rtol=exact, atol=max(exact * largest, least)):
         return ""
     return f"{_size(x)} -> {_size(y)}, off by {_size(x - y)}"
 
 
-def _nan(x: Tensor, y: Tensor) -> str:
+def _nan(x, y):
     if not x.is_floating_point():
         return ""
     count = int((x.isnan() & ~y.isnan()).sum())
     return f"{count} NaN of eager are numbers" if count else ""
 
 
-def _size(x: Tensor | None) -> str:
+def _size(x):
     return "None" if x is None else f"{float(x.abs().max()) if x.numel() else 0.0:.4g}"
 
 
 def _gradients(
-    eager: list[Tensor],
-    leaves: list[Tensor],
-    read: list[Tensor],
-    again: list[Tensor],
-    exact: float,
-) -> str:
+    eager,
+    leaves,
+    read,
+    again,
+    exact,
+):
     needs = [x.requires_grad for x in eager if x.is_floating_point()]
     found = [x.requires_grad for x in read if x.is_floating_point()]
     if needs != found:
@@ -422,21 +402,21 @@ class Case:
     wide: bool = True
 
 
-def corpus() -> Iterator[Case]:
+def corpus():
     from tests.corpus.naive_losses import ALL_CASES
 
     for case in ALL_CASES:
         args = case["make_inputs"](torch.float64)
         tensors = [a for a in args if isinstance(a, Tensor)]
 
-        def fn(*xs: Tensor, args: Any = args, fn: Any = case["fn"]) -> Any:
+        def fn(*xs, args=args, fn=case["fn"]):
             rest = iter(xs)
             return fn(*(next(rest) if isinstance(a, Tensor) else a for a in args))
 
         yield Case(case["name"], fn, tensors)
 
 
-def users() -> Iterator[Case]:
+def users():
     import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
     from tests.support.user_losses import USER_LOSSES
 
@@ -444,7 +424,7 @@ def users() -> Iterator[Case]:
         yield Case(name, loss.fn, loss.inputs())
 
 
-def misleading() -> Iterator[Case]:
+def misleading():
     from tests.support import misleading_programs  # noqa: F401  # they register themselves
     from tests.support.misleading.registry import PROGRAMS
 
@@ -453,47 +433,3 @@ def misleading() -> Iterator[Case]:
 
 
 SETS = {"corpus": corpus, "users": users, "misleading": misleading}
-
-
-def main(how: str, which: str, *names: str) -> None:
-    totals: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for case in SETS[which]():
-        if names and not any(n in case.name for n in names):
-            continue
-        try:
-            if how == "compiled":
-                every = examine_compiled(case.fn, case.inputs, case.dynamic)
-            else:
-                dynamic = case.dynamic or how == "dynamic"
-                every = [examine(case.fn, case.inputs, dynamic, case.wide)]
-        except Exception as error:
-            if names:
-                raise
-            totals["crash"] += 1
-            print(f"CRASH {case.name:44s} {type(error).__name__}: {str(error)[:150]}", flush=True)
-            continue
-        totals["programs"] += 1
-        for found in every:
-            mark = "ok" if found.is_right else "WRONG"
-            totals[mark] += 1
-            totals["nan"] += bool(found.nan)
-            totals["whole"] += not found.captured
-            reasons.update(set(found.reading.reasons.values()) if found.reading else [])
-            if mark != "ok" or found.nan or found.captured or names:
-                print(
-                    f"{mark:6s}{case.name:44s} {found.seconds * 1e3:.0f} ms {found.nodes} nodes"
-                    f" {found.value} {found.gradient} {found.nan} {found.captured[:2]}"[:300],
-                    flush=True,
-                )
-    print(totals)
-    for reason, count in reasons.most_common(70):
-        print(f"{count:5d} {reason[:120]}")
-
-
-if __name__ == "__main__":
-    import warnings
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])

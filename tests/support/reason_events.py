@@ -126,7 +126,7 @@ FUSED_BY_DEFAULT = OF_DIVERGENCES - {"keys are sliced away after the softmax"}
 BY_DEFAULT = " With the default `streamkl.row_programs=True`, the tested program fuses."
 
 
-def events() -> dict[str, str]:
+def events():
     """What the page says."""
     return {
         reason: text + BY_DEFAULT * (reason in FUSED_BY_DEFAULT) for reason, text in EVENTS.items()

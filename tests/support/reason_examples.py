@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+from tests.support.losses import kd as kl
 from tests.support.quantized import Quantized
 from tests.support.user_losses import HIDDEN, LENGTH, USER_LOSSES, VOCAB
 
-EXAMPLES: dict[str, Callable[..., Any]] = {}  # by the reason that docs/reference/reasons.md names
+EXAMPLES = {}  # by the reason that docs/reference/reasons.md names
 
 # rows whose examples need several processes: the check on ranks that asserts them, in
 # test_rewritten_dtensors.py, and what it asserts
@@ -44,16 +45,27 @@ class Setting:
     compile: dict[str, Any] = field(default_factory=dict)  # of torch.compile
 
 
-SETTINGS: dict[str, Setting] = {}  # by reason
+SETTINGS = {}  # by reason
 
 
-def example(reason: str, **setting: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+def example(reason, **setting):
+    def register(fn):
         EXAMPLES[reason] = fn
         SETTINGS[reason] = Setting(**setting)
         return fn
 
     return register
+
+
+def of_scores(reason, **named):
+    """An example of the scores of student and teacher."""
+    ((name, fn),) = named.items()
+
+    def program(q, k, r, u):
+        return fn(q @ k.mT, r @ u.mT)
+
+    program.__name__ = name
+    EXAMPLES[reason] = program
 
 
 for _reason, _name in {
@@ -68,8 +80,8 @@ for _reason, _name in {
     EXAMPLES[_reason] = USER_LOSSES[_name].fn
 
 
-def kl(s, t):
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+def elements(s, t):
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
 
 
 @example("logits or probabilities are inputs of the compiled function")
@@ -77,9 +89,8 @@ def logits_are_inputs(s, k, t, u):
     return kl(s, t)
 
 
-@example("the divergence leaves the graph before it is summed over the keys")
-def unsummed(q, k, r, u):
-    return F.kl_div((q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1), reduction="none")
+of_scores("the divergence leaves the graph before it is summed over the keys",
+          unsummed=elements)  # fmt: skip
 
 
 @example("torch.vmap")
@@ -92,12 +103,10 @@ def transformed(q, k, r, u):
     return torch.func.grad(lambda a: kl(a @ k.mT, r @ u.mT))(q).sum()
 
 
-@example("a distribution is detached in one place and not in another")
-def detached_once(q, k, r, u):
-    s = (q @ k.mT).softmax(-1)
-    t = (r @ u.mT).softmax(-1)
-    m = 0.5 * (s.detach() + t)
-    return (s * (s.log() - m.log())).sum(-1).mean()
+of_scores("a distribution is detached in one place and not in another",
+          detached_once=lambda s, t: (
+              (p := s.softmax(-1)) * (p.log() - (0.5 * (p.detach() + t.softmax(-1))).log())
+          ).sum(-1).mean())  # fmt: skip
 
 
 @example("entries of rows are gathered by ids (a cached or served top-k)")
@@ -107,10 +116,9 @@ def largest_queries(q, k, r, u):
     return (t.gather(-2, ids) - s.log_softmax(-1).gather(-2, ids)).square().sum(-1).mean()
 
 
-@example("double softmax")
-def softmax_twice(q, k, r, u):
-    t = (r @ u.mT).softmax(-1)
-    return F.kl_div((q @ k.mT).softmax(-1).log_softmax(-1), t, reduction="sum")
+of_scores("double softmax",
+          softmax_twice=lambda s, t: F.kl_div(
+              s.softmax(-1).log_softmax(-1), t.softmax(-1), reduction="sum"))  # fmt: skip
 
 
 @example("teacher and student are masked differently")
@@ -122,44 +130,37 @@ def other_masks(q, k, r, u):
     return kl(s, t)
 
 
-@example("keys are masked after the softmax")
-def masked_after(q, k, r, u):
-    s, t = (q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1)
-    return F.kl_div(s, t, reduction="none").masked_fill(s < -2, 1.0).sum(-1).mean()
+of_scores("keys are masked after the softmax",
+          masked_after=lambda s, t: (
+              elements(s, t).masked_fill(s.log_softmax(-1) < -2, 1.0).sum(-1).mean()))  # fmt: skip
 
 
-@example("the probabilities of both sides are averaged over heads")
-def averaged_sides(q, k, r, u):
-    s, t = (q @ k.mT).softmax(-1).mean(1), (r @ u.mT).softmax(-1).mean(1)
-    return F.kl_div(s.log(), t, reduction="batchmean")
+of_scores("the probabilities of both sides are averaged over heads",
+          averaged_sides=lambda s, t: F.kl_div(
+              s.softmax(-1).mean(1).log(), t.softmax(-1).mean(1),
+              reduction="batchmean"))  # fmt: skip
 
 
-@example("weights that vary along the keys")
-def weighted_keys(q, k, r, u):
-    s, t = (q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1)
-    weights = torch.linspace(0.5, 1.5, k.shape[-2])
-    return (F.kl_div(s, t, reduction="none") * weights).sum(-1).mean()
+of_scores("weights that vary along the keys",
+          weighted_keys=lambda s, t: (
+              elements(s, t) * torch.linspace(0.5, 1.5, s.shape[-1])).sum(-1).mean())  # fmt: skip
 
 
-@example("keys are sliced away after the softmax")
-def sliced_keys(q, k, r, u):
-    s, t = (q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1)
-    return F.kl_div(s[..., 1:], t[..., 1:], reduction="sum")
+of_scores("keys are sliced away after the softmax",
+          sliced_keys=lambda s, t: F.kl_div(
+              s.log_softmax(-1)[..., 1:], t.softmax(-1)[..., 1:], reduction="sum"))  # fmt: skip
 
 
-@example("an operation that is read in another spelling (hardtanh, huber_loss, silu)")
-def hardtanh(q, k, r, u):
-    return kl(F.hardtanh(q @ k.mT), r @ u.mT)
+of_scores("an operation that is read in another spelling (hardtanh, huber_loss, silu)",
+          hardtanh=lambda s, t: kl(F.hardtanh(s), t))  # fmt: skip
 
 
-@example("an operation that row programs have and divergences have not (sin, relu, floor)")
-def sine(q, k, r, u):
-    return kl((q @ k.mT).sin(), r @ u.mT)
+of_scores("an operation that row programs have and divergences have not (sin, relu, floor)",
+          sine=lambda s, t: kl(s.sin(), t))  # fmt: skip
 
 
-@example("scores are multiplied by the number 0")
-def times_zero(q, k, r, u):
-    return kl(q @ k.mT * 0, r @ u.mT)
+of_scores("scores are multiplied by the number 0",
+          times_zero=lambda s, t: kl(s * 0, t))  # fmt: skip
 
 
 @example(
@@ -173,9 +174,8 @@ def rows_that_data_select(h, w, g, v):
     return F.kl_div(s, t, reduction="none")[keep].sum(-1).mean()
 
 
-@example("an operation that no operator has")
-def arctangent(q, k, r, u):
-    return kl((q @ k.mT).atan(), r @ u.mT)
+of_scores("an operation that no operator has",
+          arctangent=lambda s, t: kl(s.atan(), t))  # fmt: skip
 
 
 @example("a tensor is modified in place")
@@ -228,10 +228,9 @@ def einsum_of_one_label(q, k, r, u):
     return kl(s, r @ u.mT)
 
 
-@example("an entropy alone")
-def entropy_of_the_student(q, k, r, u):
-    p = (q @ k.mT).softmax(-1)
-    return (p * (p.log() - p.detach().log())).sum(-1).mean()
+of_scores("an entropy alone",
+          entropy_of_the_student=lambda s, t: (
+              (p := s.softmax(-1)) * (p.log() - p.detach().log())).sum(-1).mean())  # fmt: skip
 
 
 @example("the loss is in the body of a higher-order operator")
@@ -242,10 +241,8 @@ def in_a_branch(q, k, r, u):
     return torch.cond(q.sum() > 0, loss, lambda q, k, r, u: loss(q, k, r, u) * 2, (q, k, r, u))
 
 
-@example("the scores are also read by other code")
-def scores_are_returned(q, k, r, u):
-    s, t = (q @ k.mT).relu(), (r @ u.mT).relu()
-    return kl(s, t), s, t
+of_scores("the scores are also read by other code",
+          scores_are_returned=lambda s, t: (kl(x := s.relu(), y := t.relu()), x, y))  # fmt: skip
 
 
 _generator = torch.Generator().manual_seed(2)
@@ -338,14 +335,13 @@ def annealed_power(q, k, r, u, power):
     return kl((q @ k.mT).abs() ** power, r @ u.mT)
 
 
-@example("scores or probabilities change their type")
-def rounded_scores(q, k, r, u):
-    return kl((q @ k.mT).half().float(), r @ u.mT)
+of_scores("scores or probabilities change their type",
+          rounded_scores=lambda s, t: kl(s.half().float(), t))  # fmt: skip
 
 
-@example("a softmax over heads, over several dimensions, or over other ones than the sum")
-def softmax_over_heads(q, k, r, u):
-    return F.kl_div((q @ k.mT).log_softmax(1), (r @ u.mT).softmax(1), reduction="batchmean")
+of_scores("a softmax over heads, over several dimensions, or over other ones than the sum",
+          softmax_over_heads=lambda s, t: F.kl_div(
+              s.log_softmax(1), t.softmax(1), reduction="batchmean"))  # fmt: skip
 
 
 @example("masks, biases, paddings and factors in another order than operators apply them")
@@ -363,11 +359,10 @@ def infinite_scores(q, k, r, u):
     return kl(*((x @ y.mT + HIDDEN_KEYS).nan_to_num(neginf=-5.0) for x, y in ((q, k), (r, u))))
 
 
-@example("another combination of operations")
-def other_normaliser(q, k, r, u):
-    s, t = q @ k.mT, r @ u.mT
-    log_s = s - t.logsumexp(-1, keepdim=True)
-    return F.kl_div(log_s, t.softmax(-1), reduction="batchmean")
+of_scores("another combination of operations",
+          other_normaliser=lambda s, t: F.kl_div(
+              s - t.logsumexp(-1, keepdim=True), t.softmax(-1),
+              reduction="batchmean"))  # fmt: skip
 
 
 # those that only a divergence has, and no row program

@@ -1,25 +1,17 @@
 """Makes row programs of what is read, and holds each against eager values and gradients.
 
-``python -m tests.support.row_forms corpus|users|misleading|rewrites [names]`` prints what each
-program becomes. Values are of the program's naive definition (rows/reference.py) in float64.
+Values are of the program's naive definition (rows/reference.py) in float64.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import Tensor, fx
 
 from tests.support.evaluate_program import evaluate
 from tests.support.read_programs import (
-    SETS,
     Case,
     _difference,
     _gradients,
@@ -35,25 +27,22 @@ from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
-from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.reader import Reading, read
-from torch_streamkl.program.graph import Axis, Extent, Node, Source
+from torch_streamkl.fx_passes.reading.reader import read
+from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.reductions import contraction, substitute
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import reference
 from torch_streamkl.rows.problem import RowProblem
 
 
-def computed(
-    form: RowForm, tensors: Mapping[Any, Tensor], sizes: Mapping[Any, int]
-) -> dict[Any, Tensor]:
+def computed(form, tensors, sizes):
     """The values of rows that a form's program computes, by their sources in `around`."""
 
-    def size(a: Axis) -> int:
+    def size(a):
         known = sizes.get(a, a.size)
         return known if isinstance(known, int) else sizes[known]
 
-    def placed(x: Node, dims: Sequence[Sequence[Axis]], whole: Sequence[int] = ()) -> Tensor:
+    def placed(x, dims, whole=()):
         order = [a for d in dims for a in d]
         value = evaluate(x, tensors, sizes, order)
         shape = []
@@ -75,7 +64,7 @@ def computed(
     if form.program is None:
         return entries_of(form, tensors, sizes)
     axes = form.axes
-    given: list[Tensor] = []
+    given = []
     for product, heads in zip(form.products, axes.heads, strict=True):
         rows = product.rows.element
         given.append(placed(rows, [axes.batch, heads, axes.rows, product.contracted], (0, 1, 2)))
@@ -101,9 +90,7 @@ def computed(
     return found | entries_of(form, tensors, sizes)
 
 
-def entries_of(
-    form: RowForm, tensors: Mapping[Any, Tensor], sizes: Mapping[Any, int]
-) -> dict[Any, Tensor]:
+def entries_of(form, tensors, sizes):
     """The values of entries at ids, by their sources in `around`."""
     found = {}
     for number, x in enumerate(form.entries):
@@ -120,10 +107,9 @@ class Made:
 
     forms: list[RowForm | NotClosed] = field(default_factory=list)
     wrong: str = ""
-    seconds: float = 0.0
 
 
-def made_of(case: Case) -> Made:
+def made_of(case):
     """Captures and reads a program, and makes a row program of each of its results."""
     torch.manual_seed(0)
     gm = capture(case.fn, _leaves(case.inputs), case.dynamic, case.wide)
@@ -133,7 +119,7 @@ def made_of(case: Case) -> Made:
     return _of_graph(gm, case.inputs)
 
 
-def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Made:
+def _of_graph(gm, inputs):
     torch.manual_seed(0)
     first, leaves, again = _Run(gm), _leaves(inputs), _leaves(inputs)
     with torch.enable_grad():
@@ -144,11 +130,9 @@ def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Made:
     facts = replace(
         facts_of(reading), logarithms=logarithms_in(gm.graph.nodes, logarithms_of(reading))
     )
-    start = time.perf_counter()
     arrays = [reading.array(n) for n in results]
     for x in arrays:
         made.forms.append(row_form([x.expr], [a for d in x.dims for a in d], facts))
-    made.seconds = time.perf_counter() - start
     sources = dict.fromkeys(x.value for x in walk([x.expr for x in arrays]) if x.op == "capture")
     torch.manual_seed(0)
     second = _Run(gm, list(sources))
@@ -163,14 +147,14 @@ def _of_graph(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> Made:
 
 
 def _wrong(
-    gm: fx.GraphModule,
-    expected: Tensor,
-    leaves: list[Any],
-    again: list[Any],
-    found: tuple[Array, RowForm],
-    run: _Run,
-    sizes: dict[Any, int],
-) -> str:
+    gm,
+    expected,
+    leaves,
+    again,
+    found,
+    run,
+    sizes,
+):
     x, form = found
     tensors = {**run.tensors, **computed(form, run.tensors, sizes)}
     order = [a for d in x.dims for a in d]
@@ -182,72 +166,9 @@ def _wrong(
         return _gradients([expected], leaves, [value], again, exact)
 
 
-def rewrites() -> Iterator[Case]:
+def rewrites():
     """The forms of tests/rewrite/test_row_program*.py."""
     module = importlib.import_module("tests.rewrite.test_row_program_rewrites")
     for fn in (*module.FORMS, *module.LARGEST, module.mse_of_scores):
         for gradient in ("student", "all"):
             yield Case(f"{fn.__name__} {gradient}", fn, module.inputs(gradient, torch.float64))
-
-
-ALL = {**SETS, "rewrites": rewrites}
-
-
-def text_of(form: RowForm | NotClosed) -> str:
-    """Returns a form in a line."""
-    if isinstance(form, NotClosed):
-        return f"none: {form.reason}"
-    p = form.program
-    return (
-        f"{len(form.products)} products {len(form.captures)} captured {len(p.nodes)} steps "
-        f"{[r.kind for r in p.reductions]} levels {max(p.levels)} outputs {len(p.outputs)}"
-    )
-
-
-def main(which: str, *names: str) -> None:
-    totals: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for case in ALL[which]():
-        if names and not any(n in case.name for n in names):
-            continue
-        try:
-            made = made_of(case)
-        except Exception as error:
-            if names:
-                raise
-            totals["crash"] += 1
-            print(f"CRASH {case.name:40s} {type(error).__name__}: {str(error)[:150]}", flush=True)
-            continue
-        mark = "WRONG" if made.wrong else "ok"
-        totals[mark] += 1
-        totals["forms"] += sum(isinstance(x, RowForm) for x in made.forms)
-        reasons.update(x.reason for x in made.forms if isinstance(x, NotClosed))
-        texts = " | ".join(map(text_of, made.forms))
-        print(f"{mark:6s}{case.name:40s} {made.seconds * 1e3:.0f} ms {texts[:300]} {made.wrong}")
-        if names and "-v" in sys.argv:
-            for form in made.forms:
-                if isinstance(form, RowForm):
-                    show(form)
-    print(totals)
-    for reason, count in reasons.most_common(60):
-        print(f"{count:5d} {reason[:120]}")
-
-
-def show(form: RowForm) -> None:
-    """Prints the steps of a form."""
-    for i, n in enumerate(form.program.nodes):
-        print("   ", i, n.op, n.args, n.value, f"h{n.head}", "key" if n.by_key else "row")
-    print("   ", form.program.reductions, form.program.outputs)
-    for c in form.captures:
-        print("   ", c.kind, c.value)
-    print("   ", form.around)
-
-
-__all__ = ["Reading"]
-
-if __name__ == "__main__":
-    import warnings
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])

@@ -94,5 +94,5 @@ def specs(
     )
 
 
-def _divisor(n: int) -> st.SearchStrategy[int]:
+def _divisor(n):
     return st.sampled_from([d for d in range(1, n + 1) if n % d == 0])

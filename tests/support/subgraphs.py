@@ -1,24 +1,17 @@
 """What Inductor would compile, run without it: bodies of compiled blocks, and whole graphs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch._inductor.compile_fx
 import torch._inductor.config
 from functorch.compile import make_boxed_func
-from torch import Tensor, fx
 
 from torch_streamkl.cpu import compiled
 
 
-def _as_written(
-    body: compiled.Body, form: Any, inputs: dict[str, tuple[Tensor, str]]
-) -> Callable[[list[Tensor]], Any]:
+def _as_written(body, form, inputs):
     for x, spec in inputs.values():
         assert x.dim() == len(spec)
     names = list(inputs)
@@ -26,16 +19,16 @@ def _as_written(
 
 
 @pytest.fixture
-def bodies_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def bodies_as_written(monkeypatch):
     """Nothing is compiled; a body gets the inputs that a compiled one would."""
     monkeypatch.setattr(compiled, "find", _as_written)
 
 
 @contextlib.contextmanager
-def inductor_without_code() -> Iterator[None]:
+def inductor_without_code():
     """Inside, Inductor's graphs are interpreted: its passes run, ours too, and no compiler."""
 
-    def interpreted(gm: fx.GraphModule, *_: object, **__: object) -> Any:
+    def interpreted(gm, *_, **__):
         return make_boxed_func(gm.forward)
 
     compile_fx = torch._inductor.compile_fx.compile_fx

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.naive import naive
-from tests.support.problems import Call, value_and_gradients
+from tests.support.problems import value_and_gradients
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Budget:
     atol: dict[str, float]
 
 
-def budget(call: Call) -> Budget:
+def budget(call):
     """Truth and the allowed absolute error of every output of a call."""
     truth = value_and_gradients(call.to(torch.float64), naive)
     same = value_and_gradients(call, naive)
@@ -44,7 +44,7 @@ def budget(call: Call) -> Budget:
     return Budget(truth, atol)
 
 
-def _scale_rounding(output: str, call: Call, inner: float, values: Tensor) -> float:
+def _scale_rounding(output, call, inner, values):
     """What the rounding of q * scale to the inputs' dtype costs, where the scale is a tensor.
 
     Every score of a side is off by at most ``delta``. A divergence moves by at most sum |S - P|
@@ -61,7 +61,7 @@ def _scale_rounding(output: str, call: Call, inner: float, values: Tensor) -> fl
     return delta * math.sqrt(2 * float(values.nan_to_num(0, 0, 0).abs().max()))
 
 
-def _cancelled_size(output: str, call: Call, value: float) -> float:
+def _cancelled_size(output, call, value):
     """Size of what an output is a difference of: log-sum-exps, or shares of a row's gradient."""
     if output == "value":
         # a log-sum-exp is at most the largest score plus the logarithm of the number of keys
@@ -74,18 +74,18 @@ def _cancelled_size(output: str, call: Call, value: float) -> float:
     return float(partner) * abs(_factor(side, call)) * (1.0 + value)
 
 
-def _score_size(side: str, call: Call) -> float:
+def _score_size(side, call):
     q, k = (call.tensors[f"{side}_{x}"].detach().double().norm(dim=-1).max() for x in "qk")
     return float(q * k) * abs(_factor(side, call))
 
 
-def _factor(side: str, call: Call) -> float:
+def _factor(side, call):
     scale = call.options[f"{side}_scale"]
     head_dim = call.tensors[f"{side}_q"].shape[-1]
     return float(head_dim**-0.5 if scale is None else scale) / call.options["temperature"]
 
 
-def check(results: dict[str, Tensor], allowed: Budget) -> None:
+def check(results, allowed):
     """Every output is finite where the truth is and lies within its budget."""
     assert set(results) == set(allowed.truth)
     for name, expected in allowed.truth.items():
@@ -102,7 +102,7 @@ def check(results: dict[str, Tensor], allowed: Budget) -> None:
         )
 
 
-def check_call(call: Call, impl: str, device: str = "cpu") -> None:
+def check_call(call, impl, device="cpu"):
     """A call by an implementation is as exact as naive code on a CPU."""
     given = call if device == "cpu" else call.to(device=device)
     check(given.value_and_gradients(impl), budget(call))

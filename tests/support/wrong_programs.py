@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,34 +24,34 @@ class Pair(NamedTuple):
 class Opaque:
     __slots__ = ()
 
-    def __call__(self) -> None:
+    def __call__(self):
         """Not an object that is known by its attributes."""
 
 
-def vector(dtype: torch.dtype = torch.float32) -> Tensor:
+def vector(dtype=torch.float32):
     return torch.tensor([1.0, 2.0, -3.0, 0.5], dtype=dtype).requires_grad_()
 
 
 LARGE = torch.tensor([1e6, -2e6, 1.0, 3e6])
 
 
-def off_in_one(x: Tensor, share: float = 1.05) -> Tensor:
+def off_in_one(x, share=1.05):
     """5 % off in the entry that is 1, next to entries of 1e6."""
     return torch.where(LARGE.abs() == 1.0, x * share, x)
 
 
 class _WrongGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx, *grads):
         return off_in_one(grads[0])
 
 
-def _backward(factor: float) -> Callable[[Tensor], Tensor]:
-    def step(x: Tensor) -> Tensor:
+def _backward(factor):
+    def step(x):
         loss = x.square().sum() * factor
         loss.backward()
         return loss.detach() / factor
@@ -60,8 +59,8 @@ def _backward(factor: float) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def _written(factor: float) -> Callable[[Tensor], Tensor]:
-    def step(x: Tensor) -> Tensor:
+def _written(factor):
+    def step(x):
         with torch.no_grad():
             x.mul_(factor)
         return torch.zeros(())
@@ -70,7 +69,7 @@ def _written(factor: float) -> Callable[[Tensor], Tensor]:
 
 
 # what: (right, wrong, what of the difference is said)
-PLANTED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], str]] = {
+PLANTED = {
     "a value": (lambda x: x.sum(), lambda x: x.sum() * 1.001, "too far off"),
     "infinity for a number": (
         lambda x: x.exp(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 ERRORS = (ValueError, TypeError, NotImplementedError)
 # Values, and the kinds that they are of: an annotation that names one of those takes the value,
 # or refuses it as it refuses any other.
-VALUES: dict[str, tuple[Any, frozenset[str]]] = {
+VALUES = {
     "a string": ("x", frozenset({"str"})),
     "a name with a typo": ("meann", frozenset({"str"})),
     "nothing": (None, frozenset({"None"})),
@@ -61,7 +61,7 @@ class Public:
     called: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, Any] | None = None  # by default the function's
 
-    def kinds(self) -> Iterator[tuple[str, frozenset[str]]]:
+    def kinds(self):
         """Arguments, and the kinds that their annotations name."""
         found = self.annotations
         if found is None:
@@ -72,7 +72,7 @@ class Public:
             yield name, frozenset(re.findall(r"[A-Za-z]+", text))
 
 
-def problems(public: Public) -> list[str]:
+def problems(public):
     """Wrong calls that are accepted, or whose errors do not say what has to be said."""
     public.function(**public.legal)
     found = []
@@ -84,7 +84,7 @@ def problems(public: Public) -> list[str]:
     return found
 
 
-def _told(public: Public, name: str, value: Any, is_legal: bool) -> str | None:
+def _told(public, name, value, is_legal):
     try:
         public.function(**{**public.legal, name: value})
     except ERRORS as error:

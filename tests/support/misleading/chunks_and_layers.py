@@ -1,38 +1,39 @@
 """Losses in chunks, layers, branches and higher-order operators, and programs of other tests."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import hard_programs
+from tests.support import hard_programs, programs
 from tests.support.losses import kd
 from tests.support.losses import rows_of_kl as rows_of
 from tests.support.misleading.registry import plain, register, student
 
 
-@plain(fuses=3)
-def tokens_in_chunks(h, w, ht, wt):
-    total = h.new_zeros(())
-    for a, b in zip(h.chunk(3), ht.chunk(3), strict=True):
-        total = total + F.kl_div(
-            (a @ w.T).log_softmax(-1), (b @ wt.T).softmax(-1), reduction="sum"
-        )
-    return total / h.shape[0]
+def chunked(pairs):
+    return sum(rows_of(s, t).sum() for s, t in pairs)
 
 
-@plain(fuses=3)
-def tokens_in_split_chunks_of_unequal_size(h, w, ht, wt):
-    parts = zip(h.split(10), ht.split(10), strict=True)
-    return sum(rows_of(a @ w.T, b @ wt.T).sum() for a, b in parts)
+def loss(q, k, qt, kt):
+    return kd(student(q, k), student(qt, kt))
 
 
-@plain(fuses=3)
-def chunks_of_different_tokens(h, w, ht, wt):
-    parts = zip(h.chunk(3), ht.flip(0).chunk(3), strict=True)
-    return sum(rows_of(a @ w.T, b @ wt.T).sum() for a, b in parts)
+def of_tokens(h, w, ht, wt):
+    return chunked((a @ w.T, b @ wt.T) for a, b in zip(h.chunk(3), ht.chunk(3), strict=True))
+
+
+plain({
+    "tokens_in_chunks": of_tokens,
+    "tokens_in_split_chunks_of_unequal_size": lambda h, w, ht, wt: chunked(
+        (a @ w.T, b @ wt.T) for a, b in zip(h.split(10), ht.split(10), strict=True)),
+    "chunks_of_different_tokens": lambda h, w, ht, wt: of_tokens(h, w, ht.flip(0), wt),
+    "chunks_with_their_own_scale": lambda h, w, ht, wt, tw: chunked(
+        (a @ w.T * c.mean(), b @ wt.T)
+        for a, b, c in zip(h.chunk(3), ht.chunk(3), tw.chunk(3), strict=True)),
+    "chunks_of_logits": lambda z, zt: chunked(zip(z.chunk(3), zt.chunk(3), strict=True)),
+    "layers_that_share_the_teacher": lambda s, q, k, t: (
+        kd(s, t) + kd(student(q * 2, k), t) + kd(student(q, k.sin()), t)),
+}, fuses=3)  # fmt: skip
 
 
 @plain(fuses=3)
@@ -43,24 +44,6 @@ def chunks_the_first_in_no_grad(h, w, ht, wt):
             part = rows_of(a @ w.T, b @ wt.T).sum()
         total = total + part
     return total
-
-
-@plain(fuses=3)
-def chunks_with_their_own_scale(h, w, ht, wt, tw):
-    parts = zip(h.chunk(3), ht.chunk(3), tw.chunk(3), strict=True)
-    return sum(rows_of(a @ w.T * c.mean(), b @ wt.T).sum() for a, b, c in parts)
-
-
-@plain(fuses=3)
-def chunks_of_logits(h, w, ht, wt):
-    s, t = h @ w.T, ht @ wt.T
-    return sum(rows_of(a, b).sum() for a, b in zip(s.chunk(3), t.chunk(3), strict=True))
-
-
-@plain(fuses=4)
-def chunks_of_queries(q, k, qt, kt):
-    parts = zip(q.chunk(4, 2), qt.chunk(4, 2), strict=True)
-    return sum(rows_of(student(a, k), student(b, kt)).sum() for a, b in parts)
 
 
 @plain(fuses=4)
@@ -74,57 +57,20 @@ def causal_chunks_of_queries(q, k, qt, kt):
     return total
 
 
-@plain(fuses=2)
-def layers_with_their_own_weights(q, k, qt, kt, rw):
-    total = q.new_zeros(())
-    for i in range(2):
-        total = total + rw[i] * kd(student(q[:, i], k[:, i]), student(qt[:, i], kt[:, i]))
-    return total
-
-
-@plain(fuses=3)
-def layers_that_share_the_teacher(q, k, qt, kt):
-    t = student(qt, kt)
-    return kd(student(q, k), t) + kd(student(q * 2, k), t) + kd(student(q, k.sin()), t)
-
-
-@plain(fuses=1)
-def both_directions(s, t):
-    return kd(s, t) + kd(t, s)
-
-
-@plain(fuses=2)
-def a_map_loss_and_a_head_loss(s, t, h, w, ht, wt):
-    return kd(s, t) + kd(h @ w.T, ht @ wt.T)
-
-
-@plain(fuses=2)
-def two_temperatures(h, w, ht, wt):
-    s, t = h @ w.T, ht @ wt.T
-    return kd(s, t) + 4 * kd(s / 2, t / 2)
-
-
-@plain(fuses=2)
-def a_map_and_its_detached_twin(s, t):
-    return kd(s, t) + kd(t, s.detach())
-
-
-@plain(fuses=1)
-def checkpointed(q, k, qt, kt):
-    def body(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
-        return kd(student(q, k), student(qt, kt))
-
-    return checkpoint(body, q, k, qt, kt, use_reentrant=False)
-
-
-@plain()
-def mapped_over_batches(q, k, qt, kt):
-    return torch.vmap(lambda *x: kd(student(x[0], x[1]), student(x[2], x[3])))(q, k, qt, kt)
-
-
-@plain()
-def selected_tokens(h, w, ht, wt, tokens):
-    return kd(h[tokens] @ w.T, ht[tokens] @ wt.T)
+# fmt: off
+plain({
+    "chunks_of_queries": lambda q, k, qt, kt: chunked(
+        (student(a, k), student(b, kt)) for a, b in zip(q.chunk(4, 2), qt.chunk(4, 2), strict=True)
+    ),
+}, fuses=4)
+plain({
+    "layers_with_their_own_weights": lambda q, k, qt, kt, rw: sum(
+        rw[i] * loss(*(x[:, i] for x in (q, k, qt, kt))) for i in range(2)),
+    "a_map_loss_and_a_head_loss": lambda s, t, z, zt: kd(s, t) + kd(z, zt),
+    "two_temperatures": lambda z, zt: kd(z, zt) + 4 * kd(z / 2, zt / 2),
+    "a_map_and_its_detached_twin": lambda s, t: kd(s, t) + kd(t, s.detach()),
+}, fuses=2)
+# fmt: on
 
 
 @plain(fuses=1)
@@ -132,25 +78,36 @@ def rows_selected_afterwards(h, w, ht, wt, tokens):  # it breaks the graph: not 
     return rows_of(h @ w.T, ht @ wt.T)[tokens].mean()
 
 
-@plain(fuses=1)
-def tokens_selected_unlike(h, w, ht, wt, tokens):
-    return kd(h[:10] @ w.T, ht[2:12] @ wt.T)
-
-
-@plain(fuses=1)
-def shifted_tokens(z, t):
-    return kd(z[:-1], t[:-1])
-
-
-@plain(fuses=1)
-def tokens_shifted_on_one_side(z, t):
-    return kd(z[1:], t[:-1])
-
-
-@plain(fuses=1)
-def gathered_rows(s, t, rows):
-    x = rows_of(s, t)
-    return (x * rows[:, None]).sum() / rows.sum()
+# fmt: off
+plain({
+    "both_directions": lambda s, t: kd(s, t) + kd(t, s),
+    "checkpointed": lambda q, k, qt, kt: checkpoint(loss, q, k, qt, kt, use_reentrant=False),
+    "tokens_selected_unlike": lambda h, w, ht, wt: kd(h[:10] @ w.T, ht[2:12] @ wt.T),
+    "shifted_tokens": lambda z, zt: kd(z[:-1], zt[:-1]),
+    "tokens_shifted_on_one_side": lambda z, zt: kd(z[1:], zt[:-1]),
+    "gathered_rows": lambda s, t, rows: (rows_of(s, t) * rows[:, None]).sum() / rows.sum(),
+    "by_log_sum_exp_and_expectation": lambda s, p_t: (
+        s.logsumexp(-1) - (p_t * s).sum(-1)).mean(),
+    "reverse_with_a_clamp": lambda p_s, p_t: (
+        p_s * (p_s.clamp_min(1e-6).log() - p_t.clamp_min(1e-6).log())).sum(-1).mean(),
+    "probabilities_as_both_arguments": lambda p_s, p_t: F.kl_div(p_s, p_t, reduction="sum"),
+    "hard_and_soft_labels": lambda z, zt, y: (
+        0.3 * F.cross_entropy(z, y) + 0.7 * (kd(z / 2, zt / 2) * 4)),
+    "smoothed_hard_labels": lambda z, zt, y: (
+        F.cross_entropy(z, y, label_smoothing=0.1) + kd(z, zt)),
+    "softmax_of_queries": lambda s, t: F.kl_div(
+        s.log_softmax(-2), t.softmax(-2), reduction="sum"),
+    "dropout_that_is_off": lambda log_s, p_t: F.kl_div(
+        log_s, F.dropout(p_t, 0.5, training=False), reduction="batchmean"),
+}, fuses=1)
+plain({
+    "mapped_over_batches": lambda q, k, qt, kt: torch.vmap(loss)(q, k, qt, kt),
+    "selected_tokens": lambda h, w, ht, wt, tokens: kd(h[tokens] @ w.T, ht[tokens] @ wt.T),
+    "softmax_of_heads": lambda s, t: F.kl_div(s.log_softmax(1), t.softmax(1), reduction="sum"),
+    "top_keys_of_the_teacher": lambda s, t: kd(
+        s.gather(-1, (best := t.topk(5, dim=-1)).indices), best.values),
+})
+# fmt: on
 
 
 @plain()
@@ -160,13 +117,24 @@ def autocast_around_both(q, k, qt, kt):
     return kd(s.double(), t.double())
 
 
+# ------------------------------------------------------------ programs of other tests
+for _name, _spelling in {**programs.SPELLINGS, **programs.CALLS}.items():
+
+    def _rows(a, b, at, bt, spelling=_spelling, is_sum=_name in programs.CALLS):
+        found = spelling(a @ b.mT * 0.3, at @ bt.mT * 0.3)
+        return found if is_sum else found.sum(-1)
+
+    narrow = {"dtype": torch.float32} if "fp32" in _name else {}
+    for _kind, _arguments in (("map", "q k qt kt"), ("head", "h w ht wt")):
+        _place = ("losses", _kind, _name)
+        register(f"{_kind}_{_name}", _rows, _arguments, fuses=1, place=_place, **narrow)
 for _name, _program in hard_programs.PROGRAMS.items():
     if _program.num_graphs == 1 and not _program.compile_options:
         register(
             f"hard_{_name}",
             _program.fn,
-            "q k v t",
+            "q k v teacher",
             trained="q k v",
-            shapes=dict.fromkeys("qkvt", hard_programs.SHAPE),
+            shapes=dict.fromkeys(("q", "k", "v", "teacher"), hard_programs.SHAPE),
             fuses=_program.num_fused or None,
         )

@@ -2,21 +2,23 @@
 
 A program is a function whose parameter names say what it gets: `q` and `k` make the student's
 scores, `qt` and `kt` the teacher's, `h` and `w` (`ht`, `wt`) the student's (teacher's) logits.
-A program that needs no more of them than scores or logits starts with `s, t` or `z, t` instead.
+`s`, `t` are those scores (`raw`, `raw_t` without a scale) and `z`, `zt` those logits, of which
+`log_s` and `p_s` are the (log-)probabilities; `frozen_s` are scores that are made in no_grad.
 What is not named in `trained` needs no gradient. All is in float64, where what a compiled program
 does differently is either rounding or a mistake, except for programs about narrower dtypes.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from tests.support.made_inputs import of_inputs, with_probabilities
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 40, 48, 8
 TOKENS, VOCAB, STUDENT_WIDTH, TEACHER_WIDTH = 24, 64, 16, 12
@@ -52,7 +54,7 @@ FAULTS = {
     "X16": "a lookup that renormalises its table does not write",
 }
 
-SHAPES: dict[str, tuple[int, ...]] = {
+SHAPES = {
     "q": (BATCH, HEADS, QUERIES, DIM),
     "k": (BATCH, HEADS, KEYS, DIM),
     "v": (BATCH, HEADS, KEYS, DIM),
@@ -74,8 +76,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "hs": (HEADS,),  # scales of heads
     "table": (9, HEADS),  # biases of relative positions
     "ct": (VOCAB,),
-    "q1": (BATCH, HEADS, 1, DIM),
-    "q1t": (BATCH, HEADS, 1, DIM),
     "q_b1": (1, HEADS, QUERIES, DIM),
     "k_b1": (1, HEADS, KEYS, DIM),
     "qt_b1": (1, HEADS, QUERIES, DIM),
@@ -84,12 +84,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "k_h1": (BATCH, 1, KEYS, DIM),
     "qt_h1": (BATCH, 1, QUERIES, DIM),
     "kt_h1": (BATCH, 1, KEYS, DIM),
-    "ht1": (1, TEACHER_WIDTH),
     "wt_wide": (VOCAB, 2 * TEACHER_WIDTH),
-    "w_short": (VOCAB - 16, STUDENT_WIDTH),
-    "wt_short": (VOCAB - 16, TEACHER_WIDTH),
 }
-INTEGERS: dict[str, Callable[[torch.Generator], Tensor]] = {
+INTEGERS = {
     "y": lambda g: torch.randint(0, VOCAB, (TOKENS,), generator=g),  # labels
     "bits": lambda g: torch.randn(VOCAB, TEACHER_WIDTH, generator=g, dtype=torch.float64).view(
         torch.int64
@@ -99,7 +96,7 @@ INTEGERS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "tokens": lambda g: torch.rand(TOKENS, generator=g) > 0.3,
     "ids": lambda g: torch.randint(0, VOCAB, (5,), generator=g),
 }
-TRAINED = "q k v ls tau b sink rw h w c tw kb hs table q1 q_b1 k_b1 q_h1 k_h1 w_short"
+TRAINED = "q k v ls tau b sink rw h w c tw kb hs table q_b1 k_b1 q_h1 k_h1"
 
 
 @dataclass(frozen=True)
@@ -118,10 +115,10 @@ class Program:
     dynamic: bool = False
     place: tuple[str, ...] = ()  # in a table: its name and the value on each axis
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self):
         return [self._input(name) for name in self.arguments]
 
-    def _input(self, name: str) -> Tensor:
+    def _input(self, name):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if name in INTEGERS:
             return INTEGERS[name](generator)
@@ -133,64 +130,72 @@ class Program:
         return x.to(dtype).requires_grad_(name in self.trained)
 
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS = {}
+Function = Callable[..., Any]
 
 
-def register(name: str, fn: Callable[..., Any], arguments: str, **options: Any) -> None:
-    """Add a program; ``trained`` replaces what is trained, ``also`` adds to it."""
-    assert name not in PROGRAMS, name
-    trained = frozenset(options.pop("trained", TRAINED).split())
-    trained |= frozenset(options.pop("also", "").split())
-    options.setdefault("shapes", {})
-    assert options.get("fault", "W1") in FAULTS
-    PROGRAMS[name] = Program(name, fn, tuple(arguments.split()), trained, **options)
-
-
-def misleading(fault: str, **options: Any) -> Callable[..., Any]:
-    """A program that provokes a fault."""
-    return plain(fault=fault, **options)
-
-
-def plain(name: str = "", **options: Any) -> Callable[..., Any]:
-    """A program that differs from a misleading one in the thing that matters, or from all.
-
-    One function is several programs, of other shapes for example, by decorators with a name.
-    """
-
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        names = " ".join(inspect.signature(fn).parameters)
-        program = fn
-        for both, (operands, product) in OF_PRODUCTS.items():
-            if names.startswith(both):
-                names, program = operands + names[len(both) :], _of_products(fn, product)
-        register(name or fn.__name__, program, names, **options)
-        return fn
-
-    return add
-
-
-def _of_products(
-    fn: Callable[..., Any], product: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[..., Any]:
-    def program(a: Tensor, b: Tensor, at: Tensor, bt: Tensor, *rest: Tensor) -> Any:
-        return fn(product(a, b), product(at, bt), *rest)
-
-    return program
-
-
-def student(q: Tensor, k: Tensor) -> Tensor:
+def student(q, k):
     return q @ k.mT * 0.3
 
 
-OF_PRODUCTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "s t": ("q k qt kt", student),
-    "z t": ("h w ht wt", lambda h, w: h @ w.T),
-}
+def product(q, k):
+    return q @ k.mT
 
 
-def without_gradient(how: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
+def logits(h, w):
+    return h @ w.T
+
+
+def without_gradient(how, fn, *args):
     """What ``fn`` computes, in no_grad, detached, or as it is."""
     if how == "no_grad":
         with torch.no_grad():
             return fn(*args)
     return fn(*args).detach() if how == "detach" else fn(*args)
+
+
+def frozen(fn, *args):
+    return without_gradient("no_grad", fn, *args)
+
+
+# what a program may ask for next to its operands: of which it is made, and how
+SCORES = {
+    "s": ("q k", student),
+    "t": ("qt kt", student),
+    "raw": ("q k", product),
+    "raw_t": ("qt kt", product),
+    "z": ("h w", logits),
+    "zt": ("ht wt", logits),
+}
+MADE = {
+    **with_probabilities(SCORES),
+    **{f"frozen_{x}": (of, functools.partial(frozen, make)) for x, (of, make) in SCORES.items()},
+}
+
+
+def register(name, fn, arguments="", **options):
+    """Add a program; ``trained`` replaces what is trained, ``also`` adds to it."""
+    assert name not in PROGRAMS, name
+    fn, operands = of_inputs(fn, MADE, arguments.split())
+    trained = frozenset(options.pop("trained", TRAINED).split())
+    trained |= frozenset(options.pop("also", "").split())
+    options.setdefault("shapes", {})
+    assert options.get("fault", "") in ("", *FAULTS)
+    PROGRAMS[name] = Program(name, fn, tuple(operands), trained, **options)
+
+
+def misleading(fault, rows=None, **options):
+    """Programs that provoke a fault: those of ``rows``, or by a decorator the decorated one."""
+    return plain(rows, fault=fault, **options)
+
+
+def plain(rows=None, name="", **options):
+    """Programs that differ from misleading ones in the thing that matters, or from all."""
+    for row, fn in (rows or {}).items():
+        register(row, fn, **options)
+
+    def add(fn):
+        register(name or fn.__name__, fn, **options)
+        return fn
+
+    return add

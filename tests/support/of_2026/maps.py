@@ -1,12 +1,11 @@
 """Losses of attention maps, indexers and Gram matrices."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 import torch.nn.functional as F
 
+from tests.support.losses import kd
 from tests.support.of_2026.registry import (
     ATTENTION,
     BATCH,
@@ -18,10 +17,17 @@ from tests.support.of_2026.registry import (
     LINEAR,
     ROW,
     ROWS,
+    batchmean,
+    cross_entropy,
     loss,
+    of_rows,
 )
 
 CHOSEN = torch.rand(BATCH, ROWS, ROWS, generator=torch.Generator().manual_seed(3)).topk(4).indices
+
+
+def of_lifted(p, s):
+    return of_rows(p, torch.log(p + 1e-10) - torch.log(s + 1e-10)).mean()
 
 
 def index_scores(iq, ik, iw):
@@ -32,47 +38,44 @@ def index_scores(iq, ik, iw):
 
 # ------------------------------------------------------------------ writes in place
 @loss(ATTENTION, style="masks added in place to both", findings=True)
-def masks_in_place(q, k, r, u):
-    t, s = r @ u.mT, q @ k.mT
+def masks_in_place(b, a):
+    t, s = b, a
     t += CAUSAL
     s.add_(CAUSAL)
     return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).nan_to_num().sum(-1).mean()
 
 
 @loss(ATTENTION, style="masked_fill_ and a scale in place", findings=True)
-def filled_in_place(q, k, r, u):
-    s, t = q @ k.mT, r @ u.mT
-    s *= DIM**-0.5
-    t.mul_(DIM**-0.5)
-    for x in (s, t):
+def filled_in_place(a, b):
+    a *= DIM**-0.5
+    b.mul_(DIM**-0.5)
+    for x in (a, b):
         x.masked_fill_(FUTURE, -1e9)
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    return kd(a, b)
 
 
 @loss(ATTENTION, style="assignments at a mask and at a slice", findings=True)
-def assigned(q, k, r, u):
-    s, t = q @ k.mT, r @ u.mT
-    s[:, :, FUTURE] = -1e9
-    t[:, :, FUTURE] = -1e9
-    t[..., -1:] = s[..., -1:] = -1e9
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+def assigned(a, b):
+    a[:, :, FUTURE] = -1e9
+    b[:, :, FUTURE] = -1e9
+    b[..., -1:] = a[..., -1:] = -1e9
+    return kd(a, b)
 
 
 @loss(ROW, style="an indexer of one head: relu_ and an in-place mask", findings=True)
-def relu_in_place(q, k, r, u):
-    t = (r @ u.mT).detach()
+def relu_in_place(b, a):
+    t = b.detach()
     t += CAUSAL
-    s = (q @ k.mT).relu_() + CAUSAL
+    s = a.relu_() + CAUSAL
     kl = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
     return kl.masked_fill(FUTURE, 0.0).sum(-1).mean()
 
 
 @loss(ROW, style="scores clamped in place", findings=True)
-def clamped_in_place(q, k, r, u):
-    s = (q @ k.mT).clamp_(-5, 5)
-    t = r @ u.mT
-    t.clamp_(min=-5, max=5)
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+def clamped_in_place(a, b):
+    s = a.clamp_(-5, 5)
+    b.clamp_(min=-5, max=5)
+    return kd(s, b)
 
 
 # ------------------------------------------------------------------ indexers
@@ -88,13 +91,12 @@ def megatron_indexer(iq, ik, iw, r, u):
     attention = attention.softmax(-1, dtype=torch.float32).sum(dim=1)
     attention = attention / attention.sum(dim=-1, keepdim=True)
     log_scores = scores.softmax(-1, dtype=torch.float32)
-    kl = attention * (torch.log(attention + 1e-10) - torch.log(log_scores + 1e-10))
-    return kl.sum(-1).mean() * 0.01
+    return of_lifted(attention, log_scores) * 0.01
 
 
 @loss(ROW, style="Megatron-core: the sparse stage, chosen keys by a mask of -inf")
-def megatron_sparse(iq, ik, iw, r, u):
-    attention = ((r @ u.mT) * DIM**-0.5).detach() + CAUSAL
+def megatron_sparse(iq, ik, iw, b):
+    attention = (b * DIM**-0.5).detach() + CAUSAL
     scores = index_scores(iq, ik, iw) + CAUSAL
     index_mask = torch.full((BATCH, ROWS, ROWS), float("-inf")).scatter_(-1, CHOSEN, 0)
     index_mask[..., 0] = 0.0
@@ -102,38 +104,38 @@ def megatron_sparse(iq, ik, iw, r, u):
     scores += index_mask
     p = attention.softmax(-1).sum(1)
     p = p / p.sum(-1, keepdim=True)
-    return (p * (torch.log(p + 1e-10) - torch.log(scores.softmax(-1) + 1e-10))).sum(-1).mean()
+    return of_lifted(p, scores.softmax(-1))
 
 
 @loss(EAGER, style="VeOmni: keys chosen by gather, both sides normalised over them",
       reason="keys are chosen for each query")  # fmt: skip
-def indexer_of_chosen_keys(iq, ik, iw, r, u):
-    p = (r @ u.mT * DIM**-0.5).softmax(-1).mean(1).gather(-1, CHOSEN).detach()
+def indexer_of_chosen_keys(iq, ik, iw, b):
+    p = (b * DIM**-0.5).softmax(-1).mean(1).gather(-1, CHOSEN).detach()
     p = p / p.sum(-1, keepdim=True).clamp_min(1e-9)
     s = index_scores(iq, ik, iw).gather(-1, CHOSEN).log_softmax(-1)
     return F.kl_div(s, p, reduction="none").sum(-1).mean()
 
 
 @loss(ATTENTION, style="an indexer of one head: the mean of the heads, clamped")
-def mean_of_heads(ik, r, u, iq):
-    p = (r @ u.mT * DIM**-0.5).masked_fill(FUTURE, float("-inf")).softmax(-1).mean(1).detach()
+def mean_of_heads(ik, b, iq):
+    p = (b * DIM**-0.5).masked_fill(FUTURE, float("-inf")).softmax(-1).mean(1).detach()
     s = (iq[:, :, 0] @ ik.mT).masked_fill(FUTURE, float("-inf")).softmax(-1)
-    return (p * (p.clamp_min(1e-9).log() - s.clamp_min(1e-9).log())).sum(-1).mean()
+    return of_rows(p, p.clamp_min(1e-9).log() - s.clamp_min(1e-9).log()).mean()
 
 
 @loss(EAGER, style="SeerAttention: a block's largest probability", reason="max_pool2d has no rule")
-def pooled_maps(q, k, r, u):
-    p = F.max_pool2d((r @ u.mT).softmax(-1), 3)
+def pooled_maps(q, k, p_b):
+    p = F.max_pool2d(p_b, 3)
     s = (q[:, :, ::3] @ k[:, :, ::3].mT).log_softmax(-1)
-    return F.kl_div(s, p / p.sum(-1, keepdim=True), reduction="batchmean")
+    return batchmean(s, p / p.sum(-1, keepdim=True))
 
 
 @loss(EAGER, style="NSA gates: sums of blocks of keys against compressed keys",
       reason="probabilities are summed over blocks of keys")  # fmt: skip
-def sums_of_blocks(q, k, r, u):
-    p = (r @ u.mT).softmax(-1).view(BATCH, HEADS, ROWS, ROWS // 3, 3).sum(-1).detach()
+def sums_of_blocks(q, k, p_b):
+    p = p_b.view(BATCH, HEADS, ROWS, ROWS // 3, 3).sum(-1).detach()
     s = (q @ k.view(BATCH, HEADS, ROWS // 3, 3, DIM).mean(3).mT).log_softmax(-1)
-    return -(p * s).sum(-1).mean()
+    return cross_entropy(p, s)
 
 
 # ------------------------------------------------------------------ maps
@@ -142,68 +144,51 @@ def relations(q, k, r, u):
     total = 0.0
     for x, y in ((q, r), (k, u)):
         s, t = x @ x.mT / math.sqrt(DIM), y @ y.mT / math.sqrt(DIM)
-        total = total + F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+        total = total + kd(s, t)
     return total / ROWS
 
 
 @loss(ATTENTION, style="FiD, retrievers: attention summed over heads as the target")
-def retriever_from_a_reader(ik, r, u, iq):
-    p = (r @ u.mT).softmax(-1).mean(1).detach()
+def retriever_from_a_reader(ik, p_b, iq):
     s = (iq[:, :, 1] @ ik.mT / math.sqrt(DIM)).log_softmax(-1)
-    return F.kl_div(s, p, reduction="batchmean")
+    return batchmean(s, p_b.mean(1).detach())
 
 
 @loss(ROW, style="LoLCATs: feature maps in place of a softmax")
-def feature_maps(q, k, r, u):
-    a, b = F.elu(q) + 1, F.elu(k) + 1
-    s = (a @ b.mT).masked_fill(FUTURE, 0.0)
+def feature_maps(q, k, b):
+    s = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).masked_fill(FUTURE, 0.0)
     s = s / (s.sum(-1, keepdim=True) + 1e-6)
-    t = (r @ u.mT).masked_fill(FUTURE, -1e9).softmax(-1)
-    return -(t * (s + 1e-8).log()).sum(-1).mean()
-
-
-@loss(ROW, style="MOHAWK: the norm of differences of maps")
-def norm_of_maps(q, k, r, u):
-    s, t = (q @ k.mT).softmax(-1), (r @ u.mT).softmax(-1)
-    return torch.linalg.matrix_norm(s - t, ord="fro").mean()
-
-
-@loss(ATTENTION, style="a sink's column left out, renormalised")
-def without_the_sink(q, k, r, u):
-    s, t = (q @ k.mT)[..., 1:], (r @ u.mT)[..., 1:]
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
+    return cross_entropy(b.masked_fill(FUTURE, -1e9).softmax(-1), (s + 1e-8).log())
 
 
 @loss(ROW, style="an attention sink as a logit of each head")
-def sinks_as_logits(q, k, r, u):
+def sinks_as_logits(a, b):
     sink = torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1).expand(BATCH, HEADS, ROWS, 1)
-    s, t = (torch.cat([x, sink], -1).log_softmax(-1)[..., :-1] for x in (q @ k.mT, r @ u.mT))
-    return (t.exp() * (t - s)).sum(-1).mean()
+    s, t = (torch.cat([x, sink], -1).log_softmax(-1)[..., :-1] for x in (a, b))
+    return of_rows(t.exp(), t - s).mean()
 
 
 @loss(ROW, style="MLA absorbed: latent and rotary parts in one width")
 def absorbed_mla(q, k, r, u):
     s = torch.einsum("bhqd,bhkd->bhqk", q[..., :3], k[..., :3])
     s = s + torch.einsum("bhqd,bhkd->bhqk", q[..., 3:], k[..., 3:])
-    t = torch.cat([r, r], -1) @ torch.cat([u, u], -1).mT
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    return kd(s, torch.cat([r, r], -1) @ torch.cat([u, u], -1).mT)
 
 
 # ------------------------------------------------------------------ raw products
-@loss(ROW, style="TinyBERT: MSE of raw scores", findings=True)
-def mse_of_scores(q, k, r, u):
-    return F.mse_loss(q @ k.mT * 0.5, r @ u.mT * 0.5)
-
-
-@loss(ROW, style="the norm of differences of scores", findings=True)
-def norm_of_scores(q, k, r, u):
-    return (q @ k.mT - r @ u.mT).pow(2).sum().sqrt()
-
-
-@loss(ROW, style="matrix_norm, l1_loss and .norm()", findings=True)
-def three_norms(q, k, r, u):
-    s, t = q @ k.mT, r @ u.mT
-    return torch.linalg.matrix_norm(s - t).mean() + F.l1_loss(s, t) + 0.1 * (s - t).norm()
+# fmt: off
+loss(ROW, style="MOHAWK: the norm of differences of maps", norm_of_maps=lambda p_a, p_b: (
+    torch.linalg.matrix_norm(p_a - p_b, ord="fro").mean()))
+loss(ATTENTION, style="a sink's column left out, renormalised",
+     without_the_sink=lambda a, b: F.kl_div(
+         a[..., 1:].log_softmax(-1), b[..., 1:].softmax(-1), reduction="none").sum(-1).mean())
+loss(ROW, style="TinyBERT: MSE of raw scores", findings=True,
+     mse_of_scores=lambda a, b: F.mse_loss(a * 0.5, b * 0.5))
+loss(ROW, style="the norm of differences of scores", findings=True,
+     norm_of_scores=lambda a, b: (a - b).pow(2).sum().sqrt())
+loss(ROW, style="matrix_norm, l1_loss and .norm()", findings=True, three_norms=lambda a, b: (
+    torch.linalg.matrix_norm(a - b).mean() + F.l1_loss(a, b) + 0.1 * (a - b).norm()))
+# fmt: on
 
 
 @loss(ROW, style="DINOv3: Gram matrices, negatives removed in place", findings=True)
@@ -225,11 +210,11 @@ def gram_of_both(x, y):
 
 
 @loss(ROW, style="a linear-attention mixer: products times decays", findings=True)
-def decayed_products(q, k, r, u):
+def decayed_products(q, a, b):
     c = F.logsigmoid(q.detach().sum(-1)).cumsum(-1)
     decay = torch.exp(c[..., :, None] - c[..., None, :])
-    s = (q @ k.mT * decay).masked_fill(FUTURE, 0.0)
-    t = (r @ u.mT).masked_fill(FUTURE, -1e9).softmax(-1)
+    s = (a * decay).masked_fill(FUTURE, 0.0)
+    t = b.masked_fill(FUTURE, -1e9).softmax(-1)
     return ((s - t) ** 2).sum((-1, -2)).mean()
 
 
@@ -243,18 +228,14 @@ def relational_angles(x, y):
 @loss(LINEAR, style="sentence-transformers: DistillKLDivLoss over in-batch passages")
 def in_batch_passages(x, y):
     a, b, c, d = x.flatten(0, 1)[::2], x.flatten(0, 1)[1::2], y[0], y[1]
-    s, t = (a @ b.T / 2.0).log_softmax(-1), (c @ d.T / 2.0).softmax(-1)
-    return F.kl_div(s, t, reduction="batchmean") * 4.0
+    return kd(a @ b.T / 2.0, c @ d.T / 2.0) * 4.0
 
 
 @loss(LINEAR, style="both directions of a similarity matrix, CLIP-KD")
 def both_directions(x, y):
-    a, b = (F.normalize(z, dim=-1) for z in (x[0], x[1]))
-    c, d = (F.normalize(z, dim=-1) for z in (y[0], y[1]))
+    a, b, c, d = (F.normalize(z, dim=-1) for z in (x[0], x[1], y[0], y[1]))
     s, t = 14.0 * a @ b.T, 14.0 * c @ d.T
-    forth = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-    back = F.kl_div(s.T.log_softmax(-1), t.T.softmax(-1), reduction="batchmean")
-    return (forth + back) / 2
+    return (kd(s, t) + kd(s.T, t.T)) / 2
 
 
 @loss(EAGER, style="CachedGIST: a guide masks false negatives",

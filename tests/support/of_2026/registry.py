@@ -1,21 +1,23 @@
 """Registers losses of 2026: trainers' natural spellings, and what each is computed by.
 
 A loss is a function of the tensors that its parameters name (`SIZES`); those in `TRAINED` have a
-gradient. The sizes are small, and of scores and logits alone many elements. ``by`` names what
-computes the whole loss: operators, "row_program" among them, or `EAGER` with the reason why a
-tensor as large as the scores stays.
+gradient. The sizes are small, and of scores and logits alone many elements. `s` and `t` are the
+logits of both sides, `a` and `b` the scores. ``by`` names what computes the whole loss: operators,
+"row_program" among them, or `EAGER` with the reason why a tensor as large as the scores stays.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
+from tests.support.made_inputs import of_inputs, with_probabilities
+
+OPTIONS = {"streamkl.min_mib": 0}
 TOKENS, VOCAB, HIDDEN, TEACHER_HIDDEN, TOP = 12, 30, 4, 5, 3
 BATCH, HEADS, ROWS, DIM, INDEX_HEADS = 2, 2, 12, 4, 3
 ATTENTION, LINEAR, ROW, EAGER = "attention_kl", "linear_kl", "row_program", "eager"
@@ -34,50 +36,77 @@ SIZES = {
 TRAINED = {"h", "w", "q", "k", "iq", "ik", "iw", "x"}
 
 
+MADE = with_probabilities({
+    "s": ("h w", lambda h, w: h @ w.T),
+    "t": ("g v", lambda g, v: g @ v.T),
+    "a": ("q k", lambda q, k: q @ k.mT),
+    "b": ("r u", lambda r, u: r @ u.mT),
+})  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Loss:
     """Holds a loss, what computes it, and why a part of it stays."""
 
+    name: str
     fn: Callable[..., Any]
+    arguments: list[str]
     by: tuple[str, ...]
     reason: str
     style: str  # of whose code
     is_of_findings: bool
 
     @property
-    def name(self) -> str:
-        return self.fn.__name__
-
-    @property
-    def is_whole(self) -> bool:
+    def is_whole(self):
         """Returns whether operators compute the whole loss."""
         return EAGER not in self.by
 
-    def inputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    def inputs(self, dtype=torch.float32):
         generator = torch.Generator().manual_seed(0)
         made = {
             n: torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
             for n, size in SIZES.items()
         }
-        names = [n for n in inspect.signature(self.fn).parameters if n in made]
-        return [made[n].requires_grad_(n in TRAINED) for n in names]
+        return [made[n].requires_grad_(n in TRAINED) for n in self.arguments]
 
 
-LOSSES: dict[str, Loss] = {}
-F = TypeVar("F", bound=Callable[..., Any])
+LOSSES = {}
 
 
-def loss(*by: str, style: str, reason: str = "", findings: bool = False) -> Callable[[F], F]:
-    """Registers a loss; ``findings``: it is a program of the review that started this list."""
+def loss(*by, style, reason="", findings=False, **named):
+    """Registers a loss that is named here, or that it decorates.
+
+    ``findings``: it is a program of the review that started this list.
+    """
     assert all(x in (ATTENTION, LINEAR, ROW, EAGER) for x in by)
     assert bool(reason) == (EAGER in by)
 
-    def register(fn: F) -> F:
-        assert fn.__name__ not in LOSSES, fn.__name__
-        LOSSES[fn.__name__] = Loss(fn, by, reason, style, findings)
+    def register(fn, name=""):
+        name = name or fn.__name__
+        assert name not in LOSSES, name
+        LOSSES[name] = Loss(name, *of_inputs(fn, MADE), by, reason, style, findings)
         return fn
 
+    for name, fn in named.items():
+        register(fn, name)
     return register
+
+
+def batchmean(log_s, p):
+    return F.kl_div(log_s, p, reduction="batchmean")
+
+
+def kl_of_logs(log_s, log_p):
+    """One value per entry."""
+    return F.kl_div(log_s, log_p, reduction="none", log_target=True)
+
+
+def cross_entropy(p, log_s):
+    return -(p * log_s).sum(-1).mean()
+
+
+def of_rows(p, difference):
+    return (p * difference).sum(-1)
 
 
 _generator = torch.Generator().manual_seed(1)
