@@ -58,7 +58,6 @@ ALLOWED = {
         "(?:in|takes?|took|by|hopper)[ _]turns",
     ): "the file of a record",
     ("bench/offline/rates.py", "words?"): "the words of a line of assembly",
-    ("bench/offline/sanitize.py", "words?"): "the names of recorded cases",
 }
 # terms that prose may use, and names may not
 IN_CODE = ("hard[ _]labels?",)
