@@ -99,7 +99,8 @@ def _rank(
 ) -> None:  # fmt: skip
     from bench.__main__ import settings_of
 
-    faulthandler.dump_traceback_later(min(options.limit_s, LIMIT_S), exit=True)
+    limit = options.limit_s if options.limit_s < float("inf") else LIMIT_S
+    faulthandler.dump_traceback_later(limit, exit=True)
     device = join(rank, options.processes, options.device, store)
     mesh = init_device_mesh(device.type, (options.processes,))
     settings = replace(settings_of(options, device), agree=largest, worst=worst)
