@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Build, Case, Inputs, Loss, Problem, as_wide, random_tensors
+from bench.case import Case, Inputs, Loss, as_wide, random_tensors
 from bench.measure import Unavailable, usual_dtype
 from torch_streamkl import attention_kl, attention_kl_varlen, row_program
 
@@ -185,9 +185,6 @@ class AttentionCase(Case):
     def dtype_on(self, device: torch.device) -> torch.dtype:
         return DTYPES[self.dtype] if self.dtype else usual_dtype(device)
 
-    def problem(self, device: torch.device, sets: int = 1) -> Problem:
-        return Problem(device, self.naive(), [self._inputs(device, i) for i in range(sets)])
-
     def _inputs(self, device: torch.device, seed: int) -> Inputs:
         shapes = [
             (self.batch, heads, n, side.head_dim)
@@ -285,8 +282,8 @@ class AttentionCase(Case):
         tokens = (y[0].transpose(0, 1) for y in x)
         return attention_kl_varlen(*tokens, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **given)
 
-    def own(self) -> dict[str, Build]:
-        return {"program": lambda case, problem: self._program} if self.has_programs else {}
+    def losses(self) -> dict[str, Loss]:
+        return {"program": self._program} if self.has_programs else {}
 
     def _program(self, *inputs: Tensor) -> Tensor:
         sq, sk, tq, tk, *weight = inputs

@@ -94,9 +94,15 @@ class Case:
         """The same case with so many tokens."""
         return replace(self, **{self.size: size})
 
+    def losses(self) -> dict[str, Loss]:
+        """Ways to compute the loss that only this case has."""
+        return {}
+
     def own(self) -> dict[str, Build]:
         """Providers that only this case has."""
-        return {}
+        return {
+            name: lambda case, problem, loss=loss: loss for name, loss in self.losses().items()
+        }
 
     def flops(self) -> tuple[float, float]:
         """The least arithmetic of forward and backward; 0 where nobody counts."""
@@ -104,6 +110,12 @@ class Case:
 
     def problem(self, device: torch.device, sets: int = 1) -> Problem:
         """Inputs on a device, and naive code."""
+        return Problem(device, self.naive(), [self._inputs(device, i) for i in range(sets)])
+
+    def naive(self) -> Loss:
+        raise NotImplementedError
+
+    def _inputs(self, device: torch.device, seed: int) -> Inputs:
         raise NotImplementedError
 
     def pieces(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Build, Case, Inputs, Loss, Problem, as_wide, random_tensors
+from bench.case import Case, Inputs, Loss, as_wide, random_tensors
 from bench.measure import Unavailable, usual_dtype
 from torch_streamkl import linear_kl, linear_topk_kl, row_program
 
@@ -169,11 +169,8 @@ class HeadCase(Case):
         has_teacher = self.loss in BETAS or self.loss == "top 64 and ghost"
         return student + teacher * has_teacher, 2 * student
 
-    def problem(self, device: torch.device, sets: int = 1) -> Problem:
+    def _inputs(self, device: torch.device, seed: int) -> Inputs:
         """Logits have standard deviation 2, as far apart as those of two trained models."""
-        return Problem(device, self.naive(), [self.inputs(device, i) for i in range(sets)])
-
-    def inputs(self, device: torch.device, seed: int) -> Inputs:
         widths = (self.student_width, self.teacher_width)
         shapes = [(n, width) for width in widths for n in (self.tokens, self.vocabulary)]
         scales = [y for width in widths for y in (1.0, 2.0 * width**-0.5)]
@@ -200,7 +197,7 @@ class HeadCase(Case):
             piece = tuple(x if i in (1, 3) else x[first:last] for i, x in enumerate(inputs))
             yield self.naive(), piece, (last - first) / rows
 
-    def own(self) -> dict[str, Build]:
+    def losses(self) -> dict[str, Loss]:
         """Row programs, and the operator by rows."""
         found: dict[str, Loss] = {}
         if self.loss in PROGRAMS and (self.shows_rows or self.loss not in BETAS):
@@ -209,7 +206,7 @@ class HeadCase(Case):
                 found["program, rows"] = partial(_program, loss=self.loss)
         if self.loss in BETAS and self.shows_rows:
             found["linear_kl, rows"] = lambda *x: linear_kl(*x[:4], divergence=self.loss).mean()
-        return {name: lambda case, problem, loss=loss: loss for name, loss in found.items()}
+        return found
 
     def direct(self, options: dict[str, Any]) -> Loss:
         """The operator called by hand."""

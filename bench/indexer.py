@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import Build, Case, Inputs, Loss, Problem, random_tensors
+from bench.case import Build, Case, Inputs, Loss, random_tensors
 from bench.measure import usual_dtype
 from torch_streamkl import attention_topk_kl, row_program
 
@@ -107,12 +107,8 @@ class IndexerCase(Case):
             teacher = f"{self.heads} heads of {DIM} on one key, top {self.top}, causal"
         return f"{self.heads} ReLU heads of {DIM}, teacher {teacher}"
 
-    @property
     def naive(self) -> Loss:
         return naive_of_chosen if self.top else naive
-
-    def problem(self, device: torch.device, sets: int = 1) -> Problem:
-        return Problem(device, self.naive, [self._inputs(device, i) for i in range(sets)])
 
     def _inputs(self, device: torch.device, seed: int) -> Inputs:
         n, dtype = self.seqlen, usual_dtype(device)
@@ -135,21 +131,23 @@ class IndexerCase(Case):
             keys = slice(rows.stop)
             own = sq[:, :, rows], sk[:, :, keys], w[:, :, rows]
             piece = (*own, tq[:, :, rows], tk[:, :, keys], *(x[:, rows] for x in ids))
-            yield partial(self.naive, first=first), piece, (rows.stop - first) / self.seqlen
+            yield partial(self.naive(), first=first), piece, (rows.stop - first) / self.seqlen
+
+    def losses(self) -> dict[str, Loss]:
+        if not self.top:
+            return {"program": program}
+        deterministic, torch_ops = (
+            partial(chosen, deterministic=True),
+            partial(chosen, impl="torch"),
+        )
+        return {"chosen": chosen, "deterministic": deterministic, "torch": torch_ops}
 
     def own(self) -> dict[str, Build]:
         if not self.top:
-            return {"program": lambda case, problem: program}
-        options = {
-            "chosen": {}, "deterministic": {"deterministic": True}, "torch": {"impl": "torch"}
-        }  # fmt: skip
-        losses = {name: partial(chosen, **given) for name, given in options.items()}
-        built: dict[str, Build] = {
-            name: lambda case, problem, loss=loss: loss for name, loss in losses.items()
-        }
+            return super().own()
         # another loss: that of all keys, from which the chosen ones are a part
-        built["all keys"] = lambda _, problem: replace(problem, loss=program, is_judged=False)
-        return built
+        all_keys = {"all keys": lambda _, problem: replace(problem, loss=program, is_judged=False)}
+        return super().own() | all_keys
 
 
 def programs(device: str, quick: bool) -> list[Case]:

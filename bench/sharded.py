@@ -94,7 +94,7 @@ def _head(device: torch.device, tokens: int) -> tuple[HeadCase, Inputs, float]:
     head = HeadCase("", "", tokens or 64, 512, 32, 48)
     if device.type == "cuda":
         head = replace(QWEN, tokens=tokens or QWEN.tokens)
-    hidden, *others = head.inputs(device, 0)[:4]
+    hidden, *others = head.problem(device).sets[0][:4]
     return head, (hidden, *others), hidden.nbytes / MIB
 
 
