@@ -15,7 +15,7 @@ from bench.case import Case
 from bench.measure import ROOT, limit_memory
 from bench.providers import PROVIDERS, of_case
 from bench.records import Program, Record, Row
-from bench.runner import Settings, out_of_memory_before, run_case
+from bench.runner import Settings, run_case
 
 
 def parser() -> Program:
@@ -82,28 +82,23 @@ def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
 def measure_all(
     cases: list[Case], options: argparse.Namespace, record: Record, path: Path
 ) -> None:
-    """Measures case by case; what did not fit is not tried with more. Saves after each."""
+    """Measures case by case, and saves after each provider."""
     settings = settings_of(options, torch.device(options.device))
-    too_large: set[tuple[str, str]] = set()  # sweeps and providers
     started = datetime.now()
     with tqdm(total=len(cases), leave=False) as progress:
         for case in cases:
             if (datetime.now() - started).total_seconds() > options.limit_s:
                 record.note += f"Stopped before {case.label}."
                 return
-            usual = suites.SUITES[options.suite].providers
-            providers = of_case(case, options.providers, usual)
-            fitting = [p for p in providers if (case.sweep[0], p.name) not in too_large]
+            providers = of_case(case, options.providers, suites.SUITES[options.suite].providers)
             before = list(record.rows)
 
             def keep(rows: list[Row], before: list[Row] = before) -> None:
                 record.rows = before + rows
                 record.save(path)
 
-            rows = run_case(case, fitting, settings, progress.set_description, keep)
-            rows += [out_of_memory_before(case, p) for p in providers if p not in fitting]
+            rows = run_case(case, providers, settings, progress.set_description, keep)
             rows = [r for r in rows if options.providers or r.status != "unavailable"]
-            too_large |= {(case.sweep[0], r.provider) for r in rows if r.status == "oom"}
             keep(rows)
             progress.update()
             tqdm.write(table.text(rows))

@@ -26,16 +26,14 @@ from bench.runner import run_case
 
 COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
 LIMIT_S = 340.0  # after which all is over, where nobody says
-# what makes a case; its sizes on a GPU, with two ranks and with more: 0 is a case's usual one
-CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
-    "vocabulary": (sharded.vocabulary, (8192,), (8192, 32768)),
-    "sequence": (sharded.sequence, (65536,), (131072, 524288)),
-    "mesh": (sharded.two_dimensions, (0,), (0,)),
-    "fsdp": (sharded_models.fsdp, (0,), (0,)),
-    "fsdp-live": (sharded_models.fsdp_live, (0,), (0,)),
-    "layers": (sharded_models.layers, (0,), (0,)),
-    "ddp": (sharded_models.ddp, (0,), (0,)),
-}
+CASES = {
+    "vocabulary": sharded.vocabulary, "sequence": sharded.sequence,
+    "mesh": sharded.two_dimensions, "fsdp": sharded_models.fsdp,
+    "fsdp-live": sharded_models.fsdp_live, "layers": sharded_models.layers,
+    "ddp": sharded_models.ddp,
+}  # fmt: skip
+# on a GPU, with two ranks and with more; 0 is a case's usual size
+SIZES = {"vocabulary": ((8192,), (8192, 32768)), "sequence": ((65536,), (131072, 524288))}
 
 
 def main(options: argparse.Namespace, record: Record, path: Path) -> int:
@@ -61,7 +59,8 @@ def sizes_of(name: str, given: list[int] | None, device: str, num_ranks: int) ->
     """Returns the sizes of a case: tokens, or rows of a sequence."""
     if given:
         return tuple(given)
-    return CASES[name][1 + (num_ranks > 2)] if device == "cuda" else (0,)
+    usual = SIZES.get(name, ((0,), (0,)))
+    return usual[num_ranks > 2] if device == "cuda" else (0,)
 
 
 def start(function: Any, arguments: tuple[Any, ...], num_ranks: int, device: str) -> None:
@@ -105,7 +104,7 @@ def _rank(
     mesh = init_device_mesh(device.type, (options.processes,))
     settings = replace(settings_of(options, device), agree=largest, worst=worst)
     for name, size in chosen:
-        case = CASES[name][0](mesh, device, size)
+        case = CASES[name](mesh, device, size)
         names = [n for n in options.providers if n in case.own()]
         rows = run_case(case, of_case(case, names, ()), settings)
         costs.add_scaling(rows, case.costs, options.processes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -175,9 +175,3 @@ def _time(ready: dict[str, Problem], rows: dict[str, Row], settings: Settings) -
             continue
         row.samples = len(taken)
         row.timing = {mode: Timing.of([sample[mode] for sample in taken]) for mode in MODES}
-
-
-def out_of_memory_before(case: Case, provider: Provider) -> Row:
-    """Returns the row of a provider that was out of memory at a smaller size of the same sweep."""
-    row = _blank(case, provider)
-    return replace(row, status="oom", detail="out of memory at a smaller size already")

@@ -399,17 +399,6 @@ def test_interrupted_run_keeps_what_it_has(
     assert [r.case for r in record.rows] == [ATTENTION.label]
 
 
-def test_what_did_not_fit_is_not_tried_with_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    larger: list[Case] = [replace(ATTENTION, seqlen=n) for n in (48, 64)]
-    greedy = provider("greedy", lambda _: _too_much)
-    _, record = run(tmp_path / "run.json", monkeypatch, larger, greedy)
-    first, second = record.rows
-    assert first.status == second.status == "oom"
-    assert "smaller size" in second.detail
-
-
 def test_first_steps_are_those_of_processes_with_caches_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
