@@ -15,11 +15,10 @@ from bench.case import Case
 from bench.measure import ROOT, limit_memory
 from bench.providers import PROVIDERS, of_case
 from bench.records import Program, Record, Row
-from bench.runner import Settings, out_of_memory_before, run_case
+from bench.runner import Settings, run_case
 
 
 def parser() -> Program:
-    width = max(len(x) for x in (*(p.name for p in PROVIDERS), *suites.SUITES))
     result = Program(
         "bench", "Distillation losses side by side: time, memory and error of a training step."
     )
@@ -27,6 +26,7 @@ def parser() -> Program:
         "suites": {name: suite.note for name, suite in suites.SUITES.items()},
         "providers": {p.name: p.note for p in PROVIDERS},
     }
+    width = max(len(name) for known in notes.values() for name in known)
     result.epilog = "\n".join(
         f"{kind}:\n" + "\n".join(f"  {name:<{width}}  {note}" for name, note in known.items())
         for kind, known in notes.items()
@@ -36,16 +36,13 @@ def parser() -> Program:
     add("--quick", action="store_true", help="small cases, within two minutes on two cores")
     add("--cases", nargs="*", default=[], metavar="PATTERN",
         help="part of a case's label, or a shell pattern")  # fmt: skip
-    add("--providers", nargs="*", default=[], metavar="NAME",
-        help="of the list below, or module:function")  # fmt: skip
+    add("--providers", nargs="*", default=[], metavar="NAME", help="of the list below")
     add("--sizes", nargs="*", type=int, help="tokens of the suite's cases, where it has a choice")
     add("--seconds", type=float, help="for each provider and case (default 2, quick 0.5)")
     add("--rounds", type=int, default=50, help="at most")
     add("--limit-s", type=float, default=float("inf"), help="no case starts after so many seconds")
-    add("--alone", action="store_true", help="time forwards without gradients, too")
     add("--threads", type=int, help="of the cpu")
-    add("--processes", type=int, default=0, help="ranks that share the problems")
-    add("--memory-limit-gib", type=float, help="as if the device had only this much")
+    add("--processes", type=int, default=2, help="ranks that share the problems of `shared`")
     add("--list", action="store_true", help="list the cases and stop")
     return result
 
@@ -56,20 +53,19 @@ def main(argv: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
         record.machine["threads"] = str(options.threads)
-    suite = suites.SUITES[options.suite]
-    record.title = suite.note
+    record.title = suites.SUITES[options.suite].note
     path = options.json or ROOT / "out" / f"bench-{datetime.now():%Y%m%d-%H%M%S}.json"
-    if options.processes or suite.needs_ranks:
-        record.machine["processes"] = str(options.processes or 2)
+    if options.suite == "shared":
         return ranks.main(options, record, path)
     cases = suites.cases(options, device)
     if options.list:
         print("\n".join(f"{c.label:<40} {c.shape()}  [{c.source}]" for c in cases))
         return 0
-    limit_memory(device, options.memory_limit_gib)
+    if device.type == "cpu":
+        limit_memory()
     print(", ".join(f"{k} {v}" for k, v in record.machine.items()), flush=True)
     try:
-        measure_all(cases, options, settings_of(options, device), record, path)
+        measure_all(cases, options, record, path)
         record.is_complete = True
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept")
@@ -80,34 +76,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
     seconds = (0.5 if options.quick else 2.0) if options.seconds is None else options.seconds
-    host = options.suite == "steps"
-    return Settings(device, seconds, options.rounds, options.alone, host)
+    return Settings(device, seconds, options.rounds)
 
 
 def measure_all(
-    cases: list[Case], options: argparse.Namespace, settings: Settings, record: Record, path: Path
+    cases: list[Case], options: argparse.Namespace, record: Record, path: Path
 ) -> None:
-    """Measures case by case; what did not fit is not tried with more. Saves after each."""
-    too_large: set[tuple[str, str]] = set()  # sweeps and providers
+    """Measures case by case, and saves after each provider."""
+    settings = settings_of(options, torch.device(options.device))
     started = datetime.now()
     with tqdm(total=len(cases), leave=False) as progress:
         for case in cases:
             if (datetime.now() - started).total_seconds() > options.limit_s:
                 record.note += f"Stopped before {case.label}."
                 return
-            defaults = suites.SUITES[options.suite].providers
-            providers = of_case(case, options.providers, defaults, options.quick)
-            fitting = [p for p in providers if (case.sweep[0], p.name) not in too_large]
+            providers = of_case(case, options.providers, suites.SUITES[options.suite].providers)
             before = list(record.rows)
 
             def keep(rows: list[Row], before: list[Row] = before) -> None:
                 record.rows = before + rows
                 record.save(path)
 
-            rows = run_case(case, fitting, settings, progress.set_description, keep)
-            rows += [out_of_memory_before(case, p) for p in providers if p not in fitting]
+            rows = run_case(case, providers, settings, progress.set_description, keep)
             rows = [r for r in rows if options.providers or r.status != "unavailable"]
-            too_large |= {(case.sweep[0], r.provider) for r in rows if r.status == "oom"}
             keep(rows)
             progress.update()
             tqdm.write(table.text(rows))

@@ -14,7 +14,6 @@ import argparse
 import datetime
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +21,27 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from bench import ranks, sharded_models
 from bench.measure import MIB, ROOT, Timing, release, synchronize, usual_dtype
 from bench.records import Program, Record, Row
+from bench.sharded import local
 from bench.steps import random_ids
 
-WAYS = ("inductor", "linear_topk_kl")
 WARM_UP = 3  # steps that do not count: they compile
 CHECKED = 20  # steps after which ranks ask each other for the time
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is trained, and how long."""
-
-    device: torch.device
-    steps: int
-    batch: int
-    seqlen: int
-    limit_s: float  # of a way, its compilation included
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seqlen
 
 
 def main(argv: list[str] | None = None) -> int:
     program = Program("bench.at_size", __doc__)
     add = program.add_argument
-    on_gpu = torch.cuda.is_available()
     add("--processes", type=int, default=2, help="ranks, a GPU each")
     add("--steps", type=int, default=200, help="of each way")
     add("--batch", type=int, default=2, help="sequences of a rank")
-    add("--seqlen", type=int, default=4096 if on_gpu else 16)
+    add("--seqlen", type=int, default=4096)
     known = "of eager, inductor, streamkl, linear_topk_kl; the first is compared with"
-    add("--ways", nargs="*", default=list(WAYS), metavar="NAME", help=known)
+    ways = ["inductor", "linear_topk_kl"]
+    add("--ways", nargs="*", default=ways, metavar="NAME", help=known)
     add("--limit-s", type=float, default=70.0, help="a way ends after so many seconds")
     options, record = program.begin(argv)
     record.title = "1B from a cached 8B teacher, FSDP2: a run at size"
@@ -71,109 +54,92 @@ def main(argv: list[str] | None = None) -> int:
 def _rank(rank: int, options: argparse.Namespace, record: Record, path: Path, store: str) -> None:
     limit = datetime.timedelta(seconds=120)
     device = ranks.join(rank, options.processes, options.device, store, limit)
-    settings = Settings(device, options.steps, options.batch, options.seqlen, options.limit_s)
-    training = Training(settings)
+    training = Training(options, device)
     first: list[float] = []
     for way in options.ways:
         row, losses = training.run(way)
         first = first or losses
-        both = list(zip(losses, first, strict=False))
+        both = zip(losses, first, strict=False)
         row.loss_error = max(abs(a - b) / abs(b) for a, b in both)
         row = ranks.worst(row)
-        row.more["tokens_per_s"] = settings.tokens * options.processes / (row.ms() or 1) * 1e3
+        tokens = options.batch * options.seqlen * options.processes
+        row.more["tokens_per_s"] = tokens / (row.ms() or 1) * 1e3
         if rank == 0:
             record.rows.append(row)
             record.save(path)
-            shown = {name: f"{x:.4g}" for name, x in row.more.items()}
-            print(f"{way}: {row.ms():.1f} ms a step, {shown}", flush=True)
-    if rank == 0:
-        record.is_complete = True
-        record.save(path)
-    distributed.destroy_process_group()
+            print(f"{way}: {row.ms():.1f} ms a step, {row.more}", flush=True)
+    ranks.end(rank, record, path)
 
 
 class Training:
     """A sharded student and the weights that every way begins with."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, device = settings, settings.device
-        student, teacher = sharded_models.student_and_teacher(device)
-        self.names, self.vocab = (student.name, teacher.name), student.vocab
-        model = student.model(device, 1, torch.float32, settings.seqlen)
-        self.module = sharded_models.HeadsOutside(model, None, sharded_models.of_entries)
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.student, self.teacher = sharded_models.OF_1B[device.type]
+        model = self.student.model(device, 1, options.seqlen, torch.float32, "sdpa")
+        self.module: Any = sharded_models.HeadsOutside(model, None, torch.add)
         policy = MixedPrecisionPolicy(
             param_dtype=usual_dtype(device), reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # entries are float32
         )  # fmt: skip
-        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        mesh = init_device_mesh(device.type, (options.processes,))
         self.module.shard(device, mesh=mesh, mp_policy=policy)
-        self.weights = [_local(p).clone() for p in self.module.parameters()]
+        self.weights = [x.clone() for x in self._parameters()]
 
-    def batch(self, step: int) -> tuple[Tensor, ...]:
-        settings = self.settings
-        seed = step * distributed.get_world_size() + distributed.get_rank()
-        shape = (settings.batch, settings.seqlen)
-        ids = random_ids(self.vocab, *shape, settings.device, seed=seed)
-        return ids, *sharded_models.entries(self.vocab, settings.tokens, settings.device, seed)
+    def _parameters(self) -> list[Tensor]:
+        return local([p.detach() for p in self.module.parameters()])
 
     def run(self, way: str) -> tuple[Row, list[float]]:
         """Trains with one way to compute the loss; returns its row and the losses of its steps."""
-        device, module, start = self.settings.device, self.module, time.perf_counter()
-        with torch.no_grad():
-            for p, weight in zip(module.parameters(), self.weights, strict=True):
-                _local(p).copy_(weight)
+        options, device, module, start = self.options, self.device, self.module, time.monotonic()
+        for p, weight in zip(self._parameters(), self.weights, strict=True):
+            p.copy_(weight)
         module.loss = sharded_models.loss_of(way, True, device)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=device.type == "cuda")
-        losses = [self._step(optimizer, step) for step in range(WARM_UP)]
-        synchronize(device)
-        release(device)
-        held = _start_of_peak(device)
-        ranks.largest(0)  # they begin together
-        begin = time.perf_counter()
-        compile_s, counted = begin - start, 0
-        while counted < self.settings.steps:
-            losses.append(self._step(optimizer, WARM_UP + counted))
-            counted += 1
-            if counted % CHECKED == 0:  # the host runs ahead in between, as in a training loop
-                late = time.perf_counter() - start > self.settings.limit_s
+        on_gpu = device.type == "cuda"
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=on_gpu)
+        losses = []
+        held = counted = 0
+        while counted < options.steps:
+            if len(losses) == WARM_UP:
+                synchronize(device)
+                release(device)
+                if on_gpu:  # a peak is counted from weights and the optimizer's states on
+                    torch.cuda.reset_peak_memory_stats()
+                    held = torch.cuda.memory_allocated()
+                ranks.largest(0)  # they begin together
+                begin = time.monotonic()
+            losses.append(self._step(optimizer, len(losses)))
+            counted = len(losses) - WARM_UP
+            if counted > 0 and counted % CHECKED == 0:  # the host runs ahead in between
+                late = time.monotonic() - start > options.limit_s
                 if ranks.largest(int(late)):
                     break
         synchronize(device)
-        mean = (time.perf_counter() - begin) / counted * 1e3
+        mean = (time.monotonic() - begin) / counted * 1e3
+        names = f"{self.student.name} from {self.teacher.name}"
+        shape = f"{names}, {options.batch} x {options.seqlen} tokens a rank"
         row = Row(
-            "at size", way, "shared", shape=self._shape(), timing={"step": Timing.of([mean])},
-            loss=float(losses[-1]), compile_s=compile_s, samples=counted,
+            "at size", way, "shared", shape=shape, timing={"step": Timing.of([mean])},
+            loss=float(losses[-1]), compile_s=begin - start, samples=counted,
         )  # fmt: skip
         row.more = {"first_loss": float(losses[0]), "last_loss": float(losses[-1])}
-        if device.type == "cuda":
+        if on_gpu:
             peak = torch.cuda.max_memory_allocated()
             row.peak_mib = (peak - held) / MIB
             row.more["peak_with_weights_mib"] = peak / MIB
         return row, torch.stack(losses).tolist()
 
     def _step(self, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-        loss = self.module(*self.batch(step))
+        options, vocabulary = self.options, self.student.vocabulary
+        seed = step * options.processes + distributed.get_rank()
+        ids = random_ids(vocabulary, options.batch, options.seqlen, self.device, seed)
+        tokens = options.batch * options.seqlen
+        loss = self.module(ids, *sharded_models.entries(vocabulary, tokens, self.device, seed))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
-
-    def _shape(self) -> str:
-        student, teacher = self.names
-        settings = self.settings
-        return f"{student} from {teacher}, {settings.batch} x {settings.seqlen} tokens a rank"
-
-
-def _start_of_peak(device: torch.device) -> int:
-    """Bytes that weights and the optimizer's states take, from which a peak is counted."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def _local(x: Any) -> Tensor:
-    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Build, Case, Inputs, Loss, Problem, as_wide, random_tensors
+from bench.case import Case, Inputs, Loss, as_wide, random_tensors
 from bench.measure import Unavailable, usual_dtype
 from torch_streamkl import attention_kl, attention_kl_varlen, row_program
 
@@ -21,7 +20,6 @@ GATE_ELEMENTS = 2**31  # beyond that the gate looks at one group of heads
 TOKENS = 8192  # of a batch of shorter sequences
 WINDOW = 1024  # keys that a row of the window mask sees
 LENGTH = 0.75  # of the keys that key_lengths admits
-BLOCK = 128  # queries and keys of a block that "blocks" admits or not
 PACKED = (3 / 8, 5 / 16, 3 / 16, 1 / 8)  # of the tokens in each packed sequence
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GUARD, CLAMP = 1e-8, 1e-12
@@ -32,9 +30,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "eps": {"student_eps": GUARD, "teacher_eps": GUARD},
     "clamps": {"student_clamp": CLAMP, "teacher_clamp": CLAMP},
 }
-MASKS = (
-    "none", "causal", "window", "boolean", "additive", "key lengths", "alibi", "packed", "blocks",
-)  # fmt: skip
+MASKS = ("none", "causal", "window", "boolean", "additive", "key lengths", "alibi", "packed")
 Mask = tuple[Tensor | None, Tensor | None]  # what is hidden, and what is added to both sides
 
 
@@ -84,7 +80,7 @@ def _weighted(p: Tensor, s: Tensor, weight: Tensor) -> Tensor:
     """Weights of keys after the softmax, renormalised."""
     p, s = (x * weight for x in (p, s))
     p, s = (x / (x.sum(-1, keepdim=True) + 1e-6) for x in (p, s))
-    return p * ((p + 1e-6).log() - (s + 1e-6).log())
+    return _guarded(p, s, lambda x: x + 1e-6)
 
 
 _OF_PROBABILITIES: dict[str, Callable[..., Tensor]] = {
@@ -97,11 +93,30 @@ _OF_PROBABILITIES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def causal(scores: Tensor, offset: int = 0) -> Mask:
+def causal(scores: Tensor) -> Mask:
     """Hides keys after a query; the last query is aligned with the last key."""
     n, m = scores.shape[-2:]
-    shape = torch.ones(n, m, dtype=torch.bool, device=scores.device)
-    return shape.triu(1 + m - n + offset), None
+    return torch.ones(n, m, dtype=torch.bool, device=scores.device).triu(1 + m - n), None
+
+
+# ------------------------------------------------------------------------------------ row programs
+def _kl_of(e: Any, scale: float) -> Any:
+    p, s = (e.t * scale).log_softmax("key"), (e.s * scale).log_softmax("key")
+    return (p.exp() * (p - s)).sum("key")
+
+
+def _squares_of(e: Any, scale: float) -> Any:
+    p, s = (e.t * scale).softmax("key"), (e.s * scale).softmax("key")
+    return ((p - s) ** 2).sum("key")
+
+
+def _weighted_of(e: Any, scale: float) -> Any:
+    p, s = (e.t * scale).softmax("key") * e.w, (e.s * scale).softmax("key") * e.w
+    p, s = p / (p.sum("key") + 1e-6), s / (s.sum("key") + 1e-6)
+    return (p * ((p + 1e-6).log() - (s + 1e-6).log())).sum("key")
+
+
+PROGRAMS = {"forward_kl": _kl_of, "squares": _squares_of, "weighted": _weighted_of}
 
 
 @dataclass(frozen=True)
@@ -135,7 +150,6 @@ class AttentionCase(Case):
     has_programs: bool = False
 
     family = "attention"
-    axis = "sequence length"
 
     @property
     def rows(self) -> int:
@@ -143,19 +157,17 @@ class AttentionCase(Case):
 
     @property
     def label(self) -> str:
+        of = "" if self.divergence == "forward_kl" else f", {self.divergence}"
         if not self.in_matrix:
-            of = "" if self.divergence == "forward_kl" else f", {self.divergence}"
             return f"{self.name} B={self.batch} N={self.seqlen}{of}"
-        dims, (s, t) = f"{self.student.head_dim}", (self.student, self.teacher)
-        if t.head_dim != s.head_dim:
-            dims += f" from {t.head_dim}"
-        kv = "" if s.num_kv_heads == s.num_heads == t.num_kv_heads else f" ({s.num_kv_heads})"
+        s, t = self.student, self.teacher
+        dims = f"{s.head_dim}" + f" from {t.head_dim}" * (t.head_dim != s.head_dim)
+        kv = f" ({s.num_kv_heads})" * (s.num_kv_heads != s.num_heads)
         if t.num_kv_heads != s.num_kv_heads:
             kv = f" ({s.num_kv_heads} from {t.num_kv_heads})"
-        what = "" if self.divergence == "forward_kl" else f" {self.divergence}"
-        size = f"{self.rows} x {self.seqlen}" if self.queries else f"{self.seqlen}"
-        heads = f"{self.batch} x {s.num_heads}{kv} x {size}"
-        return f"{dims} {self.mask}{what} {self.dtype} {heads}"
+        size = f"{self.rows} x " * bool(self.queries) + f"{self.seqlen}"
+        what = f"{self.mask}{of.replace(',', '')} {self.dtype}"
+        return f"{dims} {what} {self.batch} x {s.num_heads}{kv} x {size}"
 
     @property
     def section(self) -> str:
@@ -165,16 +177,13 @@ class AttentionCase(Case):
     def sweep(self) -> tuple[str, int]:
         return f"{self.name} B={self.batch}", self.seqlen
 
-    def resized(self, size: int) -> Case:
-        return replace(self, seqlen=size)
-
     def shape(self) -> str:
         sides = f"student {self.student}, teacher {self.teacher}"
         return sides + (", causal" if self.mask == "causal" else "")
 
     # ----------------------------------------------------------------------------------- inputs
-    def problem(self, device: torch.device, sets: int = 1) -> Problem:
-        return Problem(device, self.naive(device), [self._inputs(device, i) for i in range(sets)])
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        return DTYPES[self.dtype] if self.dtype else usual_dtype(device)
 
     def _inputs(self, device: torch.device, seed: int) -> Inputs:
         shapes = [
@@ -182,19 +191,18 @@ class AttentionCase(Case):
             for side in (self.student, self.teacher)
             for heads, n in ((side.num_heads, self.rows), (side.num_kv_heads, self.seqlen))
         ]
-        dtype = DTYPES[self.dtype] if self.dtype else usual_dtype(device)
-        made = random_tensors(shapes, device, dtype, seed)
+        made = random_tensors(shapes, device, self.dtype_on(device), seed)
         if self.divergence != "weighted":
             return made
         generator = torch.Generator(device).manual_seed(seed)
         return *made, torch.rand(self.seqlen, generator=generator, device=device) + 0.5
 
-    def naive(self, device: torch.device, first: int = 0, last: int = 0) -> Loss:
+    def naive(self, first: int = 0, last: int = 0) -> Loss:
         """The loss of some rows, on the first keys where they are causal."""
-        more = {"softcap": self.softcap, "head_mean": self.head_mean}
         mask: Any = causal if self.mask == "causal" else None
         if self.mask not in ("none", "causal"):
             mask = partial(self._masked, first=first, last=last or self.rows)
+        more = {"softcap": self.softcap, "head_mean": self.head_mean}
         return partial(naive, divergence=self.divergence, mask=mask, **more)
 
     def _masked(self, scores: Tensor, first: int, last: int) -> Mask:
@@ -230,9 +238,6 @@ class AttentionCase(Case):
                 mask = torch.rand(n, m, generator=generator, device=device) < 0.5
                 mask[:, 0] = True
                 return {"attn_mask": mask}
-            case "blocks":
-                mask = self.blocks().to(device).repeat_interleave(BLOCK, 0)
-                return {"attn_mask": mask.repeat_interleave(BLOCK, 1)}
             case "additive":
                 bias = torch.randn(n, m, generator=generator, device=device)
                 return {"attn_mask": bias.to(DTYPES[self.dtype])}
@@ -244,66 +249,62 @@ class AttentionCase(Case):
                 return {"student_alibi_slopes": slopes, "teacher_alibi_slopes": slopes}
         return {}
 
-    def blocks(self) -> Tensor:
-        """Which blocks the mask "blocks" admits: half of them, and those on the diagonal."""
-        generator = torch.Generator().manual_seed(1)
-        shape = (self.rows // BLOCK, self.seqlen // BLOCK)
-        return torch.rand(shape, generator=generator).fill_diagonal_(0.0) < 0.5
-
     @property
     def packed_lengths(self) -> list[int]:
         return [int(self.rows * share) for share in PACKED]
 
+    # -------------------------------------------------------------------------------- providers
     def direct(self, options: dict[str, Any]) -> Loss:
         """The operator called by hand."""
-        given: dict[str, Any] = {**DIVERGENCES[self.divergence], **options}
+        if self.divergence not in DIVERGENCES:
+            raise Unavailable("no operator has this divergence")
+        given = {**DIVERGENCES[self.divergence], **options, "reduction": "mean"}
         if self.softcap is not None:
             given |= {"student_softcap": self.softcap, "teacher_softcap": self.softcap}
         if self.head_mean:
             given["head_reduction"] = "mean"
-        if self.mask != "packed":
-            masks: dict[torch.device, dict[str, Any]] = {}  # made at the first call
+        if self.mask == "packed":
+            lengths = self.packed_lengths
+            given |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+            starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+            return partial(self._packed, starts, is_causal=True, **given)
+        masks: dict[torch.device, dict[str, Any]] = {}  # made at the first call
 
-            def call(*x: Tensor) -> Tensor:
-                device = x[0].device
-                mask = masks.get(device) or masks.setdefault(device, self.options(device))
-                return attention_kl(*x[:4], reduction="mean", **mask, **given)
+        def call(*x: Tensor) -> Tensor:
+            device = x[0].device
+            mask = masks.get(device) or masks.setdefault(device, self.options(device))
+            return attention_kl(*x[:4], **mask, **given)
 
-            return call
-        lengths = self.packed_lengths
-        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        of: dict[str, Any] = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+        return call
 
-        def packed(*x: Tensor) -> Tensor:
-            offsets = starts.to(x[0].device, non_blocking=True)
-            return attention_kl_varlen(
-                *(y[0].transpose(0, 1) for y in x), cu_seqlens_q=offsets, cu_seqlens_k=offsets,
-                is_causal=True, reduction="mean", **of, **given,
-            )  # fmt: skip
+    def _packed(self, starts: Tensor, *x: Tensor, **given: Any) -> Tensor:
+        offsets = starts.to(x[0].device, non_blocking=True)
+        tokens = (y[0].transpose(0, 1) for y in x)
+        return attention_kl_varlen(*tokens, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **given)
 
-        return packed
+    def losses(self) -> dict[str, Loss]:
+        return {"program": self._program} if self.has_programs else {}
+
+    def _program(self, *inputs: Tensor) -> Tensor:
+        sq, sk, tq, tk, *weight = inputs
+        keys = {"keys": {"w": weight[0][None, None]}} if weight else {}
+        scaled = partial(PROGRAMS[self.divergence], scale=sq.shape[-1] ** -0.5)
+        return row_program(scaled, dots={"t": (tq, tk), "s": (sq, sk)}, **keys).mean()
 
     # --------------------------------------------------------------------------------- arithmetic
     def pairs(self) -> float:
         """Pairs of query and key of a head: masked ones count where their tiles are not skipped.
 
-        None, boolean, additive and alibi: all. Causal: half. Window: the band. Key lengths and
-        blocks: the admitted keys. Packed: half of every sequence's.
+        None, boolean, additive and alibi: all. Causal: half. Window: the band. Key lengths: the
+        admitted keys. Packed: half of every sequence's.
         """
-        everything = float(self.rows) * self.seqlen
-        match self.mask:
-            case "causal":
-                return everything / 2
-            case "window":
-                width = min(WINDOW, self.seqlen)
-                return float(self.rows) * width - width * width / 2
-            case "key lengths":
-                return everything * LENGTH
-            case "blocks":
-                return float(self.blocks().sum()) * BLOCK * BLOCK
-            case "packed":
-                return sum(n * n / 2.0 for n in self.packed_lengths)
-        return everything
+        everything, width = float(self.rows) * self.seqlen, min(WINDOW, self.seqlen)
+        counted = {
+            "causal": everything / 2, "window": self.rows * width - width * width / 2,
+            "key lengths": everything * LENGTH,
+            "packed": sum(n * n / 2 for n in self.packed_lengths),
+        }  # fmt: skip
+        return counted.get(self.mask, everything)
 
     def flops(self) -> tuple[float, float]:
         """Forward: the score matmuls. Backward: those again, and the student's dq and dk."""
@@ -329,8 +330,7 @@ class AttentionCase(Case):
                 of_q = (slice(b, b + 1), slice(None), slice(first, last))
                 of_k = (slice(b, b + 1), slice(None), slice(keys))
                 piece = (sq[of_q], sk[of_k], tq[of_q], tk[of_k], *more)
-                share = (last - first) / (batch * rows)
-                yield self.naive(sq.device, first, last), piece, share
+                yield self.naive(first, last), piece, (last - first) / (batch * rows)
 
     def gated(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Everything, or in large cases one group of heads.
@@ -338,11 +338,10 @@ class AttentionCase(Case):
         Its rows do not depend on the other heads: its gradients are the whole's up to the number
         of groups.
         """
-        if self.num_groups == 1:
+        groups = self.num_groups
+        if groups == 1:
             return tuple(tensors)
-        return tuple(
-            x[:, : max(1, x.shape[1] // self.num_groups)] if x.ndim == 4 else x for x in tensors
-        )
+        return tuple(x[:, : max(1, x.shape[1] // groups)] if x.ndim == 4 else x for x in tensors)
 
     @property
     def num_groups(self) -> int:
@@ -354,88 +353,3 @@ class AttentionCase(Case):
     @property
     def gate_scale(self) -> float:  # type: ignore[override]
         return 1.0 / self.num_groups
-
-    # ---------------------------------------------------------------------------------- providers
-    def own(self) -> dict[str, Build]:
-        if not self.has_programs:
-            return {}
-        of = PROGRAMS[self.divergence]
-        found: dict[str, Build] = {}
-        for name, impl in (("program", "auto"), ("program, its own kernels", "triton")):
-            options: dict[str, Any] = {"is_causal": self.mask == "causal", "impl": impl}
-            loss = partial(_program, of, weighted=self.divergence == "weighted", **options)
-            found[name] = lambda case, problem, loss=loss: replace(problem, loss=loss)
-        return found
-
-    def attention(self, device: torch.device) -> Problem:
-        """Torch's attention (cuDNN's on CUDA) with the teacher's heads: full or causal.
-
-        A backward is five matmuls, as everyone counts; a forward is two.
-        """
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        on_gpu = device.type == "cuda"
-        backend = SDPBackend.CUDNN_ATTENTION if on_gpu else SDPBackend.FLASH_ATTENTION
-        is_causal = self.mask in ("causal", "window", "packed")
-        dim = max(self.student.head_dim, self.teacher.head_dim)
-        shape = (self.batch, self.teacher.num_heads, self.seqlen, dim)
-        dtype = DTYPES[self.dtype] if self.dtype else usual_dtype(device)
-        q, k, v, ones = random_tensors([shape] * 4, device, dtype, learning=3)
-
-        def loss(q: Tensor, k: Tensor, v: Tensor, ones: Tensor) -> Tensor:
-            # a gradient for the backward without a reduction over the output
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-            return _Sink.apply(output, ones)
-
-        matmul = 2.0 * math.prod(shape) * self.seqlen * (0.5 if is_causal else 1.0)
-        flops = (2 * matmul, 5 * matmul)
-        problem = Problem(device, loss, [(q, k, v, ones)], flops=flops, is_judged=False)
-        problem.around = partial(sdpa_kernel, backend)
-        try:
-            problem.step()
-        except RuntimeError as error:
-            raise Unavailable(f"torch has no such attention here ({error})") from error
-        return problem
-
-
-class _Sink(torch.autograd.Function):
-    """Gives a scalar whose gradient with respect to x is ``ones``, at no cost."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ones: Tensor) -> Tensor:
-        ctx.save_for_backward(ones)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
-# ------------------------------------------------------------------------------------ row programs
-def _kl_of(e: Any, scale: float) -> Any:
-    p, s = (e.t * scale).log_softmax("key"), (e.s * scale).log_softmax("key")
-    return (p.exp() * (p - s)).sum("key")
-
-
-def _squares_of(e: Any, scale: float) -> Any:
-    p, s = (e.t * scale).softmax("key"), (e.s * scale).softmax("key")
-    return ((p - s) ** 2).sum("key")
-
-
-def _weighted_of(e: Any, scale: float) -> Any:
-    p, s = (e.t * scale).softmax("key") * e.w, (e.s * scale).softmax("key") * e.w
-    p, s = p / (p.sum("key") + 1e-6), s / (s.sum("key") + 1e-6)
-    return (p * ((p + 1e-6).log() - (s + 1e-6).log())).sum("key")
-
-
-PROGRAMS: dict[str, Any] = {
-    "forward_kl": _kl_of, "squares": _squares_of, "weighted": _weighted_of,
-}  # fmt: skip
-
-
-def _program(of: Any, *inputs: Tensor, weighted: bool, **options: Any) -> Tensor:
-    sq, sk, tq, tk, *weight = inputs
-    keys = {"keys": {"w": weight[0][None, None]}} if weighted else {}
-    scaled, dots = partial(of, scale=sq.shape[-1] ** -0.5), {"t": (tq, tk), "s": (sq, sk)}
-    rows: Tensor = row_program(scaled, dots=dots, **keys, **options)
-    return rows.mean()

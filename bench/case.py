@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Loss = Callable[..., Tensor]
 Inputs = tuple[Tensor, ...]
-Build = Callable[["Case", "Problem"], "Problem"]
+Build = Callable[["Case", "Problem"], "Loss | Problem"]
 PIECE = 2**25  # elements that an error is computed of at a time
 
 
@@ -37,12 +37,11 @@ class Problem:
     finish: Callable[[], object] = _nothing  # an optimiser's step
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # the forward
     part: Callable[[list[Tensor]], list[Tensor]] = list  # of the gradients, what a rank computes
-    more: dict[str, Any] = field(default_factory=dict)  # further fields of the row
     flops: tuple[float, float] | None = None  # forward and backward, instead of the case's
     is_judged: bool = True  # whether it computes the case's loss
 
     def step(
-        self, number: int = 0, mark: Callable[[], object] = _nothing, has_backward: bool = True
+        self, number: int = 0, mark: Callable[[], object] = _nothing
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs forward, ``mark()``, backward; returns the loss and the gradients."""
         inputs = self.sets[number % len(self.sets)]
@@ -51,14 +50,12 @@ class Problem:
         with self.around():
             loss = self.loss(*inputs)
         mark()
-        gradients: list[Tensor] = []
-        if has_backward and self.model is None:
+        if self.model is None:
             leaves = [x for x in inputs if x.requires_grad]
-            gradients = list(torch.autograd.grad(loss, leaves))
-        elif has_backward:
-            loss.backward()
-            self.finish()
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            return loss.detach(), list(torch.autograd.grad(loss, leaves))
+        loss.backward()
+        self.finish()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return loss.detach(), gradients
 
 
@@ -70,12 +67,11 @@ class Case:
     source: str = ""  # where the shape comes from
 
     family = ""
+    size = "seqlen"  # the field that `--sizes` sets
     is_shared = True  # all providers have the same inputs
     is_exact = True  # `truth` has exact gradients; or the first provider's are compared with
     fits_together = True  # all providers fit into memory, and are timed in turn
-    usual: ClassVar[tuple[str, ...] | None] = (
-        None  # the providers that it has by default; None: all usual
-    )
+    gate_scale = 1.0  # the whole's gradient over that of the gated part alone
 
     @property
     def label(self) -> str:
@@ -89,18 +85,24 @@ class Case:
     @property
     def sweep(self) -> tuple[str, int]:
         """The curve that the case is a point of, and its place on it."""
-        return self.name, 0
+        return self.name, getattr(self, self.size, 0)
 
     def shape(self) -> str:
         return ""
 
     def resized(self, size: int) -> Case:
         """The same case with so many tokens."""
-        raise ValueError(f"{self.label} has one size")
+        return replace(self, **{self.size: size})
+
+    def losses(self) -> dict[str, Loss]:
+        """Ways to compute the loss that only this case has."""
+        return {}
 
     def own(self) -> dict[str, Build]:
         """Providers that only this case has."""
-        return {}
+        return {
+            name: lambda case, problem, loss=loss: loss for name, loss in self.losses().items()
+        }
 
     def flops(self) -> tuple[float, float]:
         """The least arithmetic of forward and backward; 0 where nobody counts."""
@@ -108,9 +110,17 @@ class Case:
 
     def problem(self, device: torch.device, sets: int = 1) -> Problem:
         """Inputs on a device, and naive code."""
+        return Problem(device, self.naive(), [self._inputs(device, i) for i in range(sets)])
+
+    def naive(self) -> Loss:
         raise NotImplementedError
 
-    def pieces(self, inputs: Inputs) -> Iterator[tuple[Loss, Inputs, float]]:
+    def _inputs(self, device: torch.device, seed: int) -> Inputs:
+        raise NotImplementedError
+
+    def pieces(
+        self, inputs: Inputs, block: int | None = None
+    ) -> Iterator[tuple[Loss, Inputs, float]]:
         """Naive code, slices of the inputs, and their shares: weighted losses add up."""
         raise NotImplementedError
 
@@ -121,8 +131,6 @@ class Case:
     def budget(self, device: torch.device) -> float:
         """What a provider may be off by the first one, where nothing exact is known."""
         return math.inf
-
-    gate_scale = 1.0  # the whole's gradient over that of the gated part alone
 
     def truth(self, problem: Problem) -> Truth:
         """Exact loss and gradients, piece by piece: float64 fits where naive code does not."""
@@ -135,34 +143,25 @@ class Case:
         return Truth.of((math.fsum(losses), gradients), (off, naive_gradients), dtype)
 
     def _by_pieces(self, inputs: Inputs, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
-        tensors = [
-            x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        """Losses and gradients of naive code in a dtype, which are added in float64."""
+        wide = [
+            x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
             for x in self.gated(inputs)
         ]
-        wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
-        zero = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-        totals = [
-            zero.repeat(x.shape) if x.requires_grad else zero.expand(x.shape) for x in tensors
-        ]
-        losses, slices = [], self.pieces(tuple(totals))
-        for (naive, piece, share), (_, total, _) in zip(
-            self.pieces(tuple(tensors)), slices, strict=True
-        ):
-            leaves = {i: piece[i].detach().requires_grad_() for i in wanted}
-            given = [leaves.get(i, x.detach()) for i, x in enumerate(piece)]
+        losses = []
+        for naive, piece, share in self.pieces(tuple(wide)):
+            given = (x.to(dtype) if x.is_floating_point() else x for x in piece)
             loss = naive(*given) * (share * self.gate_scale)
+            loss.backward()
             losses.append(loss.item() / self.gate_scale)
-            gradients = torch.autograd.grad(loss, list(leaves.values()))
-            for i, gradient in zip(wanted, gradients, strict=True):
-                total[i].add_(gradient)
-        return losses, [totals[i] for i in wanted]
+        return losses, [x.grad for x in wide if x.grad is not None]
 
 
 # ----------------------------------------------------------------------------------------- gate
 def worst_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Returns the largest of the tensors' errors, relative in norm; NaN where one is NaN."""
-    pairs = zip(given, exact, strict=True)
-    return float(torch.stack([(g.double() - e).norm() / e.norm() for g, e in pairs]).max())
+    errors = [total_error([g], [e]) for g, e in zip(given, exact, strict=True)]
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def total_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

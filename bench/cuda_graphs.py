@@ -8,14 +8,7 @@ from unittest import mock
 
 import torch
 
-from bench.measure import Unavailable
-
 LEAST_REPLAYS = 2  # of a step: forward and backward
-
-
-def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled with CUDA graphs by Inductor."""
-    return marked(torch.compile(function, dynamic=False, mode="reduce-overhead"))
 
 
 def marked(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,11 +19,6 @@ def marked(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*arguments)
 
     return begin_and_call
-
-
-def check(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise Unavailable(f"CUDA graphs do not run on {device.type}")
 
 
 def record(step: Callable[[], object]) -> int:

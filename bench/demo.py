@@ -29,13 +29,13 @@ from tqdm import tqdm
 
 import torch_streamkl
 from bench import plots
-from bench.case import total_error
+from bench.case import Problem, total_error
 from bench.measure import peak_mib, usual_dtype
-from bench.steps import StepCase, build
+from bench.steps import StepCase, build, frozen
 from torch_streamkl.fx_passes.backend import collected
 
-COLORS = {"eager": "#888888", "streamkl": "#d1495b"}
 PAD = 0
+NAMES = ("eager", "streamkl")
 
 
 def attention_kl(teacher_maps: list[Tensor], student_maps: list[Tensor]) -> Tensor:
@@ -87,10 +87,10 @@ class Pair(StepCase):
             build(kind, i, device, usual_dtype(device), num_hidden_layers=n, **SIZES, **more)
             for i, n in enumerate(LAYERS[device.type])
         )
-        return student, teacher.eval().requires_grad_(False)
+        return student, frozen(teacher)
 
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return batches(1, self.batch_size, self.seqlen, device.type, pads=self.pads)[0]
+        return batches(1, self, device)[0]
 
     def loss_of(self, student: nn.Module, teacher: nn.Module) -> Callable[..., Tensor]:
         naive = bert_loss if self.pads else llama_loss
@@ -100,28 +100,24 @@ class Pair(StepCase):
         return torch.optim.AdamW(student.parameters(), lr=3e-4)
 
 
-PAIRS = (Pair("BERT, padded batch", pads=True), Pair("Llama, causal, grouped heads"))
-
-
 @functools.cache
 def text() -> bytes:
     """Python's language reference, which every Python ships."""
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def batches(
-    num: int, batch: int, seqlen: int, device: str, *, pads: bool
-) -> list[tuple[Tensor, Tensor]]:
+def batches(num: int, pair: Pair, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """The text as bytes, cut into (input_ids, attention_mask)."""
+    batch, seqlen = pair.batch_size, pair.seqlen
     need = num * batch * seqlen
     some = text() * math.ceil(need / len(text()))
     ids = torch.tensor(list(some[:need]), device=device).view(num, batch, seqlen)
     lengths = torch.full((batch,), seqlen, device=device)
-    if pads:
+    if pair.pads:
         lengths = seqlen - torch.arange(batch, device=device) * (seqlen // (2 * batch))
     mask = (torch.arange(seqlen, device=device) < lengths[:, None]).long()
     result = [(x.masked_fill(mask == 0, PAD), mask.clone()) for x in ids]
-    for x in (x for pair in result for x in pair):
+    for x in (x for one in result for x in one):
         torch._dynamo.mark_dynamic(x, 1)  # one compilation for all lengths
     return result
 
@@ -130,91 +126,77 @@ def batches(
 class Run:
     """What one way of executing the training step gave."""
 
+    problem: Problem
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     first_gradients: list[Tensor] = field(default_factory=list)
-    peak: dict[int, float] = field(default_factory=dict)  # seqlen -> MiB
+    peak: list[tuple[int, float]] = field(default_factory=list)  # seqlen, MiB
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.problem.sets = [batch]
+        start = time.perf_counter()
+        loss, gradients = self.problem.step()
+        self.losses.append(loss.item())
+        self.step_ms.append((time.perf_counter() - start) * 1e3)
+        self.first_gradients = self.first_gradients or [g.cpu() for g in gradients]
 
 
-@dataclass
-class Outcome:
-    """A pair in both ways, and the report of its compilation."""
-
-    pair: str
-    runs: dict[str, Run]
-    report: torch_streamkl.Report
-    batch: int
-    first_step: float = 0.0  # seconds, with the compilation
-
-
-def distil(pair: Pair, args: argparse.Namespace) -> Outcome:
+def distil(pair: Pair, args: argparse.Namespace) -> tuple[dict[str, Run], torch_streamkl.Report]:
     """Train one pair in eager mode and compiled, from the same weights on the same batches.
 
     The two are interleaved, so that what else the machine does slows both.
     """
-    pair = replace(pair, batch_size=args.batch, seqlen=args.seqlen)
     device = torch.device(args.device)
-    first, *data = batches(args.steps, args.batch, args.seqlen, args.device, pads=pair.pads)
-    runs = {name: Run() for name in COLORS}
-    outcome = Outcome(pair.name, runs, torch_streamkl.Report(), args.batch)
-    problems = {name: pair.problem(device) for name in runs}
+    first, *data = batches(args.steps, pair, device)
+    runs = {name: Run(pair.problem(device)) for name in NAMES}
     options = {"streamkl.inner": args.inner, "streamkl.verify_max_seconds": 20.0}
-    ours = problems["streamkl"]
+    ours = runs["streamkl"].problem
     ours.loss = torch.compile(ours.loss, backend="streamkl", options=options)
-
-    def step(name: str, batch: tuple[Tensor, Tensor]) -> float:
-        problems[name].sets = [batch]
-        start = time.perf_counter()
-        loss, gradients = problems[name].step()
-        runs[name].losses.append(loss.item())
-        seconds = time.perf_counter() - start
-        runs[name].first_gradients = runs[name].first_gradients or [g.cpu() for g in gradients]
-        return seconds
-
-    step("eager", first)
+    runs["eager"].step(first)
     print(f"{pair.name}: compiling... ", end="", flush=True)
-    with collected() as outcome.report:  # once for all lengths
-        outcome.first_step = step("streamkl", first)
-    print(f"{outcome.first_step:.0f} s", flush=True)
+    with collected() as report:  # once for all lengths
+        runs["streamkl"].step(first)
+    print(f"{runs['streamkl'].step_ms[0] / 1e3:.0f} s", flush=True)
     for batch in tqdm(data, desc=f"{pair.name}: steps", ncols=90):
-        for name, run in runs.items():
-            run.step_ms.append(step(name, batch) * 1e3)
-    for name, problem in problems.items():
+        for run in runs.values():
+            run.step(batch)
+    for name, run in runs.items():
         for seqlen in tqdm(args.memory_seqlens, desc=f"{pair.name}: memory, {name}", ncols=90):
-            problem.sets = [replace(pair, seqlen=seqlen).batch(device)]
-            problem.model.zero_grad(set_to_none=True)
-            without = replace(problem, finish=lambda: None)
-            runs[name].peak[seqlen] = peak_mib(without.step, device)
-    return outcome
+            run.problem.model.zero_grad(set_to_none=True)
+            batch = replace(pair, seqlen=seqlen).batch(device)
+            without = replace(run.problem, sets=[batch], finish=lambda: None)
+            run.peak.append((seqlen, peak_mib(without.step, device)))
+    return runs, report
 
 
-def show(outcome: Outcome) -> None:
-    eager, ours = (outcome.runs[name] for name in COLORS)
+def show(name: str, runs: dict[str, Run], report: torch_streamkl.Report) -> None:
+    eager, ours = runs.values()
     loss = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, ours.losses, strict=True))
     gradients = total_error(ours.first_gradients, eager.first_gradients)
-    print(f"\n=== {outcome.pair} ===\n{outcome.report}\n")
+    print(f"\n=== {name} ===\n{report}\n")
     print(f"largest relative difference of the loss over all steps  {loss:.1e}")
     print(f"relative difference of all gradients, first step        {gradients:.1e}")
-    print(f"seconds of the first step, which compiles               {outcome.first_step:.0f}")
-    largest = max(eager.peak)
+    print(f"seconds of the first step, which compiles               {ours.step_ms[0] / 1e3:.0f}")
+    largest = max(eager.peak)[0]
     print(f"{'':10}{'ms per step':>14}{'peak memory, N=' + str(largest):>24}")
-    for name, run in outcome.runs.items():
-        median = sorted(run.step_ms)[len(run.step_ms) // 2]
-        print(f"{name:10}{median:>14.1f}{run.peak[largest]:>20.1f} MiB")
+    for name, run in runs.items():
+        times = sorted(run.step_ms[1:])
+        print(f"{name:10}{times[len(times) // 2]:>14.1f}{max(run.peak)[1]:>20.1f} MiB")
 
 
-def draw(outcomes: list[Outcome], path: Path) -> None:
+def draw(outcomes: dict[str, dict[str, Run]], path: Path, batch: int) -> None:
     """Loss curves over each other, and peak memory against sequence length."""
     with plots.figure(path, len(outcomes), 2, (10, 3.6 * len(outcomes))) as drawn:
-        for losses, memory, outcome in zip(drawn[::2], drawn[1::2], outcomes, strict=True):
-            for name, run in outcome.runs.items():
+        for i, (pair, runs) in enumerate(outcomes.items()):
+            losses, memory = drawn[2 * i : 2 * i + 2]
+            for name, run in runs.items():
                 wide = {"lw": 5, "alpha": 0.5} if name == "eager" else {"lw": 1.5}
-                losses.plot(run.losses, color=COLORS[name], label=name, **wide)
-            losses.set(title=f"{outcome.pair}: loss", xlabel="training step", ylabel="loss")
+                losses.plot(run.losses, color=plots.LINES[name][0], label=name, **wide)
+            losses.set(title=f"{pair}: loss", xlabel="training step", ylabel="loss")
             losses.legend(frameon=False)
-            peaks = {name: sorted(run.peak.items()) for name, run in outcome.runs.items()}
+            peaks = {name: sorted(run.peak) for name, run in runs.items()}
             plots.draw(memory, peaks, "sequence length", "MiB")
-            memory.set_title(f"peak memory of a step, {outcome.batch} sequences")
+            memory.set_title(f"peak memory of a step, {batch} sequences")
     print(f"\npicture: {path}")
 
 
@@ -223,33 +205,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.demo", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--steps", type=int, default=15, help="training steps of each way")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--seqlen", type=int, default=2048 if cuda else 384)
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument(
-        "--inner", choices=("inductor", "aot_eager"), default=INNER["cuda" if cuda else "cpu"],
+    add = parser.add_argument
+    add("--steps", type=int, default=15, help="training steps of each way")
+    add("--batch", type=int, default=2)
+    add("--seqlen", type=int, default=2048 if cuda else 384)
+    add("--device", default="cuda" if cuda else "cpu")
+    add("--inner", choices=("inductor", "aot_eager"), default=INNER["cuda" if cuda else "cpu"],
         help="what compiles the rest of the step (default: inductor on cuda, aot_eager on cpu)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("build/demo.png"), help="the picture")
+    add("--out", type=Path, default=Path("build/demo.png"), help="the picture")
     args = parser.parse_args()
     args.memory_seqlens = [1024, 2048, 4096, 8192] if args.device == "cuda" else [384, 640, 1024]
     transformers.logging.set_verbosity_error()
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch")
     start = time.perf_counter()
-    outcomes = [distil(pair, args) for pair in PAIRS]
-    for outcome in outcomes:
-        show(outcome)
-    draw(outcomes, args.out)
+    pairs = (
+        Pair("BERT, padded batch", "", args.batch, args.seqlen, pads=True),
+        Pair("Llama, causal, grouped heads", "", args.batch, args.seqlen),
+    )
+    outcomes = {pair.name: distil(pair, args) for pair in pairs}
+    for name, outcome in outcomes.items():
+        show(name, *outcome)
+    draw({name: runs for name, (runs, _) in outcomes.items()}, args.out, args.batch)
     print(f"done in {time.perf_counter() - start:.0f} s on {args.device}")
-    reports = [x.report for x in outcomes]
-    if any(not r.sites or r.num_remaining for r in reports) or any(
-        not site.fused for r in reports for site in r.sites
-    ):
-        raise SystemExit(
-            "a loss is not fused or a score- or logit-sized tensor remains: see the reports above"
-        )
+    for _, report in outcomes.values():
+        if not report.sites or report.num_remaining or not all(x.fused for x in report.sites):
+            raise SystemExit(
+                "a loss is not fused or a score- or logit-sized tensor remains: "
+                "see the reports above"
+            )
 
 
 if __name__ == "__main__":

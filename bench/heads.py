@@ -11,15 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-import torch_streamkl
-from bench.case import Build, Case, Inputs, Loss, Problem, as_wide, random_tensors
+from bench.case import Case, Inputs, Loss, as_wide, random_tensors
 from bench.measure import Unavailable, usual_dtype
-from torch_streamkl import linear_kl, row_program
+from torch_streamkl import linear_kl, linear_topk_kl, row_program
 
 TOP = 64  # entries of a cached teacher
-CHUNK = 512  # tokens of a chunk of verl's formulation
+CHUNK = 512  # tokens whose teacher logits are in memory while its entries are chosen
 PIECE_ELEMENTS = 2**27  # logits of one side in a piece of the gate: 1 GiB in float64
 BETAS = {"forward_kl": 0.0, "js": 0.5, "reverse_kl": 1.0}  # of the generalised JS
 
@@ -40,29 +38,27 @@ def forward_kl(
     return F.kl_div(student, teacher, reduction="none").sum(-1).mean()
 
 
+def _kl(log_s: Tensor, log_t: Tensor) -> Tensor:
+    return F.kl_div(log_s, log_t, reduction="none", log_target=True)
+
+
 def reverse_kl(x: Tensor, w: Tensor, t: Tensor, u: Tensor, *_: Tensor) -> Tensor:
     student, teacher = _logits(x, w).log_softmax(-1), _logits(t, u).log_softmax(-1)
-    return F.kl_div(teacher, student, reduction="none", log_target=True).sum(-1).mean()
+    return _kl(teacher, student).sum(-1).mean()
 
 
 def js(x: Tensor, w: Tensor, t: Tensor, u: Tensor, *_: Tensor) -> Tensor:
     """The mixture without a stack of both sides, which torch.compile would write to memory."""
     student, teacher = _logits(x, w).log_softmax(-1), _logits(t, u).log_softmax(-1)
     mixture = torch.logaddexp(student, teacher) - math.log(2)
-    divergences = [
-        F.kl_div(mixture, side, reduction="none", log_target=True) for side in (teacher, student)
-    ]
-    return (0.5 * divergences[0] + 0.5 * divergences[1]).sum(-1).mean()
-
-
-def _at_ids(logits: Tensor, ids: Tensor, log_p: Tensor) -> Tensor:
-    log_s = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
-    return (log_p.exp() * (log_p - log_s)).sum(-1)
+    return (0.5 * _kl(mixture, teacher) + 0.5 * _kl(mixture, student)).sum(-1).mean()
 
 
 def top(x: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
     """KL at the teacher's top entries, which are cached."""
-    return _at_ids(_logits(x, w), *rest[2:4]).mean()
+    logits, (ids, log_p) = _logits(x, w), rest[2:4]
+    log_s = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    return (log_p.exp() * (log_p - log_s)).sum(-1).mean()
 
 
 def ghost(x: Tensor, w: Tensor, t: Tensor, u: Tensor, ids: Tensor, *_: Tensor) -> Tensor:
@@ -116,36 +112,21 @@ def _policy_program(e: Any) -> Any:
     return -chosen + 0.1 * (s.exp() * s).sum("key")
 
 
-def _program(of: Any, *inputs: Tensor, names: str, reduction: str = "none") -> Tensor:
-    """A row program of the sides and tensors that it names."""
-    x, w, t, u, ids, log_p, labels = inputs
-    given = {"s": (x, w), "t": (t, u), "top": ids, "log_p": (ids, log_p), "label": labels}
-    kinds = {"dots": ("s", "t"), "columns": ("top", "log_p"), "rows": ("label",)}
-    parts = {
-        kind: {name: given[name] for name in known if name in names.split()}
-        for kind, known in kinds.items()
-    }
-    rows: Tensor = row_program(of, reduction=reduction, **{k: v for k, v in parts.items() if v})
-    return rows.mean()
-
-
-PROGRAMS: dict[str, tuple[Any, str]] = {
+PROGRAMS: dict[str, tuple[Any, str]] = {  # and the sides and tensors that they read
     "forward_kl": (_kl_program, "s t"), "top 64": (_top_program, "s top log_p"),
     "top 64 and ghost": (_ghost_program, "s t top"), "policy": (_policy_program, "s label"),
 }  # fmt: skip
+KINDS = {"s": "dots", "t": "dots", "top": "columns", "log_p": "columns", "label": "rows"}
 
 
-def _in_chunks(x: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
-    """`top` by chunks of tokens, whose logits the backward computes again."""
-    parts = [
-        checkpoint(
-            lambda x, w, *cached: _at_ids(_logits(x, w), *cached),
-            *(x[i : i + CHUNK], w, rest[2][i : i + CHUNK], rest[3][i : i + CHUNK]),
-            use_reentrant=False,
-        )
-        for i in range(0, x.shape[0], CHUNK)
-    ]
-    return torch.cat(parts).mean()
+def _program(*inputs: Tensor, loss: str, reduction: str = "none") -> Tensor:
+    x, w, t, u, ids, log_p, labels = inputs
+    given = {"s": (x, w), "t": (t, u), "top": ids, "log_p": (ids, log_p), "label": labels}
+    of, names = PROGRAMS[loss]
+    parts: dict[str, dict[str, Any]] = {}
+    for name in names.split():
+        parts.setdefault(KINDS[name], {})[name] = given[name]
+    return row_program(of, reduction=reduction, **parts).mean()
 
 
 @dataclass(frozen=True)
@@ -161,7 +142,7 @@ class HeadCase(Case):
     shows_rows: bool = False  # also providers that return a value for each token
 
     family = "heads"
-    axis = "vocabulary"
+    size = "tokens"
 
     @property
     def label(self) -> str:
@@ -171,14 +152,6 @@ class HeadCase(Case):
     @property
     def sweep(self) -> tuple[str, int]:
         return f"{self.name} T={self.tokens}, {self.loss}", self.vocabulary
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether the loss multiplies the teacher's logits."""
-        return self.loss in BETAS or self.loss == "top 64 and ghost"
-
-    def resized(self, size: int) -> Case:
-        return replace(self, tokens=size)
 
     def shape(self) -> str:
         return f"student {self.student_width}, teacher {self.teacher_width}"
@@ -193,13 +166,11 @@ class HeadCase(Case):
             2.0 * self.tokens * self.vocabulary * n
             for n in (self.student_width, self.teacher_width)
         )
-        return student + teacher * self.has_teacher, 2 * student
-
-    def problem(self, device: torch.device, sets: int = 1) -> Problem:
-        """Logits have standard deviation 2, as far apart as those of two trained models."""
-        return Problem(device, self.naive(), [self._inputs(device, i) for i in range(sets)])
+        has_teacher = self.loss in BETAS or self.loss == "top 64 and ghost"
+        return student + teacher * has_teacher, 2 * student
 
     def _inputs(self, device: torch.device, seed: int) -> Inputs:
+        """Logits have standard deviation 2, as far apart as those of two trained models."""
         widths = (self.student_width, self.teacher_width)
         shapes = [(n, width) for width in widths for n in (self.tokens, self.vocabulary)]
         scales = [y for width in widths for y in (1.0, 2.0 * width**-0.5)]
@@ -226,28 +197,21 @@ class HeadCase(Case):
             piece = tuple(x if i in (1, 3) else x[first:last] for i, x in enumerate(inputs))
             yield self.naive(), piece, (last - first) / rows
 
-    def own(self) -> dict[str, Build]:
+    def losses(self) -> dict[str, Loss]:
         """Row programs, and the operator by rows."""
         found: dict[str, Loss] = {}
-        if self.loss == "top 64":
-            found["chunks of tokens"] = _in_chunks
         if self.loss in PROGRAMS and (self.shows_rows or self.loss not in BETAS):
-            of, names = PROGRAMS[self.loss]
-            found["program"] = partial(_program, of, names=names, reduction="mean")
+            found["program"] = partial(_program, loss=self.loss, reduction="mean")
             if self.shows_rows:
-                found["program, rows"] = partial(_program, of, names=names)
+                found["program, rows"] = partial(_program, loss=self.loss)
         if self.loss in BETAS and self.shows_rows:
             found["linear_kl, rows"] = lambda *x: linear_kl(*x[:4], divergence=self.loss).mean()
-        return {
-            name: lambda case, problem, loss=loss: replace(problem, loss=loss)
-            for name, loss in found.items()
-        }
+        return found
 
     def direct(self, options: dict[str, Any]) -> Loss:
         """The operator called by hand."""
-        if self.loss == "top 64" and hasattr(torch_streamkl, "linear_topk_kl"):
-            topk: Any = torch_streamkl.linear_topk_kl
-            return lambda *x: topk(x[0], x[1], x[4], x[5], reduction="mean", **options)
+        if self.loss == "top 64":
+            return lambda *x: linear_topk_kl(*x[:2], *x[4:6], reduction="mean", **options)
         if self.loss not in BETAS:
             raise Unavailable("no operator has this loss")
         given: dict[str, Any] = {"reduction": "mean", "divergence": self.loss, **options}
@@ -257,43 +221,39 @@ class HeadCase(Case):
 
 
 # ------------------------------------------------------------------------------------------ shapes
-def _head(name: str, source: str, *sizes: int, **more: Any) -> HeadCase:
-    """A head by its tokens, vocabulary, and the widths of student and teacher."""
-    return HeadCase(name, source, *sizes, **more)
-
-
-GPT2 = _head(
+# by tokens, vocabulary, and the widths of student and teacher
+GPT2 = HeadCase(
     "distilgpt2-head", "distilbert/distilgpt2 from openai-community/gpt2", 512, 50257, 768, 768
 )
-SMOLLM = _head(
+SMOLLM = HeadCase(
     "smollm2-head", "HuggingFaceTB/SmolLM2-135M from HuggingFaceTB/SmolLM2-360M",
     512, 49152, 576, 960,
 )  # fmt: skip
-LLAMA = _head(
+LLAMA = HeadCase(
     "llama-1b-from-8b-head", "meta-llama/Llama-3.2-1B from meta-llama/Llama-3.1-8B",
     4096, 128256, 2048, 4096,
 )  # fmt: skip
-QWEN = _head(
+QWEN = HeadCase(
     "qwen-7b-from-32b-head", "Qwen/Qwen2.5-7B from Qwen/Qwen2.5-32B", 8192, 152064, 3584, 5120
 )
-QWEN_SMALL = _head(
+QWEN_SMALL = HeadCase(
     "qwen-1.7b-from-8b-head", "Qwen/Qwen3-1.7B from Qwen/Qwen3-8B", 8192, 151936, 2048, 4096
 )
-GEMMA = _head(
+GEMMA = HeadCase(
     "gemma-2b-from-9b-head", "google/gemma-2-2b from google/gemma-2-9b, softcap 30",
     4096, 256000, 2304, 3584, softcap=30.0,
 )  # fmt: skip
+TINY = replace(SMOLLM, tokens=64, vocabulary=2048)  # where a case shows that it runs
 
 
 def sizes_of(device: str, quick: bool) -> list[Case]:
     """Heads that a device can run in reasonable time."""
-    if device == "cuda" and quick:
-        return [replace(QWEN, tokens=1024)]
     if quick:
-        return [replace(SMOLLM, tokens=128, vocabulary=16384)]
+        small = replace(SMOLLM, tokens=128, vocabulary=16384)
+        return [replace(QWEN, tokens=1024) if device == "cuda" else small]
     if device == "cuda":
-        heads = [QWEN, replace(QWEN, tokens=256), replace(QWEN, tokens=65536), LLAMA, GEMMA]
-        return [*heads, *_vocabularies(LLAMA, 4096, (32000, 65536, 131072, 262144))]
+        heads = [replace(QWEN, tokens=n) for n in (8192, 256, 65536)]
+        return [*heads, LLAMA, GEMMA, *_vocabularies(LLAMA, 4096, (32000, 65536, 131072, 262144))]
     return [GPT2, SMOLLM, *_vocabularies(SMOLLM, 256, (8192, 16384, 32768, 65536))]
 
 
@@ -307,28 +267,22 @@ def _vocabularies(head: HeadCase, tokens: int, sizes: tuple[int, ...]) -> list[C
 
 def peers(device: str, quick: bool) -> list[Case]:
     """Two heads, four losses: other libraries next to ours."""
-    pairs = (QWEN, QWEN_SMALL) if device == "cuda" and not quick else (SMOLLM,)
-    tokens = (8192, 32768) if device == "cuda" and not quick else (64,)
-    vocabulary = {} if device == "cuda" else {"vocabulary": 2048}
-    return [
-        replace(head, tokens=n, loss=loss, **vocabulary)
-        for n in tokens
-        for head in pairs
-        for loss in (*BETAS, "top 64")
-    ]
+    heads = [TINY]
+    if device == "cuda" and not quick:
+        heads = [replace(h, tokens=n) for n in (8192, 32768) for h in (QWEN, QWEN_SMALL)]
+    return [replace(h, loss=loss) for h in heads for loss in (*BETAS, "top 64")]
 
 
 def programs(device: str, quick: bool) -> list[Case]:
     """Row programs next to what they replace or are compared with."""
-    head = QWEN if device == "cuda" and not quick else replace(SMOLLM, tokens=64, vocabulary=2048)
-    losses = ("forward_kl", "top 64", "top 64 and ghost", "policy")
-    return [replace(head, loss=loss, shows_rows=True) for loss in losses]
+    head = QWEN if device == "cuda" and not quick else TINY
+    return [replace(head, loss=loss, shows_rows=True) for loss in PROGRAMS]
 
 
 def compiled(device: str, quick: bool) -> list[Case]:
     """Small heads in graphs: from which size on a program is worth its operator."""
     return [
-        _head("compiled", "a head of 16 N entries", n, 16 * n, 512, 16, loss=loss)
+        HeadCase("compiled", "a head of 16 N entries", n, 16 * n, 512, 16, loss=loss)
         for n in ((256,) if quick else (256, 1024, 2048))
         for loss in ("entropy and z-loss", "policy")
     ]

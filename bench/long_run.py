@@ -19,7 +19,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from bench import plots
-from bench.demo import COLORS, text
+from bench.demo import text
 from bench.providers import with_streamkl
 from bench.records import Program, save
-from bench.steps import LlamaStep, Pair
+from bench.steps import Llama, LlamaStep, frozen
 
 HELD_OUT = 0.1  # of the text, its end
 SMOOTHED = 25  # steps of a mean that is compared
@@ -52,14 +52,10 @@ class Settings:
     learning_rate: float = 1e-3
     inner: str = "inductor"  # what compiles the rewritten graph
 
-    @property
-    def pair(self) -> Pair:
-        size, layers = self.hidden_size, self.student_layers
-        heads = (size // 32, size // 128 or 1)
-        return Pair("bytes", size, 2 * size, *heads, 256, (self.seqlen,), 2 * layers, layers)
-
     def model(self, layers: int, seed: int) -> Any:
-        return self.pair.model(torch.device(self.device), layers, seed)
+        size = self.hidden_size
+        llama = Llama("bytes", size, 2 * size, layers, size // 32, size // 128 or 1, 256)
+        return llama.model(torch.device(self.device), seed, self.seqlen)
 
 
 @dataclass
@@ -86,9 +82,9 @@ def batch_of(settings: Settings, seed: int, step: int) -> Tensor:
 def held_out_batch(settings: Settings) -> Tensor:
     """The beginning of the text that no step sees."""
     start = int(len(text()) * (1 - HELD_OUT))
-    need = settings.batch * settings.seqlen
-    part = list(text()[start : start + need])
-    return torch.tensor(part, device=settings.device).view(settings.batch, settings.seqlen)
+    shape = settings.batch, settings.seqlen
+    part = list(text()[start : start + math.prod(shape)])
+    return torch.tensor(part, device=settings.device).view(shape)
 
 
 # -------------------------------------------------------------------------------------- training
@@ -101,40 +97,42 @@ def trained_teacher(settings: Settings) -> nn.Module:
         teacher(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return teacher.eval().requires_grad_(False)
+    return frozen(teacher)
 
 
 class Training:
     """A student, its optimizer and its schedule, which a checkpoint holds whole."""
 
-    def __init__(self, settings: Settings, seed: int, teacher: nn.Module) -> None:
-        self.settings, self.seed, self.done = settings, seed, 0
+    def __init__(self, settings: Settings, curve: Curve, seed: int, teacher: nn.Module) -> None:
+        self.settings, self.curve, self.done = settings, curve, 0
         self.student = settings.model(settings.student_layers, seed=100 + seed)
         # naive code, on attention maps and logits
-        case = LlamaStep("long run", pair=settings.pair, objective="attention+logits")
-        self.loss_of = case.loss_of(self.student, teacher)
+        case = LlamaStep("long run", objective="attention+logits")
+        self.loss_of: Callable[[Tensor], Tensor] = case.loss_of(self.student, teacher)
+        self.step = self.loss_of
+        if curve.name != "eager":
+            torch._dynamo.reset()
+            self.step = with_streamkl(self.loss_of, **{"streamkl.inner": settings.inner})
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=settings.learning_rate)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, settings.steps)
         self.parts = (self.student, self.optimizer, self.schedule)
 
-    def compiled(self) -> Callable[[Tensor], Tensor]:
-        torch._dynamo.reset()
-        return with_streamkl(self.loss_of, **{"streamkl.inner": self.settings.inner})
-
-    def run(self, step: Callable[[Tensor], Tensor], until: int, curve: Curve) -> None:
+    def run(self, until: int) -> None:
         """Train until a step; the losses are read at the end, so that nothing waits for them."""
-        start = time.perf_counter()
+        start, curve = time.perf_counter(), self.curve
         losses = []
-        for _ in tqdm(range(self.done, until), desc=f"{curve.name}, seed {self.seed}", ncols=90):
-            loss = step(batch_of(self.settings, self.seed, self.done))
+        for step in tqdm(range(self.done, until), desc=f"{curve.name}, {curve.seed}", ncols=90):
+            loss = self.step(batch_of(self.settings, curve.seed, step))
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
             losses.append(loss.detach())
-            self.done += 1
+        self.done = until
         curve.losses += torch.stack(losses).float().tolist()
         curve.seconds += time.perf_counter() - start
+        with torch.no_grad():
+            curve.held_out = float(self.loss_of(held_out_batch(self.settings)))
 
     def checkpoint(self) -> dict[str, Any]:
         return copy.deepcopy({"done": self.done, "parts": [x.state_dict() for x in self.parts]})
@@ -144,30 +142,22 @@ class Training:
         for x, saved in zip(self.parts, state["parts"], strict=True):
             x.load_state_dict(saved)
 
-    @torch.no_grad()
-    def held_out(self) -> float:
-        return float(self.loss_of(held_out_batch(self.settings)))
-
 
 def curves(settings: Settings) -> list[Curve]:
     """Eager with two seeds, the plugin, and the plugin from its checkpoint in the middle."""
     teacher = trained_teacher(settings)
-    found = []
-    for name, seed in (("eager", 0), ("eager", 1), ("streamkl", 0)):
-        curve, training = Curve(name, seed), Training(settings, seed, teacher)
-        step = training.loss_of if name == "eager" else training.compiled()
-        training.run(step, settings.steps // 2, curve)
-        middle = training.checkpoint()
-        training.run(step, settings.steps, curve)
-        curve.held_out = training.held_out()
-        found.append(curve)
-    # other weights, which are replaced
-    resumed, training = Curve("resumed", 0), Training(settings, 50, teacher)
-    training.seed = 0
-    training.restore(middle)
-    training.run(training.compiled(), settings.steps, resumed)
-    resumed.held_out = training.held_out()
-    return [*found, resumed]
+    found = [Curve("eager", 0), Curve("eager", 1), Curve("streamkl", 0), Curve("resumed", 0)]
+    for curve in found:
+        is_new = curve.name != "resumed"
+        # other weights, which are replaced, where it resumes
+        training = Training(settings, curve, curve.seed if is_new else 50, teacher)
+        if is_new:
+            training.run(settings.steps // 2)
+            middle = training.checkpoint()
+        else:
+            training.restore(middle)
+        training.run(settings.steps)
+    return found
 
 
 # --------------------------------------------------------------------------------------- results
@@ -181,40 +171,38 @@ def verdict(found: list[Curve]) -> dict[str, float | bool]:
     """How far the plugin is from eager, next to how far two seeds are from each other."""
     eager, other, plugin, resumed = found
     base = smoothed(eager.losses)
-    band = float((smoothed(other.losses) - base).abs().max())
-    distance = float((smoothed(plugin.losses) - base).abs().max())
-    half = plugin.losses[-len(resumed.losses) :]
-    off = max(abs(a - b) / abs(b) for a, b in zip(resumed.losses, half, strict=True))
+    band, distance = (float((smoothed(x.losses) - base).abs().max()) for x in (other, plugin))
+
+    def largest_difference(losses: list[float], of: list[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(losses, of, strict=True))
+
     return {
         "band_of_two_seeds": band,
         "distance_of_plugin": distance,
         "is_within_band": distance <= BAND_FACTOR * band,
-        "largest_relative_difference_of_a_step": max(
-            abs(a - b) / abs(a) for a, b in zip(eager.losses, plugin.losses, strict=True)
+        "largest_relative_difference_of_a_step": largest_difference(plugin.losses, eager.losses),
+        "resumed_off_by": largest_difference(
+            resumed.losses, plugin.losses[-len(resumed.losses) :]
         ),
-        "resumed_off_by": off,
-        "held_out_eager": eager.held_out,
-        "held_out_other_seed": other.held_out,
-        "held_out_plugin": plugin.held_out,
-        "held_out_resumed": resumed.held_out,
         "learned": bool(base[-1] < base[0] / 2),
-    } | {f"seconds_{c.name}_{c.seed}": c.seconds for c in found}
+    } | {f"held_out_{c.name}_{c.seed}": c.held_out for c in found}
 
 
 def draw(found: list[Curve], path: Path) -> None:
     """Loss curves over each other, and their distances from eager's."""
     eager, other, plugin, resumed = (smoothed(c.losses) for c in found)
+    grey, red = (plots.LINES[name][0] for name in ("eager", "streamkl"))
     steps = range(len(eager))
     late = range(len(eager) - len(resumed), len(eager))
     whole = {  # steps, losses, style
-        "eager": (steps, eager, {"color": "#888888", "lw": 6, "alpha": 0.5}),
-        "eager, another seed": (steps, other, {"color": "#888888", "lw": 1, "ls": ":"}),
-        "streamkl": (steps, plugin, {"color": COLORS["streamkl"], "lw": 1.5}),
+        "eager": (steps, eager, {"color": grey, "lw": 6, "alpha": 0.5}),
+        "eager, another seed": (steps, other, {"color": grey, "lw": 1, "ls": ":"}),
+        "streamkl": (steps, plugin, {"color": red, "lw": 1.5}),
         "streamkl, resumed": (late, resumed, {"color": "#2e4057", "lw": 1.5, "ls": "--"}),
     }
     apart = {
-        "of two eager seeds": (steps, (other - eager).abs(), {"color": COLORS["eager"]}),
-        "of streamkl from eager": (steps, (plugin - eager).abs(), {"color": COLORS["streamkl"]}),
+        "of two eager seeds": (steps, (other - eager).abs(), {"color": grey}),
+        "of streamkl from eager": (steps, (plugin - eager).abs(), {"color": red}),
     }
     titles = (f"distillation loss, mean of {SMOOTHED} steps", "distance of the loss curves")
     with plots.figure(path, 1, 2, (11, 3.8)) as drawn:
@@ -229,13 +217,9 @@ def draw(found: list[Curve], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Program("bench.long_run", __doc__)
-    for name in ("steps", "teacher_steps", "batch", "seqlen", "hidden_size"):
-        default = getattr(Settings, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graph")
     parser.add_argument("--out", type=Path, default=Path("build/long_run.png"), help="the picture")
     given, record = parser.begin(arguments)
-    settings = Settings(**{f.name: getattr(given, f.name, f.default) for f in fields(Settings)})
+    settings = Settings(given.device)
     found = curves(settings)
     draw(found, given.out)
     result = verdict(found)

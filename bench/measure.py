@@ -32,42 +32,26 @@ MIB = 2**20
 SHORT_MS = 50.0  # steps shorter than this are repeated within a sample
 WARM_UP_MS = 10.0  # of steps before them that do not count: a GPU's clocks fall while it waits
 MODES = ("forward", "backward", "step")
-ALONE = "alone"  # one more where asked for: a forward without gradients
+Sample = dict[str, float]  # milliseconds by mode, the mean of steps that follow each other
+Failure = dict[str, str]  # why there is no result, as fields of a row
 
 
 # ------------------------------------------------------------------------------------- failures
-class OutOfMemory(Exception):
-    """The step did not fit; the original message."""
-
-
 class Unavailable(Exception):
     """A provider cannot compute a case: a package is missing, or it has no such form."""
 
 
-def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, dict[str, str]]:
-    """Returns a call's result; or None and why it is a result all the same, as fields of a row."""
+def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, Failure]:
+    """Returns a call's result; or None and why it is a result all the same."""
     try:
-        return guarded(call, device), {}
-    except (OutOfMemory, Unavailable) as error:
-        status = "oom" if isinstance(error, OutOfMemory) else "unavailable"
-        return None, {"status": status, "detail": str(error)}
+        return call(), {}
     except Exception as error:  # what breaks is a result; the others go on
-        detail = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-    release(device)
-    return None, {"status": "error", "detail": detail}
-
-
-def guarded(call: Callable[[], T], device: torch.device) -> T:
-    """Returns ``call()``; without enough memory raises `OutOfMemory`, and nothing is left."""
-    try:
-        return call()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        message = str(error).split("\n")[0][:160]
-    # outside of the handler: the traceback held the tensors that did not fit
-    release(device)
-    raise OutOfMemory(message)
+        status, detail = "error", f"{type(error).__name__}: {error}"
+        if isinstance(error, Unavailable) or is_out_of_memory(error):
+            status = "unavailable" if isinstance(error, Unavailable) else "oom"
+            detail = str(error)
+    release(device)  # outside of the handler: the traceback held the tensors that did not fit
+    return None, {"status": status, "detail": detail.split("\n")[0][:300]}
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -112,38 +96,19 @@ class Timing:
         return cls(median, low, high)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The mean of steps that follow each other without a wait, in milliseconds."""
-
-    forward: float
-    backward: float
-
-    @property
-    def step(self) -> float:
-        return self.forward + self.backward
-
-    @property
-    def alone(self) -> float:
-        return self.forward
-
-
-def burst(
-    problem: Problem, number: int, repeats: int = 1, warm_up: int = 0, has_backward: bool = True
-) -> Sample:
+def burst(problem: Problem, number: int, repeats: int = 1, warm_up: int = 0) -> Sample:
     """Times steps on one input set, forward and backward apart."""
     device = problem.device
     marks: list[list[object]] = []
-    with torch.set_grad_enabled(has_backward):
-        for _ in range(warm_up + repeats):
-            mine = [_now(device)]
-            problem.step(number, lambda mine=mine: mine.append(_now(device)), has_backward)
-            marks.append([*mine, _now(device)])
+    for _ in range(warm_up + repeats):
+        mine = [_now(device)]
+        problem.step(number, lambda mine=mine: mine.append(_now(device)))
+        marks.append([*mine, _now(device)])
     synchronize(device)
     timed = marks[warm_up:]
     forward = sum(_elapsed_ms(start, middle) for start, middle, _ in timed) / repeats
     backward = sum(_elapsed_ms(middle, end) for _, middle, end in timed) / repeats
-    return Sample(forward, backward)
+    return {"forward": forward, "backward": backward, "step": forward + backward}
 
 
 def _now(device: torch.device) -> object:
@@ -164,9 +129,8 @@ def interleaved(
     problems: Mapping[str, Problem],
     seconds: float,
     max_rounds: int = 50,
-    has_backward: bool = True,
     agree: Callable[[int], int] = lambda mine: mine,
-) -> dict[str, list[Sample] | OutOfMemory]:
+) -> tuple[dict[str, list[Sample]], dict[str, Failure]]:
     """Takes samples of every problem in rounds, each once in a round and on the next input set.
 
     Whatever changes during a run (clocks, heat, other programs) meets all alike, and every round
@@ -176,52 +140,41 @@ def interleaved(
     Ranks that share a problem ``agree`` on how often a step is repeated, or would wait for each
     other.
     """
-    results: dict[str, list[Sample] | OutOfMemory] = {}
+    samples: dict[str, list[Sample]] = {name: [] for name in problems}
+    failures: dict[str, Failure] = {}
     takes: dict[str, Callable[[int], None]] = {}
     rounds: dict[str, int] = {}
 
-    def take(name: str, number: int, repeats: int, warm_up: int) -> None:
-        samples, problem = results[name], problems[name]
-        call = partial(burst, problem, number, repeats, warm_up, has_backward)
-        if isinstance(samples, list):
-            try:
-                agree(0)  # ranks begin together
-                samples.append(guarded(call, problem.device))
-            except OutOfMemory as error:
-                results[name] = error
+    def take(name: str, number: int, repeats: int = 1, warm_up: int = 0) -> None:
+        if name not in failures:
+            agree(0)  # ranks begin together
+            call = partial(burst, problems[name], number, repeats, warm_up)
+            sample, why = attempt(call, problems[name].device)
+            if sample is None:
+                failures[name] = why
+            else:
+                samples[name].append(sample)
 
-    for name in problems:
-        results[name] = []
-        take(name, 0, 1, 0)  # may compile: a step that says nothing about the next
+    for name, taken in samples.items():
+        take(name, 0)  # may compile: a step that says nothing about the next
         if max_rounds == 1:
             continue
-        take(name, 0, 1, 0)
-        first = results[name]
-        if isinstance(first, OutOfMemory):
+        take(name, 0)
+        if name in failures:
             continue
-        step_ms = max(first[-1].step, 1e-3)
+        step_ms = max(taken[-1]["step"], 1e-3)
         repeats, warm_up = min(50, agree(math.ceil(SHORT_MS / step_ms))), 0
         if repeats > 1:
             warm_up = min(10, agree(math.ceil(WARM_UP_MS / step_ms)))
         number = round(seconds * 1e3 / (step_ms * (repeats + warm_up)))
         rounds[name] = agree(min(max_rounds, max(3, number)))
-        results[name] = []
+        taken.clear()
         takes[name] = partial(take, name, repeats=repeats, warm_up=warm_up)
-    interleaved_calls(takes, rounds)
-    return results
-
-
-def interleaved_calls(
-    takes: Mapping[str, Callable[[int], T]], rounds: int | Mapping[str, int]
-) -> dict[str, list[T]]:
-    """Calls each in rounds that have an order of their own; returns what each call gave."""
-    found: dict[str, list[T]] = {name: [] for name in takes}
-    last = rounds if isinstance(rounds, int) else max(rounds.values(), default=0)
-    for number in range(last):
+    for number in range(max(rounds.values(), default=0)):
         for name in random.Random(number).sample(list(takes), len(takes)):
-            if isinstance(rounds, int) or number < rounds[name]:
-                found[name].append(takes[name](number))
-    return found
+            if number < rounds[name]:
+                takes[name](number)
+    return samples, failures
 
 
 # --------------------------------------------------------------------------------------- memory
@@ -253,25 +206,18 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float:
     return highest / MIB
 
 
-def limit_memory(device: torch.device, gib: float | None) -> None:
-    """Makes allocations beyond the limit fail: running out of memory must not end the machine."""
-    if device.type == "cuda":
-        if gib is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
-        return
+def limit_memory() -> None:
+    """Makes allocations of a CPU fail before the machine runs out of memory."""
     try:
         import resource
 
-        kib = {
-            name: int(number)
-            for file in ("/proc/meminfo", "/proc/self/status")
-            for name, number in re.findall(r"(?m)^(\w+):\s+(\d+) kB", Path(file).read_text())
-        }
+        files = {"MemAvailable": "meminfo", "VmSize": "self/status"}
+        texts = {key: Path("/proc", name).read_text() for key, name in files.items()}
     except (ImportError, OSError):
         return
-    budget = int(gib * 2**30) if gib is not None else int(kib["MemAvailable"] * 1024 * 0.9)
-    resource.setrlimit(resource.RLIMIT_AS, (kib["VmSize"] * 1024 + budget, resource.RLIM_INFINITY))
+    kib = {key: int(re.findall(rf"{key}:\s+(\d+)", text)[0]) for key, text in texts.items()}
+    most = int(kib["VmSize"] + 0.9 * kib["MemAvailable"]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 # -------------------------------------------------------------------------------------- machine
@@ -295,22 +241,23 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     known = Path("/proc/cpuinfo")
     text = known.read_text() if known.exists() else ""
-    model = next(iter(re.findall(r"(?m)^model name\s*:\s*(.*?)\s*$", text)), "")
-    return f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    model = re.search(r"(?m)^model name\s*:\s*(.*?)\s*$", text)
+    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
 
 
 def current_commit() -> str:
     """Returns the short hash, with a plus when files differ; "unknown" outside of a clone."""
-    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
+    git = ("git", "-C", str(ROOT))
+    commit = _output(*git, "rev-parse", "--short=10", "HEAD")
     tracked = ("torch_streamkl", "fx_passes", "bench/*.py")
-    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *tracked)
+    changed = _output(*git, "status", "--porcelain", "--", *tracked)
     return commit + ("+" if changed else "") if commit else "unknown"
 
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=20
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return ""

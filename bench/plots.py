@@ -5,14 +5,12 @@ python -m bench.plots  # bench/results/*.png and docs/overview.png; nothing is m
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench.measure import ROOT
-from bench.providers import color_of
 from bench.records import Record
 
 RESULTS = ROOT / "bench" / "results"
@@ -21,8 +19,11 @@ CURVES = {
     "h200-suite-linear": ("vocabulary-sweep T=4096, forward_kl", "vocabulary"),
     "h200-attention-cases-attention": ("llama-3-8b B=1", "sequence length"),
 }
-LABELS = {
-    "inductor": "torch.compile", "streamkl": 'backend="streamkl"', "direct": "called directly",
+# how lines look, the same in all pictures: color, label, width, style
+LINES = {
+    "eager": ("#7f7f7f", "eager", 1.4, "-"), "inductor": ("#1f77b4", "torch.compile", 1.4, "-"),
+    "streamkl": ("#d62728", 'backend="streamkl"', 2.2, "-"),
+    "direct": ("#9467bd", "called directly", 2.2, "--"),
 }  # fmt: skip
 
 
@@ -72,15 +73,13 @@ def curves(record: Record, sweep: str, what: str) -> dict[str, Curve]:
 def draw(axes: Any, lines: dict[str, Curve], x: str, y: str) -> None:
     """Draws a line for each provider; says from where on it is out of memory."""
     for name, points in lines.items():
-        known = [(n, value) for n, value in points if value is not None]
+        known = [point for point in points if point[1] is not None]
         lost = [n for n, value in points if value is None]
-        label = LABELS.get(name, name)
+        color, label, width, style = LINES[name]
         label += f" (out of memory at {_size(min(lost))})" if lost else ""
-        style = "--" if name == "direct" else "-"
         axes.plot(
-            [n for n, _ in known], [value for _, value in known], style, marker="o",
-            markersize=4, color=color_of(name), label=label,
-            linewidth=2.2 if name in ("streamkl", "direct") else 1.4,
+            *zip(*known, strict=True), style, marker="o", markersize=4, color=color, label=label,
+            linewidth=width,
         )  # fmt: skip
     sizes = sorted({n for points in lines.values() for n, _ in points})
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
@@ -110,26 +109,22 @@ def draw_curves(record: Record, sweep: str, axis: str, path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- overview
-SCORES, ROWS = "#f6c9c0", "#c9e4c5"  # a tensor of scores, and per-row values
-# boxes: left and bottom, width, text, color; "" is a heading without a box
-BOXES = (
-    (1.0, 5.0, 1.5, "q k^T", SCORES), (1.0, 4.05, 1.5, "scale, mask", SCORES),
-    (1.0, 3.1, 1.5, "log_softmax", SCORES), (3.0, 5.0, 1.5, "q k^T", SCORES),
-    (3.0, 4.05, 1.5, "scale, mask", SCORES), (3.0, 3.1, 1.5, "softmax", SCORES),
-    (2.0, 2.15, 1.5, "kl_div", SCORES), (7.0, 4.05, 2.6, "attention_kl(is_causal)", ROWS),
-    (7.0, 2.75, 2.6, "sum of per-row values", ROWS),
+PINK, GREEN = "#f6c9c0", "#c9e4c5"  # a tensor of scores, and per-row values
+STEP = 0.95  # from one line of a column to the next
+# columns of the graph from their tops: x, y, color of boxes, lines; those at the ends have no box
+COLUMNS = (
+    (1.0, 6.0, PINK, ("student q, k", "q k^T", "scale, mask", "log_softmax")),
+    (3.0, 6.0, PINK, ("teacher q, k", "q k^T", "scale, mask", "softmax")),
+    (2.0, 2.2, PINK, ("kl_div", "loss")),
+    (
+        7.0,
+        6.0,
+        GREEN,
+        ("q, k of both", "attention_kl(is_causal)", "sum of per-row values", "loss"),
+    ),
 )  # fmt: skip
-TEXTS = (
-    (2.0, 6.25, "before: 8 score-sized tensors"), (7.0, 6.25, "after: one operator"),
-    (1.0, 5.75, "student q, k"), (3.0, 5.75, "teacher q, k"), (6.2, 5.75, "student q, k"),
-    (7.8, 5.75, "teacher q, k"), (2.0, 1.25, "loss"), (7.0, 1.25, "loss"), (4.8, 3.65, "streamkl"),
-)  # fmt: skip
-ARROWS = (
-    (1, 5.6, 1, 5.27), (1, 4.73, 1, 4.32), (1, 3.78, 1, 3.37), (1, 2.83, 1.7, 2.4),
-    (3, 5.6, 3, 5.27), (3, 4.73, 3, 4.32), (3, 3.78, 3, 3.37), (3, 2.83, 2.3, 2.4),
-    (2, 1.88, 2, 1.4), (6.2, 5.6, 6.6, 4.35), (7.8, 5.6, 7.4, 4.35), (7, 3.78, 7, 3.0),
-    (7, 2.48, 7, 1.4), (4.3, 3.4, 5.3, 3.4),
-)  # fmt: skip
+TITLES = ((2.0, "before: 8 score-sized tensors"), (7.0, "after: one operator"))
+ARROWS = ((1.0, 3.0, 1.7, 2.4), (3.0, 3.0, 2.3, 2.4), (4.3, 3.6, 5.3, 3.6))
 
 
 def draw_overview(record: Record, path: Path) -> None:
@@ -140,27 +135,31 @@ def draw_overview(record: Record, path: Path) -> None:
         draw(memory, shown, "sequence length", "peak memory, MiB")
         title = f"attention KL, Llama-3-8B heads, causal, bfloat16\n{about(record)}"
         memory.set_title(title, fontsize=9)
-        for x, y, width, text, color in BOXES:
-            box = {"boxstyle": "round,pad=0.35", "facecolor": color, "linewidth": 0.8}
-            graph.text(x, y, text.center(int(width * 9)), ha="center", va="center", fontsize=8.5,
-                       bbox=box)  # fmt: skip
-        for x, y, text in TEXTS:
-            graph.text(x, y, text, ha="center", va="center", fontsize=9)
-        for x, y, to_x, to_y in ARROWS:
+        arrows = list(ARROWS)
+        middle = {"ha": "center", "va": "center", "fontsize": 9}
+        for x, top, color, names in COLUMNS:
+            for i, name in enumerate(names):
+                box = {"boxstyle": "round,pad=0.35", "facecolor": color, "linewidth": 0.8}
+                is_plain = "q, k" in name or name == "loss"
+                graph.text(x, top - STEP * i, name, bbox=None if is_plain else box, **middle)
+            ends = range(len(names) - 1)
+            arrows += [(x, top - STEP * i - 0.27, x, top - STEP * i - 0.65) for i in ends]
+        for x, text in TITLES:
+            graph.text(x, 6.5, text, **middle)
+        graph.text(4.8, 3.85, "streamkl", **middle)
+        for x, y, to_x, to_y in arrows:
             graph.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "-|>"})
-        graph.set(xlim=(0, 8.6), ylim=(0.9, 6.7))
+        graph.set(xlim=(0, 8.6), ylim=(0.9, 6.8))
         graph.axis("off")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="of records and pictures")
-    parser.add_argument("--overview", type=Path, default=ROOT / "docs" / "overview.png")
-    options = parser.parse_args()
     for stem, (sweep, axis) in CURVES.items():
         record = Record.load(RESULTS / f"{stem.rpartition('-')[0]}.json")
-        draw_curves(record, sweep, axis, options.folder / f"{stem}.png")
-    draw_overview(Record.load(RESULTS / "h200-attention-cases.json"), options.overview)
+        draw_curves(record, sweep, axis, RESULTS / f"{stem}.png")
+    draw_overview(
+        Record.load(RESULTS / "h200-attention-cases.json"), ROOT / "docs" / "overview.png"
+    )
 
 
 if __name__ == "__main__":

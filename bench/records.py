@@ -47,9 +47,7 @@ class Row:
 
     def tflops(self, mode: str = "step") -> float | None:
         """Rate on the least arithmetic, where it is counted."""
-        gflop = self.gflop.get("forward", 0.0) if mode == measure.ALONE else self.gflop.get(mode)
-        if mode == "step":
-            gflop = sum(self.gflop.values())
+        gflop = sum(self.gflop.values()) if mode == "step" else self.gflop.get(mode)
         ms = self.ms(mode)
         return gflop / ms if gflop and ms else None
 

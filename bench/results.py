@@ -14,7 +14,7 @@ from bench.attention import DTYPES
 from bench.heads import QWEN, QWEN_SMALL
 from bench.measure import ROOT
 from bench.records import Record, Row
-from bench.table import markdown_lines, number
+from bench.table import between, markdown_lines, number
 
 FOLDER = ROOT / "bench" / "results"
 TARGET = ROOT / "bench" / "RESULTS.md"
@@ -23,7 +23,7 @@ COLUMNS = ("eager", "inductor", "streamkl", "direct")
 FAMILIES = {
     "attention": "Attention KL", "heads": "LM heads", "programs": "Row programs",
     "steps": "Training steps", "first steps": "First step of a process",
-    "shared": "Several GPUs", "host": "Small calls",
+    "shared": "Several GPUs",
     "matrix": "attention_kl by head_dim, mask and dtype: TFLOP/s",
 }  # fmt: skip
 INTRODUCTION = """# Results
@@ -52,14 +52,12 @@ def render(records: dict[str, Record]) -> str:
     parts = [INTRODUCTION, *markdown_lines(index, map(_about, records.items())), ""]
     shown = {name: r for name, r in records.items() if not name.startswith(NOTES)}
     for family, title in FAMILIES.items():
+        columns = ("record", "case", *COLUMNS, "others")
         lines = [x for name, r in shown.items() for x in _lines(name, r.rows, family)]
         if family == "matrix":
+            columns = ("case", "dtype and tokens: forward, backward")
             lines = _matrix(shown)
         if lines:
-            columns = ("record", "case", *COLUMNS, "others")
-            columns = (
-                ("case", "dtype and tokens: forward, backward") if family == "matrix" else columns
-            )
             parts += [f"## {title}", "", *markdown_lines(columns, lines), ""]
     return "\n".join(parts)
 
@@ -82,41 +80,32 @@ def _lines(name: str, rows: list[Row], family: str) -> Iterable[tuple[str, ...]]
 def _cell(row: Row) -> str:
     if row.status in ("oom", "error"):
         return "out of memory" if row.status == "oom" else "error"
-    ms = row.ms()
-    cell = "" if ms is None else number(ms)
-    cell += f" {number(row.peak_mib)}" if row.peak_mib is not None else ""
-    return cell + (" red" if row.status == "red" else "")
+    peak = f" {number(row.peak_mib)}" if row.peak_mib is not None else ""
+    return number(row.ms()) + peak + (" red" if row.status == "red" else "")
 
 
 def _matrix(records: dict[str, Record]) -> list[tuple[str, str]]:
     """Cases that differ in their dtypes and sizes alone are one line."""
     found: dict[str, list[str]] = {}
-    dtypes = "|".join(DTYPES)
-    for record in records.values():
-        for row in record.rows:
-            if row.family == "matrix":
-                name, _, size = row.case.rpartition(" x ")
-                what, heads = re.sub(r" \d+ x (\d.*)$", "", name), name.rpartition(" x ")[2]
-                heads = heads if heads not in ("32", "8") else ""
-                what, _, dtype = re.sub(rf"^(.*) ({dtypes})$", r"\1|\2", what).partition("|")
-                rates = [number(row.tflops(mode) or 0) for mode in ("forward", "backward")]
-                key = f"{what} {heads and f'heads {heads}'}".strip()
-                found.setdefault(key, []).append(f"{dtype} {size}: {', '.join(rates)}".strip())
+    label = re.compile(rf"(.*?) ({'|'.join(DTYPES)}) \d+ x (.*) x (\d+)$")
+    for row in (row for r in records.values() for row in r.rows if row.family == "matrix"):
+        parts = label.match(row.case)
+        assert parts is not None, row.case
+        what, dtype, heads, size = parts.groups()
+        heads = heads.rpartition(" x ")[2]
+        key = what if heads in ("32", "8") else f"{what} heads {heads}"
+        rates = ", ".join(number(row.tflops(mode) or 0) for mode in ("forward", "backward"))
+        found.setdefault(key, []).append(f"{dtype} {size}: {rates}")
     return [(name, "; ".join(cells)) for name, cells in found.items()]
 
 
 # ------------------------------------------------------------------------------------------- peers
-PEERS = (
-    "h100-peers-topk",
-    "h100-peers",
-    "h100-peers-js",
-    "h100-peers-compiled",
-)  # the first that has a row
+# the first that has a row
+PEERS = ("h100-peers-topk", "h100-peers", "h100-peers-js", "h100-peers-compiled")
 LIGER = ("liger_fused", "liger_chunked", "liger_kl")
 PAGES = {"README.md": False, "docs/guide/comparison.md": True}  # and whether they show every row
 LOSSES = {
-    "forward_kl": "forward KL", "reverse_kl": "reverse KL", "js": "JS",
-    "top 64": "cached top 64",
+    "": "forward KL", ", reverse_kl": "reverse KL", ", js": "JS", ", top 64": "cached top 64",
 }  # fmt: skip
 
 
@@ -134,31 +123,25 @@ def peer(records: dict[str, Record], case: str, provider: str) -> Row | None:
 def peers_table(records: dict[str, Record], is_full: bool) -> list[str]:
     """Returns the table of other libraries: all of it, or the largest head at 8192 tokens."""
     providers = {"direct": "torch_streamkl", "inductor": "torch.compile", "trl": "TRL 1.16"}
-    providers |= {"liger": "Liger 0.8.5"}
-    if is_full:
-        full = ("liger_fused", "liger_chunked", "liger_kl")
-        del providers["liger"]
-        providers |= {name: f"Liger, `{name}`" for name in full}
-        providers |= {"nitrobrew": "vocabulary chunks", "eager": "eager"}
+    providers |= {name: f"Liger, `{name}`" for name in LIGER} | {
+        "nitrobrew": "vocabulary chunks", "eager": "eager",
+    } if is_full else {"liger": "Liger 0.8.5"}  # fmt: skip
     lines: list[tuple[str, ...]] = []
-    errors: dict[str, float] = {}
-    for head in (QWEN, QWEN_SMALL)[: 1 + is_full]:
+    errors = dict.fromkeys(providers, 0.0)
+    sizes = {QWEN: "7B from 32B", QWEN_SMALL: "1.7B from 8B"} if is_full else {QWEN: "7B from 32B"}
+    for head, what in sizes.items():
         for tokens in (8192, 32768) if is_full else (8192,):
             for loss, title in LOSSES.items():
-                of = "" if loss == "forward_kl" else f", {loss}"
-                case = f"{head.name} T={tokens} V={head.vocabulary}{of}"
+                case = f"{head.name} T={tokens} V={head.vocabulary}{loss}"
                 rows = {name: peer(records, case, name) for name in providers}
                 right = [row for row in rows.values() if row and row.status == "ok"]
                 best = min(right, key=lambda row: row.ms() or 0)
-                what = head.name.removeprefix("qwen-").removesuffix("-head").replace("-", " ")
-                what = re.sub(r"(\d)b", r"\1B", what)
-                title = f"{what}, {tokens:,} tokens, {title}"
-                lines.append((title, *(peer_cell(row, row is best) for row in rows.values())))
+                cells = (peer_cell(row, row is best) for row in rows.values())
+                lines.append((f"{what}, {tokens:,} tokens, {title}", *cells))
                 for name, row in rows.items():
-                    if row and row.gradient_error:
-                        errors[name] = max(row.gradient_error, errors.get(name, 0.0))
+                    errors[name] = max(errors[name], (row and row.gradient_error) or 0.0)
     if is_full:
-        lines.append(("largest gradient error", *(f"{errors[name]:.1e}" for name in providers)))
+        lines.append(("largest gradient error", *(f"{x:.1e}" for x in errors.values())))
     return markdown_lines(("Qwen, one NVIDIA H100", *providers.values()), lines)
 
 
@@ -168,13 +151,6 @@ def peer_cell(row: Row | None, is_best: bool) -> str:
         return "" if row is None or row.status != "oom" else "out of memory"
     cell = f"{number(row.ms() or 0)} ms, {(row.peak_mib or 0) / 1024:.1f} GiB"
     return f"**{cell}**" if is_best else cell + (" (inexact)" if row.status == "red" else "")
-
-
-def between(text: str, name: str, lines: Iterable[str]) -> str:
-    """Replaces what lies between two marks of a page."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, rest = text.split(begin)
-    return "\n".join((before + begin, *lines, end + rest.split(end)[1]))
 
 
 def main() -> int:

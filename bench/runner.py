@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,11 @@ from torch import Tensor
 
 from bench import cuda_graphs, measure
 from bench.case import Case, Problem, Truth, total_error
-from bench.measure import Timing
+from bench.measure import MODES, Timing
 from bench.providers import Provider
 from bench.records import Row
 
 BUDGET_OF_INPUTS = 2**31  # bytes: larger inputs get one set instead of three
-WAIT_CYCLES = 60_000_000  # of the device, about 35 ms: longer than the host needs for a step
 
 
 def _same(mine: Any) -> Any:
@@ -36,8 +35,6 @@ class Settings:
     device: torch.device
     seconds: float = 2.0  # of timing per provider and case; 0 compiles and judges
     max_rounds: int = 50
-    alone: bool = False  # forwards without gradients, too
-    host: bool = False  # also how long a step keeps the host, on a GPU
     agree: Callable[[int], int] = _same  # ranks: the largest of all
     worst: Callable[[Row], Row] = _same  # ranks: the slowest, the largest, the farthest off
 
@@ -53,7 +50,7 @@ def run_case(
     device = settings.device
     _forget(device)
     rows = {p.name: _blank(case, p) for p in providers}
-    shared, truth = None, None
+    shared, judge = None, _Judge(case)
     if case.is_shared:
         shared = case.problem(device)
         size = sum(x.nbytes for x in shared.sets[0])
@@ -61,9 +58,8 @@ def run_case(
             shared = case.problem(device, 3)
     if case.is_exact:
         show(f"{case.label}: float64")
-        truth = case.truth(shared or case.problem(device))
+        judge.truth = case.truth(shared or case.problem(device))
         measure.release(device)
-    judge = _Judge(case, truth)
     ready: dict[str, Problem] = {}
     graphs = [p for p in providers if p.graphs]
     for provider in graphs if len(graphs) > 1 else ():
@@ -87,7 +83,7 @@ def run_case(
                 del problem
                 _forget(device)
         keep(list(rows.values()))
-    truth = judge.truth = None  # its memory is the providers' now
+    judge.truth = None  # its memory is the providers' now
     measure.release(device)
     show(f"{case.label}: timing")
     _time(ready, rows, settings)
@@ -100,18 +96,22 @@ def _forget(device: torch.device) -> None:
 
 
 def _blank(case: Case, provider: Provider) -> Row:
-    forward, backward = (x * 1e-9 for x in case.flops())
     return Row(
         case.label, provider.name, case.section, case.sweep, case.shape(), case.source,
-        gflop={"forward": forward, "backward": backward},
+        gflop=_gflop(case.flops()),
     )  # fmt: skip
+
+
+def _gflop(flops: tuple[float, float]) -> dict[str, float]:
+    return {mode: x * 1e-9 for mode, x in zip(MODES, flops, strict=False)}
 
 
 class _Judge:
     """Compares with exact results; with the first provider's where nobody has them."""
 
-    def __init__(self, case: Case, truth: Truth | None) -> None:
-        self.case, self.truth = case, truth
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.truth: Truth | None = None
 
     def __call__(self, loss: float, gradients: list[Tensor]) -> dict[str, Any]:
         if self.case.is_exact and self.truth is not None:
@@ -132,35 +132,30 @@ def _prepare(
     weigh: bool = True,
 ) -> Problem:  # fmt: skip
     """Builds, runs the first step, judges it and weighs another."""
+    naive = shared or judge.case.problem(device)
     start = time.perf_counter()
-    problem = provider.of(judge.case, shared or judge.case.problem(device))
-
-    def one_step() -> Any:
-        return measure.guarded(problem.step, device)
-
-    loss, gradients = one_step()
+    problem = provider.of(judge.case, naive)
+    loss, gradients = problem.step()
     row.loss = float(loss)  # waits
     row.compile_s = time.perf_counter() - start
     has_model = problem.model is not None  # which a step changes, so that its first is judged
     if provider.graphs and not has_model:
-        row.more["graph_replays"] = cuda_graphs.record(one_step)
-        loss, gradients = one_step()
+        row.more["graph_replays"] = cuda_graphs.record(problem.step)
+        loss, gradients = problem.step()
     if problem.is_judged:
         vars(row).update(judge(float(loss), problem.part(gradients)))
     elif problem.flops:
-        forward, backward = (x * 1e-9 for x in problem.flops)
-        row.gflop = {"forward": forward, "backward": backward}
+        row.gflop = _gflop(problem.flops)
     del loss, gradients
     if provider.graphs and has_model:
-        row.more["graph_replays"] = cuda_graphs.record(one_step)
+        row.more["graph_replays"] = cuda_graphs.record(problem.step)
     if has_model:
         problem.model.zero_grad(set_to_none=True)
     if weigh:
-        row.peak_mib = measure.guarded(lambda: measure.peak_mib(one_step, device), device)
+        row.peak_mib = measure.peak_mib(problem.step, device)
         if provider.graphs:
             row.more["graph_pool_mib"] = pool = cuda_graphs.pools_bytes() / measure.MIB
             row.peak_mib += pool
-    row.more |= problem.more
     return problem
 
 
@@ -171,37 +166,12 @@ def _time(ready: dict[str, Problem], rows: dict[str, Row], settings: Settings) -
             if rows[name].status == "ok":
                 rows[name].status, rows[name].detail = "untimed", "compiled and judged"
         return
-    runs = [(measure.MODES, True)] + [((measure.ALONE,), False)] * settings.alone
-    for modes, has_backward in runs:
-        given = (ready, settings.seconds, settings.max_rounds, has_backward, settings.agree)
-        for name, taken in measure.interleaved(*given).items():
-            row = rows[name]
-            if isinstance(taken, measure.OutOfMemory):
-                row.status, row.detail = "oom", str(taken)
-                continue
-            row.samples = row.samples or len(taken)  # steps are timed first
-            for mode in modes:
-                row.timing[mode] = Timing.of([getattr(sample, mode) for sample in taken])
-    if settings.host and settings.device.type == "cuda":
-        takes = {name: partial(_host_ms, problem) for name, problem in ready.items()}
-        rounds = {name: min(rows[name].samples, 15) for name in takes}
-        for name, times in measure.interleaved_calls(takes, rounds).items():
-            if times:
-                rows[name].more["host_ms"] = Timing.of(times).median
-
-
-def _host_ms(problem: Problem, number: int) -> float:
-    """Milliseconds until a step is issued to a device that does not start it yet."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(WAIT_CYCLES)
-    start = time.perf_counter()
-    problem.step(number)
-    elapsed = (time.perf_counter() - start) * 1e3
-    torch.cuda.synchronize()
-    return elapsed
-
-
-def out_of_memory_before(case: Case, provider: Provider) -> Row:
-    """Returns the row of a provider that was out of memory at a smaller size of the same sweep."""
-    row = _blank(case, provider)
-    return replace(row, status="oom", detail="out of memory at a smaller size already")
+    given = settings.seconds, settings.max_rounds, settings.agree
+    samples, failures = measure.interleaved(ready, *given)
+    for name, taken in samples.items():
+        row = rows[name]
+        if name in failures:
+            vars(row).update(failures[name])
+            continue
+        row.samples = len(taken)
+        row.timing = {mode: Timing.of([sample[mode] for sample in taken]) for mode in MODES}

@@ -7,7 +7,7 @@ provider on the same ranks. `sharded_models.py` has training steps of models.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bench.case import Build, Case, Inputs, Loss, Problem, random_tensors
 from bench.costs import CHUNKS, ONE_GPU, Cost, all_gather, all_reduce, all_to_all
+from bench.heads import QWEN, HeadCase
 from bench.measure import MIB, usual_dtype
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.distributed import attention_kl_context_parallel, shard_sequence
@@ -35,17 +36,12 @@ class SharedCase(Case):
     sizes: str = ""
     make: tuple[tuple[str, Callable[[], Problem]], ...] = ()
     costs: dict[str, Cost] = field(default_factory=dict, hash=False)
-    interleaves: bool = True  # all providers' steps fit side by side
+    fits_together: bool = True  # type: ignore[misc]
     roundings: float = 2.0  # of the dtype, that two providers may differ by
 
     family = "shared"
     is_shared = False
     is_exact = False
-    usual = ()
-
-    @property
-    def fits_together(self) -> bool:  # type: ignore[override]
-        return self.interleaves
 
     def shape(self) -> str:
         return self.sizes
@@ -72,61 +68,49 @@ def _problem(loss: Loss, inputs: Sequence[Tensor], part: Part = list) -> Callabl
 
     def make() -> Problem:
         mine: Inputs = tuple(x.detach().requires_grad_(i < 2) for i, x in enumerate(inputs))
-        whole = [mine]
         return Problem(
-            mine[0].device, lambda *x: _whole(loss(*x)), whole,
-            part=lambda gradients: part([_whole(g) for g in gradients]),
+            mine[0].device, lambda *x: whole(loss(*x)), [mine],
+            part=lambda gradients: part([whole(g) for g in gradients]),
         )  # fmt: skip
 
     return make
 
 
-def _whole(x: Any) -> Tensor:
+def whole(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def local(gradients: Sequence[Any]) -> list[Tensor]:
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+
+
+def _slice(size: int, num: int, index: int) -> slice:
+    return slice(size // num * index, size // num * (index + 1))
+
+
 # -------------------------------------------------------------------------------------- vocabulary
-@dataclass(frozen=True)
-class Head:
-    """The sizes of both sides' LM heads."""
+def _head(device: torch.device, tokens: int) -> tuple[HeadCase, Inputs, float]:
+    """A Qwen 7B student and a 32B teacher, or something small; MiB of hidden states' gradients."""
+    head = HeadCase("", "", tokens or 64, 512, 32, 48)
+    if device.type == "cuda":
+        head = replace(QWEN, tokens=tokens or QWEN.tokens)
+    hidden, *others = head.problem(device).sets[0][:4]
+    return head, (hidden, *others), hidden.nbytes / MIB
 
-    tokens: int
-    width: int
-    teacher_width: int
-    vocab: int
 
-    @staticmethod
-    def of(device: torch.device, tokens: int) -> Head:
-        """A Qwen 7B student and a 32B teacher, or something small."""
-        if device.type == "cuda":
-            return Head(tokens or 8192, 3584, 5120, 152064)
-        return Head(tokens or 64, 32, 48, 512)
-
-    def tensors(self, device: torch.device) -> Inputs:
-        """Hidden states and weight of the student, then of the teacher."""
-        widths = (self.width, self.teacher_width)
-        shapes = [(size, w) for w in widths for size in (self.tokens, self.vocab)]
-        scales = [scale for w in widths for scale in (1.0, 2 * w**-0.5)]
-        dtype = usual_dtype(device)
-        return random_tensors(shapes, device, dtype, scales=scales, learning=0)
-
-    def hidden_mib(self, device: torch.device) -> float:
-        return self.tokens * self.width * usual_dtype(device).itemsize / MIB
-
-    def __str__(self) -> str:
-        widths = f"widths {self.width} and {self.teacher_width}"
-        return f"{self.tokens} tokens, {widths}, {self.vocab} vocabulary entries"
+def _sizes(head: HeadCase) -> str:
+    widths = f"widths {head.student_width} and {head.teacher_width}"
+    return f"{head.tokens} tokens, {widths}, {head.vocabulary} vocabulary entries"
 
 
 def vocabulary(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> SharedCase:
     """LM heads of a Qwen 7B student and a 32B teacher whose vocabulary entries ranks share."""
-    head = Head.of(device, tokens)
-    whole = head.tensors(device)
-    size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    mine = slice(head.vocab // size * rank, head.vocab // size * (rank + 1))
-    shards = tuple(x[mine] if i % 2 else x for i, x in enumerate(whole))
+    head, inputs, hidden_mib = _head(device, tokens)
+    size, group = mesh.size(), mesh.get_group()
+    mine = _slice(head.vocabulary, size, mesh.get_local_rank())
+    shards = [x[mine] if i % 2 else x for i, x in enumerate(inputs)]
     dtensors = [
-        DTensor.from_local(x, mesh, [Shard(0) if i % 2 else Replicate()], run_check=False)
+        DTensor.from_local(x.detach(), mesh, [Shard(0) if i % 2 else Replicate()], run_check=False)
         for i, x in enumerate(shards)
     ]
 
@@ -134,25 +118,24 @@ def vocabulary(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> Share
         return [gradients[0], gradients[1][mine]]
 
     def naive(x: Tensor, w: Tensor, t: Tensor, u: Tensor) -> Tensor:
-        log_s = F.linear(x, w).float().log_softmax(-1)
-        log_t = F.linear(t, u).float().log_softmax(-1)
+        log_s, log_t = (F.linear(*y).float().log_softmax(-1) for y in ((x, w), (t, u)))
         return (log_t.exp() * (log_t - log_s)).sum() / head.tokens
 
     make = {
-        ONE_GPU: _problem(_mean_kl, whole, of_vocab),
+        ONE_GPU: _problem(_mean_kl, inputs, of_vocab),
         "streamkl": _problem(partial(_mean_kl, group=group), shards),
         "five all-reduces": _problem(lambda *x: kl_of_shards(*x, group).mean(), shards),
         "DTensor": _problem(naive, dtensors, of_vocab),
     }
-    d_hidden = all_reduce(head.hidden_mib(device), size)
-    states, logits = (x * head.tokens / MIB for x in (24 * size, 8 * head.vocab))
+    d_hidden = all_reduce(hidden_mib, size)
+    states, logits = (x * head.tokens / MIB for x in (24 * size, 8 * head.vocabulary))
     costs = {
         "streamkl": Cost(all_gather(states, size) + d_hidden, d_hidden, waits=1),
         "five all-reduces": Cost(all_reduce(20 * head.tokens / MIB, size) + d_hidden),
         "DTensor": Cost(all_gather(logits, size) + d_hidden),
     }
-    label = "vocabulary" if not tokens or tokens == 8192 else f"vocabulary {tokens}"
-    return SharedCase(label, sizes=str(head), make=tuple(make.items()), costs=costs)
+    label = f"vocabulary {tokens}".removesuffix(" 0").removesuffix(f" {QWEN.tokens}")
+    return SharedCase(label, sizes=_sizes(head), make=tuple(make.items()), costs=costs)
 
 
 def _mean_kl(*x: Tensor, **options: Any) -> Tensor:
@@ -164,10 +147,8 @@ def kl_of_shards(
 ) -> Tensor:
     """As other libraries do it: the shards' logits in memory, one all-reduce after the other."""
     shared = with_summed_gradient(hidden, group.group_name)
-    value: Tensor = _KlOfShards.apply(
-        F.linear(shared, weight), F.linear(teacher_hidden, teacher_weight), group
-    )
-    return value
+    logits = F.linear(shared, weight), F.linear(teacher_hidden, teacher_weight)
+    return _KlOfShards.apply(*logits, group)
 
 
 class _KlOfShards(torch.autograd.Function):
@@ -210,12 +191,10 @@ class _Heads(nn.Module):
         fully_shard(self, mesh=mesh["dp"])
 
     def forward(self, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-        x, t = (
-            DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
-            for x in (hidden, teacher_hidden)
-        )
-        value: Any = linear_kl(x, self.student, t, self.teacher, reduction="mean")
-        return value.to_local().clone()  # FSDP2 warns of views
+        x, t = (DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
+                for x in (hidden, teacher_hidden))  # fmt: skip
+        # FSDP2 warns of views
+        return _mean_kl(x, self.student, t, self.teacher).to_local().clone()  # type: ignore
 
 
 def mesh_shape(num_ranks: int) -> tuple[int, int]:
@@ -228,42 +207,33 @@ def two_dimensions(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> S
     """The LM heads of `vocabulary` on a mesh of 2 x n: FSDP2 x TP."""
     dp, tp = mesh_shape(mesh.size())
     both = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
-    head = Head.of(device, tokens)
-    x, w, t, u = head.tensors(device)
-    my_dp, my_tp = both["dp"].get_local_rank(), both["tp"].get_local_rank()
-    rows = slice(head.tokens // dp * my_dp, head.tokens // dp * (my_dp + 1))
-    vocab = slice(head.vocab // tp * my_tp, head.vocab // tp * (my_tp + 1))
-
-    def one_gpu() -> Problem:
-        made = _problem(_mean_kl, (x, w, t, u))()
-        # of the whole weight the part that FSDP2 leaves to this rank
-        step = -(-(vocab.stop - vocab.start) // dp)
-        start = vocab.start + step * my_dp
-        mine = slice(start, min(start + step, vocab.stop))
-        made.part = lambda gradients: [gradients[1][mine]]
-        return made
+    head, (x, w, t, u), hidden_mib = _head(device, tokens)
+    my_dp = both["dp"].get_local_rank()
+    rows = _slice(head.tokens, dp, my_dp)
+    vocab = _slice(head.vocabulary, tp, both["tp"].get_local_rank())
+    num_entries = vocab.stop - vocab.start
+    # of the whole weight the part that FSDP2 leaves to this rank
+    start = vocab.start + -(-num_entries // dp) * my_dp
+    mine = slice(start, min(start + -(-num_entries // dp), vocab.stop))
 
     def shared() -> Problem:
-        module = _Heads(w[vocab].clone(), u[vocab].clone(), both)
-
-        def local(gradients: list[Any]) -> list[Tensor]:
-            return [g.to_local() for g in gradients]
+        module = _Heads(w[vocab].detach().clone(), u[vocab].clone(), both)
 
         def mean(*inputs: Tensor) -> Tensor:
             return _MeanOfRanks.apply(module(*inputs), both["dp"].get_group())
 
-        return Problem(device, mean, [(x[rows].clone().requires_grad_(), t[rows])], module,
-                       part=local)  # fmt: skip
+        inputs = x[rows].detach().clone().requires_grad_(), t[rows]
+        return Problem(device, mean, [inputs], module, part=local)
 
-    weights = (head.width + head.teacher_width, head.width)  # both gathered, one reduced
-    weight_mib = sum(weights) * (vocab.stop - vocab.start) * x.dtype.itemsize / MIB
-    d_hidden = all_reduce(head.hidden_mib(device) / dp, tp)
+    weights = 2 * head.student_width + head.teacher_width  # both gathered, one reduced
+    exposed = all_gather(weights * num_entries * x.dtype.itemsize / MIB, dp)
+    exposed += all_reduce(hidden_mib / dp, tp)
     states = all_gather(24 * tp * head.tokens / dp / MIB, tp)
-    exposed = all_gather(weight_mib, dp) + d_hidden
+    one_gpu = _problem(_mean_kl, (x, w, t, u), lambda gradients: [gradients[1][mine]])
     make = {ONE_GPU: one_gpu, "FSDP2 x TP": shared}
     costs = {"FSDP2 x TP": Cost(exposed + states, exposed, waits=1)}
-    label = f"mesh {dp} x {tp}" + (f" {tokens}" if tokens not in (0, 8192) else "")
-    return SharedCase(label, sizes=str(head), make=tuple(make.items()), costs=costs)
+    label = f"mesh {dp} x {tp} {tokens}".removesuffix(" 0").removesuffix(f" {QWEN.tokens}")
+    return SharedCase(label, sizes=_sizes(head), make=tuple(make.items()), costs=costs)
 
 
 class _MeanOfRanks(torch.autograd.Function):
@@ -284,23 +254,17 @@ class _MeanOfRanks(torch.autograd.Function):
 def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 0) -> SharedCase:
     """Causal attention maps of 32 heads whose rows ranks share."""
     size = mesh.size()
-    heads, kv, dim = (32, 8, 128) if device.type == "cuda" else (16, 8, 16)
-    num_rows = num_rows or (65536 if device.type == "cuda" else 128)
-    dtype = usual_dtype(device)
-    shapes = [(1, h, num_rows, dim) for h in (heads, kv, heads, kv)]
-    whole = random_tensors(shapes, device, dtype, learning=0)
+    usual, heads, kv, dim = (65536, 32, 8, 128) if device.type == "cuda" else (128, 16, 8, 16)
+    n, dtype = num_rows or usual, usual_dtype(device)
+    shapes = [(1, h, n, dim) for h in (heads, kv, heads, kv)]
+    inputs = random_tensors(shapes, device, dtype, learning=0)
 
     def of_rank(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [shard_sequence(x, mesh) for x in tensors]
 
-    parts = of_rank(whole)
     options: dict[str, Any] = {"is_causal": True, "reduction": "mean"}
-
-    def shared(method: str) -> Loss:
-        return partial(attention_kl_context_parallel, mesh=mesh, method=method, **options)
-
-    head_mib = num_rows * dim * dtype.itemsize / MIB  # of all ranks
-    rows_mib = heads * num_rows * 4 / MIB / size  # values of a rank's rows, in float32
+    head_mib = n * dim * dtype.itemsize / MIB  # of all ranks
+    rows_mib = heads * n * 4 / MIB / size  # values of a rank's rows, in float32
     keys, sums = kv * head_mib, kv * head_mib * 4 / dtype.itemsize
     # queries and keys of both sides go, values come back; a gradient of the values goes, and the
     # student's gradients come back
@@ -313,8 +277,10 @@ def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 0) -> Share
         # around, of which the last step shows
         "ring": Cost(all_gather(4 * keys, size) + sums, sums / size, 1, CHUNKS),
     }
-    make = {ONE_GPU: _problem(partial(attention_kl, **options), whole, of_rank)}
-    make |= {method: _problem(shared(method), parts) for method in costs}
-    shape = f"{heads} heads, {kv} key heads, {num_rows} rows, head_dim {dim}"
-    label = "sequence" if num_rows in (128, 65536) else f"sequence {num_rows}"
+    make = {ONE_GPU: _problem(partial(attention_kl, **options), inputs, of_rank)}
+    for method in costs:
+        call = partial(attention_kl_context_parallel, mesh=mesh, method=method, **options)
+        make[method] = _problem(call, of_rank(inputs))
+    shape = f"{heads} heads, {kv} key heads, {n} rows, head_dim {dim}"
+    label = "sequence" if n == usual else f"sequence {n}"
     return SharedCase(label, sizes=shape, make=tuple(make.items()), costs=costs)

@@ -20,7 +20,6 @@ from bench.measure import usual_dtype
 
 VOCABULARY = 30522  # of BERT
 NUM_LABELS = 2
-OBJECTIVES = ("attention", "attention+logits")
 
 
 def build(
@@ -48,6 +47,10 @@ def build(
     return model
 
 
+def frozen(model: Any) -> Any:
+    return model.eval().requires_grad_(False)
+
+
 @dataclass(frozen=True)
 class StepCase(Case):
     """A student that learns from a teacher, each provider's own with the same weights.
@@ -60,7 +63,6 @@ class StepCase(Case):
     seqlen: int = 512
 
     family = "steps"
-    axis = "context in tokens"
     is_shared = False
 
     @property
@@ -70,9 +72,6 @@ class StepCase(Case):
     @property
     def sweep(self) -> tuple[str, int]:
         return f"{self.name} B={self.batch_size}", self.seqlen
-
-    def resized(self, size: int) -> Case:
-        return replace(self, seqlen=size)
 
     def models(self, device: torch.device) -> tuple[Any, Any]:
         raise NotImplementedError
@@ -99,8 +98,8 @@ class StepCase(Case):
 
     def truth(self, problem: Problem) -> Truth:
         """Of the first step, in float64; all gradients together: some may be zero."""
-        teacher, batch = problem.teacher, problem.sets[0]
-        wide = [copy.deepcopy(x).double() for x in (problem.model, teacher)]
+        batch = problem.sets[0]
+        wide = [copy.deepcopy(x).double() for x in (problem.model, problem.teacher)]
         exact = Problem(problem.device, self.loss_of(*wide), [batch], wide[0])
         loss, expected = exact.step()
         naive, gradients = replace(problem, finish=lambda: None).step()
@@ -108,41 +107,67 @@ class StepCase(Case):
         return Truth.of((float(loss), expected), (off, gradients), dtype, total_error)
 
 
+def kl_of_maps(
+    teacher: Iterable[Tensor], student: Iterable[Tensor], mask: Tensor | None = None
+) -> Tensor:
+    """KL of each student layer's maps to those of the teacher's layer at the same depth, summed.
+
+    Each is the mean over rows that the mask has.
+    """
+    teacher, student, total = tuple(teacher), tuple(student), 0.0
+    every = len(teacher) // len(student)
+    for of_teacher, of_student in zip(teacher[every - 1 :: every], student, strict=True):
+        p, q = of_teacher.float(), of_student.float()
+        kl = (p * (p.clamp_min(1e-12).log() - q.clamp_min(1e-12).log())).sum(-1)
+        total = total + mean_of_rows(kl, mask)
+    return total
+
+
+def mean_of_rows(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Of ``[batch, heads, rows]``, rows that are padding left out."""
+    if mask is None:
+        return x.mean()
+    rows = mask[:, None, :].to(torch.float32)
+    return (x * rows).sum() / (rows.sum() * x.shape[1])
+
+
 # ------------------------------------------------------------------------- a pair of decoders
 @dataclass(frozen=True)
-class Pair:
-    """Two Llama models that differ in depth; student layer i learns from teacher layer 2 i + 1."""
+class Llama:
+    """A decoder's widths and depth; the head has weights of its own."""
 
     name: str
     hidden_size: int
     intermediate_size: int
+    num_layers: int
     num_heads: int
     num_kv_heads: int
     vocabulary: int
-    contexts: tuple[int, ...]
-    teacher_layers: int = 4
-    student_layers: int = 2
 
-    def model(self, device: torch.device, layers: int, seed: int) -> Any:
+    def model(
+        self, device: torch.device, seed: int, context: int, dtype: torch.dtype | None = None,
+        attention: str = "eager",
+    ) -> Any:  # fmt: skip
         return build(
-            "LlamaForCausalLM", seed, device, usual_dtype(device),
+            "LlamaForCausalLM", seed, device, dtype or usual_dtype(device), attention,
             vocab_size=self.vocabulary, hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size, num_hidden_layers=layers,
+            intermediate_size=self.intermediate_size, num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
-            max_position_embeddings=max(self.contexts),
+            max_position_embeddings=context,
         )  # fmt: skip
 
-    def models(self, device: torch.device) -> tuple[Any, Any]:
-        """Student and teacher."""
-        student = self.model(device, self.student_layers, 1)
-        return student, self.model(device, self.teacher_layers, 0).eval().requires_grad_(False)
+    @property
+    def num_parameters(self) -> int:
+        """Of the layers and the embeddings, without the head."""
+        kv = self.hidden_size * self.num_kv_heads // self.num_heads
+        layer = self.hidden_size * (2 * self.hidden_size + 2 * kv + 3 * self.intermediate_size)
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        return self.num_layers * layer + self.vocabulary * self.hidden_size + norms
 
 
-PAIRS = {
-    "cuda": Pair(
-        "llama-pair", 2048, 5632, 32, 8, 32000, (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-    ),
-    "cpu": Pair("small-llama-pair", 256, 704, 8, 4, 8192, (512, 1024, 2048, 4096)),
+LLAMAS = {  # students, whose teachers are twice as deep
+    "cuda": Llama("llama-pair", 2048, 5632, 2, 32, 8, 32000),
+    "cpu": Llama("small-llama-pair", 256, 704, 2, 8, 4, 8192),
 }
 
 
@@ -150,8 +175,9 @@ PAIRS = {
 class LlamaStep(StepCase):
     """A step of a pair without an optimiser; float64 does not fit, losses stand side by side."""
 
-    pair: Pair | None = None
+    student: Llama = LLAMAS["cpu"]
     objective: str = "attention"
+    depth: int = 2  # layers of the teacher for each of the student
 
     is_exact = False
     fits_together = False
@@ -160,8 +186,9 @@ class LlamaStep(StepCase):
         return f"KL of {self.objective}"
 
     def models(self, device: torch.device) -> tuple[Any, Any]:
-        assert self.pair is not None
-        return self.pair.models(device)
+        teacher = replace(self.student, num_layers=self.depth * self.student.num_layers)
+        student = self.student.model(device, 1, self.seqlen)
+        return student, frozen(teacher.model(device, 0, self.seqlen))
 
     def loss_of(self, student: Any, teacher: Any) -> Loss:
         with_logits = self.objective == "attention+logits"
@@ -174,18 +201,16 @@ class LlamaStep(StepCase):
                 t = teacher(input_ids=ids, output_attentions=True, use_cache=False)
             s = student(input_ids=ids, output_attentions=True, use_cache=False)
             if with_logits:
-                log_s = F.log_softmax(s.logits.float(), dim=-1)
-                target = F.softmax(t.logits.float(), dim=-1)
+                log_s, target = s.logits.float().log_softmax(-1), t.logits.float().softmax(-1)
                 rest = F.kl_div(log_s, target, reduction="none").sum(-1).mean()
             else:  # something for the rest of the network to learn
                 rest = s.last_hidden_state.float().square().mean() * 1e-3
-            return rest + kl_of_maps(t.attentions[1::2], s.attentions)
+            return rest + kl_of_maps(t.attentions, s.attentions)
 
         return loss
 
     def batch(self, device: torch.device) -> tuple[Tensor, ...]:
-        assert self.pair is not None
-        return (random_ids(self.pair.vocabulary, self.batch_size, self.seqlen, device),)
+        return (random_ids(self.student.vocabulary, self.batch_size, self.seqlen, device),)
 
 
 def random_ids(
@@ -193,24 +218,6 @@ def random_ids(
 ) -> Tensor:
     generator = torch.Generator(device).manual_seed(seqlen if seed is None else seed)
     return torch.randint(vocabulary, (batch, seqlen), device=device, generator=generator)
-
-
-def kl_of_maps(
-    teacher: Iterable[Tensor], student: Iterable[Tensor], mask: Tensor | None = None
-) -> Tensor:
-    """Of the maps of layers, the mean over rows that the mask has, summed."""
-    total: Any = 0.0
-    for of_teacher, of_student in zip(teacher, student, strict=True):
-        p, q = of_teacher.float(), of_student.float()
-        kl = (p * (p.clamp_min(1e-12).log() - q.clamp_min(1e-12).log())).sum(-1)
-        total = total + (kl.mean() if mask is None else mean_of_rows(kl, mask))
-    return total
-
-
-def mean_of_rows(x: Tensor, mask: Tensor) -> Tensor:
-    """Of ``[batch, heads, rows]``, rows that are padding left out."""
-    rows = mask[:, None, :].to(torch.float32)
-    return (x * rows).sum() / (rows.sum() * x.shape[1])
 
 
 # ---------------------------------------------------------------------------- pairs of encoders
@@ -230,7 +237,7 @@ class Batch(NamedTuple):
         ids = torch.randint(VOCABULARY, (batch, seqlen), generator=generator)
         mask = (torch.arange(seqlen) < lengths).long()
         labels = torch.randint(NUM_LABELS, (batch,), generator=generator)
-        return Batch(ids.to(device), mask.to(device), labels.to(device))
+        return Batch(*(x.to(device) for x in (ids, mask, labels)))
 
 
 @dataclass(frozen=True)
@@ -261,8 +268,7 @@ class ShortStep(StepCase):
             )  # fmt: skip
 
         student = model(self.hidden_size, self.num_layers, self.num_heads, 1)
-        teacher = model(self.teacher_width, self.teacher_layers, 12, 0)
-        return student, teacher.eval().requires_grad_(False)
+        return student, frozen(model(self.teacher_width, self.teacher_layers, 12, 0))
 
     def optimizer(self, student: nn.Module) -> torch.optim.Optimizer:
         on_gpu = next(student.parameters()).is_cuda
@@ -274,7 +280,6 @@ class ShortStep(StepCase):
     def loss_of(self, student: nn.Module, teacher: nn.Module) -> Loss:
         """The naive loss of a batch, that of the labels added."""
         of_maps = self.objective == "maps"
-        divergence = maps_kl if of_maps else relations_kl
         options = {"output_attentions" if of_maps else "output_hidden_states": True}
 
         def loss(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
@@ -282,15 +287,11 @@ class ShortStep(StepCase):
                 t = teacher(ids, mask, **options)
             s = student(ids, mask, **options)
             task = F.cross_entropy(s.logits.float(), labels)
-            return task + divergence(student, s, teacher, t, mask)
+            if of_maps:
+                return task + kl_of_maps(t.attentions, s.attentions, mask)
+            return task + relations_kl(student, s, teacher, t, mask)
 
         return loss
-
-
-def maps_kl(student: Any, s: Any, teacher: Any, t: Any, mask: Tensor) -> Tensor:
-    """KL of each student layer's maps to those of the teacher's layer at the same depth."""
-    every = len(t.attentions) // len(s.attentions)
-    return kl_of_maps(t.attentions[every - 1 :: every], s.attentions, mask)
 
 
 def relations_kl(student: Any, s: Any, teacher: Any, t: Any, mask: Tensor) -> Tensor:
@@ -330,11 +331,11 @@ def steps(device: str, quick: bool) -> list[Case]:
     )  # fmt: skip
     if quick:
         return [replace(students[1], batch_size=1, seqlen=16, num_layers=2, teacher_layers=4)]
-    pair = PAIRS[device]
-    decoders = [
-        LlamaStep(f"llama-{objective}", pair.name, 1, n, pair, objective)
-        for objective in OBJECTIVES
-        for n in pair.contexts
-    ]
     short = [replace(x, batch_size=32, seqlen=n) for n in (128, 512) for x in students]
-    return [*short, *decoders]
+    llama = LLAMAS[device]
+    lengths = (8192, 16384, 131072) if device == "cuda" else (512, 1024, 2048, 4096)
+    decoders = [LlamaStep("llama-attention", llama.name, 1, n, llama) for n in lengths]
+    # every layer of both is compared
+    same_depth = replace(decoders[0], name="llama-all-layers", seqlen=512, depth=1)
+    deep = replace(same_depth, student=replace(llama, num_layers=4))
+    return [*short, *decoders, deep]

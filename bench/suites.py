@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,8 +21,7 @@ Build = Callable[[str, bool], list[Case]]  # of a device, and whether quickly
 class Suite:
     note: str
     build: Build
-    needs_ranks: bool = False
-    providers: tuple[str, ...] = ()  # where none is named
+    providers: tuple[str, ...] | None = None  # where none is named; None: all usual ones
 
 
 def _same(name: str, source: str, batch: int, seqlen: int, *sizes: int) -> AttentionCase:
@@ -96,17 +96,13 @@ def short(device: str, quick: bool) -> list[Case]:
 # ------------------------------------------------------------------------------------------ matrix
 def cell(
     dim: int, mask: str, dtype: str = "bf16", seqlen: int = TOKENS, teacher_dim: int = 0,
-    heads: int = 32, kv: int = 0, teacher_kv: int = 0, queries: int = 0,
-    divergence: str = "forward_kl",
+    heads: int = 32, kv: int = 0, teacher_kv: int = 0, **more: Any,
 ) -> AttentionCase:  # fmt: skip
     heads = 8 if dtype == "fp32" else heads  # as full a GPU, in a quarter of the time
-    sides = [
-        Heads(heads, n or kv or heads, d) for d, n in ((dim, kv), (teacher_dim or dim, teacher_kv))
-    ]
-    batch = max(1, TOKENS // seqlen)
-    return AttentionCase(
-        "matrix", "", *sides, batch, seqlen, mask, divergence, dtype, queries, in_matrix=True
-    )
+    kv = kv or heads
+    sides = Heads(heads, kv, dim), Heads(heads, teacher_kv or kv, teacher_dim or dim)
+    more |= {"mask": mask, "dtype": dtype, "in_matrix": True}
+    return AttentionCase("matrix", "", *sides, max(1, TOKENS // seqlen), seqlen, **more)
 
 
 def matrix(device: str, quick: bool) -> list[Case]:
@@ -117,9 +113,8 @@ def matrix(device: str, quick: bool) -> list[Case]:
         made = [*small, cell(16, "causal", "bf16", 256, 24, kv=2), cell(16, "none", queries=8)]
         return list(dict.fromkeys(replace(c, batch=1) for c in made))
     dims, both = (64, 128, 32, 96, 192, 256), ("none", "causal")
-    masks = [mask for mask in MASKS if mask != "blocks"]
     cells = [cell(d, mask, seqlen=n) for n in (8192, 512, 2048) for d in dims for mask in both]
-    cells += [cell(d, mask, dtype) for d in (64, 128) for mask in masks for dtype in DTYPES]
+    cells += [cell(d, mask, dtype) for d in (64, 128) for mask in MASKS for dtype in DTYPES]
     cells += [
         cell(s, mask, teacher_dim=t) for s, t in ((64, 128), (32, 64), (128, 64)) for mask in both
     ]
@@ -128,7 +123,7 @@ def matrix(device: str, quick: bool) -> list[Case]:
         cell(128, mask, kv=n, teacher_kv=m) for mask in both for n, m in ((8, 32), (32, 8), (8, 4))
     ]
     cells += [cell(128, "none", seqlen=131072, kv=8, queries=n) for n in (1, 16, 64)]
-    cells += [cell(128, "causal", seqlen=131072, heads=8), cell(128, "blocks")]
+    cells += [cell(128, "causal", seqlen=131072, heads=8)]
     cells += [cell(128, "none", divergence=x) for x in DIVERGENCES]
     cells += [cell(128, "causal", divergence="clamps")]
     cells += [cell(d, mask, seqlen=32768) for d in dims for mask in both]
@@ -137,20 +132,19 @@ def matrix(device: str, quick: bool) -> list[Case]:
 
 def programs(device: str, quick: bool) -> list[Case]:
     """Row programs next to what they replace or are compared with."""
-    large = device == "cuda" and not quick
-    maps = _same("maps", "32 heads of 128", 1, 8192, 32, 32, 128)
-    maps = maps if large else _same("maps", "small", 1, 64, 2, 2, 16)
+    maps = _same("maps", "small", 1, 64, 2, 2, 16)
+    if device == "cuda" and not quick:
+        maps = _same("maps", "32 heads of 128", 1, 8192, 32, 32, 128)
     formulas = ("forward_kl", "js", "squares", "weighted")
     return [
         *(
-            replace(maps, mask=mask, divergence=of, has_programs=of != "js",
-                    name="maps" if mask == "none" else "maps, causal")
-            for mask in ("none", "causal")
-            for of in formulas
+            replace(maps, name=name, mask=mask, divergence=x, has_programs=x != "js")
+            for name, mask in (("maps", "none"), ("maps, causal", "causal"))
+            for x in formulas
         ),
         *indexer.programs(device, quick),
         *heads.programs(device, quick),
-    ]  # fmt: skip
+    ]
 
 
 def compiled(device: str, quick: bool) -> list[Case]:
@@ -163,42 +157,38 @@ def compiled(device: str, quick: bool) -> list[Case]:
     return [*maps, *heads.compiled(device, quick)]
 
 
-SMALL = ("inductor", "streamkl[streamkl.min_mib=0.0]")
+GRAPHS = ("inductor-graphs", "streamkl-graphs")
 SUITES: dict[str, Suite] = {
     "usual": Suite("attention and LM heads of real models, sizes growing", usual),
     "peers": Suite(
         "LM heads: other libraries next to ours", heads.peers,
-        providers=("eager", "inductor", "streamkl", "direct", "trl", "liger_fused",
-                   "liger_chunked", "liger_kl", "nitrobrew"),
+        ("eager", "inductor", "streamkl", "direct", "trl", "liger_fused", "liger_chunked",
+         "liger_kl", "nitrobrew"),
     ),
-    "matrix": Suite(
-        "attention_kl by head_dim, mask, dtype and length", matrix, providers=("direct",)
-    ),
-    "programs": Suite(
-        "row programs next to what they replace", programs,
-        providers=("inductor", "direct"),
-    ),
+    "matrix": Suite("attention_kl by head_dim, mask, dtype and length", matrix, ("direct",)),
+    "programs": Suite("row programs next to what they replace", programs, ("inductor", "direct")),
     "chosen": Suite(
         "an indexer's KL over the chosen keys of a query, next to that over all keys",
-        indexer.chosen_keys,
+        indexer.chosen_keys, (),
     ),
-    "compiled": Suite("row programs in graphs, from small sizes on", compiled, providers=SMALL),
+    "compiled": Suite(
+        "row programs in graphs, from small sizes on", compiled,
+        ("inductor", "streamkl[streamkl.min_mib=0.0]"),
+    ),
     "steps": Suite(
-        "training steps of pairs of models", steps.steps,
-        providers=("inductor", "streamkl", "inductor-graphs", "streamkl-graphs"),
+        "training steps of pairs of models", steps.steps, ("inductor", "streamkl", *GRAPHS)
     ),
     "short": Suite(
         "the KLs of short training steps alone", short,
-        providers=("inductor", "direct", "streamkl", "inductor-graphs", "streamkl-graphs"),
+        ("inductor", "direct", "streamkl", *GRAPHS),
     ),
-    "shared": Suite("problems that several GPUs share", lambda *_: [], needs_ranks=True),
+    "shared": Suite("problems that several GPUs share", lambda *_: []),
 }  # fmt: skip
 
 
 def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
     """Returns the chosen cases of the chosen suite."""
-    suite = SUITES[options.suite]
-    made = suite.build(device.type, options.quick)
+    made = SUITES[options.suite].build(device.type, options.quick)
     if options.sizes:
         made = list(dict.fromkeys(c.resized(n) for n in options.sizes for c in made))
     return select(made, options.cases)

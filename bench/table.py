@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bench.measure import ALONE
+from bench.measure import MODES
 from bench.records import Row
 
 COLUMNS = (
@@ -21,42 +21,41 @@ def text(rows: Sequence[Row]) -> str:
     lines = [f"{rows[0].case}  ({rows[0].shape})"]
     lines += markdown_lines(COLUMNS, (_cells(r, right) for r in rows))
     for r in rows:
-        shown = {k: v if isinstance(v, str) else number(v) for k, v in r.more.items()}
-        more = ", ".join(f"{k} {v}" for k, v in shown.items())
-        if alone := r.ms(ALONE):
-            more += f" forward alone {number(alone)} ms, {number(r.tflops(ALONE) or 0)} TFLOP/s"
+        more = ", ".join(f"{k} {number(v)}" for k, v in r.more.items())
         if r.status != "ok" or more:
             lines.append(f"{r.provider}: {r.status} {r.detail} {more}".rstrip())
     return "\n".join([*lines, ""])
 
 
-def _cells(r: Row, right: dict[str, float]) -> tuple[str, ...]:
+def _cells(r: Row, right: dict[str, float]) -> list[str]:
     """One row; ``right`` are the milliseconds of providers that a time may be compared with."""
-    cells = {"provider": r.provider, "forward ms": "" if r.timing else r.status}
-    for mode in ("forward", "backward", "step"):
-        if (ms := r.ms(mode)) is not None:
-            cells[f"{mode} ms"] = number(ms)
+    times = [number(r.ms(mode)) for mode in MODES] if r.timing else [r.status, "", ""]
+    spread, ratios = "", ["", ""]
     if timing := r.timing.get("step"):
-        cells["spread"] = f"{(timing.high - timing.low) / timing.median:.0%}"
-        for name in ("eager", "inductor"):
+        spread = f"{(timing.high - timing.low) / timing.median:.0%}"
+        ratios = [
             # a result that is wrong is compared with nothing
-            ratio = f"{right[name] / timing.median:.2f}x" if name in right else ""
-            cells[f"vs {name}"] = "red" if r.status == "red" else ratio
-    if (rate := r.tflops()) is not None:
-        cells["TFLOP/s"] = number(rate)
-    if r.peak_mib is not None:
-        cells["peak MiB"] = number(r.peak_mib)
-    errors = {"loss error": r.loss_error, "gradient error": r.gradient_error}
-    for name, error in (errors | {"may be": r.gradient_budget}).items():
-        cells[name] = "" if error is None else f"{error:.1e}"
-    return tuple(cells.get(name, "") for name in COLUMNS)
+            "red" if r.status == "red"
+            else f"{right[name] / timing.median:.2f}x" if name in right else ""
+            for name in ("eager", "inductor")
+        ]  # fmt: skip
+    errors = ["" if error is None else f"{error:.1e}"
+              for error in (r.loss_error, r.gradient_error, r.gradient_budget)]  # fmt: skip
+    return [r.provider, *times, spread, number(r.tflops()), number(r.peak_mib), *errors, *ratios]
 
 
-def number(x: float) -> str:
+def number(x: float | None) -> str:
     """Three digits."""
-    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+    return "" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def markdown_lines(head: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
     """A table of Markdown."""
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *cells)]
+
+
+def between(text: str, name: str, lines: Iterable[str]) -> str:
+    """Replaces what lies between two marks of a page."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = text.split(begin)
+    return "\n".join((before + begin, *lines, end + rest.split(end)[1]))

@@ -1,17 +1,11 @@
-"""Kernels without timing: compiled for GPUs that are not here, sanitised, and their counters."""
+"""Kernels without timing: compiled for GPUs that are not here, and sanitised."""
 
 from bench.offline.compile import (
-    KIB,
-    OPTIONS,
     TARGETS,
-    Descriptor,
     Launch,
-    Resources,
-    Target,
     check_frontend,
     compile_launch,
     looks_like,
-    loops_of,
     ptxas_messages,
     record_launches,
     signature_of,
@@ -19,17 +13,11 @@ from bench.offline.compile import (
 )
 
 __all__ = [
-    "KIB",
-    "OPTIONS",
     "TARGETS",
-    "Descriptor",
     "Launch",
-    "Resources",
-    "Target",
     "check_frontend",
     "compile_launch",
     "looks_like",
-    "loops_of",
     "ptxas_messages",
     "record_launches",
     "signature_of",

@@ -26,9 +26,9 @@ import triton
 from tqdm import tqdm
 
 from bench.offline import cells as offline_cells
-from bench.offline.cells import DTYPES, EVERY_VARIANT, HEAD_DIMS, WORK, Cell
+from bench.offline.cells import DTYPES, WORK, Cell
 from bench.offline.compile import TARGETS, compile_launch
-from bench.table import markdown_lines
+from bench.table import between, markdown_lines
 
 RECORD = Path("bench/results/gpus.csv")
 DOCUMENT = Path("docs/evidence/gpus.md")
@@ -120,18 +120,16 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
     for r in rows:
         groups.setdefault((r.target, r.dtype), []).append(r)
     lines = []
-    order = {name: i for i, name in enumerate((*TARGETS, *DTYPES))}
-    for key in sorted(groups, key=lambda k: (order[k[0]], order[k[1]])):
-        (target, dtype), group = key, groups[key]
+    order = [*TARGETS, *DTYPES]
+    for target, dtype in sorted(groups, key=lambda key: [order.index(x) for x in key]):
+        group = groups[target, dtype]
         worst = max(group, key=lambda r: r.spill_bytes)
         most = {n: max(getattr(r, n) for r in group) for n in ("shared_bytes", "registers")}
         size = f"head_dim {worst.head_dim}, " if worst.head_dim else ""
         where = f"{worst.kernel}, {size}{worst.variant}" if worst.spill_bytes else ""
-        lines.append(
-            (target, dtype, f"{len(group)}", f"{most['shared_bytes'] / 1024:.0f}",
-             f"{TARGETS[target].shared_bytes // 1024}", f"{worst.spill_bytes}", where,
-             f"{most['registers']}")
-        )  # fmt: skip
+        shared = (f"{x / 1024:.0f}" for x in (most["shared_bytes"], TARGETS[target].shared_bytes))
+        spills = f"{worst.spill_bytes}", where, f"{most['registers']}"
+        lines.append((target, dtype, f"{len(group)}", *shared, *spills))
     return lines
 
 
@@ -149,17 +147,11 @@ def coverage(rows: list[Row]) -> list[tuple[str, ...]]:
 def render() -> None:
     """Write the tables of what was compiled into docs/evidence/gpus.md."""
     rows = load()
-    between(DOCUMENT, "coverage", "\n".join(markdown_lines(OF_WORK, coverage(rows))))
     versions = " and ".join(sorted({r.triton for r in rows}))
     note = f"{len(rows)} kernels, compiled by Triton {versions}:"
-    between(DOCUMENT, "matrix", "\n".join((note, "", *markdown_lines(COLUMNS, table(rows)))))
-
-
-def between(path: Path, name: str, text: str) -> None:
-    """Replace what lies between two marks of a document."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, rest = path.read_text().split(begin)
-    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+    text = between(DOCUMENT.read_text(), "coverage", markdown_lines(OF_WORK, coverage(rows)))
+    lines = (note, "", *markdown_lines(COLUMNS, table(rows)))
+    DOCUMENT.write_text(between(text, "matrix", lines))
 
 
 Specialized = frozenset[tuple[Any, ...]]  # launches that need not be compiled
@@ -202,17 +194,15 @@ def compile_all(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--targets", nargs="+", choices=tuple(TARGETS), default=tuple(TARGETS))
-    parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
-    parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS)
-    parser.add_argument("--variants", nargs="+", choices=EVERY_VARIANT, default=EVERY_VARIANT)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell later")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where new rows go")
-    parser.add_argument("--add", nargs="*", type=Path, default=[], help="records of other runs")
-    parser.add_argument("--fresh", action="store_true", help="forget what was compiled")
-    parser.add_argument("--render", action="store_true", help="only write the tables")
+    add = parser.add_argument
+    add("--targets", nargs="+", choices=tuple(TARGETS), default=tuple(TARGETS))
+    add("--work", nargs="+", choices=WORK, default=WORK)
+    add("--jobs", type=int, default=2)
+    add("--seconds", type=float, default=float("inf"), help="begin no cell later")
+    add("--record", type=Path, default=RECORD, help="where new rows go")
+    add("--add", nargs="*", type=Path, default=[], help="records of other runs")
+    add("--fresh", action="store_true", help="forget what was compiled")
+    add("--render", action="store_true", help="only write the tables")
     options = parser.parse_args(arguments)
     if options.add or options.render:
         save(merged(load(), *(load(path) for path in options.add)))
@@ -222,9 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     launches: dict[Cell, set[tuple[Any, ...]]] = {}
     for r in [] if options.fresh else merged(load(), rows):
         launches.setdefault(r.cell, set()).add(r.launch)
-    wanted = offline_cells.cells(
-        options.work, options.variants, options.head_dims, options.dtypes, options.targets
-    )
+    wanted = offline_cells.cells(options.work, options.targets)
     items = [(c, frozenset(launches.get(c, ()))) for c in wanted]
     failed = 0
     found_cells = compile_all(items, options.jobs, options.seconds)

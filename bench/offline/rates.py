@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from bench.offline.cells import Cell, launches_of, name_of
 from bench.offline.compile import compile_launch, loops_of
-from bench.offline.matrix import DOCUMENT, between
-from bench.table import markdown_lines, number
+from bench.offline.matrix import DOCUMENT
+from bench.table import between, markdown_lines, number
 
 ISSUED = 128  # instructions of threads that a multiprocessor issues in a clock
 EXPONENTIALS = 16  # of its special-function units in a clock
@@ -118,6 +118,6 @@ def rows() -> list[tuple[str, ...]]:
 
 
 if __name__ == "__main__":
-    table = "\n".join(markdown_lines(COLUMNS, rows()))
-    print(table)
-    between(DOCUMENT, "rates", table)
+    table = markdown_lines(COLUMNS, rows())
+    print("\n".join(table))
+    DOCUMENT.write_text(between(DOCUMENT.read_text(), "rates", table))

@@ -1,4 +1,4 @@
-"""Code of the documentation runs, and its graphs are those of today.
+"""Code of README and docs runs, prints what is shown, and its graphs are those of today.
 
 python -m tests.packaging.test_docs_code  # write the graphs into docs/how-it-works/overview.md
 """
@@ -6,6 +6,8 @@ python -m tests.packaging.test_docs_code  # write the graphs into docs/how-it-wo
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +16,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from bench.table import between
 from torch_streamkl.fx_passes.backend import rewrite_and_report
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.reporting.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = ROOT / "docs" / "guide"
-OVERVIEW = ROOT / "docs" / "how-it-works" / "overview.md"
+DOCS = ROOT / "docs"
+OVERVIEW = DOCS / "how-it-works" / "overview.md"
+README = (ROOT / "README.md").read_text()
 VIEWS = {"permute", "flatten", "unsqueeze", "reshape", "getattr"}
 
 
+# ------------------------------------------------------------------------------------------ guide
 def run(page: str) -> dict[str, Any]:
-    """What the blocks of a page define, one after the other."""
+    """What the blocks of a page of the guide define, one after the other."""
     scope: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", (GUIDE / page).read_text(), re.DOTALL):
+    for block in re.findall(
+        r"```python\n(.*?)```", (DOCS / "guide" / page).read_text(), re.DOTALL
+    ):
         exec(block, scope)
     return scope
 
 
-@pytest.mark.parametrize(
-    "page", ["attention.md", "cached-teachers.md", "indexers.md", "lm-heads.md"]
-)
+@pytest.mark.parametrize("page", ["attention.md", "cached-teachers.md", "indexers.md"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     assert run(page)
 
@@ -51,32 +56,76 @@ def test_losses_of_other_libraries_have_the_values_of_naive_code() -> None:
     named = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
     xs, ws, xt, wt = (scope[name].detach().double() for name in named)
     student, teacher = xs @ ws.T, xt @ wt.T
-    counts = scope["labels"] != -100
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(
-        scope["liger"].double(), js(student, teacher)[counts].mean(), **close
-    )
-    at_two = js(student / 2, teacher / 2)[counts].mean()
-    torch.testing.assert_close(scope["trl"].double(), at_two, **close)
     kl = F.kl_div((student / 2).log_softmax(-1), (teacher / 2).softmax(-1), reduction="batchmean")
-    torch.testing.assert_close(scope["nitrobrew"].double(), kl, **close)
-    q_s, k_s, q_t, k_t = (
-        scope[name].double() for name in ("student_q", "student_k", "teacher_q", "teacher_k")
-    )
+    maps = ("student_q", "student_k", "teacher_q", "teacher_k")
+    q_s, k_s, q_t, k_t = (scope[name].double() for name in maps)
     above = torch.ones(64, 64, dtype=torch.bool).triu(1)
-    s = (q_s @ k_s.mT * 32**-0.5).masked_fill(above, -1e300).log_softmax(-1)
-    t = (q_t @ k_t.mT * 32**-0.5).masked_fill(above, -1e300).softmax(-1)
-    rows = F.kl_div(s, t, reduction="none").sum(-1)
-    torch.testing.assert_close(scope["flex"].double(), rows.mean(), **close)
+    s, t = ((q @ k.mT * 32**-0.5).masked_fill(above, -1e300) for q, k in ((q_s, k_s), (q_t, k_t)))
+    of_maps = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+    expected = {
+        "liger": js(student, teacher)[scope["labels"] != -100].mean(),
+        "trl": js(student / 2, teacher / 2)[scope["labels"] != -100].mean(),
+        "nitrobrew": kl, "flex": of_maps.mean(),
+    }  # fmt: skip
+    for name, value in expected.items():
+        torch.testing.assert_close(scope[name].double(), value, rtol=1e-5, atol=1e-6)
 
 
 def test_losses_by_code_and_by_operator_agree() -> None:
     scope = run("lm-heads.md")
-    xs, ws, xt, wt = (torch.randn(n, w) for n, w in ((8, 16), (50, 16), (8, 24), (50, 24)))
-    naive, ours = (scope[name](xs, ws, xt, wt) for name in ("soft_loss", "soft_loss_by_operator"))
-    torch.testing.assert_close(ours, naive)
+    inputs = (torch.randn(n, w) for n, w in ((8, 16), (50, 16), (8, 24), (50, 24)))
+    given = tuple(inputs)
+    torch.testing.assert_close(scope["soft_loss_by_operator"](*given), scope["soft_loss"](*given))
 
 
+def test_methods_of_the_report_that_are_documented_exist() -> None:
+    methods = re.findall(r"`report\.(\w+)\(", (DOCS / "reference" / "report.md").read_text())
+    assert {"details", "to_json", "to_dict"} <= set(methods)
+    assert all(hasattr(Report(), name) for name in methods)
+
+
+# ---------------------------------------------------------------------------------------- scripts
+def _section(name: str, page: str) -> str:
+    return page.split(f"<!-- {name}:begin -->\n")[1].split(f"<!-- {name}:end -->")[0]
+
+
+# A script after the other in a process, which takes seconds to import what it needs.
+RUN = """
+import contextlib, runpy, sys, torch
+for script in sys.argv[1:]:
+    torch._dynamo.reset()
+    with open(script + ".out", "w") as out, contextlib.redirect_stdout(out):
+        runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_scripts_print_what_is_shown(tmp_path: Path) -> None:
+    """Of the README, an example and operators; of the reference, a report of an unfused loss."""
+    unfused = _section("unfused", (DOCS / "reference" / "supported.md").read_text())
+    shown = re.fullmatch(r"```py\n(.*?)```\n```\n(.*?)```\n", unfused, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert shown is not None
+    assert len(blocks) == 2
+    scripts = {"example": blocks[0], "operators": blocks[1], "unfused": shown[1]}
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    paths = [str(tmp_path / f"{name}.py") for name in scripts]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *paths], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = [Path(f"{path}.out").read_text().replace(f"{tmp_path}/", "") for path in paths]
+    example, operators, of_unfused = outputs
+    assert _section("example", README) == f"```\n{example}```\n"
+    assert of_unfused == shown[2]
+    found = re.match(r"loss ([\d.]+), uncompiled ([\d.]+)\n", example)
+    assert found is not None and found[1] == found[2]
+    assert "check passed" in example  # a size that is checked
+    assert re.fullmatch(r"torch.Size\(\[1, 8, 256\]\) tensor\([\d.]+\)\n", operators)
+    assert len(README.splitlines()) <= 110  # two screens
+
+
+# ----------------------------------------------------------------------------------------- graphs
 def _listed(graph: fx.Graph) -> str:
     """A line for each operation that is no view; operands are named by what they view."""
     source: dict[fx.Node, str] = {}
@@ -101,13 +150,12 @@ def _listed(graph: fx.Graph) -> str:
             value = node.meta.get("example_value")
             shape = f"  # {list(value.shape)}" if isinstance(value, Tensor) else ""
             lines.append(f"{source[node]} = {name}({', '.join(shown)}){shape}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def graphs() -> dict[str, str]:
-    """The graph of the README's loss before and after the rewrite."""
-    text = (ROOT / "README.md").read_text()
-    found = re.search(r"^def loss\(.*?(?=^\S)", text, re.DOTALL | re.MULTILINE)
+def with_graphs(page: str) -> str:
+    """The page with the graph of the README's loss before and after the rewrite."""
+    found = re.search(r"^def loss\(.*?(?=^\S)", README, re.DOTALL | re.MULTILINE)
     assert found is not None
     scope: dict[str, Any] = {"torch": torch, "F": F}
     exec(compile(found[0], str(ROOT / "README.md"), "exec"), scope)
@@ -123,26 +171,13 @@ def graphs() -> dict[str, str]:
     q_s, k_s = (torch.randn(1, 8, 256, 64, requires_grad=True) for _ in range(2))
     q_t, k_t = (torch.randn(1, 8, 256, 64) for _ in range(2))
     torch.compile(scope["loss"], backend=backend)(q_s, k_s, q_t, k_t)
-    return made
-
-
-def with_graphs(page: str) -> str:
-    for name, text in graphs().items():
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        head, rest = page.split(begin)
-        page = f"{head}{begin}```\n{text}```\n{end}{rest.split(end, 1)[1]}"
+    for name, text in made.items():
+        page = between(page, name, ("```", text, "```"))
     return page
 
 
 def test_the_graphs_are_those_of_today() -> None:
     assert OVERVIEW.read_text() == with_graphs(OVERVIEW.read_text())
-
-
-def test_methods_of_the_report_that_are_documented_exist() -> None:
-    text = (ROOT / "docs" / "reference" / "report.md").read_text()
-    methods = set(re.findall(r"`report\.(\w+)\(", text))
-    assert methods >= {"details", "to_json", "to_dict"}
-    assert all(hasattr(Report(), name) for name in methods)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What is released: contents of sdist and wheel, their metadata, the types that a user sees."""
+"""What is released: contents of sdist and wheel, their metadata, the types that a user sees.
+
+An installed package is found by name: nothing has to be imported for ``backend="streamkl"``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import sys
 import tarfile
 import zipfile
 from email import message_from_bytes
-from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from torch_streamkl import __version__
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "torch_streamkl", "fx_passes")
-BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+WHEEL = "from setuptools import build_meta as b; b.build_wheel('dist')"
 
 
 def left_out(folder: str, names: list[str]) -> list[str]:
@@ -29,22 +31,16 @@ def left_out(folder: str, names: list[str]) -> list[str]:
     return [n for n in names if n in ("__pycache__", link)]
 
 
-def modules() -> set[str]:
-    """Files of the package by the names that they are installed under."""
-    found = {"torch_streamkl/py.typed"}
-    for folder, name in (
-        ("torch_streamkl", "torch_streamkl"),
-        ("fx_passes", "torch_streamkl/fx_passes"),
-    ):
-        for path in (ROOT / folder).rglob("*.py"):
-            inside = path.relative_to(ROOT / folder)
-            if folder == "fx_passes" or inside.parts[0] != "fx_passes":
-                found.add(f"{name}/{inside.as_posix()}")
-    return found
+def run(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | more
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with its sdist and its wheel in dist/."""
     if importlib.util.find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed")
     source = tmp_path_factory.mktemp("release") / "source"
@@ -54,55 +50,62 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, source / name, ignore=left_out)
         else:
             shutil.copy(ROOT / name, source / name)
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, check=False
-    )
+    done = run("-c", f"{WHEEL}; b.build_sdist('dist')", cwd=source)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "deprecat" not in (done.stdout + done.stderr).lower()  # what users see of a build
-    return source / "dist"
+    return source
 
 
-def test_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
-    (path,) = dist.glob("*.whl")
+def contents(source: Path) -> dict[str, bytes]:
+    (path,) = (source / "dist").glob("*.whl")
     assert path.name == f"torch_streamkl-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(path) as wheel:
-        names = {n for n in wheel.namelist() if ".dist-info/" not in n}
-        assert names == modules()
-        for name in ("torch_streamkl/linear/ops.py", "torch_streamkl/fx_passes/backend.py"):
-            here = ROOT / name.replace("torch_streamkl/fx_passes", "fx_passes")
-            assert wheel.read(name) == here.read_bytes()
+        return {n: wheel.read(n) for n in wheel.namelist()}
 
 
-def test_sdist_builds_the_same_wheel(dist: Path, tmp_path: Path) -> None:
-    (path,) = dist.glob("*.tar.gz")
+@pytest.fixture(scope="module")
+def site(source: Path) -> Path:
+    """Where the wheel is installed."""
+    (path,) = (source / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(source.parent / "site")
+    return source.parent / "site"
+
+
+def test_wheel_holds_the_package_and_nothing_else(source: Path) -> None:
+    found = {n: x for n, x in contents(source).items() if ".dist-info/" not in n}
+    expected = {}
+    for folder in PARTS[3:]:
+        for path in (source / folder).rglob("*.py"):
+            name = path.relative_to(source).as_posix()
+            name = f"torch_streamkl/{name}" if folder == "fx_passes" else name
+            expected[name] = path.read_bytes()
+    assert found == expected | {"torch_streamkl/py.typed": b""}
+
+
+def test_sdist_builds_the_same_wheel(source: Path, tmp_path: Path) -> None:
+    (path,) = (source / "dist").glob("*.tar.gz")
     with tarfile.open(path) as archive:
         archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
-    assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO"} <= {
-        p.name for p in source.iterdir()
-    }
-    program = "from setuptools import build_meta as b; b.build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, check=True)
-    (again,), (wheel,) = (source / "dist").glob("*.whl"), dist.glob("*.whl")
-    with zipfile.ZipFile(again) as x, zipfile.ZipFile(wheel) as y:
-        assert {n: x.read(n) for n in x.namelist()} == {n: y.read(n) for n in y.namelist()}
+    (again,) = tmp_path.iterdir()
+    assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO"} <= set(os.listdir(again))
+    assert run("-c", WHEEL, cwd=again).returncode == 0
+    assert contents(again) == contents(source)
 
 
-def metadata(dist: Path) -> tuple[Message, str]:
-    (path,) = dist.glob("*.whl")
-    with zipfile.ZipFile(path) as wheel:
-        info = next(n.split("/")[0] for n in wheel.namelist() if ".dist-info/" in n)
-        entry_points = wheel.read(f"{info}/entry_points.txt").decode()
-        return message_from_bytes(wheel.read(f"{info}/METADATA")), entry_points
-
-
-def test_metadata(dist: Path) -> None:
-    found, entry_points = metadata(dist)
-    assert (found["Name"], found["Version"]) == ("torch-streamkl", __version__)
-    assert found["Requires-Python"] == ">=3.11"
-    assert found["License-File"] == "LICENSE"
-    assert found["License-Expression"] == "Apache-2.0"
-    assert found["Author"] == "the torch_streamkl developers"
+def test_metadata(source: Path) -> None:
+    ((metadata, entry_points),) = [
+        [contents(source)[n.replace("METADATA", x)] for x in ("METADATA", "entry_points.txt")]
+        for n in contents(source)
+        if n.endswith("METADATA")
+    ]
+    found = message_from_bytes(metadata)
+    fields = {
+        "Name": "torch-streamkl", "Version": __version__, "Requires-Python": ">=3.11",
+        "License-File": "LICENSE", "License-Expression": "Apache-2.0",
+        "Author": "the torch_streamkl developers", "Description-Content-Type": "text/markdown",
+    }  # fmt: skip
+    assert {name: found[name] for name in fields} == fields
     classifiers = found.get_all("Classifier", [])
     assert "Typing :: Typed" in classifiers
     assert not [x for x in classifiers if x.startswith("License ::")]  # deprecated
@@ -110,11 +113,33 @@ def test_metadata(dist: Path) -> None:
     assert {"examples", "demo", "test"} <= set(found.get_all("Provides-Extra", []))
     needed = [x for x in found.get_all("Requires-Dist", []) if "extra ==" not in x]
     assert needed == ["torch>=2.11", 'triton>=3.6; platform_system == "Linux"']
-    assert found["Description-Content-Type"] == "text/markdown"
-    assert found.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert entry_points.split() == (
+    assert str(found.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
+    assert entry_points.decode().split() == (
         ["[torch_dynamo_backends]", "streamkl", "=", "torch_streamkl.fx_passes.backend:streamkl"]
     )
+
+
+PROGRAM = """
+import torch
+
+def loss(q, k, t):
+    wanted = (t @ t.mT).softmax(-1)
+    return torch.nn.functional.kl_div((q @ k.mT).log_softmax(-1), wanted, reduction="sum")
+
+q, k, t = (torch.randn(1, 2, 8, 4) for _ in range(3))
+options = {"streamkl.inner": "eager", "streamkl.min_mib": 0}
+compiled = torch.compile(loss, backend="streamkl", options=options)
+torch.testing.assert_close(compiled(q, k, t), loss(q, k, t))
+import torch_streamkl.fx_passes.backend, torch_streamkl.kernels
+print(torch_streamkl.__file__, torch_streamkl.fx_passes.backend.__file__)
+"""
+
+
+def test_backend_is_found_by_name(site: Path, tmp_path: Path) -> None:
+    done = run("-c", PROGRAM, cwd=tmp_path, PYTHONPATH=str(site), TORCH_LOGS="torch_streamkl")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1 of 1 loss fused" in done.stderr
+    assert all(Path(x).is_relative_to(site) for x in done.stdout.split())
 
 
 USERS_FILE = """
@@ -151,57 +176,41 @@ attention_kl(q, q, q, "not a tensor")
 """
 
 
-@pytest.fixture(scope="module")
-def said(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy says of each user's file in one run, which reads all of torch."""
+@pytest.mark.slow  # mypy reads all of torch
+def test_a_users_file_is_typed_and_a_mistake_is_seen(site: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")
-    (path,) = dist.glob("*.whl")
-    folder = tmp_path_factory.mktemp("installed")
-    with zipfile.ZipFile(path) as wheel:
-        wheel.extractall(folder / "site")
-    files = {"users_file.py": USERS_FILE, "wrong_file.py": WRONG_FILE}
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    command = [sys.executable, "-P", "-m", "mypy", "--strict", "--follow-imports=silent",
-               "--cache-dir", os.devnull, *files]  # fmt: skip
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={"MYPYPATH": str(folder / "site"), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "right.py").write_text(USERS_FILE)
+    (tmp_path / "wrong.py").write_text(WRONG_FILE)
+    command = [
+        "-P",
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=silent",
+        "--cache-dir",
+        os.devnull,
+    ]
+    done = run(*command, "right.py", "wrong.py", cwd=tmp_path, MYPYPATH=str(site), PATH="")
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    return {name: [line for line in lines if line.startswith(f"{name}:")] for name in files}
-
-
-@pytest.mark.slow  # mypy reads all of torch
-def test_a_users_file_is_typed(said: dict[str, list[str]]) -> None:
-    out = said["users_file.py"]
-    assert len(out) == 4 and all("Revealed type" in line for line in out), out
-    assert "Any" not in [line.split('"')[1] for line in out]
-    assert any("torch_streamkl.fx_passes" in line for line in out)  # the report's type, not Any
-
-
-@pytest.mark.slow
-def test_a_users_mistake_is_seen(said: dict[str, list[str]]) -> None:
-    out = "\n".join(said["wrong_file.py"])
-    assert 'Unexpected keyword argument "temprature"' in out
-    assert 'incompatible type "str"; expected "Tensor"' in out
+    right = [line for line in lines if line.startswith("right.py:")]
+    assert len(right) == 4 and all("Revealed type" in line for line in right), right
+    assert "Any" not in [line.split('"')[1] for line in right]
+    assert any("torch_streamkl.fx_passes" in line for line in right)  # the report, not Any
+    wrong = "\n".join(line for line in lines if line.startswith("wrong.py:"))
+    assert 'Unexpected keyword argument "temprature"' in wrong
+    assert 'incompatible type "str"; expected "Tensor"' in wrong
 
 
 @pytest.mark.parametrize(
     "module", ["torch_streamkl", "torch_streamkl.distributed", "torch_streamkl.nitrobrew"]
 )
-def test_everything_public_is_listed_and_documented(module: str) -> None:
+def test_everything_public_is_there_listed_and_documented(module: str) -> None:
     found = importlib.import_module(module)
     assert found.__all__
     for name in found.__all__:
-        if name != "__version__":
-            assert getattr(found, name).__doc__, name
+        assert name == "__version__" or getattr(found, name).__doc__, name
 
 
 def test_the_changelog_is_of_this_version() -> None:
