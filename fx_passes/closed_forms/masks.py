@@ -16,7 +16,6 @@ from torch_streamkl.program.graph import (
     const,
     constant,
     index,
-    size_of,
 )
 from torch_streamkl.program.masks import is_within, shift_of
 from torch_streamkl.program.reductions import substitute
@@ -146,12 +145,6 @@ def num_keys_of(condition: Node, key: Axis) -> Node | None:
         return None
     bound = linear(constant_ + 1.0, rest)
     return bound if bound.op in ("const", "size") else None
-
-
-def size_node(axis: Axis) -> Node:
-    """Returns the number of positions along an axis."""
-    assert axis.size is not None
-    return size_of(axis.size)
 
 
 def meets_some_key(conditions: Iterable[Node], key: Axis) -> bool:

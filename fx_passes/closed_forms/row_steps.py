@@ -147,7 +147,7 @@ class Steps:
             case "linear":
                 return self._linear(x)
             case "product":
-                return self._product(x)
+                return self._times([self.nodes[f] for f in x.args])
             case "nonnegative":
                 return self._nonnegative(x)
             case "log_softmax":
@@ -228,11 +228,7 @@ class Steps:
                 raise NoForm("a tensor of blocks of keys meets the scores")
             stride *= axis.size
         rest = [(c, t) for c, t in terms if not (t.op == "index" and t.value in keys)]
-        return [(scale, self._whole_key), *rest]
-
-    @property
-    def _whole_key(self) -> Node:
-        return index(KEYS)
+        return [(scale, index(KEYS)), *rest]
 
     def _choice(self, x: Node) -> Node | None:
         """One of two numbers by a condition, which is the smaller tensor."""
@@ -356,9 +352,6 @@ class Steps:
         return total
 
     # ------------------------------------------------------------------------ products
-
-    def _product(self, x: Node) -> Node:
-        return self._times([self.nodes[f] for f in x.args])
 
     def _times(self, factors: Sequence[Node]) -> Node:
         """A product: per-row values of their own, and what may be infinite last."""

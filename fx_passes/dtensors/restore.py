@@ -7,7 +7,6 @@ goes on with a DTensor, they are placed as it was.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch_streamkl.distributed import graph_calls
 from torch_streamkl.fx_passes.dtensors.unshard import OWN_ROWS, conversion
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, descendants, example, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, descendants, example, name_of, run
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.results import set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
@@ -406,17 +406,9 @@ class Restore:
     # --------------------------------------------------------------------------------- helpers
     def _record(self, node: fx.Node) -> None:
         """Updates the example value of a node from those of its inputs."""
-        look_up: Any = example
-        given: Any = fx.map_arg((node.args, node.kwargs), look_up)
-        args, kwargs = given
-        shapes = self.mode.shape_env
-        guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+        guards = without_guards(self.mode)
         with self.mode, guards, enable_python_dispatcher(), torch.enable_grad():
-            if node.op == "call_method":
-                made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                target: Any = node.target
-                made = target(*args, **kwargs)
+            made = run(node, example)
         node.meta["example_value"] = made
         node.meta.pop(MEMORY, None)
         set_memory(node)

@@ -132,11 +132,26 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(example(node), Tensor)
 
 
-def tensor_of(node: fx.Node) -> Tensor:
+def tensor_of(node: Any) -> Tensor:
     """Returns what is recorded of a node that is a tensor."""
     value = example(node)
     assert isinstance(value, Tensor)
     return value
+
+
+def needs_gradient(x: object) -> bool:
+    """Returns whether an argument is a node with a tensor that has a gradient."""
+    value = example(x) if isinstance(x, fx.Node) else None
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Runs what a node calls on values of its inputs."""
+    given: Any = fx.map_arg((node.args, node.kwargs), value_of)
+    args, kwargs = given
+    if callable(node.target):
+        return node.target(*args, **kwargs)
+    return getattr(args[0], node.target)(*args[1:], **kwargs)
 
 
 def storage_of(node: fx.Node) -> int | None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes.closed_forms.form import STUDENT, Bias, Call, Factor, Masks, Side
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import needs_gradient, tensor_of
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.divergences import ProductType
@@ -99,10 +99,10 @@ class CallTensors:
         made: dict[str, fx.Node] = {}
         for name, side in zip(NAMES, self.call.sides, strict=True):
             made[f"{name}_q"], made[f"{name}_k"] = self.queries(side), self.keys(side)
-        dtype = _widest([*map(_dtype, made.values()), *self._widened()])
+        dtype = _widest([*(tensor_of(x).dtype for x in made.values()), *self._widened()])
         for name, side in zip(NAMES, self.call.sides, strict=True):
             made[f"{name}_q"] = self.multiplied(made[f"{name}_q"], side.product.factors)
-        return {name: self._cast(x, dtype) for name, x in made.items()}, dtype
+        return {name: self.build.cast(x, dtype) for name, x in made.items()}, dtype
 
     def _widened(self) -> Iterator[torch.dtype]:
         """The types of the user's operands, which may be wider than those of captured tensors."""
@@ -135,13 +135,13 @@ class CallTensors:
 
     def multiplied(self, x: fx.Node, factors: Sequence[Factor]) -> fx.Node:
         """Returns queries times what multiplies all scores of a row."""
-        dtype = _dtype(x)
+        dtype = tensor_of(x).dtype
         for factor in factors:
             if not factor.value.axes <= set(self.call.axes.rows):
                 raise Unsupported("a tensor that multiplies the scores varies along the keys")
             by = self._factor(factor.value)
             x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
-            x = self._cast(x, dtype)
+            x = self.build.cast(x, dtype)
         return x
 
     def _factor(self, value: Node) -> Any:
@@ -149,9 +149,6 @@ class CallTensors:
             return self.writer.value(value).node
         places = self.places
         return self.writer.tensor(value, (places.batch, places.heads, places.rows, ()))
-
-    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return x if _dtype(x) == dtype else self.build.method("to", x, dtype)
 
     # ------------------------------------------------------------------------- masks and biases
 
@@ -213,8 +210,7 @@ class CallTensors:
         there.
         """
         build, call = self.build, self.call
-        result = example(value)
-        if not biases or not (isinstance(result, Tensor) and result.requires_grad):
+        if not biases or not needs_gradient(value):
             return value
         window = Masks(call.masks.window_left, call.masks.window_right)
         keep = mask
@@ -239,12 +235,6 @@ def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     if not widest.is_floating_point:
         raise Unsupported(f"scores of {widest} operands")
     return widest
-
-
-def _dtype(x: fx.Node) -> torch.dtype:
-    value = example(x)
-    assert isinstance(value, Tensor)
-    return value.dtype
 
 
 assert NAMES.index("student") == STUDENT

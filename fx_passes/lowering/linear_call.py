@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from torch_streamkl.fx_passes.closed_forms.form import Bias, Call, Operand, Product, Side
+from torch_streamkl.fx_passes.closed_forms.form import Call, Operand, Product, Side
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.lowering.attention_call import DEFAULT, NAMES, Types
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.linear import ops as linear_ops
@@ -78,21 +77,21 @@ class _Lowering:
     def _hidden(self, product: Product, dtype: torch.dtype) -> fx.Node:
         """Rows as [tokens, hidden_size], times what multiplies all logits of a row."""
         x = self.writer.tensor(product.rows.element, (self.rows, product.contracted), expand=(0,))
-        own = _dtype(x)
+        own = tensor_of(x).dtype
         for factor in product.factors:
             by: Any = self.writer.value(factor.value).node
             if factor.value.axes:
                 by = self.writer.tensor(factor.value, (self.rows, ()))
             x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
-            x = self._cast(x, own)
-        return self._cast(x, dtype)
+            x = self.build.cast(x, own)
+        return self.build.cast(x, dtype)
 
     def _matrix(self, side: Side, x: Operand, dtype: torch.dtype) -> fx.Node:
         """Keys as [vocab_size, hidden_size]: those that this side has."""
         key = self._key(side)
         element = self._of_side(x.element, side)
         (contracted,) = (a for a in x.axes if a != self.call.axes.key)
-        return self._cast(self.writer.tensor(element, ((key,), (contracted,))), dtype)
+        return self.build.cast(self.writer.tensor(element, ((key,), (contracted,))), dtype)
 
     def _key(self, side: Side) -> Axis:
         key = self.call.axes.key
@@ -121,12 +120,12 @@ class _Lowering:
         keep = all_of(*conditions_of(self.call.masks, self.call.axes))
         removed = choose(keep, const(0.0), const(-math.inf))
         x = self.writer.tensor(self._of_side(removed, side), ((self._key(side),),))
-        return self._cast(x, _dtype(head))
+        return self.build.cast(x, tensor_of(head).dtype)
 
     def _bias(self, side: Side, dtype: torch.dtype) -> fx.Node | None:
         """The sum of the biases, which is added before the scale."""
         total: fx.Node | None = None
-        for bias in self._added(side):
+        for bias in side.added:
             value = self._of_side(bias.value, side)
             x = self.writer.tensor(value, ((self._key(side),),))
             for factor in bias.factors:  # scalars
@@ -137,18 +136,6 @@ class _Lowering:
             total = x if total is None else self.build.call(torch.add, total, x)
         if total is None:
             return None
-        if not _dtype(total).is_floating_point:
+        if not tensor_of(total).dtype.is_floating_point:
             raise Unsupported("a bias that is not a floating-point tensor")
-        return self._cast(total, dtype)
-
-    def _added(self, side: Side) -> Sequence[Bias]:
-        return side.added
-
-    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return x if _dtype(x) == dtype else self.build.method("to", x, dtype)
-
-
-def _dtype(x: fx.Node) -> torch.dtype:
-    value = example(x)
-    assert isinstance(value, Tensor)
-    return value.dtype
+        return self.build.cast(total, dtype)

@@ -221,9 +221,7 @@ class Writer:
     def device(self) -> torch.device:
         """Returns the device of the tensors."""
         for node in self.tensors:
-            value = example(node)
-            assert isinstance(value, Tensor)
-            return value.device
+            return tensor_of(node).device
         raise Unsupported("a mask without any tensor")
 
     def _scalar(self, number: Any, dtype: str) -> fx.Node:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 from torch.torch_version import TorchVersion
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases
@@ -31,8 +31,8 @@ from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
-from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal, quotient
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of, name_of, tensor_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal, quotient, same_shape
 from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
 from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, uniform_rows
@@ -79,7 +79,7 @@ def replace_attention(
         if node.name in refused:
             notes[f"{place} keeps its probabilities: {refused[node.name]}"] = None
             continue
-        size = why_attention_is_skipped(weighted.axes, _device_of(node), min_mib)
+        size = why_attention_is_skipped(weighted.axes, tensor_of(node).device.type, min_mib)
         if size:
             notes[f"{place} is skipped: {size}"] = None
             continue
@@ -87,12 +87,11 @@ def replace_attention(
         try:
             with build.undone_if_unsupported():
                 replacement = remaining.replace(node, weighted, found.dims, build)
-                if not _same_metadata(replacement, node):
+                made, like = tensor_of(replacement), tensor_of(node)
+                if made.dtype != like.dtype or not same_shape(made.shape, like.shape):
                     raise Unsupported("the fused attention has another shape or type")
                 if strides_are_seen(node, replacement, build, written):
-                    value_of_user = example(node)
-                    assert isinstance(value_of_user, Tensor)
-                    replacement = with_strides_of(build, replacement, value_of_user)
+                    replacement = with_strides_of(build, replacement, tensor_of(node))
                 aliases.check(build.added, build.selecting)
         except Unsupported as reason:
             notes[f"{place} keeps its probabilities: {reason}"] = None
@@ -100,12 +99,6 @@ def replace_attention(
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it
     return list(notes)
-
-
-def _device_of(node: fx.Node) -> str:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value.device.type
 
 
 def _is_only_reader(node: fx.Node) -> bool:
@@ -120,17 +113,6 @@ def _is_only_reader(node: fx.Node) -> bool:
             return False
         current = current.all_input_nodes[0]
     return False
-
-
-def _same_metadata(a: fx.Node, b: fx.Node) -> bool:
-    x, y = example(a), example(b)
-    assert isinstance(x, Tensor)
-    assert isinstance(y, Tensor)
-    return (
-        x.dtype == y.dtype
-        and len(x.shape) == len(y.shape)
-        and all(provably_equal(p, q) for p, q in zip(x.shape, y.shape, strict=True))
-    )
 
 
 @dataclass
@@ -148,8 +130,7 @@ class RemainingAttention:
         found = attention_of(weighted, dims)
         if found.axes.query is None:
             raise Unsupported("attention of a single query row")
-        value = example(node)
-        assert isinstance(value, Tensor)
+        value = tensor_of(node)
         if value.dtype == torch.float64 and value.device.type == "cpu" and not COMPILES_IN_FLOAT64:
             raise Unsupported("scaled_dot_product_attention in float64 on a CPU needs torch 2.13")
         form = found.form
@@ -188,11 +169,10 @@ class RemainingAttention:
         names = frozenset(x.name for x in sources if x is not None)
         product = self.losses.product_types.get(names)
         is_rounded = product is not None and _holds(dtype, product.result)
-        if not is_rounded and not all(_holds(dtype, _dtype(x)) for x in (q, k, v)):
+        if not is_rounded and not all(_holds(dtype, tensor_of(x).dtype) for x in (q, k, v)):
             raise Unsupported(f"scores of more precision than {dtype}, the type of the result")
         q = tensors.multiplied(q, side.product.factors)
-        q, k, v = (x if _dtype(x) == dtype else build.method("to", x, dtype) for x in (q, k, v))
-        return q, k, v
+        return build.cast(q, dtype), build.cast(k, dtype), build.cast(v, dtype)
 
     def _mask_options(
         self, tensors: CallTensors, found: Attention, dtype: torch.dtype
@@ -241,7 +221,7 @@ class RemainingAttention:
             total = build.call(torch.where, keep, zero, low)
         bias = tensors.bias(form.biases, dtype)
         if bias is not None:
-            bias = bias if _dtype(bias) == dtype else build.method("to", bias, dtype)
+            bias = build.cast(bias, dtype)
             total = bias if total is None else build.call(torch.add, total, bias)
         assert total is not None
         self.masks[identity] = total
@@ -278,15 +258,7 @@ def _has_diagonal(found: Attention) -> bool:
 
 def shape(node: fx.Node) -> Sequence[Size]:
     """Returns the recorded shape of a node."""
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value.shape
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value.dtype
+    return tensor_of(node).shape
 
 
 def _holds(dtype: torch.dtype, values: torch.dtype) -> bool:
@@ -301,8 +273,7 @@ def _with_groups(
     heads = shape(q)[1]
     if provably_equal(shape(k)[1], heads) and provably_equal(shape(v)[1], heads):
         return k, v, options
-    value = example(q)
-    assert isinstance(value, Tensor)
+    value = tensor_of(q)
     half = value.dtype in (torch.float16, torch.bfloat16)
     if (
         value.device.type == "cuda"
@@ -336,7 +307,7 @@ def _fused(
     made. Zeros add nothing to scores, and what they add to the result is cut off.
     """
     inputs = [q, k, v]
-    if _is_on_gpu(q):
+    if tensor_of(q).device.type == "cuda":
         inputs = [_whole_lines(build, x) for x in inputs]
     if scale != shape_scale(inputs[0]):
         options = {**options, "scale": scale}
@@ -344,15 +315,9 @@ def _fused(
     return out if inputs[2] is v else build.method("narrow", out, -1, 0, shape(v)[-1])
 
 
-def _is_on_gpu(x: fx.Node) -> bool:
-    value = example(x)
-    return isinstance(value, Tensor) and value.device.type == "cuda"
-
-
 def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
     """Pads the last dimension of a tensor with zeros to a multiple of 16 bytes."""
-    value, width = example(x), shape(x)[-1]
-    assert isinstance(value, Tensor)
+    value, width = tensor_of(x), shape(x)[-1]
     if not isinstance(width, int):
         return x
     missing = -width % (16 // value.element_size())

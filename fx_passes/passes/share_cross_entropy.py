@@ -33,6 +33,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
     named_arguments,
     storage_of,
+    tensor_of,
 )
 from torch_streamkl.fx_passes.lowering.linear_call import STUDENT
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView, met
@@ -288,12 +289,7 @@ def _share(
         mean = build.call(torch.div, hard, build.method("clamp_min", counted, 1))
         # a mean of no token is NaN and has a gradient of 0
         hard = build.call(torch.where, build.call(torch.gt, counted, 0), mean, math.nan)
-    like = example(node)
-    made = example(hard)
-    assert isinstance(like, Tensor)
-    assert isinstance(made, Tensor)
-    if made.dtype != like.dtype:
-        hard = build.method("to", hard, like.dtype)
+    hard = build.cast(hard, tensor_of(node).dtype)
     for old in list(call.users):
         old.replace_all_uses_with(value)
         old.graph.erase_node(old)

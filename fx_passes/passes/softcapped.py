@@ -13,7 +13,7 @@ from torch_streamkl.fx_passes.closed_forms.attention import Attention
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of, offset_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import found_mode
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
 from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
 from torch_streamkl.program.canonical import linear
@@ -36,7 +36,7 @@ def emit(
     compiles.
     """
     build, writer, form, masks = tensors.build, tensors.writer, found.form, found.masks
-    q, k, v = (_value(x) for x in inputs)
+    q, k, v = (tensor_of(x) for x in inputs)
     reason = why_not(q, v) or _why_not_grouped(q, k, v)
     if reason:
         raise Unsupported(reason)
@@ -55,7 +55,7 @@ def emit(
     options["inner_bias"] = tensors.bias(form.inner_biases, result.dtype)
     options["bias"] = tensors.bias(form.biases, result.dtype)
     for x in (*kept, options["inner_bias"], options["bias"]):
-        size = 0 if x is None else _value(x).numel()
+        size = 0 if x is None else tensor_of(x).numel()
         if isinstance(size, int) and size >= LARGEST_BUFFER:
             raise Unsupported("a mask or bias of more than 2**31 entries")
     options["alive"] = alive
@@ -67,12 +67,6 @@ def emit(
         # a prototype of torch, reached below its public function
         line = str(error).splitlines()[0] if str(error) else ""
         raise Unsupported(f"FlexAttention: {type(error).__name__}: {line}") from error
-
-
-def _value(node: fx.Node) -> Tensor:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value
 
 
 def why_not(q: Tensor, v: Tensor) -> str:

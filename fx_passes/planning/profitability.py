@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
-from torch_streamkl.program.graph import Axis, Extent, Size
-from torch_streamkl.rows.program import COLUMNS, Program
+from torch_streamkl.program.graph import Axis, Extent, Size, num_positions
+from torch_streamkl.rows.program import COLUMNS
 
 MIB = 2**20
 MOST_IDS = 16  # that a row program compares every key with on a GPU
@@ -68,7 +68,7 @@ def mib_of_scores(forms: Iterable[ClosedForm]) -> float | None:
     total = 0.0
     for form in forms:
         sides = {side for call in form.calls for side in call.sides}
-        count = num_elements((*form.calls[0].axes.rows, form.calls[0].axes.key))
+        count = num_positions((*form.calls[0].axes.rows, form.calls[0].axes.key))
         if count is None:
             return None
         total += count * len(sides) * ELEMENT / MIB
@@ -77,7 +77,7 @@ def mib_of_scores(forms: Iterable[ClosedForm]) -> float | None:
 
 def why_attention_is_skipped(axes: Iterable[Axis], device: str, given: float | None) -> str:
     """Explains why attention is skipped, of the axes of its probabilities; "" if it is fused."""
-    count, least = num_elements(axes), least_attention_mib(device, given)
+    count, least = num_positions(axes), least_attention_mib(device, given)
     mib = None if count is None else count * ELEMENT / MIB
     if mib is None or mib >= least:
         return ""
@@ -116,32 +116,28 @@ def why_ids_are_left(form: RowForm, device: str, given: float | None) -> str:
     return f"{max(counts)} ids of a row > {MOST_IDS} (GPU limit for programs that read ids)"
 
 
-def why_small(program: Program, products: Iterable[Product]) -> str:
+def why_small(form: RowForm) -> str:
     """Explains why a program saves nothing; a softmax is always worth it.
 
     Products without one may be layers of a network, compared with others: projected hidden states,
     which are no larger than what they are computed from.
     """
-    if program.logsumexps or any(n.op == "exp" for n in program.nodes):
+    program = form.program
+    if program is None or program.logsumexps or any(n.op == "exp" for n in program.nodes):
         return ""
-    for product in products:
-        made = num_elements(axes_of(product))
-        operands = [num_elements(x.axes) for x in (product.rows, product.keys)]
-        if made is None or any(n is None or made < 2 * n for n in operands):
-            return "products that are not larger than what they are computed from"
-    return ""
+    is_small = all(map(_is_small, form.products))
+    return "products that are not larger than what they are computed from" if is_small else ""
+
+
+def _is_small(product: Product) -> bool:
+    made = num_positions(axes_of(product))
+    operands = [num_positions(x.axes) for x in (product.rows, product.keys)]
+    return made is None or any(n is None or made < 2 * n for n in operands)
 
 
 def axes_of(product: Product) -> frozenset[Axis]:
     """Returns the axes that a product has an element for."""
     return (product.rows.axes | product.keys.axes) - set(product.contracted)
-
-
-def num_elements(axes: Iterable[Axis]) -> int | None:
-    """Returns how many elements there are along axes; None where that varies."""
-    sizes = [a.size for a in axes]
-    known = [n for n in sizes if isinstance(n, int)]
-    return math.prod(known) if len(known) == len(sizes) else None
 
 
 def _hint(size: Size | None) -> int | None:

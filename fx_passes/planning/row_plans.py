@@ -27,16 +27,15 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
+from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import Node, Size, num_positions
+from torch_streamkl.program.graph import Node
 from torch_streamkl.program.walks import walk
 
-MIB = 2**20
-ELEMENT = 4  # bytes: scores are float32 before a softmax
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss",
@@ -179,7 +178,7 @@ class RowPlanner:
         # not once for all calls: a loss that was fused in between has memory of its own
         memory = by_storage(self.region.nodes[0].graph) if plans else {}
         for plan in plans:
-            reason = why_small(plan) or self.why_kept(plan, replaced, memory)
+            reason = why_small(plan.form) or self.why_kept(plan, replaced, memory)
             for output in plan.outputs if reason else ():
                 self.refused[output.inner] = NotClosed(reason)
             if not reason:
@@ -345,33 +344,6 @@ def sources_of(exprs: Sequence[Node]) -> set[fx.Node]:
     return found
 
 
-def why_small(plan: ProgramPlan) -> str:
-    """Explains why a program saves nothing; a softmax is always worth it.
-
-    Products without one may be layers of a network, compared with others: projected hidden states,
-    which are no larger than what they are computed from.
-    """
-    form = plan.form
-    if (
-        form.program is None
-        or form.program.logsumexps
-        or any(n.op == "exp" for n in form.program.nodes)
-    ):
-        return ""
-    return (
-        "products that are not larger than what they are computed from"
-        if all(map(_is_small, form.products))
-        else ""
-    )
-
-
-def _is_small(product: Product) -> bool:
-    axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
-    made = num_positions(axes)
-    operands = [num_positions(x.axes) for x in (product.rows, product.keys)]
-    return made is None or any(n is None or made < 2 * n for n in operands)
-
-
 def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collection[str]) -> str:
     """Explains why code after the sums sees another number: it makes some of NaN or infinity.
 
@@ -390,31 +362,6 @@ def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collectio
 def special_reason(name: str) -> str:
     """Returns the reason why an operation that makes numbers of NaN keeps a sum as it is."""
     return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
-
-
-def mib_of(plan: ProgramPlan) -> float | None:
-    """Returns the size of all products together in float32; None if only data decides it.
-
-    Sizes that vary count as they are when the graph is compiled.
-    """
-    mib = 0.0
-    for product in plan.form.replaced:
-        total = 1
-        for a in {*product.rows.axes, *product.keys.axes} - set(product.contracted):
-            hint = _hint(a.size)
-            if hint is None:
-                return None
-            total *= hint
-        mib += total * ELEMENT / MIB
-    return mib
-
-
-def _hint(size: Size | None) -> int | None:
-    """A size as it is now, without a guard."""
-    if isinstance(size, int) or size is None:
-        return size
-    hint = size.size.node.hint
-    return None if hint is None else int(hint)
 
 
 def describe_program(plan: ProgramPlan) -> str:

@@ -85,7 +85,6 @@ UNARY: dict[object, Unary] = {
         *("expm1", "floor", "ceil", "trunc", "sign"),
     )
 }
-_OF_INTEGERS = {aten.abs.default, aten.neg.default, aten.relu.default, aten.sign.default}
 
 
 def _unary(call: Call) -> Array:
