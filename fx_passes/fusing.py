@@ -112,9 +112,7 @@ class Fusing:
         if not call.functional.compares:
             return
         for side in call.sides:
-            sources = (side.product.rows.source, side.product.keys.source)
-            names = frozenset(s.name for s in sources if s is not None)
-            found = self.losses.product_types.get(names)
+            found = self.losses.product_types.get(side.product.names)
             if found is not None and found.result.itemsize < 4:
                 raise Unsupported("scores of a narrow type are compared")
 

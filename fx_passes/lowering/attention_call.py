@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,25 +31,6 @@ NAMES = ("teacher", "student")
 Types = Mapping[frozenset[object], ProductType]  # by the names of products' operands
 
 
-@dataclass(frozen=True)
-class Places:
-    """Holds the axes of each dimension of the operator's tensors."""
-
-    batch: Dim
-    heads: Dim
-    rows: Dim
-    keys: Dim
-
-    @staticmethod
-    def of(call: Call) -> Places:
-        axes = call.axes
-        return Places(axes.batch, axes.heads, (axes.query,) if axes.query else (), (axes.key,))
-
-    @property
-    def scores(self) -> tuple[Dim, ...]:
-        return self.batch, self.heads, self.rows, self.keys
-
-
 def emit(writer: Writer, call: Call, types: Types) -> fx.Node:
     """Inserts a call, and returns its values as [batch, heads, rows]."""
     return CallTensors(writer, call, types).emit()
@@ -60,7 +41,7 @@ class CallTensors:
 
     def __init__(self, writer: Writer, call: Call, types: Types) -> None:
         self.writer, self.build, self.call, self.types = writer, writer.build, call, types
-        self.places = Places.of(call)
+        self.axes = call.axes
 
     def emit(self) -> fx.Node:
         call, build = self.call, self.build
@@ -89,7 +70,7 @@ class CallTensors:
         value = build.call(operator.getitem, result, 0)
         value = self._without_empty_rows(value, biases, options.get("mask"), dtype)
         if call.masks.rows:
-            keep = self._tensor(all_of(*call.masks.rows), self.places.scores[:3])
+            keep = self._tensor(all_of(*call.masks.rows), self.axes.scores[:3])
             value = build.call(torch.where, keep, value, 0.0)
         return value
 
@@ -107,37 +88,35 @@ class CallTensors:
     def _widened(self) -> Iterator[torch.dtype]:
         """The types of the user's operands, which may be wider than those of captured tensors."""
         for side in self.call.sides:
-            sources = [x.source for x in (side.product.rows, side.product.keys)]
-            found = self.types.get(frozenset(s.name for s in sources if s is not None))
+            found = self.types.get(side.product.names)
             if found is not None:
                 yield found.operands
 
     def queries(self, side: Side) -> fx.Node:
         """Returns queries as [batch, heads, rows, head_dim]."""
-        places, x = self.places, side.product.rows
-        if places.rows and not set(places.rows) & x.axes:
+        axes, x = self.axes, side.product.rows
+        if axes.query and axes.query not in x.axes:
             raise Unsupported("the queries of one side do not vary along the query dimension")
-        dims = (places.batch, places.heads + side.averaged, places.rows, side.product.contracted)
+        dims = (axes.batch, axes.heads + side.averaged, axes.queries, side.product.contracted)
         return self.writer.tensor(x.element, dims, expand=(0, 1, 2))
 
     def keys(self, side: Side) -> fx.Node:
         """Returns keys, without the last axes of heads that share them: head h has h // group."""
-        places, x = self.places, side.product.keys
-        heads = places.heads + side.averaged
-        return self.of_keys(x.element, heads, side.product.contracted)
+        heads = self.axes.heads + side.averaged
+        return self.of_keys(side.product.keys.element, heads, side.product.contracted)
 
     def of_keys(self, x: Node, heads: Dim, width: Dim) -> fx.Node:
         """Returns a tensor with a vector for each key."""
         while heads and heads[-1] not in x.axes:
             heads = heads[:-1]
-        dims = (self.places.batch, heads, self.places.keys, width)
+        dims = (self.axes.batch, heads, (self.axes.key,), width)
         return self.writer.tensor(x, dims, expand=(0, 1))
 
     def multiplied(self, x: fx.Node, factors: Sequence[Factor]) -> fx.Node:
         """Returns queries times what multiplies all scores of a row."""
         dtype = tensor_of(x).dtype
         for factor in factors:
-            if not factor.value.axes <= set(self.call.axes.rows):
+            if not factor.value.axes <= set(self.axes.rows):
                 raise Unsupported("a tensor that multiplies the scores varies along the keys")
             by = self._factor(factor.value)
             x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
@@ -147,8 +126,7 @@ class CallTensors:
     def _factor(self, value: Node) -> Any:
         if not value.axes:
             return self.writer.value(value).node
-        places = self.places
-        return self.writer.tensor(value, (places.batch, places.heads, places.rows, ()))
+        return self.writer.tensor(value, (*self.axes.scores[:3], ()))
 
     # ------------------------------------------------------------------------- masks and biases
 
@@ -168,7 +146,7 @@ class CallTensors:
                 value = by(value, factor.value)
             if bias.weight != 1.0 or bias.factors:
                 value, least = product(const(bias.weight), value), dtype
-            x = self._tensor(value, self.places.scores, least)
+            x = self._tensor(value, self.axes.scores, least)
             total = x if total is None else self.build.call(torch.add, total, x)
         return total
 
@@ -177,8 +155,8 @@ class CallTensors:
         stricter = self.call.stricter
         if stricter is None or stricter.side != number:
             return None
-        keep = all_of(*conditions_of(stricter.masks, self.call.axes))
-        return self._tensor(choose(keep, const(0.0), const(-math.inf)), self.places.scores)
+        keep = all_of(*conditions_of(stricter.masks, self.axes))
+        return self._tensor(choose(keep, const(0.0), const(-math.inf)), self.axes.scores)
 
     def _mask_options(self, masks: Masks) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -186,15 +164,10 @@ class CallTensors:
             options["window_left"] = self.writer.size(masks.window_left)
         if masks.window_right is not None:
             options["window_right"] = self.writer.size(masks.window_right)
-        dense = Masks(
-            lengths=masks.lengths,
-            tensors=masks.tensors,
-            segments=masks.segments,
-            vocab=masks.vocab,
-        )
+        dense = replace(masks.dense, rows=())
         if not dense.is_empty:
-            keep = all_of(*conditions_of(dense, self.call.axes))
-            options["mask"] = self._tensor(keep, self.places.scores)
+            keep = all_of(*conditions_of(dense, self.axes))
+            options["mask"] = self._tensor(keep, self.axes.scores)
         if masks.fill is not None:
             options["mask_value"] = masks.fill
         return options
@@ -215,8 +188,8 @@ class CallTensors:
         window = Masks(call.masks.window_left, call.masks.window_right)
         keep = mask
         if not window.is_empty:
-            band = all_of(*conditions_of(window, call.axes))
-            inside = self._tensor(band, self.places.scores)
+            band = all_of(*conditions_of(window, self.axes))
+            inside = self._tensor(band, self.axes.scores)
             keep = inside if keep is None else build.call(torch.logical_and, inside, keep)
         alive: fx.Node | None = None
         for bias in dict.fromkeys(biases):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, ClosedForm, RowValue
+from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, RowValue
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
@@ -70,16 +70,9 @@ def _rows(writer: Writer, form: ClosedForm, number: int, types: Types) -> Node:
             writer.values[name] = linear_call.emit(writer, call, types)
         else:
             writer.values[name] = attention_call.emit(writer, call, types)
-        at = [arrays.position(dim) for dim in _dims(call)]
+        dims = (call.axes.rows,) if call.operator == LINEAR else call.axes.scores[:3]
+        at = [arrays.position(dim) for dim in dims]
         value = capture(Source(name, 0, form.site.flows), at=at)
         terms.append((1.0, product(call.weight, value)))
     own = {mine: index(original) for original, mine in form.names}
     return substitute(linear(0.0, terms), own)
-
-
-def _dims(call: Call) -> tuple[arrays.Dim, ...]:
-    """The axes of each dimension of an operator's result."""
-    axes = call.axes
-    if call.operator == LINEAR:
-        return (axes.rows,)
-    return axes.batch, axes.heads, (axes.query,) if axes.query else ()

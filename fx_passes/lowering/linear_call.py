@@ -67,9 +67,8 @@ class _Lowering:
     def _dtype(self, side: Side) -> torch.dtype:
         """The type of the user's product; without a record of it, that of both operands."""
         operands = side.product.rows, side.product.keys
-        sources = [x.source for x in operands if x.source is not None]
-        found = self.types.get(frozenset(s.name for s in sources))
-        if found is not None and len(sources) == len(operands):
+        found = self.types.get(side.product.names)
+        if found is not None and all(x.source is not None for x in operands):
             return found.result
         dtypes = [self.writer.value(x.element).value.dtype for x in operands]
         return torch.promote_types(*dtypes)

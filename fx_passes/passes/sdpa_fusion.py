@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch_streamkl.fx_passes.closed_forms.attention import (
     attention_of,
     weighted_sum,
 )
-from torch_streamkl.fx_passes.closed_forms.form import Masks
 from torch_streamkl.fx_passes.closed_forms.masks import offset_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
@@ -153,8 +152,7 @@ class RemainingAttention:
             if alive is not None:
                 uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
                 out = build.call(torch.where, alive, out, uniform)
-        places = tensors.places
-        placed = Placed(out, (places.batch, places.heads, places.rows, found.width))
+        placed = Placed(out, (*found.axes.scores[:3], found.width))
         return writer.arranging.arranged(placed, dims, expand=range(len(dims)))
 
     def _inputs(
@@ -163,11 +161,9 @@ class RemainingAttention:
         """Queries, keys and values in the type of the result."""
         side, build = found.side, tensors.build
         q, k = tensors.queries(side), tensors.keys(side)
-        v = tensors.of_keys(found.values, tensors.places.heads, found.width)
+        v = tensors.of_keys(found.values, found.axes.heads, found.width)
         # the scores' matmul may have rounded its operands before: autocast
-        sources = [x.source for x in (side.product.rows, side.product.keys)]
-        names = frozenset(x.name for x in sources if x is not None)
-        product = self.losses.product_types.get(names)
+        product = self.losses.product_types.get(side.product.names)
         is_rounded = product is not None and _holds(dtype, product.result)
         if not is_rounded and not all(_holds(dtype, tensor_of(x).dtype) for x in (q, k, v)):
             raise Unsupported(f"scores of more precision than {dtype}, the type of the result")
@@ -184,7 +180,7 @@ class RemainingAttention:
         right = masks.window_right
         is_causal = right is not None and constant(right) == 0 and square
         banded = masks.window_left is not None or right is not None
-        dense = not _dense(masks).is_empty or bool(found.form.biases)
+        dense = not masks.dense.is_empty or bool(found.form.biases)
         if not banded and not dense:
             return {}
         if is_causal and masks.window_left is None and not dense:
@@ -208,13 +204,13 @@ class RemainingAttention:
     def _mask(self, tensors: CallTensors, found: Attention, dtype: torch.dtype) -> fx.Node:
         """Builds an additive mask at the smallest shape that holds it."""
         form, build, writer = found.form, tensors.build, tensors.writer
-        identity = (form.mask, form.fill, form.biases, dtype, tensors.places)
+        identity = (form.mask, form.fill, form.biases, dtype, found.axes)
         made = self.masks.get(identity)
         if made is not None and not made._erased:  # with what was taken back
             return made
         total = None
         if form.mask:
-            keep = writer.tensor(all_of(*form.mask), tensors.places.scores, partly=PARTLY)
+            keep = writer.tensor(all_of(*form.mask), found.axes.scores, partly=PARTLY)
             # the lowest number, not -inf: a row without keys stays uniform, as in the user's code
             low = -math.inf if form.fill == -math.inf else torch.finfo(dtype).min
             zero = build.call(torch.zeros, (), dtype=dtype, device=writer.device)
@@ -242,17 +238,12 @@ def _read_by(found: Attention) -> list[Node]:
     return [*operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
 
 
-def _dense(masks: Masks) -> Masks:
-    """What is not a window."""
-    return replace(masks, window_left=None, window_right=None)
-
-
 def _has_diagonal(found: Attention) -> bool:
     """Whether the mask is a band in which every query provably has the key on its diagonal."""
     masks = found.masks
     bounds = [b for b in (masks.window_left, masks.window_right) if b is not None]
     numbers = [constant(x) for x in (offset_of(found.axes), *bounds)]
-    dense = not _dense(masks).is_empty or bool(found.form.biases)
+    dense = not masks.dense.is_empty or bool(found.form.biases)
     return not dense and all(n is not None and n >= 0 for n in numbers)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,9 +47,8 @@ def emit(
     if masks.window_right is not None:
         last = linear(0.0, [(1.0, offset), (1.0, masks.window_right)])
         options["last"] = writer.size(last)
-    dense = replace(masks, window_left=None, window_right=None)
-    conditions = sorted(conditions_of(dense, found.axes), key=lambda x: x.digest)
-    kept = [writer.tensor(x, tensors.places.scores, partly=PARTLY) for x in conditions]
+    conditions = sorted(conditions_of(masks.dense, found.axes), key=lambda x: x.digest)
+    kept = [writer.tensor(x, found.axes.scores, partly=PARTLY) for x in conditions]
     options["masks"] = tuple(kept)
     options["inner_bias"] = tensors.bias(form.inner_biases, result.dtype)
     options["bias"] = tensors.bias(form.biases, result.dtype)

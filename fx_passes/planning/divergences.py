@@ -12,12 +12,12 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
+from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import CONTRACT, SUM, Node, Source
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.graph import SUM, Node, Source
 
 Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing does
 
@@ -173,12 +173,11 @@ def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], Pro
         made, own = example(trace.outer.get(node, node)), node.meta["val"]
         assert isinstance(own, Tensor)
         types = made.dtype if isinstance(made, Tensor) else own.dtype, own.dtype
-        for x in walk([array.expr], lambda x: x.op not in (CONTRACT, "capture")):
-            if x.op == CONTRACT:
-                names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
-                before = found.get(names, ProductType(*types))
-                found[names] = ProductType(
-                    torch.promote_types(before.result, types[0]),
-                    torch.promote_types(before.operands, types[1]),
-                )
+        for x in products_in([array.expr]):
+            names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
+            before = found.get(names, ProductType(*types))
+            found[names] = ProductType(
+                torch.promote_types(before.result, types[0]),
+                torch.promote_types(before.operands, types[1]),
+            )
     return found

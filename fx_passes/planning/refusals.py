@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match
@@ -25,7 +26,7 @@ from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.writes import STALE
-from torch_streamkl.program.graph import CONTRACT, Node, Source
+from torch_streamkl.program.graph import Node, Source
 from torch_streamkl.program.walks import walk
 
 NOT_MADE = "is not made from scores in this graph"
@@ -76,7 +77,7 @@ class Refusals:
     _found: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _captured: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _matched: dict[Node, NotClosed | None] = field(default_factory=dict)
-    _forms: _Forms | None = None
+    _forms: Forms | None = None
     _first: dict[int, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -315,9 +316,9 @@ class Refusals:
                 break
         return None
 
-    def _all_forms(self) -> _Forms:
+    def _all_forms(self) -> Forms:
         if self._forms is None:
-            self._forms = _Forms()
+            self._forms = Forms()
             seen: set[Node] = set()
             for node in self.trace.graph.nodes:
                 found = self.reading.arrays.get(node)
@@ -328,43 +329,6 @@ class Refusals:
                         seen.add(x)
                         self._first.setdefault(self._forms.of(x), node)
         return self._forms
-
-
-class _Forms:
-    """Numbers expressions that are equal but for the names of axes."""
-
-    def __init__(self) -> None:
-        self._known: dict[Node, int] = {}
-        self._numbers: dict[object, int] = {}
-
-    def of(self, x: Node) -> int:
-        for y in walk([x], lambda y: y not in self._known):
-            if y not in self._known:
-                key = y.op, _value_of(y), self._arguments(y)
-                self._known[y] = self._numbers.setdefault(key, len(self._numbers))
-        return self._known[x]
-
-    def _arguments(self, x: Node) -> tuple[object, ...]:
-        known = [self._known[a] for a in x.args]
-        if x.op == "linear":
-            return tuple(sorted(zip(x.value[1], known, strict=True)))
-        return tuple(sorted(known) if x.op in ("product", CONTRACT, "and", "or") else known)
-
-
-def _value_of(x: Node) -> object:
-    """What else an expression is, without the names of axes."""
-    match x.op:
-        case "index":
-            return x.value.size
-        case "log_softmax":
-            return x.value.size
-        case "reduce":
-            return x.value.kind, x.value.axis.size
-        case "contract":
-            return tuple(sorted(str(a.size) for a in x.value))
-        case "linear":
-            return x.value[0]
-    return x.value
 
 
 def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.closed_forms.row_checks import (
-    SMALLEST,
-    SMALLEST_OF_OTHERS,
     is_filled,
+    precision_of,
+    smallest_of,
 )
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
@@ -128,9 +128,8 @@ def _check_power(node: fx.Node, operands: Collection[torch.dtype], reading: Read
     x = reading.arrays.get(node)
     if node.target not in POWERS or not isinstance(x, Array) or x.expr.op != "exp":
         return
-    smallest = max((SMALLEST.get(d, SMALLEST_OF_OTHERS) for d in operands), default=-103.0)
-    eps = torch.finfo(torch.float16 if torch.float16 in operands else torch.float32).eps
     _, terms = terms_of(x.expr.args[0])
     scales = [abs(c) for c, t in terms if t.op == "log_softmax"]
-    if scales and 0.0 > min(scales) * smallest > math.log(eps):
+    least = min(scales, default=0.0) * smallest_of(operands)
+    if 0.0 > least > math.log(precision_of(operands)):
         raise Unsupported("a small power of a probability that may underflow")

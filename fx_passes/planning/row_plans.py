@@ -32,7 +32,7 @@ from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, 
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
-from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reading.reader import Reading, trained
 from torch_streamkl.program.graph import Node
 from torch_streamkl.program.walks import walk
 
@@ -204,14 +204,13 @@ class RowPlanner:
             return None
         # A tensor that only some of the results depend on would get zeros from the others, not
         # None. A result without any gradient, such as a metric, is detached
-        trained = [{(s.name, s.version) for s in sources_in(x) if s.grad_flows} for x in exprs]
-        if len({frozenset(x) for x in trained if x}) > 1:
+        learned = [trained([x]) for x in exprs]
+        if len({frozenset(x) for x in learned if x}) > 1:
             return None
         # the call stands at the first of them, and has gradients if those are recorded there
         modes = autograd_modes(nodes[0].graph.nodes)
         at_first = modes[min(nodes, key=lambda n: self.position[n])]
-        learned = [n for n, flows in zip(nodes, trained, strict=True) if flows]
-        if any(modes[n] != at_first for n in learned):
+        if any(x and modes[n] != at_first for n, x in zip(nodes, learned, strict=True)):
             return None
         first = min(self.position[n] for n in nodes)
         read = sources_of(exprs)

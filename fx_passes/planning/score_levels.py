@@ -7,6 +7,7 @@ from enum import Enum
 
 from torch import fx
 
+from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node, Source
@@ -71,7 +72,7 @@ class ScoreLevels:
         found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(found, Array):
             return frozenset()
-        inside = walk([found.expr], lambda x: x.op not in ("capture", CONTRACT))
+        inside = walk([found.expr], is_entered)
         return frozenset(x.value for x in inside if x.op == "log_softmax") & found.expr.axes
 
     def are_chosen(self, node: fx.Node) -> bool:

@@ -88,7 +88,7 @@ class Reading:
         if not self.vanished:
             return False
         behind = ancestors(node)
-        kept = _trained([self.array(node).expr])
+        kept = trained([self.array(node).expr])
         return any(n in behind and not names <= kept for n, names in self.vanished.items())
 
     def array(self, node: fx.Node) -> Array:
@@ -98,8 +98,8 @@ class Reading:
         return found
 
 
-def _trained(exprs: Iterable[Node]) -> set[tuple[object, int]]:
-    """The captured tensors with gradient in expressions."""
+def trained(exprs: Iterable[Node]) -> set[tuple[object, int]]:
+    """Returns the captured tensors with gradient in expressions."""
     every = (x.value for x in walk(exprs) if x.op == "capture" and x.flows)
     return {(s.name, s.version) for s in every if isinstance(s, Source) and s.grad_flows}
 
@@ -401,7 +401,7 @@ class Reader:
             inputs = (self.reading.arrays.get(a) for a in node.all_input_nodes)
             given = [a.expr for a in inputs if isinstance(a, Array)]
             if is_number(x.expr) and any(e.flows for e in given):
-                self.reading.vanished[node] = _trained(given)
+                self.reading.vanished[node] = trained(given)
                 return x
         gone = [v for a in node.all_input_nodes if (v := self.reading.vanished.get(a)) is not None]
         if is_recorded and gone and is_number(x.expr):  # 1e-6 more than a number that has vanished
