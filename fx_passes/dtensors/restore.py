@@ -18,10 +18,18 @@ from torch_streamkl.attention import ops
 from torch_streamkl.distributed import graph_calls
 from torch_streamkl.fx_passes.dtensors.unshard import OWN_ROWS, conversion
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported, first_line
 from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, descendants, example, name_of, run
+from torch_streamkl.fx_passes.fx_utils.mutation import draws_random, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    MEMORY,
+    descendants,
+    example,
+    is_tensor,
+    name_of,
+    reached,
+    run,
+)
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.results import set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
@@ -81,7 +89,9 @@ class Restore:
                 NotImplementedError,
                 RuntimeError,
             ) as reason:
-                raise DoesNotFit(_first_line(reason), self._sites_of(node)) from reason
+                raise DoesNotFit(
+                    first_line(reason) or repr(reason), self._sites_of(node)
+                ) from reason
         for change in self.changes:
             try:
                 self._as_read_before(change)
@@ -93,7 +103,7 @@ class Restore:
                 RuntimeError,
             ) as reason:
                 sites = {n.meta[SITE] for n in self.replaced[change] if SITE in n.meta}
-                raise DoesNotFit(_first_line(reason), frozenset(sites)) from reason
+                raise DoesNotFit(first_line(reason) or repr(reason), frozenset(sites)) from reason
         of_own_vocab = self._makers_of_own_vocab()
         for node in reversed(list(self.graph.nodes)):
             is_left_over = node.target is same or node.name in of_own_vocab
@@ -332,15 +342,11 @@ class Restore:
 
     def _steps_to(self, node: fx.Node) -> set[fx.Node]:
         """Lists the new tensors that lead to a node, from the user's tensors on."""
-        found, stack = set[fx.Node](), [node]
-        while stack:
-            current = stack.pop()
-            if current in found or not isinstance(example(current), Tensor):
-                continue
-            found.add(current)
-            if current.name not in self.user:
-                stack.extend(current.all_input_nodes)
-        return found
+
+        def made_of(n: fx.Node) -> list[fx.Node]:
+            return [] if n.name in self.user else [a for a in n.all_input_nodes if is_tensor(a)]
+
+        return reached([node], made_of)
 
     def _of_rows(self, node: fx.Node) -> None:
         """Makes per-row values plain tensors, the same on every rank."""
@@ -386,22 +392,16 @@ class Restore:
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether the node is computed from no input at all: every rank has the same."""
-        stack, seen = [node], set[fx.Node]()
-        while stack:
-            current = stack.pop()
-            if current in seen or not isinstance(example(current), (Tensor, tuple)):
-                continue  # sizes of DTensors are the same everywhere
-            seen.add(current)
-            name = name_of(current)
-            drawn = any(
-                vocab_entry in name
-                for vocab_entry in ("rand", "dropout", "bernoulli", "multinomial")
-            )
-            made_here = current.op in ("call_function", "call_method") and not drawn
-            if not made_here or (is_dtensor(example(current)) and not current.all_input_nodes):
-                return False
-            stack.extend(current.all_input_nodes)
-        return True
+
+        def made_of(n: fx.Node) -> list[fx.Node]:  # sizes of DTensors are the same everywhere
+            return [a for a in n.all_input_nodes if isinstance(example(a), (Tensor, tuple))]
+
+        return all(
+            n.op in ("call_function", "call_method")
+            and not draws_random(n)
+            and (n.all_input_nodes or not is_dtensor(example(n)))
+            for n in reached([node], made_of)
+        )
 
     # --------------------------------------------------------------------------------- helpers
     def _record(self, node: fx.Node) -> None:
@@ -448,7 +448,3 @@ def _dtensor(node: fx.Node) -> DTensor:
 
 def _reads_sizes(node: fx.Node) -> bool:
     return name_of(node) in ("size", "numel", "reshape_as", "expand_as", "view_as", "type_as")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:600] if str(error) else type(error).__name__

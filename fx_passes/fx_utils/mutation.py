@@ -34,10 +34,14 @@ def has_effect(node: fx.Node) -> bool:
     """
     if node.op not in ("call_function", "call_method"):
         return True
-    return _draws_random(node) or is_in_place(node) or node.is_impure()
+    return draws_random(node) or is_in_place(node) or node.is_impure()
 
 
-def _draws_random(node: fx.Node) -> bool:
+RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Returns whether a node draws random numbers."""
     name = name_of(node)
     if name == "dropout":
         p, training = (
@@ -45,7 +49,7 @@ def _draws_random(node: fx.Node) -> bool:
             for i, key in ((1, "p"), (2, "training"))
         )
         return not (p == 0.0 or training is False)
-    return any(part in name for part in ("dropout", "rand", "bernoulli", "multinomial"))
+    return any(part in name for part in RANDOM)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 UNKNOWN = "unknown location"
@@ -114,6 +115,13 @@ def example(node: fx.Node) -> object:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def held_by(owner: object, leaf: fx.Node) -> object:
+    """Returns what an attribute is of a module, None if the module does not have it."""
+    for part in str(leaf.target).split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
 def is_parameter(leaf: fx.Node) -> bool:
     """Returns whether a node reads a parameter of an exported program.
 
@@ -121,10 +129,7 @@ def is_parameter(leaf: fx.Node) -> bool:
     """
     if leaf.op != "get_attr" or not isinstance(example(leaf), Tensor):
         return False
-    owner: object = leaf.graph.owning_module
-    for part in str(leaf.target).split("."):
-        owner = getattr(owner, part, None)
-    return isinstance(owner, torch.nn.Parameter)
+    return isinstance(held_by(leaf.graph.owning_module, leaf), torch.nn.Parameter)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -211,6 +216,4 @@ def num_bytes(node: fx.Node) -> int:
     value = example(node)
     if not isinstance(value, Tensor):
         return 0
-    count = value.numel()
-    hint = count if isinstance(count, int) else count.node.hint
-    return int(hint or 0) * value.element_size()
+    return (hint_of(value.numel()) or 0) * value.element_size()

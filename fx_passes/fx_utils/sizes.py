@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 
 from torch_streamkl.fx_passes.fx_utils.torch_names import FloorDiv, free_unbacked_symbols
 
@@ -51,6 +52,11 @@ def hint_of(size: Size) -> int | None:
         return size
     hint = size.node.hint
     return None if hint is None else int(hint)
+
+
+def shown_shape(x: Tensor) -> tuple[int | str, ...]:
+    """Returns a shape for a report: symbols as texts."""
+    return tuple(n if isinstance(n, int) else str(n) for n in x.shape)
 
 
 def is_one(size: Size) -> bool:

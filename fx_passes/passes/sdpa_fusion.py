@@ -298,12 +298,16 @@ def _fused(
     made. Zeros add nothing to scores, and what they add to the result is cut off.
     """
     inputs = [q, k, v]
-    if tensor_of(q).device.type == "cuda":
+    if _is_on_gpu(q):
         inputs = [_whole_lines(build, x) for x in inputs]
     if scale != shape_scale(inputs[0]):
         options = {**options, "scale": scale}
     out = build.call(F.scaled_dot_product_attention, *inputs, **options)
     return out if inputs[2] is v else build.method("narrow", out, -1, 0, shape(v)[-1])
+
+
+def _is_on_gpu(x: fx.Node) -> bool:
+    return tensor_of(x).device.type == "cuda"
 
 
 def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:

@@ -29,9 +29,12 @@ from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_pla
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    is_tensor,
     location_of,
     name_of,
     named_arguments,
+    needs_gradient,
+    reached,
     storage_of,
     tensor_of,
 )
@@ -114,25 +117,16 @@ def _note(node: fx.Node, reason: str) -> str:
 def _teacher_learns(call: fx.Node) -> bool:
     """Whether a tensor of the teacher needs a gradient."""
     named = [x for name, x in call.kwargs.items() if name.startswith("teacher")]
-    return any(isinstance(x, fx.Node) and _needs_gradient(x) for x in (*call.args[2:4], *named))
+    return any(map(needs_gradient, (*call.args[2:4], *named)))
 
 
 def _reaches_gradients(call: fx.Node) -> bool:
     """Whether the divergence reaches what the graph returns with a gradient."""
-    stack, seen = [call], {call}
-    while stack:
-        for user in stack.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and (user.target is operator.getitem or _needs_gradient(user)):
-                seen.add(user)
-                stack.append(user)
-    return False
 
+    def following(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if not is_tensor(u) or needs_gradient(u)]
 
-def _needs_gradient(node: fx.Node) -> bool:
-    value = example(node)
-    return not isinstance(value, Tensor) or value.requires_grad
+    return any(n.op == "output" for n in reached([call], following))
 
 
 def _may_differ(call: fx.Node, labels: fx.Node) -> bool:

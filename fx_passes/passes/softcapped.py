@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.closed_forms.attention import Attention
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of, offset_of
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported, first_line
 from torch_streamkl.fx_passes.fx_utils.fake_modes import found_mode
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
@@ -63,8 +63,8 @@ def emit(
             return build.call(softcapped_attention, *inputs, **options)
     except (ImportError, AttributeError, AssertionError, RuntimeError) as error:
         # a prototype of torch, reached below its public function
-        line = str(error).splitlines()[0] if str(error) else ""
-        raise Unsupported(f"FlexAttention: {type(error).__name__}: {line}") from error
+        kind = type(error).__name__
+        raise Unsupported(f"FlexAttention: {kind}: {first_line(error)}") from error
 
 
 def why_not(q: Tensor, v: Tensor) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
-from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
+from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, hint_of
 from torch_streamkl.program.graph import Axis, Extent, Size, num_positions
 from torch_streamkl.rows.program import COLUMNS
 
@@ -142,7 +142,4 @@ def axes_of(product: Product) -> frozenset[Axis]:
 
 def _hint(size: Size | None) -> int | None:
     """A size as it is now, without a guard."""
-    if isinstance(size, Extent):
-        hint = size.size.node.hint
-        return None if hint is None else int(hint)
-    return size
+    return hint_of(size.size) if isinstance(size, Extent) else size

@@ -305,14 +305,8 @@ class RowPlanner:
         """Returns whether a node reads products of programs other than by their results."""
         products = {m for plan in plans for m in plan.matmuls}
         results = {o.inner for plan in plans for o in plan.outputs}
-        behind: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            current = stack.pop()
-            if current not in behind and current not in results:
-                behind.add(current)
-                stack += current.all_input_nodes
-        return bool(behind & products) or not ancestors(node) & results
+        behind = reached([node], lambda n: () if n in results else n.all_input_nodes)
+        return bool((behind - results) & products) or not ancestors(node) & results
 
 
 def _with_shared_rows(arrays: list[Array]) -> list[Array]:

@@ -33,7 +33,13 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     written_by,
     written_storages,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    example,
+    name_of,
+    reached,
+    storage_of,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
@@ -286,13 +292,13 @@ class Reader:
         """
         if dtype.itemsize == 1:
             return False
-        stack, seen = [node], {node}
-        while stack:
-            n = stack.pop()
+
+        def made_of(n: fx.Node) -> list[fx.Node]:
+            reads = self.reading.reads_products
+            return [] if name_of(n) in MATMULS else [a for a in n.all_input_nodes if a in reads]
+
+        for n in reached([node], made_of):
             if name_of(n) not in MATMULS:
-                new = {a for a in n.all_input_nodes if a in self.reading.reads_products} - seen
-                seen |= new
-                stack += new
                 continue
             made = self.made_as.get(n, n.meta["val"].dtype)
             inputs = [a.meta["val"] for a in n.all_input_nodes]

@@ -159,6 +159,11 @@ class Call:
         value = given.meta.get("val") if isinstance(given, fx.Node) else None
         return value.dtype if isinstance(value, Tensor) else None
 
+    @property
+    def keepdim(self) -> bool:
+        """Returns whether dimensions that are reduced stay, with size 1."""
+        return bool(self.get("keepdim", False))
+
     def observes(self, what: str) -> None:
         """Notes that this call tells NaN and infinity from numbers: `Reading.observers`."""
         self.reader.observers[self.node] = what

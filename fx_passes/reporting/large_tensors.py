@@ -27,6 +27,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     storage_of,
     subgraphs_of,
 )
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, hint_of, shown_shape
 from torch_streamkl.fx_passes.reporting.graph_outputs import VOCABULARY_PER_WIDTH
 from torch_streamkl.fx_passes.reporting.report import Remaining
 from torch_streamkl.fx_passes.reporting.unfused_memory import (
@@ -112,7 +113,7 @@ def large_tensors(
             assert isinstance(value, Tensor)
             if known.is_far_smaller(value.shape) and not _is_of_product(node):
                 continue
-            shape = tuple(n if isinstance(n, int) else str(n) for n in value.shape)
+            shape = shown_shape(value)
             location = location_of(node)[0]
             key = (node.name, location, shape)
             if rest[key] > 0:
@@ -313,9 +314,7 @@ def _squeezed(value: Tensor) -> tuple[int, ...]:
     return tuple(n for n in map(size_hint, value.shape) if n != 1)
 
 
-def size_hint(size: object) -> int:
+def size_hint(size: Size) -> int:
     """Returns a size, or what a dynamic one was when the graph was made."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint  # type: ignore[attr-defined]
-    return UNKNOWN_SIZE if hint is None else int(hint)
+    hint = hint_of(size)
+    return UNKNOWN_SIZE if hint is None else hint

@@ -295,17 +295,21 @@ def one_hot(call: Call) -> Array:
 
 def _are_unique(ids: object, d: int) -> bool:
     """Whether positions are those of a top-k along the dimension."""
+    top = top_of(ids)
+    return top is not None and top[1] == d
+
+
+def top_of(ids: object) -> tuple[fx.Node, int] | None:
+    """Returns the top-k that computes positions, and its dimension."""
     while isinstance(ids, fx.Node) and ids.target in (
         aten.detach.default, aten.alias.default, aten.contiguous.default,
     ):  # fmt: skip
         ids = ids.args[0]
     if not isinstance(ids, fx.Node) or ids.target is not operator.getitem or ids.args[1] != 1:
-        return False
-    top = ids.args[0]
-    assert isinstance(top, fx.Node)
+        return None
+    top: Any = ids.args[0]
     given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    rank = ids.meta["val"].dim()
-    return top.target == aten.topk.default and given % rank == d
+    return (top, given % ids.meta["val"].dim()) if top.target == aten.topk.default else None
 
 
 @rule(aten.topk.default)

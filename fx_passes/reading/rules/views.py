@@ -61,7 +61,8 @@ def broadcast(call: Call) -> tuple[Array, ...]:
 
 def _swapped(call: Call, rank: int) -> list[int]:
     order = list(range(rank))
-    i, j = (call.get(name) % max(rank, 1) for name in ("dim0", "dim1"))
+    names = ("axis0", "axis1") if call.has("axis0") else ("dim0", "dim1")
+    i, j = (call.get(name) % max(rank, 1) for name in names)
     if rank:
         order[i], order[j] = order[j], order[i]
     return order
@@ -81,6 +82,8 @@ def _permuted(call: Call, rank: int) -> list[int]:
 
 ORDERS: dict[object, Callable[[Call, int], list[int]]] = {
     aten.transpose.int: _swapped,
+    aten.swapaxes.default: _swapped,
+    aten.swapdims.default: _swapped,
     aten.permute.default: _permuted,
     aten.mT.default: _matrix,
     aten.mH.default: _matrix,
@@ -88,17 +91,6 @@ ORDERS: dict[object, Callable[[Call, int], list[int]]] = {
     aten.t.default: _reversed,
     aten.numpy_T.default: _reversed,
 }
-
-
-@rule(aten.swapaxes.default, aten.swapdims.default)
-def swap(call: Call) -> Array:
-    """Reads ``swapaxes``."""
-    names = ("axis0", "axis1") if call.has("axis0") else ("dim0", "dim1")
-    x = call.array("self")
-    order = list(range(len(x.dims)))
-    i, j = (call.get(name) % len(order) for name in names)
-    order[i], order[j] = order[j], order[i]
-    return call.made(x.expr, [x.dims[d] for d in order])
 
 
 @rule(*ORDERS)
@@ -184,10 +176,7 @@ def slice_(call: Call) -> Array:
     d = call.dim(default=0, rank=len(x.dims))
     size, length = call.get("self").meta["val"].shape[d], call.value.shape[d]  # type: ignore[attr-defined]
     step = call.known("step", 1)
-    if step != 1:
-        start = start_of(call, call.get("start"), size, None)
-    else:
-        start = start_of(call, call.get("start"), size, length)
+    start = start_of(call, call.get("start"), size, length if step == 1 else None)
     return arrays.sliced(x, d, start, call.size(length), step)
 
 
