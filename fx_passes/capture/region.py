@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    is_call,
     is_tensor,
     name_of,
     storage_of,
@@ -195,7 +196,7 @@ def _drop_orphans(inside: set[fx.Node]) -> None:
 
 def _is_operation(node: fx.Node) -> bool:
     """Whether a node is a call that produces tensors and may be traced again."""
-    if node.op not in ("call_function", "call_method"):
+    if not is_call(node):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False

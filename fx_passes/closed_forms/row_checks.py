@@ -21,8 +21,9 @@ import torch
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, is_entered
+from torch_streamkl.fx_passes.closed_forms.worlds import is_formula
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
+from torch_streamkl.program.graph import CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
 from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.steps import Step
 from torch_streamkl.program.walks import walk
@@ -215,10 +216,7 @@ def is_filled(scores: Node, least: float) -> bool:
     def is_large(number: float) -> bool:
         return least <= abs(number) < math.inf
 
-    def is_entered(x: Node) -> bool:
-        return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
-
-    for x in walk([scores], is_entered):
+    for x in walk([scores], is_formula):
         if x.op == "const" and is_large(x.value):
             return True
         if x.op == "linear":

@@ -181,11 +181,11 @@ def settled(x: Node, world: World) -> Node:
                 return args[1] if holds else args[2]
         return remade(y, args)
 
-    return rebuilt([x], change, lambda y: _is_formula(y))[x]
+    return rebuilt([x], change, is_formula)[x]
 
 
-def _is_formula(x: Node) -> bool:
-    """Whether an expression is computed from parts, and is no condition or captured value."""
+def is_formula(x: Node) -> bool:
+    """Returns whether an expression is computed from parts, and is no condition or capture."""
     return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
 
 
@@ -195,7 +195,7 @@ def value_at(x: Node, world: World) -> float | None:
     A product is 0 if a factor is: NOTE [Zero annihilates] in program/graph.py.
     """
     found: dict[Node, float | None] = {}
-    for y in walk([x], lambda y: _is_formula(y)):
+    for y in walk([x], is_formula):
         found[y] = _value(y, [found.get(a) for a in y.args], world)
     return found[x]
 

@@ -25,6 +25,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     MEMORY,
     descendants,
     example,
+    is_call,
     is_tensor,
     name_of,
     reached,
@@ -198,7 +199,7 @@ class Restore:
             if (
                 not is_dtensor(example(node))
                 or conversion(node)
-                or node.op not in ("call_function", "call_method")
+                or not is_call(node)
                 or written_by(node)
             ):
                 raise Unsupported("the code reads the ranks' own terms of a sum (Partial)")
@@ -397,7 +398,7 @@ class Restore:
             return [a for a in n.all_input_nodes if isinstance(example(a), (Tensor, tuple))]
 
         return all(
-            n.op in ("call_function", "call_method")
+            is_call(n)
             and not draws_random(n)
             and (n.all_input_nodes or not is_dtensor(example(n)))
             for n in reached([node], made_of)

@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     address_of,
     example,
+    is_call,
     location_of,
     name_of,
     needs_gradient,
@@ -114,8 +115,7 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 def _opaque_node(node: fx.Node, recorded: Any, values: dict[fx.Node, Any]) -> Any:
     """Returns the whole value of a node on DTensors, and changes the node to compute it."""
-    is_call = node.op in ("call_function", "call_method")
-    if not is_call or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not is_call(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
         return _whole(recorded)  # the body of a checkpoint is rewritten as a graph of its own
     if _moves_data_only(node):
         (x,) = node.all_input_nodes[:1]

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    is_call,
     name_of,
     nodes_in,
     storage_of,
@@ -32,7 +33,7 @@ def has_effect(node: fx.Node) -> bool:
     """Returns whether a node may do more than return a value: write, draw random numbers,
     check.
     """
-    if node.op not in ("call_function", "call_method"):
+    if not is_call(node):
         return True
     return draws_random(node) or is_in_place(node) or node.is_impure()
 
@@ -54,7 +55,7 @@ def draws_random(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments that a node writes to."""
-    if node.op not in ("call_function", "call_method"):
+    if not is_call(node):
         return []
     if _only_reads(node):
         return []

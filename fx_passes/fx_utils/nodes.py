@@ -132,6 +132,11 @@ def is_parameter(leaf: fx.Node) -> bool:
     return isinstance(held_by(leaf.graph.owning_module, leaf), torch.nn.Parameter)
 
 
+def is_call(node: fx.Node) -> bool:
+    """Returns whether a node calls a function or a method."""
+    return node.op in ("call_function", "call_method")
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Returns whether a node's value is a tensor."""
     return isinstance(example(node), Tensor)

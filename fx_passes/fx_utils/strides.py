@@ -12,7 +12,14 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, run, storage_of, tensor_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    is_call,
+    is_view,
+    run,
+    storage_of,
+    tensor_of,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     hint_of,
     is_one,
@@ -81,7 +88,7 @@ def strides_are_seen(
         waiting.remove(reader)
         was = example(reader)
         if (
-            reader.op not in ("call_function", "call_method")
+            not is_call(reader)
             or isinstance(reader.target, torch._ops.HigherOrderOperator)
             or storage_of(reader) in written
             or not isinstance(was, (Tensor, int, torch.SymInt))

@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    is_call,
     name_of,
     needs_gradient,
     nodes_in,
@@ -128,7 +129,7 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
     """Whether a node is a view of ``x``, x times weights of its shape, or x where a mask holds."""
     name, others = name_of(node), [a for a in node.all_input_nodes if a is not x]
     value = example(node)
-    if not isinstance(value, Tensor) or node.op not in ("call_function", "call_method"):
+    if not isinstance(value, Tensor) or not is_call(node):
         return False
     if nodes_in(node.args).count(x) != 1 or nodes_in(node.kwargs):
         return False  # x * x, whichever of them is given by name; and ``out=``

@@ -27,6 +27,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
     example,
+    is_call,
     name_of,
     needs_gradient,
     storage_of,
@@ -213,7 +214,7 @@ class _Reader:
 
     def _term(self, node: fx.Node) -> Term | None:
         value = example(node)
-        if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
+        if not is_call(node) or not isinstance(value, Tensor):
             return None
         if not self._is_computed(value) or has_effect(node):
             return None

@@ -29,6 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_pla
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    is_call,
     is_tensor,
     location_of,
     name_of,
@@ -213,7 +214,7 @@ def _is_pure(node: fx.Node) -> bool:
     """Whether a node is arithmetic on tensors, without side effects."""
     value = example(node)
     return (
-        node.op in ("call_function", "call_method")
+        is_call(node)
         and isinstance(value, Tensor)
         and not is_in_place(node)
         and not isinstance(node.target, torch._ops.HigherOrderOperator)

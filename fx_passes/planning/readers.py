@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    is_call,
     name_of,
     nodes_in,
     storage_of,
@@ -77,7 +78,7 @@ def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> R
         if node.op == "output":
             return found | outside
         written |= {storage_of(x) for x in written_by(node)} - {None}
-        if node.op in ("call_function", "call_method"):
+        if is_call(node):
             found |= _of_operation(node, sources)
         if _has_values(example(node)):
             reached.add(node)

@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
@@ -77,7 +78,6 @@ class Refusals:
     _found: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _captured: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _matched: dict[Node, NotClosed | None] = field(default_factory=dict)
-    _forms: Forms | None = None
     _first: dict[int, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -243,8 +243,8 @@ class Refusals:
         before = [a for a in node.all_input_nodes if self.levels.of(a) is Level.PROBABILITIES]
         if node.op != "call_function" or not before or self.levels.keys_of(node):
             return None
-        found = self.reading.arrays.get(node)
-        if not isinstance(found, Array) or sums_over_keys([found.expr]):
+        x = self.reading.expression(node)
+        if x is None or sums_over_keys([x]):
             return None
         if name_of(node) in SUMS:
             return self.before(node)
@@ -256,14 +256,9 @@ class Refusals:
         if not sums_over_keys([x]):
             return []
         found = sites(keys_first(x))
-        forms = self._all_forms()
-        before = {
-            forms.of(y)
-            for a in node.all_input_nodes
-            if isinstance(given := self.reading.arrays.get(a), Array)
-            for y in sums_over_keys([given.expr])
-        }
-        return [y for y in found if forms.of(y) not in before]
+        given = (y for a in node.all_input_nodes if (y := self.reading.expression(a)) is not None)
+        before = set(map(self._forms.of, sums_over_keys(given)))
+        return [y for y in found if self._forms.of(y) not in before]
 
     def placed(self, refused: NotClosed, default: fx.Node | None = None) -> Refusal:
         """Returns the reason of a sum, and the node at which it stopped."""
@@ -298,37 +293,36 @@ class Refusals:
 
     def first_with(self, x: Node) -> fx.Node | None:
         """Returns the first node of the trace whose value has an expression of this form."""
-        self._all_forms()
-        assert self._forms is not None
-        return self._first.get(self._forms.of(x))
+        number = self._forms.of(x)
+        return self._first.get(number)
 
     def _first_that_reads(self, x: Node, after: fx.Node, before: fx.Node | None) -> fx.Node | None:
         """The first node between two that is made of scores and has an expression of this form."""
-        forms, wanted, is_after = self._all_forms(), self._all_forms().of(x), False
+        wanted, is_after = self._forms.of(x), False
         for node in self.trace.graph.nodes:
             is_after |= node is after
-            found = self.reading.arrays.get(node)
-            if not is_after or not isinstance(found, Array) or not self.levels.has_product(node):
+            found = self.reading.expression(node)
+            if not is_after or found is None or not self.levels.has_product(node):
                 continue
-            if any(forms.of(y) == wanted for y in walk([found.expr])):
+            if any(self._forms.of(y) == wanted for y in walk([found])):
                 return node
             if node is before:
                 break
         return None
 
-    def _all_forms(self) -> Forms:
-        if self._forms is None:
-            self._forms = Forms()
-            seen: set[Node] = set()
-            for node in self.trace.graph.nodes:
-                found = self.reading.arrays.get(node)
-                if node.op != "call_function" or not isinstance(found, Array):
-                    continue
-                for x in walk([found.expr], lambda y: y not in seen):
-                    if x not in seen:
-                        seen.add(x)
-                        self._first.setdefault(self._forms.of(x), node)
-        return self._forms
+    @cached_property
+    def _forms(self) -> Forms:
+        """The forms of all expressions of the trace; notes the first node of each."""
+        forms, seen = Forms(), set[Node]()
+        for node in self.trace.graph.nodes:
+            found = self.reading.expression(node)
+            if node.op != "call_function" or found is None:
+                continue
+            for x in walk([found], lambda y: y not in seen):
+                if x not in seen:
+                    seen.add(x)
+                    self._first.setdefault(forms.of(x), node)
+        return forms
 
 
 def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.selections import top_of
 from torch_streamkl.program.canonical import terms_of
@@ -53,10 +52,8 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     argument = node.args[1] if is_loss or node.target == aten.xlogy.Tensor else node.args[0]
     if is_loss and node.kwargs.get("log_target", False):
         return []
-    x = reading.arrays.get(argument) if isinstance(argument, fx.Node) else None
-    if not isinstance(x, Array):
-        return []
-    found, todo = list[Node](), [x.expr]
+    x = reading.expression(argument)
+    found, todo = list[Node](), [x] if x is not None else []
     while todo:
         y = todo.pop()
         if y.op == "exp":

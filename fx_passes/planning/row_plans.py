@@ -112,9 +112,9 @@ class RowPlanner:
         """The matmul that makes each product, by its operands."""
         found: dict[object, fx.Node] = {}
         for node in self.trace.graph.nodes:
-            x = self.reading.arrays.get(node)
-            if name_of(node) in MATMULS and isinstance(x, Array):
-                for product in products_in([x.expr]):
+            x = self.reading.expression(node)
+            if name_of(node) in MATMULS and x is not None:
+                for product in products_in([x]):
                     found.setdefault(tuple(map(source_of, product.args)), node)
         return found
 
@@ -265,10 +265,8 @@ class RowPlanner:
 
     def compared(self) -> set[fx.Node]:
         """Returns the sums without a program that compare two products."""
-        exprs = {n: self.reading.arrays.get(n) for n in self.refused}
-        return {
-            n for n, x in exprs.items() if isinstance(x, Array) and len(products_in([x.expr])) > 1
-        }
+        exprs = {n: self.reading.expression(n) for n in self.refused}
+        return {n for n, x in exprs.items() if x is not None and len(products_in([x])) > 1}
 
     # ------------------------------------------------------------------------ readers
 

@@ -33,7 +33,6 @@ from torch_streamkl.fx_passes.closed_forms.worlds import World, has_infinite_bia
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import Axis, Node
@@ -67,17 +66,13 @@ class Scores:
         """Returns the nodes between the products and the loss."""
         return reached([self.inner], lambda n: [] if _is_product(n) else n.all_input_nodes)
 
-    def expression(self, node: object) -> Node | None:
-        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
-        return found.expr if isinstance(found, Array) else None
-
     def logarithms(self) -> Iterator[tuple[Node, float]]:
         """Expressions of probabilities whose logarithm is taken, and where that is -inf."""
         for node in ancestors(self.inner):
             place, lowest = LOGARITHMS.get(node.target, (0, None))  # type: ignore[call-overload]
             if lowest is None or len(node.args) <= place:
                 continue
-            x = self.expression(node.args[place])
+            x = self.reading.expression(node.args[place])
             if x is not None and is_of_keys(x):
                 yield x, lowest
 
@@ -105,13 +100,13 @@ class Scores:
 
         It is a value per row, which a softmax ignores unless it is infinite.
         """
-        whole = self.expression(self.inner)
+        whole = self.reading.expression(self.inner)
         left = set(sources_in(whole)) if whole is not None else set()
         return any(set(sources_in(t)) - left for n in self.nodes for t in self._added(n))
 
     def _added(self, node: fx.Node) -> list[Node]:
         """What is added to scores and may be infinite."""
-        x = self.expression(node)
+        x = self.reading.expression(node)
         if x is None or x.op != "linear":
             return []
         terms = {t: is_of_products(t) for _, t in terms_of(x)[1]}
@@ -156,7 +151,8 @@ def check_replaced(loss: Scores) -> None:
     by_mask = loss.drops_absent_keys or not loss.may_be_infinite
     by_tensor = loss.drops_absent_keys or not any(map(has_infinite_bias, loss.forms))
     for node in loss.nodes:
-        what, x = loss.reading.observers.get(node), loss.expression(next(iter(node.args), None))
+        what = loss.reading.observers.get(node)
+        x = loss.reading.expression(next(iter(node.args), None))
         if what not in ASKS or x is None or not (is_of_keys(x) or is_of_products(x)):
             continue
         if what == "nan_to_num" and named_arguments(node).get("nan") not in (None, 0.0):
@@ -168,7 +164,7 @@ def check_replaced(loss: Scores) -> None:
 def check_promoted(loss: Scores) -> None:
     """Raises Unsupported if a tensor of float64 makes scores float64: with digits next to -1e4."""
     for node in loss.nodes:
-        x = loss.expression(node)
+        x = loss.reading.expression(node)
         if _dtype(node) != torch.float64 or x is None or not (is_of_products(x) and _is_score(x)):
             continue
         others = [(a in loss.reading.reads_products, _dtype(a)) for a in node.all_input_nodes]

@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.capture.region import BARRIERS, CASTS, MATMULS, OP
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    is_call,
     location_of,
     name_of,
     num_bytes,
@@ -144,7 +145,7 @@ def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator
     sizes: dict[fx.Node, int] = {}  # of the scores that a node is computed from
     memory = {_memory_of(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method"):
+        if not is_call(node):
             continue
         before = max((sizes.get(a, 0) for a in node.all_input_nodes), default=0)
         value = example(node)
@@ -185,7 +186,7 @@ def is_origin(node: fx.Node) -> bool:
     input.
     """
     value = example(node)
-    if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
+    if not is_call(node) or not isinstance(value, Tensor):
         return False
     name = name_of(node)
     inputs = [x for a in node.all_input_nodes if isinstance(x := example(a), Tensor)]

@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     UNKNOWN,
     ancestors,
     example,
+    is_call,
     is_tensor,
     location_of,
     name_of,
@@ -60,7 +61,7 @@ def with_place(reason: str, site: fx.Node, blocker: fx.Node, refusals: Refusals)
         name, at = called(source), shown(location_of(source)[0])
         before = values_of(source) - {source}
         is_known = name in (CHECKPOINT, "register_hook")
-        if not is_known and any(name_of(a) in MATMULS for a in before if _is_call(a)):
+        if not is_known and any(name_of(a) in MATMULS for a in before if is_call(a)):
             return (
                 f"{name} at {at} is applied to a product in a way that the rewrite does not read"
             )
@@ -135,10 +136,6 @@ def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
             if all(is_known(a) for a in node.all_input_nodes if a in large):
                 return node_of(trace, node)
     return None
-
-
-def _is_call(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method")
 
 
 def _is_body(graph: fx.Graph) -> bool:

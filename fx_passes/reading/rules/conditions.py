@@ -163,11 +163,11 @@ def triangle(call: Call) -> Array:
 def any_along(call: Call) -> Array:
     """Reads whether any element is not 0."""
     x = call.array("self").map(truth)
-    return over(ANY, x, call.dims(len(x.dims)), call.keepdim)
+    return over(ANY, x, call.dims(), call.keepdim)
 
 
 @rule(aten.all.default, aten.all.dim, aten.all.dims)
 def all_along(call: Call) -> Array:
     """Reads whether every element is not 0."""
     x = call.array("self").map(lambda e: negation(truth(e)))
-    return over(ANY, x, call.dims(len(x.dims)), call.keepdim).map(negation)
+    return over(ANY, x, call.dims(), call.keepdim).map(negation)
