@@ -166,9 +166,10 @@ class _Factors:
             return Weighted(node)
         if node.target in MUL:
             first = isinstance(node.args[0], fx.Node) and node.args[0] in self.late
-            return self._product(node, *(node.args if first else reversed(node.args)))
+            given = node.args if first else reversed(node.args)
+            return self._scaled(node, aten.mul.Tensor, *given)
         if node.target in DIV and len(node.args) == 2:
-            return self._quotient(node, *node.args)
+            return self._scaled(node, aten.div.Tensor, *node.args)
         if node.target is aten.where.self:
             condition, x, other = node.args
             if _is_zero(x):
@@ -207,31 +208,21 @@ class _Factors:
             x = self._call(aten.unsqueeze.default, x, 0)
         return x
 
-    def _product(self, node: fx.Node, x: Any, other: Any) -> Weighted | None:
+    def _scaled(self, node: fx.Node, by: Any, x: Any, other: Any) -> Weighted | None:
+        """Returns x times another factor, or divided by it."""
         found = self.of(x)
         if found is None or other in self.late:
             return None
         if _is_number(other):
-            return Weighted(self._call(aten.mul.Tensor, found.number, other), found.weight)
+            return Weighted(self._call(by, found.number, other), found.weight)
         if other in self.after_forward:
             return None
-        other = self._as_weight(other, node)
-        if found.weight is None:
-            return Weighted(found.number, other)
-        return Weighted(found.number, self._call(aten.mul.Tensor, found.weight, other))
-
-    def _quotient(self, node: fx.Node, x: Any, other: Any) -> Weighted | None:
-        found = self.of(x)
-        if found is None or other in self.late:
-            return None
-        if _is_number(other):
-            return Weighted(self._call(aten.div.Tensor, found.number, other), found.weight)
-        if other in self.after_forward:
-            return None
-        inverse = self._call(aten.reciprocal.default, self._as_weight(other, node))
+        weight = self._as_weight(other, node)
+        if by is aten.div.Tensor:
+            weight = self._call(aten.reciprocal.default, weight)
         if found.weight is not None:
-            inverse = self._call(aten.mul.Tensor, found.weight, inverse)
-        return Weighted(found.number, inverse)
+            weight = self._call(aten.mul.Tensor, found.weight, weight)
+        return Weighted(found.number, weight)
 
     def _selected(self, node: fx.Node, condition: Any, x: Any, is_where: bool) -> Weighted | None:
         """Returns x with 0 where a condition does not select it."""

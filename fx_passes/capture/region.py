@@ -8,6 +8,7 @@ the program.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_call,
     is_tensor,
     name_of,
+    reached,
     storage_of,
 )
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
@@ -156,29 +158,26 @@ def _filled_by(node: fx.Node) -> list[fx.Node]:
 
 def _add_shapes(inside: set[fx.Node]) -> None:
     """Shapes that the region reads are taken inside it: only tensors and numbers can be leaves."""
-    stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
-    while stack:
-        node = stack.pop()
-        if node not in inside and isinstance(example(node), (tuple, list)):
-            inside.add(node)
-            stack.extend(node.all_input_nodes)
+    _add_read(inside, lambda node: isinstance(example(node), (tuple, list)))
+
+
+def _add_read(inside: set[fx.Node], belongs: Callable[[fx.Node], bool]) -> None:
+    def read(node: fx.Node) -> list[fx.Node]:
+        return [a for a in node.all_input_nodes if a not in inside and belongs(a)]
+
+    inside |= reached([a for node in inside for a in read(node)], read)
 
 
 def _add_identities(inside: set[fx.Node]) -> None:
     """Adds operations that return their input, as ``x.type_as(x)``: no two inputs are one
     tensor.
     """
-    stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
-    while stack:
-        node = stack.pop()
-        if (
-            node not in inside
-            and _is_operation(node)
-            and not written_by(node)
-            and any(example(a) is example(node) for a in node.all_input_nodes)
-        ):
-            inside.add(node)
-            stack.extend(node.all_input_nodes)
+
+    def is_identity(node: fx.Node) -> bool:
+        returns_input = any(example(a) is example(node) for a in node.all_input_nodes)
+        return returns_input and _is_operation(node) and not written_by(node)
+
+    _add_read(inside, is_identity)
 
 
 def _drop_orphans(inside: set[fx.Node]) -> None:

@@ -44,6 +44,7 @@ from torch_streamkl.linear import ops as linear_ops
 OPERATORS = (linear_ops.linear_kl, linear_ops.linear_kl_sum)
 DIMENSIONS = ("batch", "heads", "queries")
 SIDES = ("student", "teacher")
+REFUSALS = (Unsupported, ValueError, TypeError, NotImplementedError, RuntimeError)
 OF_TOKENS = {"flatten", "reshape", "view", "narrow", "slice", "getitem", "select"}
 
 
@@ -83,26 +84,14 @@ class Restore:
                     self._as_it_was(node)
                 else:
                     self._on_dtensors(node)
-            except (
-                Unsupported,
-                ValueError,
-                TypeError,
-                NotImplementedError,
-                RuntimeError,
-            ) as reason:
+            except REFUSALS as reason:
                 raise DoesNotFit(
                     first_line(reason) or repr(reason), self._sites_of(node)
                 ) from reason
         for change in self.changes:
             try:
                 self._as_read_before(change)
-            except (
-                Unsupported,
-                ValueError,
-                TypeError,
-                NotImplementedError,
-                RuntimeError,
-            ) as reason:
+            except REFUSALS as reason:
                 sites = {n.meta[SITE] for n in self.replaced[change] if SITE in n.meta}
                 raise DoesNotFit(first_line(reason) or repr(reason), frozenset(sites)) from reason
         of_own_vocab = self._makers_of_own_vocab()
@@ -132,20 +121,17 @@ class Restore:
     # -------------------------------------------------------------------- the user's own nodes
     def _as_it_was(self, node: fx.Node) -> None:
         old = self.user[node.name]
-        restored: Any
-        if node.target in (same, same_detached, opaque):
+        is_stand_in = node.target in (same, same_detached, opaque)
+        if is_stand_in or OWN_ROWS in node.meta:
             # a stand-in has some of the inputs, in their order; the others are nodes of the user's
-            given = dict(zip(old.all_input_nodes, node.all_input_nodes, strict=False))
+            own = node.all_input_nodes if is_stand_in else []
+            given = dict(zip(old.all_input_nodes, own, strict=False))
 
             def now(n: fx.Node) -> fx.Node:
                 return given[n] if n in given else self.present[n.name]
 
             node.op, node.target = old.op, old.target
-            restored = fx.map_arg((old.args, old.kwargs), now)
-            node.args, node.kwargs = restored
-        elif OWN_ROWS in node.meta:
-            node.op, node.target = old.op, old.target
-            restored = fx.map_arg((old.args, old.kwargs), lambda n: self.present[n.name])
+            restored: Any = fx.map_arg((old.args, old.kwargs), now)
             node.args, node.kwargs = restored
         if "example_value" in old.meta:
             node.meta["example_value"] = old.meta["example_value"]

@@ -208,6 +208,9 @@ class Builder:
         raise Unsupported(f"the size {wanted} is not the size of any input of the scores")
 
 
+MakeBuilder = Callable[[fx.Node], Builder]  # one that inserts before a node
+
+
 def _present(node: fx.Node) -> Any:
     """Returns an input's value."""
     if node._erased:

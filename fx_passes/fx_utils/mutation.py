@@ -274,17 +274,9 @@ _HIDDEN_WRITES = {
     "batch_norm_gather_stats_with_counts": _STATISTICS,
     "batch_norm_update_stats": _STATISTICS,
 }
-_IN_PLACE_METHODS = {
-    f"__i{name}__"
-    for name in (
-        *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
-        *("matmul", "mod", "lshift", "rshift"),
-    )
-}
-_IN_PLACE_OPERATORS = {
-    getattr(operator, f"i{name}")
-    for name in (
-        *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
-        *("matmul", "mod", "lshift", "rshift"),
-    )
-}
+_OF_PYTHON = (
+    *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
+    *("matmul", "mod", "lshift", "rshift"),
+)
+_IN_PLACE_METHODS = {f"__i{name}__" for name in _OF_PYTHON}
+_IN_PLACE_OPERATORS = {getattr(operator, f"i{name}") for name in _OF_PYTHON}

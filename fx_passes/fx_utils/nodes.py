@@ -101,6 +101,12 @@ def reached(
     return found
 
 
+def users_of_body(owner: fx.GraphModule, name: str) -> list[fx.Node]:
+    """Returns the higher-order operators that run a body."""
+    found = (n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name)
+    return [user for node in found for user in node.users]
+
+
 def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs that a higher-order operator runs."""
     owner = node.graph.owning_module

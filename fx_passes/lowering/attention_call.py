@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +32,6 @@ NAMES = ("teacher", "student")
 Types = Mapping[frozenset[object], ProductType]  # by the names of products' operands
 
 
-def emit(writer: Writer, call: Call, types: Types) -> fx.Node:
-    """Inserts a call, and returns its values as [batch, heads, rows]."""
-    return CallTensors(writer, call, types).emit()
-
-
 class CallTensors:
     """Inserts the tensors of one call."""
 
@@ -44,6 +40,7 @@ class CallTensors:
         self.axes = call.axes
 
     def emit(self) -> fx.Node:
+        """Inserts the call, and returns its values as [batch, heads, rows]."""
         call, build = self.call, self.build
         inputs, dtype = self._operands()
         options: dict[str, Any] = {"functional": call.functional.text}
@@ -80,9 +77,11 @@ class CallTensors:
         made: dict[str, fx.Node] = {}
         for name, side in zip(NAMES, self.call.sides, strict=True):
             made[f"{name}_q"], made[f"{name}_k"] = self.queries(side), self.keys(side)
-        dtype = _widest([*(tensor_of(x).dtype for x in made.values()), *self._widened()])
+        dtype = widest_of([*(tensor_of(x).dtype for x in made.values()), *self._widened()])
         for name, side in zip(NAMES, self.call.sides, strict=True):
-            made[f"{name}_q"] = self.multiplied(made[f"{name}_q"], side.product.factors)
+            made[f"{name}_q"] = self.multiplied(
+                made[f"{name}_q"], side.product.factors, self.axes.scores[:3]
+            )
         return {name: self.build.cast(x, dtype) for name, x in made.items()}, dtype
 
     def _widened(self) -> Iterator[torch.dtype]:
@@ -112,21 +111,18 @@ class CallTensors:
         dims = (self.axes.batch, heads, (self.axes.key,), width)
         return self.writer.tensor(x, dims, expand=(0, 1))
 
-    def multiplied(self, x: fx.Node, factors: Sequence[Factor]) -> fx.Node:
-        """Returns queries times what multiplies all scores of a row."""
+    def multiplied(self, x: fx.Node, factors: Sequence[Factor], rows: Sequence[Dim]) -> fx.Node:
+        """Returns queries times what multiplies all scores of a row, with the rows' dimensions."""
         dtype = tensor_of(x).dtype
         for factor in factors:
             if not factor.value.axes <= set(self.axes.rows):
                 raise Unsupported("a tensor that multiplies the scores varies along the keys")
-            by = self._factor(factor.value)
+            by: Any = self.writer.value(factor.value).node
+            if factor.value.axes:
+                by = self.writer.tensor(factor.value, (*rows, ()))
             x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
             x = self.build.cast(x, dtype)
         return x
-
-    def _factor(self, value: Node) -> Any:
-        if not value.axes:
-            return self.writer.value(value).node
-        return self.writer.tensor(value, (*self.axes.scores[:3], ()))
 
     # ------------------------------------------------------------------------- masks and biases
 
@@ -200,12 +196,10 @@ class CallTensors:
         return build.call(torch.where, alive, value, build.method("detach", value))
 
 
-def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The narrowest type that represents all operands exactly."""
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    if not widest.is_floating_point:
+def widest_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Returns the narrowest type that represents all operands exactly."""
+    widest = functools.reduce(torch.promote_types, dtypes)
+    if not widest.is_floating_point or widest.itemsize == 1:
         raise Unsupported(f"scores of {widest} operands")
     return widest
 

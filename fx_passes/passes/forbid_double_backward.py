@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from torch_streamkl.double_backward import once
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
@@ -31,7 +30,6 @@ from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.rows import op as row_op
 from torch_streamkl.rows.program import Program
 
-MakeBuilder = Callable[[fx.Node], Builder]
 SUMS = (linear_ops.linear_kl_sum, row_op.row_program_sum)
 VIEWS = {
     "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "transpose",

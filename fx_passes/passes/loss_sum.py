@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
@@ -32,7 +31,6 @@ from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal, 
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 
-MakeBuilder = Callable[[fx.Node], Builder]
 SAME_SHAPE = {"contiguous", "clone", "float", "to"}
 VIEWS = {
     "reshape",

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
@@ -51,7 +51,6 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import dtype_of
 
-MakeBuilder = Callable[[fx.Node], Builder]
 # which keep the order of the rows
 VIEWS = {
     "reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to", "clone",
@@ -358,11 +357,12 @@ def _has_finite_gradient(total: fx.Node) -> bool:
             given: list[Any] = [*user.args, *user.kwargs.values()]
             others = [a for a in given if a is not node]
             is_read_once = len(others) == len(given) - 1
-            if name in ("add", "sub", "subtract"):
+            op = BINARY.get(name)
+            if op in ("add", "sub"):
                 passes = not user.kwargs
-            elif name in ("mul", "multiply"):
+            elif op == "mul":
                 passes = is_read_once and all(map(_is_factor, others))
-            elif name in ("div", "divide", "truediv", "true_divide"):
+            elif op == "div":
                 by = (_is_factor(a) or _is_a_count(a) for a in others)
                 passes = is_read_once and user.args[0] is node and all(by)
             else:

@@ -167,7 +167,7 @@ class RemainingAttention:
         is_rounded = product is not None and _holds(dtype, product.result)
         if not is_rounded and not all(_holds(dtype, tensor_of(x).dtype) for x in (q, k, v)):
             raise Unsupported(f"scores of more precision than {dtype}, the type of the result")
-        q = tensors.multiplied(q, side.product.factors)
+        q = tensors.multiplied(q, side.product.factors, found.axes.scores[:3])
         return build.cast(q, dtype), build.cast(k, dtype), build.cast(v, dtype)
 
     def _mask_options(

@@ -8,7 +8,7 @@ probabilities are no longer compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
@@ -35,20 +35,21 @@ LEAST_ATTENTION_MIB = {"cuda": 32.0, "cpu": 0.0}
 LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 4096.0}
 
 
-def least_mib(device: str, given: float | None) -> float:
-    """Returns the threshold of the option `streamkl.min_mib` for a device."""
-    return LEAST_MIB.get(device, 0.0) if given is None else given
-
-
-def least_attention_mib(device: str, given: float | None) -> float:
-    """Returns the threshold for attention whose probabilities are not compared any more."""
-    return LEAST_ATTENTION_MIB.get(device, 0.0) if given is None else given
-
-
-def too_small(
-    mib: float, what: str, least: float, device: str, given: float | None, kind: str
+def _too_small(
+    mib: float | None,
+    thresholds: Mapping[str, float],
+    texts: tuple[str, str],
+    device: str,
+    given: float | None,
 ) -> str:
-    """Returns a size, the threshold that it is below, and where the threshold comes from."""
+    """A size, the threshold that it is below, and where the threshold comes from.
+
+    ``given`` is the option `streamkl.min_mib`, in place of the device's threshold. Empty if the
+    size is not below it, or not known. ``texts`` say what it is the size of, and in which code.
+    """
+    least, (what, kind) = thresholds.get(device, 0.0) if given is None else given, texts
+    if mib is None or mib >= least:
+        return ""
     name = {"cuda": "GPU", "cpu": "CPU"}.get(device, device)
     origin = f"{name} threshold for {kind}" if given is None else "streamkl.min_mib"
     return f"{bytes_text(mib * MIB)} of {what} < {bytes_text(least * MIB)} ({origin})"
@@ -56,11 +57,9 @@ def too_small(
 
 def why_left(forms: Sequence[ClosedForm], device: str, given: float | None) -> str:
     """Explains why a loss is skipped; an empty text if it is fused, as with dynamic shapes."""
-    mib, least = mib_of_scores(forms), least_mib(device, given)
-    if mib is None or mib >= least:
-        return ""
     is_head = all(call.operator == LINEAR for form in forms for call in form.calls)
-    return too_small(mib, "logits" if is_head else "scores", least, device, given, "losses")
+    texts = "logits" if is_head else "scores", "losses"
+    return _too_small(mib_of_scores(forms), LEAST_MIB, texts, device, given)
 
 
 def mib_of_scores(forms: Iterable[ClosedForm]) -> float | None:
@@ -77,11 +76,9 @@ def mib_of_scores(forms: Iterable[ClosedForm]) -> float | None:
 
 def why_attention_is_skipped(axes: Iterable[Axis], device: str, given: float | None) -> str:
     """Explains why attention is skipped, of the axes of its probabilities; "" if it is fused."""
-    count, least = num_positions(axes), least_attention_mib(device, given)
+    count = num_positions(axes)
     mib = None if count is None else count * ELEMENT / MIB
-    if mib is None or mib >= least:
-        return ""
-    return too_small(mib, "scores", least, device, given, "attention")
+    return _too_small(mib, LEAST_ATTENTION_MIB, ("scores", "attention"), device, given)
 
 
 def why_program_is_left(products: Iterable[Product], device: str, given: float | None) -> str:
@@ -90,16 +87,13 @@ def why_program_is_left(products: Iterable[Product], device: str, given: float |
     Sizes that vary count as they are when the graph is compiled; those that only data decides are
     taken for large.
     """
-    least = LEAST_PROGRAM_MIB.get(device, 0.0) if given is None else given
     mib = 0.0
     for product in products:
         sizes = [_hint(a.size) for a in axes_of(product)]
         if None in sizes:
             return ""
         mib += math.prod(n for n in sizes if n is not None) * ELEMENT / MIB
-    if mib >= least:
-        return ""
-    return too_small(mib, "products", least, device, given, "custom losses")
+    return _too_small(mib, LEAST_PROGRAM_MIB, ("products", "custom losses"), device, given)
 
 
 def why_ids_are_left(form: RowForm, device: str, given: float | None) -> str:

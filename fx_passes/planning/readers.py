@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     nodes_in,
     storage_of,
     subgraphs_of,
+    users_of_body,
 )
 
 ASK = {"nan_to_num", "isnan", "isfinite", "isinf", "isneginf", "isposinf", "equal", "allclose"}
@@ -57,8 +58,7 @@ NO_READERS = Readers()
 
 def readers_of_body(owner: fx.GraphModule, name: str, outside: Readers) -> Readers:
     """Returns the readers, in the graph that calls a body, of what the body returns."""
-    subgraphs = [n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name]
-    return readers_behind([user for body in subgraphs for user in body.users], outside)
+    return readers_behind(users_of_body(owner, name), outside)
 
 
 def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> Readers:
