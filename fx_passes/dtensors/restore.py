@@ -121,10 +121,10 @@ class Restore:
     # -------------------------------------------------------------------- the user's own nodes
     def _as_it_was(self, node: fx.Node) -> None:
         old = self.user[node.name]
-        is_stand_in = node.target in (same, same_detached, opaque)
-        if is_stand_in or OWN_ROWS in node.meta:
+        is_opaque_node = node.target in (same, same_detached, opaque)
+        if is_opaque_node or OWN_ROWS in node.meta:
             # a stand-in has some of the inputs, in their order; the others are nodes of the user's
-            own = node.all_input_nodes if is_stand_in else []
+            own = node.all_input_nodes if is_opaque_node else []
             given = dict(zip(old.all_input_nodes, own, strict=False))
 
             def now(n: fx.Node) -> fx.Node:
