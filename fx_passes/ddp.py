@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_call
 from torch_streamkl.fx_passes.fx_utils.torch_names import optional
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -99,8 +99,7 @@ def _keep_numbers_with_their_users(graph: fx.Graph) -> None:
     With dynamic shapes those of modules are read from inputs of the graph, which every part has.
     """
     for node in reversed(graph.nodes):
-        is_call = node.op in ("call_function", "call_method")
-        if not is_call or not isinstance(example(node), (float, torch.SymFloat)):
+        if not is_call(node) or not isinstance(example(node), (float, torch.SymFloat)):
             continue
         for user in [user for user in node.users if user.op != "output"]:
             with graph.inserting_before(user):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.closed_forms.form import Call
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of, tensor_of
 from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
 from torch_streamkl.fx_passes.planning.divergences import Divergence
@@ -62,7 +62,7 @@ class Fusing:
         """Inserts the operators of one loss and moves its users over, or changes nothing."""
         node, build = found.node, self.builder(found.node)
         site = self._described(found)
-        small = why_left(found.forms, _device(node), self.min_mib)
+        small = why_left(found.forms, tensor_of(node).device.type, self.min_mib)
         if small:
             return replace(site, fused=False, skipped=small, hint=FORCE_SIZE, roles="", warning="")
         try:
@@ -112,9 +112,7 @@ class Fusing:
         if not call.functional.compares:
             return
         for side in call.sides:
-            sources = (side.product.rows.source, side.product.keys.source)
-            names = frozenset(s.name for s in sources if s is not None)
-            found = self.losses.product_types.get(names)
+            found = self.losses.product_types.get(side.product.names)
             if found is not None and found.result.itemsize < 4:
                 raise Unsupported("scores of a narrow type are compared")
 
@@ -130,7 +128,7 @@ class Fusing:
         """
         nodes, build = [o.node for o in plan.outputs], self.builder(plan.first)
         name, form = plan.first.name, describe_program(plan)
-        device = _device(nodes[0])
+        device = tensor_of(nodes[0]).device.type
         small = why_program_is_left(plan.form.replaced, device, self.min_mib)
         small = small or why_ids_are_left(plan.form, device, self.min_mib)
         reason = ""
@@ -165,9 +163,3 @@ class Fusing:
         mark_site(build.added, name)
         for node, replacement in replacements.items():
             node.replace_all_uses_with(replacement)
-
-
-def _device(node: fx.Node) -> str:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value.device.type

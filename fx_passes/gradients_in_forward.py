@@ -21,8 +21,8 @@ from torch import Tensor, fx
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.double_backward import double_backward_factor
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants
-from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, tensor_of
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same_shape
 from torch_streamkl.fx_passes.fx_utils.torch_names import has, optional
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
@@ -121,11 +121,11 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     fx.map_arg(given, inputs.append)
     if not too_late.isdisjoint(inputs):
         return False
-    if any(is_unknown(size) for size in _value(grad).shape):
+    if any(is_unknown(size) for size in tensor_of(grad).shape):
         return False  # there may be no row: the number is infinite then, and the gradients are 0
     with graph.inserting_before(backward):
         factors = _Factors(graph, late, after_forward).of(grad)
-        if factors is None or _value(factors.number).dim() != 0:
+        if factors is None or tensor_of(factors.number).dim() != 0:
             return False
         number = factors.number
         if kept := _read_inputs(given, needs_grad):
@@ -139,8 +139,8 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
             result = _call(graph, operator.getitem, call, 3 + index)
             if needs_grad[index]:  # type: ignore[index]  # a list of bools
                 result = _call(graph, aten.mul.Tensor, result, number)
-                dtype = _value(part).dtype
-                if _value(result).dtype != dtype:
+                dtype = tensor_of(part).dtype
+                if tensor_of(result).dtype != dtype:
                     result = _call(graph, prims.convert_element_type.default, result, dtype)
             results[part] = result
     for part, result in results.items():
@@ -162,13 +162,14 @@ class _Factors:
         """Returns the factors of a node that depends on the loss's gradient."""
         if not isinstance(node, fx.Node) or node not in self.late:
             return None
-        if _value(node).dim() == 0:
+        if tensor_of(node).dim() == 0:
             return Weighted(node)
         if node.target in MUL:
             first = isinstance(node.args[0], fx.Node) and node.args[0] in self.late
-            return self._product(node, *(node.args if first else reversed(node.args)))
+            given = node.args if first else reversed(node.args)
+            return self._scaled(node, aten.mul.Tensor, *given)
         if node.target in DIV and len(node.args) == 2:
-            return self._quotient(node, *node.args)
+            return self._scaled(node, aten.div.Tensor, *node.args)
         if node.target is aten.where.self:
             condition, x, other = node.args
             if _is_zero(x):
@@ -187,7 +188,9 @@ class _Factors:
         weight = found.weight
         if weight is None:
             return found
-        if node.target in RESHAPES and not _same_shape(weight, node.args[0]):
+        if node.target in RESHAPES and not same_shape(
+            tensor_of(weight).shape, tensor_of(node.args[0]).shape
+        ):
             return None  # it broadcasts
         weight = self._call(node.target, weight, *node.args[1:], **node.kwargs)
         return Weighted(found.number, weight)
@@ -196,40 +199,30 @@ class _Factors:
         """Converts a factor of a gradient, such as a mask, to the dtype and number of dimensions
         of the gradient.
         """
-        if not _value(x).dtype.is_floating_point:
-            x = self._call(prims.convert_element_type.default, x, _value(node).dtype)
+        if not tensor_of(x).dtype.is_floating_point:
+            x = self._call(prims.convert_element_type.default, x, tensor_of(node).dtype)
         return self._with_dimensions_of(x, node)
 
     def _with_dimensions_of(self, x: fx.Node, node: fx.Node) -> fx.Node:
-        for _ in range(_value(node).dim() - _value(x).dim()):
+        for _ in range(tensor_of(node).dim() - tensor_of(x).dim()):
             x = self._call(aten.unsqueeze.default, x, 0)
         return x
 
-    def _product(self, node: fx.Node, x: Any, other: Any) -> Weighted | None:
+    def _scaled(self, node: fx.Node, by: Any, x: Any, other: Any) -> Weighted | None:
+        """Returns x times another factor, or divided by it."""
         found = self.of(x)
         if found is None or other in self.late:
             return None
         if _is_number(other):
-            return Weighted(self._call(aten.mul.Tensor, found.number, other), found.weight)
+            return Weighted(self._call(by, found.number, other), found.weight)
         if other in self.after_forward:
             return None
-        other = self._as_weight(other, node)
-        if found.weight is None:
-            return Weighted(found.number, other)
-        return Weighted(found.number, self._call(aten.mul.Tensor, found.weight, other))
-
-    def _quotient(self, node: fx.Node, x: Any, other: Any) -> Weighted | None:
-        found = self.of(x)
-        if found is None or other in self.late:
-            return None
-        if _is_number(other):
-            return Weighted(self._call(aten.div.Tensor, found.number, other), found.weight)
-        if other in self.after_forward:
-            return None
-        inverse = self._call(aten.reciprocal.default, self._as_weight(other, node))
+        weight = self._as_weight(other, node)
+        if by is aten.div.Tensor:
+            weight = self._call(aten.reciprocal.default, weight)
         if found.weight is not None:
-            inverse = self._call(aten.mul.Tensor, found.weight, inverse)
-        return Weighted(found.number, inverse)
+            weight = self._call(aten.mul.Tensor, found.weight, weight)
+        return Weighted(found.number, weight)
 
     def _selected(self, node: fx.Node, condition: Any, x: Any, is_where: bool) -> Weighted | None:
         """Returns x with 0 where a condition does not select it."""
@@ -266,11 +259,6 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return node if node.op == "placeholder" else None
 
 
-def _same_shape(a: Any, b: Any) -> bool:
-    x, y = _value(a).shape, _value(b).shape
-    return len(x) == len(y) and all(provably_equal(p, q) for p, q in zip(x, y, strict=True))
-
-
 def _is_number(x: Any) -> bool:
     """Whether a value is a constant, a size, or a tensor without dimensions."""
     if not isinstance(x, fx.Node):
@@ -295,9 +283,3 @@ def _call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     with mode.fake_mode:
         node.meta["val"] = target(*values[0], **values[1])
     return node
-
-
-def _value(node: Any) -> Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value

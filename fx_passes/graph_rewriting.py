@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view, tensor_of
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
 from torch_streamkl.fx_passes.passes.late_writes import read_after_writes
@@ -168,10 +168,8 @@ class _Rewriting:
         self.handled |= ancestors(divergence.inner)
 
     def _is_left(self, plan: ProgramPlan) -> bool:
-        value = example(plan.outputs[0].node)
-        assert isinstance(value, Tensor)
-        min_mib = self.given.options.min_mib
-        return bool(why_program_is_left(plan.form.products, value.device.type, min_mib))
+        device, min_mib = tensor_of(plan.outputs[0].node).device.type, self.given.options.min_mib
+        return bool(why_program_is_left(plan.form.products, device, min_mib))
 
     def _fuse_program(
         self, plan: ProgramPlan, sharing: Sequence[Divergence], waiting: Sequence[Divergence]

@@ -21,7 +21,8 @@ from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes.fx_utils.torch_names import has
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 
-IMPORT = "from torch_streamkl.attention.bound_op import CompiledBackward, CompiledForward"
+FORWARD, BACKWARD = "CompiledForward", "CompiledBackward"
+IMPORT = f"from torch_streamkl.attention.bound_op import {BACKWARD}, {FORWARD}"
 WITHOUT_TABLE = (
     "this torch's Inductor calls attention_kl by the dispatcher: short steps take longer"
 )
@@ -57,39 +58,11 @@ def install() -> bool:
         from torch._inductor.virtualized import V  # noqa: F401
     except ImportError:
         return False
-    for operator, write in (
-        (ops.attention_kl, _write_forward),
-        (ops.attention_kl_backward, _write_backward),
-    ):
+    for operator, kind in ((ops.attention_kl, FORWARD), (ops.attention_kl_backward, BACKWARD)):
+        write = functools.partial(_write, kind)
         name = f"torch.ops.{WITHOUT_AUTOGRAD[operator]}"
         CUSTOM_EXTERN_KERNEL_CODEGEN[name] = CustomCodegen(python=write)
     return True
-
-
-def _write_forward(node: Any, writeline: Callable[[str], None]) -> None:
-    arguments = _fixed_arguments(node)
-    if arguments is None:
-        _write_operator(node)
-        return
-    tensors, options = _given(arguments)
-    made_of = (options, len(tensors), _varies(node))
-    _write(node, writeline, "CompiledForward", tensors, made_of)
-
-
-def _write_backward(node: Any, writeline: Callable[[str], None]) -> None:
-    arguments = _fixed_arguments(node)
-    if arguments is None:
-        _write_operator(node)
-        return
-    gradients, needs_grad, rest = (
-        arguments[:NUM_GRADIENT_TENSORS],
-        arguments[NUM_GRADIENT_TENSORS],
-        arguments[NUM_GRADIENT_TENSORS + 1 :],
-    )
-    tensors, options = _given(rest)
-    flags = tuple(ast.literal_eval(needs_grad))
-    made_of = (options, len(tensors), _varies(node), flags)
-    _write(node, writeline, "CompiledBackward", [*gradients, *tensors], made_of)
 
 
 def _fixed_arguments(node: Any) -> list[str] | None:
@@ -129,22 +102,30 @@ def _given(arguments: Sequence[str]) -> tuple[list[str], tuple[Any, ...]]:
     return tensors, tuple(ast.literal_eval(x) for x in arguments[ops.NUM_TENSORS :])
 
 
-def _write(
-    node: Any,
-    writeline: Callable[[str], None],
-    kind: str,
-    tensors: Sequence[str],
-    made_of: tuple[Any, ...],
-) -> None:
+def _write(kind: str, node: Any, writeline: Callable[[str], None]) -> None:
     from torch._inductor.virtualized import V
 
+    arguments = _fixed_arguments(node)
+    if arguments is None:
+        _write_operator(node)
+        return
+    gradients: list[str] = []
+    flags: tuple[Any, ...] = ()
+    if kind == BACKWARD:
+        gradients, (needs_grad, *arguments) = (
+            arguments[:NUM_GRADIENT_TENSORS],
+            arguments[NUM_GRADIENT_TENSORS:],
+        )
+        flags = (tuple(ast.literal_eval(needs_grad)),)
+    tensors, options = _given(arguments)
+    made_of = (options, len(tensors), _varies(node), *flags)
     wrapper = V.graph.wrapper_code  # that of a partition writes no header
     root = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper
     if IMPORT not in root.header.getvalue():
         root.header.writeline(IMPORT)
     site = f"streamkl_{node.get_name()}"
     root.header.writeline(f"{site} = {kind}{made_of!r}")
-    writeline(f"{node.get_name()} = {site}({', '.join(tensors)})")
+    writeline(f"{node.get_name()} = {site}({', '.join([*gradients, *tensors])})")
 
 
 def _write_operator(node: Any) -> None:

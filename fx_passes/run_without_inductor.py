@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    is_call,
     is_view,
     name_of,
     named_arguments,
@@ -55,7 +56,7 @@ def runs_without_inductor(gm: fx.GraphModule) -> fx.GraphModule | None:
     if not _results_are_apart(graph):
         return None
     graph.eliminate_dead_code()
-    calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+    calls = [node for node in graph.nodes if is_call(node)]
     if len(calls) > len(sites) + MAX_OPERATIONS:
         return None
     graph.lint()
@@ -100,9 +101,8 @@ def _site_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    is_call = node.op in ("call_function", "call_method")
     is_of_one = len(node.all_input_nodes) == 1 and node.all_input_nodes[0] is node.args[0]
-    if not is_call or not is_of_one or name_of(node) not in VIEWS or not is_view(node):
+    if not is_call(node) or not is_of_one or name_of(node) not in VIEWS or not is_view(node):
         return False
     x, y = example(node.all_input_nodes[0]), example(node)
     return isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype == y.dtype

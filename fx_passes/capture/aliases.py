@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of, needs_gradient, storage_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Aliases:
             for write in self._writes_since(node, self.first_use[node]):
                 found = LateWrite(node, write, "after the scores are computed")
                 is_later = before is not None and self.position[write] > self.position[before]
-                if not is_later or _requires_grad(node):
+                if not is_later or needs_gradient(node):
                     raise Unsupported(found.reason)
                 late.append(found)
         for tensors, made_of in selecting:
@@ -111,8 +111,3 @@ class Aliases:
     def _writes_since(self, node: fx.Node, position: int) -> list[fx.Node]:
         writes = self.writes.get(storage_of(node), [])
         return [write for write in writes if self.position[write] > position]
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    value = example(node)
-    return isinstance(value, Tensor) and value.requires_grad

@@ -8,6 +8,7 @@ the program.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,10 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    is_call,
     is_tensor,
     name_of,
+    reached,
     storage_of,
 )
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
@@ -155,29 +158,26 @@ def _filled_by(node: fx.Node) -> list[fx.Node]:
 
 def _add_shapes(inside: set[fx.Node]) -> None:
     """Shapes that the region reads are taken inside it: only tensors and numbers can be leaves."""
-    stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
-    while stack:
-        node = stack.pop()
-        if node not in inside and isinstance(example(node), (tuple, list)):
-            inside.add(node)
-            stack.extend(node.all_input_nodes)
+    _add_read(inside, lambda node: isinstance(example(node), (tuple, list)))
+
+
+def _add_read(inside: set[fx.Node], belongs: Callable[[fx.Node], bool]) -> None:
+    def read(node: fx.Node) -> list[fx.Node]:
+        return [a for a in node.all_input_nodes if a not in inside and belongs(a)]
+
+    inside |= reached([a for node in inside for a in read(node)], read)
 
 
 def _add_identities(inside: set[fx.Node]) -> None:
     """Adds operations that return their input, as ``x.type_as(x)``: no two inputs are one
     tensor.
     """
-    stack = [a for node in inside for a in node.all_input_nodes if a not in inside]
-    while stack:
-        node = stack.pop()
-        if (
-            node not in inside
-            and _is_operation(node)
-            and not written_by(node)
-            and any(example(a) is example(node) for a in node.all_input_nodes)
-        ):
-            inside.add(node)
-            stack.extend(node.all_input_nodes)
+
+    def is_identity(node: fx.Node) -> bool:
+        returns_input = any(example(a) is example(node) for a in node.all_input_nodes)
+        return returns_input and _is_operation(node) and not written_by(node)
+
+    _add_read(inside, is_identity)
 
 
 def _drop_orphans(inside: set[fx.Node]) -> None:
@@ -195,7 +195,7 @@ def _drop_orphans(inside: set[fx.Node]) -> None:
 
 def _is_operation(node: fx.Node) -> bool:
     """Whether a node is a call that produces tensors and may be traced again."""
-    if node.op not in ("call_function", "call_method"):
+    if not is_call(node):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False

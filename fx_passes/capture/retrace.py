@@ -6,7 +6,6 @@ autograd functions, checkpoint regions and autocast, so it is analysed and disca
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from torch_streamkl.fx_passes.capture.equal_calls import Copied, EqualCalls, may
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.fx_utils.call_keys import NotEqual
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
@@ -196,12 +196,7 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     fakes = [example(leaf) for leaf in tensor_leaves]
     mode = fake_mode_of(region)
     recorder = _Recorder(owner, graph, {copies[n]: n for n in region.nodes}, mode)
-    guards = (
-        mode.shape_env.suppress_guards()
-        if mode.shape_env is not None
-        else contextlib.nullcontext()
-    )
-    with mode, guards, torch.enable_grad():
+    with mode, without_guards(mode), torch.enable_grad():
         try:
             traced = make_fx(
                 recorder.trace,

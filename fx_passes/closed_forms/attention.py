@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Operand,
     Product,
     Side,
+    is_softmax,
 )
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, has_product, read
@@ -73,7 +74,7 @@ def weighted_sum(x: Node, dims: Dims) -> Weighted | None:
     key = Axis(("keys of attention",), x.value.axis.size)  # equal masks of layers are one
     body = opened(x, key)
     factors = body.args if body.op == "product" else ()
-    probabilities = [f for f in factors if _is_softmax(f, key)]
+    probabilities = [f for f in factors if is_softmax(_unrounded(f), key)]
     if len(probabilities) != 1:
         return None
     score = _unrounded(probabilities[0]).args[0].args[0]
@@ -107,11 +108,6 @@ def attention_of(x: Weighted, dims: Dims) -> Attention:
     rows = ordered_rows(x.axes - {x.key}, [a for own in dims for a in own])
     axes = axes_of((side, of_values), (form.mask,), rows, x.key)
     return Attention(form, side, axes, masks_of(form.mask, axes), x.values, x.width)
-
-
-def _is_softmax(x: Node, key: Axis) -> bool:
-    x = _unrounded(x)
-    return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == key
 
 
 def _unrounded(x: Node) -> Node:

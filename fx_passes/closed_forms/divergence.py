@@ -12,28 +12,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
+from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.formulas import (
     Polynomial,
     is_log,
     is_weight,
     number_of,
+    value_at,
     written,
 )
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
+from torch_streamkl.fx_passes.reading.reader import trained
 from torch_streamkl.program.canonical import choose, product
 from torch_streamkl.program.divergences import (
     DIVERGENCES,
     FLOOR_OF_EXP,
     Functional,
-    evaluate,
 )
 from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
-from torch_streamkl.program.operations import exact
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
@@ -224,11 +224,8 @@ def _why_twins(
 
 def _flows_more(part: Distribution, twins: Sequence[Distribution]) -> bool:
     """Whether a distribution has a gradient wherever one of the others has."""
-
-    def flowing(x: Distribution) -> set[object]:
-        return {(s.name, s.version) for s in sources_in(x.score) if s.grad_flows}
-
-    return bool(flowing(part)) and all(flowing(x) <= flowing(part) for x in twins)
+    own = trained([part.score])
+    return bool(own) and all(trained([x.score]) <= own for x in twins)
 
 
 def _renumbered(x: Node, number: Mapping[int, int]) -> Node:
@@ -273,10 +270,8 @@ def pairs_of(polynomial: Polynomial, parts: Sequence[Distribution]) -> list[Pair
 def _is_negative(expr: Node) -> bool:
     """Whether a formula is negative, as P log S is: a divergence times -1."""
     points = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (1e-3, 0.4))
-    numbers = [{"P": p, "S": s, "logP": math.log(p), "logS": math.log(s)} for p, s in points]
     with contextlib.suppress(KeyError, ValueError):
-        found = [evaluate(expr, {k: exact(x) for k, x in each.items()}) for each in numbers]
-        return all(float(x) < 0.0 for x in found)
+        return all(value_at(expr, math.log(p), math.log(s)) < 0.0 for p, s in points)
     return False
 
 

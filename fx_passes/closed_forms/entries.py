@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.form import Operand as _Operand
+from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
     CONTRACT,
@@ -107,7 +108,7 @@ def without_entries(
         at = [index(back[a]) for a in entries.axes]
         return capture(Source(EntryValue(found[same]), 0, entries.flows), FLOAT, at=at)
 
-    made = rebuilt(roots, change, lambda x: x.op not in ("capture", CONTRACT))
+    made = rebuilt(roots, change, is_entered)
     return [made[x] for x in roots], tuple(every)
 
 

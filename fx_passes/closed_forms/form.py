@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.program.divergences import Functional
-from torch_streamkl.program.graph import FLOAT, Axis, Node, Source
+from torch_streamkl.program.graph import CONTRACT, FLOAT, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
 ATTENTION, LINEAR = "attention_kl", "linear_kl"
@@ -36,9 +36,14 @@ def sources_in(*exprs: Node) -> dict[Source, None]:
     return dict.fromkeys(x.value for x in captured)
 
 
-def requires_grad(*exprs: Node) -> bool:
-    """Returns whether gradient flows through an expression to a captured tensor."""
-    return any(x.flows for x in exprs)
+def is_of_products(*exprs: Node) -> bool:
+    """Returns whether a product is part of an expression, or of the positions that it reads."""
+    return any(x.op == CONTRACT for x in walk(exprs))
+
+
+def is_softmax(x: Node, key: Axis) -> bool:
+    """Returns whether an expression is a softmax over an axis."""
+    return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == key
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Operand:
 
     @property
     def requires_grad(self) -> bool:
-        return requires_grad(self.element)
+        return self.element.flows
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,12 @@ class Product:
     contracted: tuple[Axis, ...]
     weight: float = 1.0
     factors: tuple[Factor, ...] = ()
+
+    @property
+    def names(self) -> frozenset[Any]:
+        """Returns the names of its operands, without those that are computed in the graph."""
+        sources = (self.rows.source, self.keys.source)
+        return frozenset(x.name for x in sources if x is not None)
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ class Side:
     def requires_grad(self) -> bool:
         factors = [f.value for p in (self.product, *self.adapters) for f in p.factors]
         elements = [x.element for x in self.operands]
-        return requires_grad(*elements, *factors, *(b.value for b in self.added))
+        return any(x.flows for x in (*elements, *factors, *(b.value for b in self.added)))
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,11 @@ class Masks:
     def is_empty(self) -> bool:
         return replace(self, fill=None) == Masks()
 
+    @property
+    def dense(self) -> Masks:
+        """Returns what is no window."""
+        return replace(self, window_left=None, window_right=None)
+
 
 @dataclass(frozen=True)
 class Stricter:
@@ -170,8 +186,17 @@ class Axes:
     key: Axis
 
     @property
+    def queries(self) -> tuple[Axis, ...]:
+        return (self.query,) if self.query else ()
+
+    @property
     def rows(self) -> tuple[Axis, ...]:
-        return (*self.batch, *self.heads, *((self.query,) if self.query else ()))
+        return (*self.batch, *self.heads, *self.queries)
+
+    @property
+    def scores(self) -> tuple[tuple[Axis, ...], ...]:
+        """Returns the axes of each dimension of scores; those of queries have the first three."""
+        return self.batch, self.heads, self.queries, (self.key,)
 
 
 @dataclass(frozen=True)

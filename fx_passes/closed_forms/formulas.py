@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
+from torch_streamkl.fx_passes.fx_utils.torch_names import unset_fake_temporarily
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.divergences import Functional, render
+from torch_streamkl.program.divergences import Functional, evaluate, render
 from torch_streamkl.program.graph import ONE, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
-from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.operations import OPERATIONS, exact
 from torch_streamkl.program.walks import length_of, walk
 
 Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
@@ -145,6 +146,13 @@ def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, 
     if x.op not in OPERATIONS:
         raise NoForm(f"the formula has {x.op}, an operation that divergences have not", x)
     return apply(x.op, *args)
+
+
+def value_at(formula: Node, log_p: float, log_s: float) -> float:
+    """Returns a divergence at one key, of the logarithms of its probabilities."""
+    with unset_fake_temporarily():
+        logs = {"logP": exact(log_p), "logS": exact(log_s)}
+        return float(evaluate(formula, {"P": logs["logP"].exp(), "S": logs["logS"].exp(), **logs}))
 
 
 def functional_of(formula: Node) -> Functional:

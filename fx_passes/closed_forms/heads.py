@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.form import NoForm, requires_grad, sources_in
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import linear, scaled, terms_of
@@ -30,7 +30,7 @@ class Distribution:
 
     @property
     def requires_grad(self) -> bool:
-        return requires_grad(self.score)
+        return self.score.flows
 
 
 class Variables:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch_streamkl.fx_passes.closed_forms.axes import ABSENT, ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import (
@@ -19,24 +20,18 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     Product,
     Side,
-    requires_grad,
+    is_of_products,
 )
-from torch_streamkl.program.graph import CONTRACT, Axis
+from torch_streamkl.program.graph import Axis
 from torch_streamkl.program.shifts import is_small
-from torch_streamkl.program.walks import walk
 
 
 def is_lm_head(sides: Sequence[Side], axes: Axes, masks: Masks, removes: bool) -> bool:
     """Returns whether both sides are hidden states times one matrix, without masks but those of
     vocabulary entries. ``removes`` says whether these are removed, not filled with a number.
     """
-    only_vocab = masks.is_empty or (_has_only_vocab(masks) and removes)
+    only_vocab = masks.is_empty or (replace(masks, vocab=()).is_empty and removes)
     return only_vocab and all(_is_head(side, axes, not masks.is_empty) for side in sides)
-
-
-def _has_only_vocab(masks: Masks) -> bool:
-    others = (masks.window_left, masks.window_right, masks.lengths)
-    return others == (None, None, None) and not (masks.tensors or masks.segments or masks.rows)
 
 
 def _is_head(side: Side, axes: Axes, is_masked: bool) -> bool:
@@ -111,16 +106,16 @@ def _check_side(side: Side, key: Axis) -> None:
         if key in factor.value.axes:
             raise NoForm("scores are multiplied by a tensor with a value for each key")
     for bias in side.biases:
-        if requires_grad(bias.value, *(f.value for f in bias.factors)):
+        if any(x.flows for x in (bias.value, *(f.value for f in bias.factors))):
             raise NoForm("a bias that is added to the scores needs a gradient")
-        if any(x.op == CONTRACT for x in walk([bias.value])):
+        if is_of_products(bias.value):
             raise NoForm("a tensor that is computed from scores is added to scores")
 
 
 def _check_factors(side: Side) -> None:
     for product in (side.product, *side.adapters):
         for factor in product.factors:
-            if any(x.op == CONTRACT for x in walk([factor.value])):
+            if is_of_products(factor.value):
                 raise NoForm("scores are scaled by what is computed from scores", factor.value)
 
 

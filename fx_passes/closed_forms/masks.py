@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torch_streamkl.fx_passes.closed_forms.form import Axes, Masks, NoForm
+from torch_streamkl.fx_passes.closed_forms.form import Axes, Masks, NoForm, is_of_products
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
 from torch_streamkl.program.canonical import TRUE, all_of, linear, nonnegative, terms_of
 from torch_streamkl.program.graph import (
-    CONTRACT,
     INT,
     Axis,
     Node,
     const,
     constant,
     index,
-    size_of,
 )
 from torch_streamkl.program.masks import is_within, shift_of
 from torch_streamkl.program.reductions import substitute
@@ -71,7 +69,7 @@ def masks_of(conditions: Iterable[Node], axes: Axes, fill: float | None = None) 
 
 
 def _with(masks: Masks, condition: Node, axes: Axes) -> Masks:
-    if any(x.op in (CONTRACT, "log_softmax") for x in walk([condition])):
+    if is_of_products(condition) or any(x.op == "log_softmax" for x in walk([condition])):
         raise NoForm("a mask that is computed from scores", condition)
     band = band_of(condition, axes)
     if axes.key not in condition.axes:
@@ -146,12 +144,6 @@ def num_keys_of(condition: Node, key: Axis) -> Node | None:
         return None
     bound = linear(constant_ + 1.0, rest)
     return bound if bound.op in ("const", "size") else None
-
-
-def size_node(axis: Axis) -> Node:
-    """Returns the number of positions along an axis."""
-    assert axis.size is not None
-    return size_of(axis.size)
 
 
 def meets_some_key(conditions: Iterable[Node], key: Axis) -> bool:

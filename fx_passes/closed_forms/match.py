@@ -34,8 +34,9 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     RowValue,
     Side,
     Stricter,
+    is_of_products,
 )
-from torch_streamkl.fx_passes.closed_forms.formulas import Polynomial, functional_of
+from torch_streamkl.fx_passes.closed_forms.formulas import Polynomial, functional_of, value_at
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
@@ -58,10 +59,9 @@ from torch_streamkl.fx_passes.closed_forms.score_form import (
 from torch_streamkl.fx_passes.closed_forms.sums import joined
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import ADDED, negation, scaled
-from torch_streamkl.program.divergences import Functional, evaluate
-from torch_streamkl.program.graph import CONTRACT, SUM, Axis, Node, Source, capture, index
+from torch_streamkl.program.divergences import Functional
+from torch_streamkl.program.graph import SUM, Axis, Node, Source, capture, index
 from torch_streamkl.program.identities import LOG_P, LOG_S
-from torch_streamkl.program.operations import exact
 from torch_streamkl.program.reductions import fresh_axis, opened
 from torch_streamkl.program.walks import walk
 
@@ -219,7 +219,7 @@ def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distr
 
 def _check_conditions(conditions: Condition) -> None:
     for x in sorted(conditions, key=lambda x: x.digest):
-        if any(y.op == CONTRACT for y in walk([x])):
+        if is_of_products(x):
             if negation(x).op in NOT_NUMBERS:
                 what = NOT_NUMBERS[negation(x).op]
                 raise NoForm(f"{what} scores are replaced before the softmax", x)
@@ -250,13 +250,7 @@ def _check_improbable(pair: Pair, sides: Sequence[Side], forms: Sequence[ScoreFo
     for variable, side, form in zip((LOG_P, LOG_S), sides, forms, strict=True):
         if side.num_keys is None or form.fill == -math.inf:
             continue
-        logs = {"logP": exact(-2.0), "logS": exact(-2.0)}
-        values = []
-        for log in (-math.inf, form.fill):
-            given = {**logs, variable.op: exact(log)}
-            given |= {"P": given["logP"].exp(), "S": given["logS"].exp()}
-            values.append(float(evaluate(pair.expr, given)))
-        if values[0] != values[1]:
+        if _with_log(pair, variable, -math.inf) != _with_log(pair, variable, form.fill):
             raise NoForm(f"scores are padded with {form.fill:g}, whose logarithm is in the sum")
 
 
@@ -269,10 +263,13 @@ def _check_added(pair: Pair, sides: Sequence[Side], parts: Sequence[Distribution
         is_added = any(x.op == "where" and x.value == ADDED for x in walk([part.score]))
         if side.num_keys is None or not is_added:
             continue
-        given = {"logP": exact(-2.0), "logS": exact(-2.0), variable.op: exact(-math.inf)}
-        given |= {"P": given["logP"].exp(), "S": given["logS"].exp()}
-        if math.isinf(float(evaluate(pair.expr, given))):
+        if math.isinf(_with_log(pair, variable, -math.inf)):
             raise NoForm("a mask is added to the scores of one side alone, which have a gradient")
+
+
+def _with_log(pair: Pair, variable: Node, log: float) -> float:
+    """The divergence at a key with the logarithm of one probability, and a common other one."""
+    return value_at(pair.expr, *(log if x is variable else -2.0 for x in (LOG_P, LOG_S)))
 
 
 def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:
@@ -329,9 +326,5 @@ def _check_masks(masks: Masks, functional: Functional) -> None:
 
 def _vanishes(functional: Functional) -> bool:
     """Whether a divergence is 0 for equal distributions."""
-    for p in (1.0, 0.5, 0.1, 1e-3):
-        x = exact(p)
-        f = evaluate(functional.expr, {"P": x, "S": x, "logP": x.log(), "logS": x.log()})
-        if abs(float(f)) > 1e-12:
-            return False
-    return True
+    logs = map(math.log, (1.0, 0.5, 0.1, 1e-3))
+    return all(abs(value_at(functional.expr, x, x)) <= 1e-12 for x in logs)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 
-from torch_streamkl.fx_passes.closed_forms.worlds import LOG
+from torch_streamkl.fx_passes.closed_forms.formulas import Polynomial, is_log, is_weight, number_of
 from torch_streamkl.program.canonical import linear, terms_of
 from torch_streamkl.program.divergences import named
 from torch_streamkl.program.functions import log_add_exp
 from torch_streamkl.program.graph import Node
 
-Polynomial = dict[tuple[Node, ...], float]
 ROUNDING = 2.0**-22  # of a logarithm in float32
 TINY = 1e-12
 
@@ -26,7 +25,7 @@ def weights_of(x: Node) -> dict[Node, float] | None:
     found: dict[Node, float] = {}
     for y in x.args:
         constant, terms = terms_of(y)
-        if len(terms) != 1 or terms[0][0] != 1.0 or terms[0][1].op != LOG:
+        if len(terms) != 1 or terms[0][0] != 1.0 or not is_log(terms[0][1]):
             return None
         found[terms[0][1]] = constant
     return found if len(found) == len(x.args) == 2 else None
@@ -73,17 +72,17 @@ def jensen_shannon(
     if len(mixtures) != 1 or len(polynomial) != 4:
         return None
     (mixture,) = mixtures
-    weights = {int(y.value): math.exp(w) for y, w in (weights_of(mixture) or {}).items()}
+    weights = {number_of(y): math.exp(w) for y, w in (weights_of(mixture) or {}).items()}
     if set(weights) != {teacher, student}:
         return None
     factors, own = list[float](), dict[int, float]()
     for m, c in polynomial.items():
-        probabilities = [x for x in m if x.op == "exp" and x.args[0].op == LOG]
+        probabilities = [x for x in m if is_weight(x)]
         if len(m) != 2 or len(probabilities) != 1:
             return None
-        number = int(probabilities[0].args[0].value)
+        number = number_of(probabilities[0])
         other = next(x for x in m if x is not probabilities[0])
-        if other.op == LOG and int(other.value) == number:
+        if is_log(other) and number_of(other) == number:
             own[number] = c
             factors.append(c / weights[number])
         elif other is mixture:

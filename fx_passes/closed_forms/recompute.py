@@ -7,7 +7,7 @@ It uses nothing of the program but what an emitter reads, and the meaning of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch_streamkl.fx_passes.closed_forms.form import (
     STUDENT,
@@ -22,7 +22,6 @@ from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.program.canonical import (
     all_of,
     choose,
-    compare,
     linear,
     log_softmax,
     nonnegative,
@@ -32,14 +31,13 @@ from torch_streamkl.program.canonical import (
 from torch_streamkl.program.functions import (
     exponential,
     function,
-    log_add_exp,
     logarithm,
     quotient,
 )
 from torch_streamkl.program.graph import SUM, Axis, Node, const, index, size_of
-from torch_streamkl.program.identities import LOGS
-from torch_streamkl.program.reductions import contraction, reduced
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.identities import LOG_P, LOG_S
+from torch_streamkl.program.reductions import canonical, contraction, reduced, remade
+from torch_streamkl.program.walks import rebuilt
 
 
 def recompute(form: ClosedForm) -> Node:
@@ -81,15 +79,19 @@ def score_of(side: Side, key: Axis) -> Node:
     return score
 
 
-def _product(x: Product, weight: float) -> Node:
+def element_of(x: Product) -> Node:
+    """Returns an element of a product, of captured tensors or of what is computed in the graph."""
     operands = x.rows.element, x.keys.element
     if all(a.op == "capture" for a in operands):
-        element = contraction(*operands, x.contracted)
-    else:
-        element = product(*operands)
-        for axis in x.contracted:
-            element = reduced(SUM, axis, element)
-    return scaled(weight, _multiplied(element, x.factors))
+        return contraction(*operands, x.contracted)
+    element = product(*operands)
+    for axis in x.contracted:
+        element = reduced(SUM, axis, element)
+    return element
+
+
+def _product(x: Product, weight: float) -> Node:
+    return scaled(weight, _multiplied(element_of(x), x.factors))
 
 
 def _bias(x: Bias) -> Node:
@@ -116,43 +118,5 @@ def _log_probabilities(score: Node, side: Side, key: Axis) -> Node:
 
 def _formula(expr: Node, log_p: Node, log_s: Node) -> Node:
     """A divergence of log-probabilities."""
-    logs = {"logP": log_p, "logS": log_s}
-    found: dict[Node, Node] = {}
-    for x in walk([expr]):
-        found[x] = _made(x, tuple(found[a] for a in x.args), logs)
-    return found[expr]
-
-
-def _made(x: Node, args: tuple[Node, ...], logs: dict[str, Node]) -> Node:
-    match x.op:
-        case "const":
-            return x
-        case "P" | "S":
-            return exponential(logs[LOGS[x.op]])
-        case "logP" | "logS":
-            return logs[x.op]
-        case "add" | "sub":
-            return linear(0.0, [(1.0, args[0]), (1.0 if x.op == "add" else -1.0, args[1])])
-        case "neg":
-            return scaled(-1.0, args[0])
-        case "mul":
-            return product(*args)
-        case "log_div":
-            return logarithm(quotient(*args))
-        case "float":
-            return args[0]
-        case "gt" | "ge" | "lt" | "le":
-            return compare(x.op, *args)
-        case "div" | "exp" | "log" | "where" | "logaddexp":
-            make = _MAKERS[x.op]
-            return make(*args)
-    return function(x.op, *args)
-
-
-_MAKERS: dict[str, Callable[..., Node]] = {
-    "div": quotient,
-    "exp": exponential,
-    "log": logarithm,
-    "where": choose,
-    "logaddexp": log_add_exp,
-}
+    logs, whole = {LOG_P: log_p, LOG_S: log_s}, canonical(expr)
+    return rebuilt([whole], lambda x, args: logs.get(x) or remade(x, args))[whole]

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
-from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
+from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, is_entered
+from torch_streamkl.fx_passes.closed_forms.worlds import is_formula
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
+from torch_streamkl.program.graph import CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
 from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.steps import Step
 from torch_streamkl.program.walks import walk
@@ -53,29 +54,25 @@ class Elements:
     logarithms: Collection[Node]  # log-softmaxes that eager code makes of probabilities
     dtypes: Collection[torch.dtype]  # of the products' operands
 
-    @property
-    def smallest(self) -> float:
-        return max((SMALLEST.get(x, SMALLEST_OF_OTHERS) for x in self.dtypes), default=-103.0)
 
-    @property
-    def precision(self) -> float:
-        """Returns the number that is lost next to 1, in float32 or in a narrower type."""
-        is_half = torch.float16 in self.dtypes
-        return float(torch.finfo(torch.float16 if is_half else torch.float32).eps)
+def smallest_of(dtypes: Collection[torch.dtype]) -> float:
+    """Returns the least logarithm of what has not underflown in these types."""
+    return max((SMALLEST.get(x, SMALLEST_OF_OTHERS) for x in dtypes), default=-103.0)
+
+
+def precision_of(dtypes: Collection[torch.dtype]) -> float:
+    """Returns the number that is lost next to 1, in float32 or in a narrower type."""
+    return float(torch.finfo(torch.float16 if torch.float16 in dtypes else torch.float32).eps)
 
 
 def check_readers_inside(elements: Elements, *, are_exact: bool) -> None:
     """Raises NoForm if an operation on elements would see another number than in eager."""
-    order = [x for x in walk(elements.roots, _is_entered) if x in elements.nodes]
+    order = [x for x in walk(elements.roots, is_entered) if x in elements.nodes]
     _check_types(order, elements)
     _check_comparisons(order, elements.nodes)
     _check_maxima(order, elements.nodes)
     _check_logarithms(order, elements, are_exact=are_exact)
     _check_powers(order, elements)
-
-
-def _is_entered(x: Node) -> bool:
-    return x.op not in ("capture", CONTRACT)
 
 
 def _check_types(order: Sequence[Node], elements: Elements) -> None:
@@ -145,7 +142,7 @@ def _is_subtracted(x: Node, maxima: Collection[Node]) -> bool:
 
 
 def _check_logarithms(order: Sequence[Node], elements: Elements, *, are_exact: bool) -> None:
-    nodes, smallest = elements.nodes, elements.smallest
+    nodes, smallest = elements.nodes, smallest_of(elements.dtypes)
     logs: set[Node] = set()  # of what may underflow
     behind: set[Node] = set()
     # of those, what is no sum or difference of logarithms: by how much they are scaled, if known
@@ -159,7 +156,7 @@ def _check_logarithms(order: Sequence[Node], elements: Elements, *, are_exact: b
             raise NoForm(f"the inverse of {UNDERFLOWN}", x)
         if x.op in SATURATING or _is_logsumexp(x):
             if x.args[0] in scaled:
-                is_steep = scaled[x.args[0]] * smallest < math.log(elements.precision)
+                is_steep = scaled[x.args[0]] * smallest < math.log(precision_of(elements.dtypes))
                 if not (are_exact and is_steep):
                     name = "logsumexp" if _is_logsumexp(x) else x.op
                     raise UnderflowRead(f"{name} of {UNDERFLOWN}", x)
@@ -194,6 +191,7 @@ def _scale(x: Node, behind: Collection[Node], scaled: Mapping[Node, float]) -> f
 def _check_powers(order: Sequence[Node], elements: Elements) -> None:
     """A power of a probability has none of its underflow: eager has 0 ** 0.01, a program 0.4."""
     exponents: dict[Node, float] = {}
+    smallest, precision = smallest_of(elements.dtypes), precision_of(elements.dtypes)
     for x in order:
         if x.op not in ("pow", "sqrt") or x.args[0] not in elements.nodes:
             continue
@@ -201,7 +199,7 @@ def _check_powers(order: Sequence[Node], elements: Elements) -> None:
             continue
         exponent = exponents.get(x.args[0], 1.0) * (0.5 if x.op == "sqrt" else x.value)
         exponents[x] = exponent
-        if exponent and abs(exponent) * elements.smallest > math.log(elements.precision):
+        if exponent and abs(exponent) * smallest > math.log(precision):
             raise NoForm("a small power of a probability that may underflow", x)
 
 
@@ -218,10 +216,7 @@ def is_filled(scores: Node, least: float) -> bool:
     def is_large(number: float) -> bool:
         return least <= abs(number) < math.inf
 
-    def is_entered(x: Node) -> bool:
-        return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
-
-    for x in walk([scores], is_entered):
+    for x in walk([scores], is_formula):
         if x.op == "const" and is_large(x.value):
             return True
         if x.op == "linear":

@@ -51,6 +51,8 @@ def with_args(x: Node, args: tuple[Node, ...]) -> Node:
     axes = frozenset[Axis]().union(*(a.axes for a in args))
     if x.op == "reduce":
         axes -= {x.value.axis}
+    elif x.op == CONTRACT:
+        axes -= set(x.value)
     return intern(x.op, args, x.value, x.dtype, axes, x.is_finite, x.range)
 
 
@@ -365,8 +367,7 @@ def _at_position(product: Node, place: tuple[int, int] | None, position: Node) -
     operands = list(product.args)
     args = tuple(position if i == d else y for i, y in enumerate(operands[side].args))
     operands[side] = with_args(operands[side], args)
-    axes = frozenset[Axis]().union(*(y.axes for y in operands)) - set(product.value)
-    return intern(CONTRACT, tuple(operands), product.value, product.dtype, axes)
+    return with_args(product, tuple(operands))
 
 
 def _at_all_keys(root: Node, ids: Node, position: Node, hit: Node, entries: Axis) -> Node:
@@ -380,12 +381,7 @@ def _at_all_keys(root: Node, ids: Node, position: Node, hit: Node, entries: Axis
             return position
         if x.op == "log_softmax" and x.value == entries and position.op == "index":
             return log_softmax(choose(hit, args[0], const(-math.inf)), position.value)
-        if args == x.args:
-            return x
-        if x.op == CONTRACT:
-            axes = frozenset[Axis]().union(*(a.axes for a in args)) - set(x.value)
-            return intern(CONTRACT, args, x.value, x.dtype, axes)
-        return remade(x, args)
+        return with_args(x, args) if x.op == CONTRACT else remade(x, args)
 
     return rebuilt([root], change)[root]
 
@@ -398,9 +394,7 @@ def detached_in(roots: list[Node]) -> dict[Node, Node]:
             source = Source(x.value.name, x.value.version)
             axes = frozenset[Axis]() if args else x.axes
             return capture(source, x.dtype, axes, args, x.range)
-        if x.op == CONTRACT and args != x.args:
-            return intern(CONTRACT, args, x.value, x.dtype, x.axes)
-        return _sorted(x, args)
+        return with_args(x, args) if x.op == CONTRACT else _sorted(x, args)
 
     return rebuilt(roots, change)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.row_sites import Place, key_position
+from torch_streamkl.fx_passes.closed_forms.row_sites import Place, is_entered, key_position
 from torch_streamkl.program.graph import CONTRACT, FLOAT, Axis, Node, Source, capture, index
 from torch_streamkl.program.reductions import detached, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
@@ -38,7 +38,7 @@ def without_row_products(roots: Sequence[Node], places: frozenset[Place]) -> lis
         source = Source(RowProduct(same, tuple(names.values())), 0, x.flows)
         return capture(source, FLOAT, at=[index(a) for a in free])
 
-    made = rebuilt(roots, change, lambda x: x.op not in ("capture", CONTRACT))
+    made = rebuilt(roots, change, is_entered)
     return [made[x] for x in roots]
 
 
@@ -52,8 +52,8 @@ def with_row_products(root: Node) -> Node:
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         name = x.value.name if x.op == "capture" and isinstance(x.value, Source) else None
         if not isinstance(name, RowProduct):
-            return x if x.op in ("capture", CONTRACT) else remade(x, args)
+            return remade(x, args) if is_entered(x) else x
         product = name.product if x.value.grad_flows else detached(name.product)
         return substitute(product, dict(zip(name.axes, x.args, strict=True)))
 
-    return rebuilt([root], change, lambda x: x.op not in ("capture", CONTRACT))[root]
+    return rebuilt([root], change, is_entered)[root]

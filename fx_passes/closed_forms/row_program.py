@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
 from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
 from torch_streamkl.fx_passes.closed_forms.form import (
@@ -270,9 +271,9 @@ class _Planner:
         """
         every = [x for x in walk(self.facts.logarithms, is_entered) if x.op == "log_softmax"]
         _check_chosen(every, detached)
-        shapes = _Shapes()
-        wanted = set(map(shapes.of, every))
-        return {x for x in detached if x.op == "log_softmax" and shapes.of(x) in wanted}
+        forms = Forms(bare=True)
+        wanted = set(map(forms.of, every))
+        return {x for x in detached if x.op == "log_softmax" and forms.of(x) in wanted}
 
     def _check_gradients(
         self, program: Program, products: Sequence[Product], leaves: Leaves
@@ -363,44 +364,6 @@ def _check_chosen(logarithms: Sequence[Node], opened: Iterable[Node]) -> None:
             raise NoForm("the logarithm of some probabilities of a row, which a mask may make 0")
 
 
-class _Shapes:
-    """Compares expressions without the names of their axes, and without gradient."""
-
-    def __init__(self) -> None:
-        self._known: dict[Node, Any] = {}
-
-    def of(self, root: Node) -> Any:
-        for x in walk([root]):
-            if x not in self._known:
-                args = [self._known[a] for a in x.args]
-                args = args if x.op in ORDERED else sorted(args)
-                own = _without_names(x)
-                self._known[x] = hash((x.op, own, tuple(args)))
-        return self._known[root]
-
-
-ORDERED = ("where", "div", "pow", "capture", "gt", "ge", CONTRACT)
-
-
-def _without_names(x: Node) -> Any:
-    match x.op:
-        case "index":
-            return x.value.size
-        case "log_softmax":
-            return x.value.size
-        case "reduce":
-            return x.value.kind, x.value.axis.size
-        case "capture":
-            return name_of(x)
-        case "contract":
-            return tuple(a.size for a in x.value)
-        case "linear":
-            return x.value[0], tuple(sorted(x.value[1]))
-        case "where":
-            return None
-    return x.value
-
-
 def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
     """Expressions with gradient by what they are without."""
     found: dict[Node, Node] = {}
@@ -415,8 +378,7 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
     """Returns the types of a product's operands, and its own, which autocast decides."""
-    sources = [y.source for y in (x.rows, x.keys)]
-    of, found = facts.dtypes, [s for s in sources if s is not None]
-    made = facts.product_types.get(frozenset(s.name for s in found))
+    found = [y.source for y in (x.rows, x.keys) if y.source is not None]
+    of, made = facts.dtypes, facts.product_types.get(x.names)
     own = [of(s) for s in found] if of is not None else []
     return own if made is None else [*own, made]

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Leaves
+from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
 from torch_streamkl.program.canonical import ADDED, linear, terms_of
 from torch_streamkl.program.graph import (
     ANY,
@@ -63,7 +64,6 @@ class Steps:
         self.whole, self.twins, self.logarithms = whole, twins, logarithms
         self.are_exact = are_exact  # log 0 is -inf, as in eager code
         self.nodes: dict[Node, Node] = {}
-        self._made_of: dict[Node, bool] = {}
 
     # ------------------------------------------------------------------------ walks
 
@@ -98,17 +98,6 @@ class Steps:
             raise NoForm("a sum over keys that are not next to each other", x)
         return self.tracer.reduce(BLOCK_SUM, body, about.axis.size)
 
-    def is_made(self, x: Node) -> bool:
-        """Returns whether an expression is made of products."""
-        if x not in self._made_of:
-            for y in walk(
-                [x], lambda y: y not in self._made_of and y.op not in ("capture", CONTRACT)
-            ):
-                if y not in self._made_of:
-                    inside = y.args if y.op != "capture" else ()
-                    self._made_of[y] = y.op == CONTRACT or any(self._made_of[a] for a in inside)
-        return self._made_of[x]
-
     def _needs(self, x: Node) -> Sequence[Node]:
         twin = self._twin(x)
         if twin is not None:
@@ -117,7 +106,7 @@ class Steps:
             return self._parts(x)
         if x.op in ("capture", CONTRACT, "const", "index", "size"):
             return ()
-        if not self.is_made(x) and (self.leaves.is_whole(x) or self.leaves.ids_of(x)):
+        if not has_products(x) and (self.leaves.is_whole(x) or self.leaves.ids_of(x)):
             return ()
         if x.op == "nonnegative" and x.args[0].op == "linear":
             return tuple(t for t in x.args[0].args if t.op not in ("index", "size"))
@@ -125,7 +114,7 @@ class Steps:
 
     def _twin(self, x: Node) -> Node | None:
         """The same expression with gradient: one is computed, and cut off where it has none."""
-        if x.flows or x.op == "const" or x.dtype == BOOL or not self.is_made(x):
+        if x.flows or x.op == "const" or x.dtype == BOOL or not has_products(x):
             return None
         return self.twins.get(x)
 
@@ -135,7 +124,7 @@ class Steps:
             return apply("detach", self.nodes[twin])
         if x.op == CONTRACT:
             return self._dot(x)
-        if not self.is_made(x):
+        if not has_products(x):
             free = self._free(x)
             if free is not None:
                 return free
@@ -147,7 +136,7 @@ class Steps:
             case "linear":
                 return self._linear(x)
             case "product":
-                return self._product(x)
+                return self._times([self.nodes[f] for f in x.args])
             case "nonnegative":
                 return self._nonnegative(x)
             case "log_softmax":
@@ -228,21 +217,14 @@ class Steps:
                 raise NoForm("a tensor of blocks of keys meets the scores")
             stride *= axis.size
         rest = [(c, t) for c, t in terms if not (t.op == "index" and t.value in keys)]
-        return [(scale, self._whole_key), *rest]
-
-    @property
-    def _whole_key(self) -> Node:
-        return index(KEYS)
+        return [(scale, index(KEYS)), *rest]
 
     def _choice(self, x: Node) -> Node | None:
         """One of two numbers by a condition, which is the smaller tensor."""
-        constant, terms = terms_of(x)
-        if len(terms) != 1 or terms[0][1].op != "where":
+        if not _chooses_numbers(x):
             return None
-        c, inner = terms[0]
+        constant, ((c, inner),) = terms_of(x)
         condition, *numbers = inner.args
-        if any(y.op != "const" for y in numbers):
-            return None
         values = [const(constant + c * y.value if c else constant) for y in numbers]
         return apply("where", self.of(condition), *values)
 
@@ -270,31 +252,27 @@ class Steps:
     # ------------------------------------------------------------------------ sums
 
     def _parts(self, x: Node) -> tuple[Node, ...]:
-        if not self.is_made(x):
+        if not has_products(x):
             return () if self._is_leaf(x) else x.args
         free = self._added(x) if x.op == "linear" else None
-        kept = [a for a in x.args if self.is_made(a) or x.op == "product"]
+        kept = [a for a in x.args if has_products(a) or x.op == "product"]
         parts = [f for a in kept for f in (a.args if a.op == "product" else (a,))]
         return (*parts, *((free,) if free is not None and free.op != "const" else ()))
 
     def _is_leaf(self, x: Node) -> bool:
-        _, terms = terms_of(x)
-        is_choice = len(terms) == 1 and terms[0][1].op == "where"
-        return self.leaves.is_whole(x) or (
-            is_choice and all(y.op == "const" for y in terms[0][1].args[1:])
-        )
+        return self.leaves.is_whole(x) or _chooses_numbers(x)
 
     def _added(self, x: Node) -> Node:
         """What a sum adds to what is made of products."""
         constant, terms = terms_of(x)
-        return linear(constant, [(c, t) for c, t in terms if not self.is_made(t)])
+        return linear(constant, [(c, t) for c, t in terms if not has_products(t)])
 
     def _linear(self, x: Node) -> Node:
         constant, terms = terms_of(x)
-        if not self.is_made(x):
+        if not has_products(x):
             return self._total([(c, self.nodes[t]) for c, t in terms], constant)
         rest = self._added(x)
-        made = [(c, self._factors(t)) for c, t in terms if self.is_made(t)]
+        made = [(c, self._factors(t)) for c, t in terms if has_products(t)]
         total = self._grouped(made)
         if rest.op == "const":
             return self._total(total, rest.value)
@@ -310,7 +288,7 @@ class Steps:
         counts: dict[Node, int] = {}
         for _, factors in terms:
             for f in dict.fromkeys(factors):
-                if f.op == "exp" and len(factors) > 1 and self.is_made(f):
+                if f.op == "exp" and len(factors) > 1 and has_products(f):
                     counts[f] = counts.get(f, 0) + 1
         shared = max(counts, key=lambda f: counts[f], default=None)
         if shared is None or counts[shared] < 2:
@@ -356,9 +334,6 @@ class Steps:
         return total
 
     # ------------------------------------------------------------------------ products
-
-    def _product(self, x: Node) -> Node:
-        return self._times([self.nodes[f] for f in x.args])
 
     def _times(self, factors: Sequence[Node]) -> Node:
         """A product: per-row values of their own, and what may be infinite last."""
@@ -424,7 +399,7 @@ class Steps:
             and inner.op == "reduce"
             and x.value.kind == inner.value.kind == SUM
             and inner.value.axis not in (self.whole, *self.leaves.parts)
-            and self.is_made(inner)
+            and has_products(inner)
         ):
             axes.append(inner.value.axis)
             inner = inner.args[0]
@@ -440,6 +415,13 @@ class Steps:
         if body.head != self.axes.numbers[heads]:
             raise NoForm("a sum over heads of what does not vary with them", x)
         return apply("log", sum_heads(body)) if is_log else sum_heads(body)
+
+
+def _chooses_numbers(x: Node) -> bool:
+    """Whether an expression is a multiple of one of two numbers by a condition, and a number."""
+    _, terms = terms_of(x)
+    is_choice = len(terms) == 1 and terms[0][1].op == "where"
+    return is_choice and all(y.op == "const" for y in terms[0][1].args[1:])
 
 
 def may_be_masked(exponent: Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch_streamkl.fx_passes.closed_forms.masks import num_keys_of
+from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE
 from torch_streamkl.program.canonical import product, scaled, terms_of
 from torch_streamkl.program.graph import BOUND, CONTRACT, LOGSUMEXP, SUM, Axis, Node, index
@@ -24,8 +25,8 @@ def sums_over_keys(roots: Iterable[Node]) -> set[Node]:
     """
     keys: dict[Node, frozenset[Axis]] = {}  # that softmaxes inside of an expression are over
     found = set[Node]()
-    for x in walk(roots, lambda x: x.op not in ("capture", CONTRACT)):
-        entered = x.args if x.op not in ("capture", CONTRACT) else ()
+    for x in walk(roots, is_entered):
+        entered = x.args if is_entered(x) else ()
         keys[x] = frozenset[Axis]().union(*(keys[a] for a in entered))
         if x.op == "log_softmax" and not keys[x]:
             keys[x] = frozenset((x.value,))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm
+from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm, is_of_products
 from torch_streamkl.fx_passes.closed_forms.joined_products import joined_products
 from torch_streamkl.program.canonical import (
     FALSE,
@@ -101,8 +101,7 @@ def has_product(x: Node, key: Axis) -> bool:
 
 def _is_of_product(x: Node) -> bool:
     """Whether a sum is one of products of products, as of an adapter."""
-    is_sum = x.op == "reduce" and x.value.kind == SUM
-    return is_sum and any(y.op == CONTRACT for y in walk(x.args))
+    return x.op == "reduce" and x.value.kind == SUM and is_of_products(*x.args)
 
 
 def read(score: Node, key: Axis) -> ScoreForm:

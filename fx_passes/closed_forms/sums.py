@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch_streamkl.fx_passes.closed_forms.form import is_of_products, is_softmax
 from torch_streamkl.fx_passes.closed_forms.rows import is_outside, sums_over_keys
 from torch_streamkl.program.canonical import linear, product, terms_of
 from torch_streamkl.program.functions import quotient
@@ -165,9 +166,9 @@ def _normalised(
     constant, left = 0.0, list[tuple[float, Node]]()
     for c, lse in normalisers:
         for i, (k, body) in enumerate(bodies):
-            weights = [y for y in _factors(body) if _is_softmax(y, key)]
+            weights = [y for y in _factors(body) if is_softmax(y, key)]
             rest = product(*(y for y in _factors(body) if y not in weights))
-            if len(weights) != 1 or not any(y.op == CONTRACT for y in walk([rest])):
+            if len(weights) != 1 or not is_of_products(rest):
                 continue
             shift, terms = terms_of(rest)
             if not terms_of(lse.args[0])[0]:  # which is where it cancels
@@ -182,7 +183,3 @@ def _normalised(
 
 def _factors(x: Node) -> tuple[Node, ...]:
     return x.args if x.op == "product" else (x,)
-
-
-def _is_softmax(x: Node, key: Axis) -> bool:
-    return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == key

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, is_of_products
 from torch_streamkl.fx_passes.closed_forms.masks import meets_some_key
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE, Condition, ScoreForm
 from torch_streamkl.program import operations
@@ -48,10 +48,6 @@ class World:
 def mentions_variables(x: Node) -> bool:
     """Returns whether an expression has probabilities."""
     return any(y.op == LOG for y in walk([x]))
-
-
-def _has_scores(x: Node) -> bool:
-    return any(y.op == CONTRACT for y in walk([x]))
 
 
 def decided(condition: Node, world: World) -> bool | None:
@@ -98,7 +94,7 @@ def _has_no_key(condition: Node, world: World) -> bool:
 def _is_no_number(condition: Node, world: World) -> bool | None:
     """Whether something is infinite, or NaN."""
     x = condition.args[0]
-    if not (_has_scores(x) or mentions_variables(x)):
+    if not (is_of_products(x) or mentions_variables(x)):
         return None
     if world.is_allowed:
         return None if _may_be_hidden(x, world) else False
@@ -124,14 +120,14 @@ def _has_key(condition: Node, world: World) -> bool | None:
         return True
     if any(empty <= literals(inner) for empty in world.empty):
         return False
-    if world.empty and _has_scores(inner) and decided(inner, world) is False:
+    if world.empty and is_of_products(inner) and decided(inner, world) is False:
         return False
     return None
 
 
 def _compared(condition: Node, world: World) -> bool | None:
     a, b = condition.args
-    if _has_scores(condition) and not mentions_variables(condition):
+    if is_of_products(condition) and not mentions_variables(condition):
         return _scores_compared(condition, world)
     if not mentions_variables(condition):
         return None
@@ -185,11 +181,11 @@ def settled(x: Node, world: World) -> Node:
                 return args[1] if holds else args[2]
         return remade(y, args)
 
-    return rebuilt([x], change, lambda y: _is_formula(y))[x]
+    return rebuilt([x], change, is_formula)[x]
 
 
-def _is_formula(x: Node) -> bool:
-    """Whether an expression is computed from parts, and is no condition or captured value."""
+def is_formula(x: Node) -> bool:
+    """Returns whether an expression is computed from parts, and is no condition or capture."""
     return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
 
 
@@ -199,7 +195,7 @@ def value_at(x: Node, world: World) -> float | None:
     A product is 0 if a factor is: NOTE [Zero annihilates] in program/graph.py.
     """
     found: dict[Node, float | None] = {}
-    for y in walk([x], lambda y: _is_formula(y)):
+    for y in walk([x], is_formula):
         found[y] = _value(y, [found.get(a) for a in y.args], world)
     return found[x]
 

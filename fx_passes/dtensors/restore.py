@@ -7,7 +7,6 @@ goes on with a DTensor, they are placed as it was.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,19 @@ from torch_streamkl.attention import ops
 from torch_streamkl.distributed import graph_calls
 from torch_streamkl.fx_passes.dtensors.unshard import OWN_ROWS, conversion
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, descendants, example, name_of
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported, first_line
+from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
+from torch_streamkl.fx_passes.fx_utils.mutation import draws_random, written_by
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    MEMORY,
+    descendants,
+    example,
+    is_call,
+    is_tensor,
+    name_of,
+    reached,
+    run,
+)
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.results import set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
@@ -35,6 +44,7 @@ from torch_streamkl.linear import ops as linear_ops
 OPERATORS = (linear_ops.linear_kl, linear_ops.linear_kl_sum)
 DIMENSIONS = ("batch", "heads", "queries")
 SIDES = ("student", "teacher")
+REFUSALS = (Unsupported, ValueError, TypeError, NotImplementedError, RuntimeError)
 OF_TOKENS = {"flatten", "reshape", "view", "narrow", "slice", "getitem", "select"}
 
 
@@ -74,26 +84,16 @@ class Restore:
                     self._as_it_was(node)
                 else:
                     self._on_dtensors(node)
-            except (
-                Unsupported,
-                ValueError,
-                TypeError,
-                NotImplementedError,
-                RuntimeError,
-            ) as reason:
-                raise DoesNotFit(_first_line(reason), self._sites_of(node)) from reason
+            except REFUSALS as reason:
+                raise DoesNotFit(
+                    first_line(reason) or repr(reason), self._sites_of(node)
+                ) from reason
         for change in self.changes:
             try:
                 self._as_read_before(change)
-            except (
-                Unsupported,
-                ValueError,
-                TypeError,
-                NotImplementedError,
-                RuntimeError,
-            ) as reason:
+            except REFUSALS as reason:
                 sites = {n.meta[SITE] for n in self.replaced[change] if SITE in n.meta}
-                raise DoesNotFit(_first_line(reason), frozenset(sites)) from reason
+                raise DoesNotFit(first_line(reason) or repr(reason), frozenset(sites)) from reason
         of_own_vocab = self._makers_of_own_vocab()
         for node in reversed(list(self.graph.nodes)):
             is_left_over = node.target is same or node.name in of_own_vocab
@@ -121,20 +121,17 @@ class Restore:
     # -------------------------------------------------------------------- the user's own nodes
     def _as_it_was(self, node: fx.Node) -> None:
         old = self.user[node.name]
-        restored: Any
-        if node.target in (same, same_detached, opaque):
+        is_opaque_node = node.target in (same, same_detached, opaque)
+        if is_opaque_node or OWN_ROWS in node.meta:
             # a stand-in has some of the inputs, in their order; the others are nodes of the user's
-            given = dict(zip(old.all_input_nodes, node.all_input_nodes, strict=False))
+            own = node.all_input_nodes if is_opaque_node else []
+            given = dict(zip(old.all_input_nodes, own, strict=False))
 
             def now(n: fx.Node) -> fx.Node:
                 return given[n] if n in given else self.present[n.name]
 
             node.op, node.target = old.op, old.target
-            restored = fx.map_arg((old.args, old.kwargs), now)
-            node.args, node.kwargs = restored
-        elif OWN_ROWS in node.meta:
-            node.op, node.target = old.op, old.target
-            restored = fx.map_arg((old.args, old.kwargs), lambda n: self.present[n.name])
+            restored: Any = fx.map_arg((old.args, old.kwargs), now)
             node.args, node.kwargs = restored
         if "example_value" in old.meta:
             node.meta["example_value"] = old.meta["example_value"]
@@ -188,7 +185,7 @@ class Restore:
             if (
                 not is_dtensor(example(node))
                 or conversion(node)
-                or node.op not in ("call_function", "call_method")
+                or not is_call(node)
                 or written_by(node)
             ):
                 raise Unsupported("the code reads the ranks' own terms of a sum (Partial)")
@@ -332,15 +329,11 @@ class Restore:
 
     def _steps_to(self, node: fx.Node) -> set[fx.Node]:
         """Lists the new tensors that lead to a node, from the user's tensors on."""
-        found, stack = set[fx.Node](), [node]
-        while stack:
-            current = stack.pop()
-            if current in found or not isinstance(example(current), Tensor):
-                continue
-            found.add(current)
-            if current.name not in self.user:
-                stack.extend(current.all_input_nodes)
-        return found
+
+        def made_of(n: fx.Node) -> list[fx.Node]:
+            return [] if n.name in self.user else [a for a in n.all_input_nodes if is_tensor(a)]
+
+        return reached([node], made_of)
 
     def _of_rows(self, node: fx.Node) -> None:
         """Makes per-row values plain tensors, the same on every rank."""
@@ -386,37 +379,23 @@ class Restore:
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether the node is computed from no input at all: every rank has the same."""
-        stack, seen = [node], set[fx.Node]()
-        while stack:
-            current = stack.pop()
-            if current in seen or not isinstance(example(current), (Tensor, tuple)):
-                continue  # sizes of DTensors are the same everywhere
-            seen.add(current)
-            name = name_of(current)
-            drawn = any(
-                vocab_entry in name
-                for vocab_entry in ("rand", "dropout", "bernoulli", "multinomial")
-            )
-            made_here = current.op in ("call_function", "call_method") and not drawn
-            if not made_here or (is_dtensor(example(current)) and not current.all_input_nodes):
-                return False
-            stack.extend(current.all_input_nodes)
-        return True
+
+        def made_of(n: fx.Node) -> list[fx.Node]:  # sizes of DTensors are the same everywhere
+            return [a for a in n.all_input_nodes if isinstance(example(a), (Tensor, tuple))]
+
+        return all(
+            is_call(n)
+            and not draws_random(n)
+            and (n.all_input_nodes or not is_dtensor(example(n)))
+            for n in reached([node], made_of)
+        )
 
     # --------------------------------------------------------------------------------- helpers
     def _record(self, node: fx.Node) -> None:
         """Updates the example value of a node from those of its inputs."""
-        look_up: Any = example
-        given: Any = fx.map_arg((node.args, node.kwargs), look_up)
-        args, kwargs = given
-        shapes = self.mode.shape_env
-        guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+        guards = without_guards(self.mode)
         with self.mode, guards, enable_python_dispatcher(), torch.enable_grad():
-            if node.op == "call_method":
-                made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                target: Any = node.target
-                made = target(*args, **kwargs)
+            made = run(node, example)
         node.meta["example_value"] = made
         node.meta.pop(MEMORY, None)
         set_memory(node)
@@ -456,7 +435,3 @@ def _dtensor(node: fx.Node) -> DTensor:
 
 def _reads_sizes(node: fx.Node) -> bool:
     return name_of(node) in ("size", "numel", "reshape_as", "expand_as", "view_as", "type_as")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:600] if str(error) else type(error).__name__

@@ -8,7 +8,6 @@ the identity. The rest of the program may use a rank's own part; that is not ana
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
 
@@ -19,10 +18,19 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED, dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import address_of, example, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    address_of,
+    example,
+    is_call,
+    location_of,
+    name_of,
+    needs_gradient,
+    run,
+)
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
-from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal as same_size
+from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal, same_shape
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensor,
     FakeTensorMode,
@@ -46,10 +54,7 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
     values: dict[fx.Node, Any] = {}
     copies = dict(zip(graph.nodes, result.nodes, strict=True))
     heads = {copies[n]: _head_of_own_vocab(n) for n in graph.nodes}
-    shapes = mode.shape_env
-    # what a stand-in compares of sizes is no guard of the program
-    guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
-    with mode, guards, enable_python_dispatcher(), modes_restored():
+    with mode, without_guards(mode), enable_python_dispatcher(), modes_restored():
         for node in result.nodes:
             if dtensors_in(example(node)):
                 node.meta[PLACED] = True
@@ -110,12 +115,11 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 def _opaque_node(node: fx.Node, recorded: Any, values: dict[fx.Node, Any]) -> Any:
     """Returns the whole value of a node on DTensors, and changes the node to compute it."""
-    is_call = node.op in ("call_function", "call_method")
-    if not is_call or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not is_call(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
         return _whole(recorded)  # the body of a checkpoint is rewritten as a graph of its own
     if _moves_data_only(node):
         (x,) = node.all_input_nodes[:1]
-        loses_gradient = _needs_gradient(example(x)) and not _needs_gradient(recorded)
+        loses_gradient = needs_gradient(x) and not needs_gradient(node)
         _replace(node, same_detached if loses_gradient else same, (x,))
         # what is plain has the memory that was recorded
         return _run(node, values) if is_dtensor(recorded) else recorded
@@ -134,10 +138,6 @@ def _opaque_node(node: fx.Node, recorded: Any, values: dict[fx.Node, Any]) -> An
         return values[source][rest[0]]
     _replace(node, opaque, tuple(node.all_input_nodes))
     return _whole(recorded)
-
-
-def _needs_gradient(x: object) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _whole(value: Any) -> Any:
@@ -222,7 +222,7 @@ def _head_of_own_vocab(node: fx.Node) -> tuple[fx.Node, ...] | None:
                 vocab.is_replicate(),
             ):
                 return None
-        if not same_size(x.shape[0], made.shape[-1]):
+        if not provably_equal(x.shape[0], made.shape[-1]):
             return None
         heads.append(whole)
     return (_before_slices_of_all(hidden), *heads) if heads else None
@@ -238,7 +238,7 @@ def _before_slices_of_all(x: fx.Node) -> fx.Node:
             break
         if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
             break
-        if not all(same_size(a, b) for a, b in zip(before.shape, after.shape, strict=True)):
+        if not same_shape(before.shape, after.shape):
             break
         x = source
     return x
@@ -281,12 +281,7 @@ def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    given: Any = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, example(n)))
-    args, kwargs = given
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = node.target
-    return target(*args, **kwargs)
+    return run(node, lambda n: values.get(n, example(n)))
 
 
 def _alike(made: Any, recorded: Any) -> bool:
@@ -294,6 +289,5 @@ def _alike(made: Any, recorded: Any) -> bool:
         isinstance(made, Tensor)
         and made.dtype == recorded.dtype
         and made.requires_grad == recorded.requires_grad
-        and made.dim() == recorded.dim()
-        and all(same_size(a, b) for a, b in zip(made.shape, recorded.shape, strict=True))
+        and same_shape(made.shape, recorded.shape)
     )

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
-from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, address_of, example
+from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, address_of, example, tensor_of
 from torch_streamkl.fx_passes.fx_utils.results import Results, Runs, set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
@@ -92,6 +93,10 @@ class Builder:
             "call_method", name, (x, *args), kwargs, lambda a, k: getattr(a[0], name)(*a[1:], **k)
         )
 
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Returns a tensor in a type; only another one is inserted."""
+        return x if tensor_of(x).dtype == dtype else self.method("to", x, dtype)
+
     @functools.cached_property
     def _is_in_inference_mode(self) -> bool:
         if not self.selections.has_inference_mode(self.graph):
@@ -122,7 +127,7 @@ class Builder:
             node.meta[MEMORY] = known.memory
             return node
         shapes = self.mode.shape_env
-        guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+        guards = without_guards(self.mode)
         fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else guards
         with self.mode, guards, fresh, torch.enable_grad():
             try:
@@ -183,9 +188,7 @@ class Builder:
             rows = self.method("size", selected[0], 0)
             return rows if selected[1] == 1 else self.call(operator.mul, rows, selected[1])
         for tensor in tensors:
-            value = example(tensor)
-            assert isinstance(value, Tensor)
-            for dim, candidate in enumerate(value.shape):
+            for dim, candidate in enumerate(tensor_of(tensor).shape):
                 if str(expression(candidate)) == str(wanted):
                     return self.method("size", tensor, dim)
         if str(wanted) in self.selections.counts:
@@ -204,18 +207,8 @@ class Builder:
             return self.call(operator.floordiv, whole, part)
         raise Unsupported(f"the size {wanted} is not the size of any input of the scores")
 
-    def product(self, sizes: Sequence[Size], tensors: Sequence[fx.Node]) -> int | fx.Node:
-        """Returns the product of sizes."""
-        result: int | fx.Node = 1
-        for size in sizes:
-            factor = self.size(size, tensors)
-            if isinstance(result, int) and isinstance(factor, int):
-                result = result * factor
-            elif result == 1:
-                result = factor
-            else:
-                result = self.call(operator.mul, result, factor)
-        return result
+
+MakeBuilder = Callable[[fx.Node], Builder]  # one that inserts before a node
 
 
 def _present(node: fx.Node) -> Any:

@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     is_in_place,
     written_by,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import is_call, storage_of
 
 
 def remove_dead(
@@ -57,7 +57,7 @@ def _writes_to_dead(
         return False  # a view of what took the place of a value, and of that one's memory
     return all(
         alias in alive
-        and alias.op in ("call_function", "call_method")
+        and is_call(alias)
         and all(_ends_in_writes(user, storage, alive) for user in alias.users)
         for alias in aliases
     )
@@ -73,7 +73,7 @@ def _ends_in_writes(node: fx.Node, storage: object, alive: set[fx.Node]) -> bool
         if is_in_place(n):
             if n.users or any(storage_of(target) != storage for target in written_by(n)):
                 return False
-        elif n not in alive or n.op not in ("call_function", "call_method") or not n.users:
+        elif n not in alive or not is_call(n) or not n.users:
             return False
         else:
             todo += n.users

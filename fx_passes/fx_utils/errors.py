@@ -1,5 +1,12 @@
 """Defines the exceptions for what is not fused, and for what has to end the compilation."""
 
+from __future__ import annotations
+
+
+def first_line(error: Exception, longest: int = 600) -> str:
+    """Returns the beginning of what an error says."""
+    return str(error).partition("\n")[0][:longest]
+
 
 class Unsupported(Exception):
     """Raised if an operation cannot be represented; the message says why in the user's terms."""

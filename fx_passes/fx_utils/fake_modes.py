@@ -1,4 +1,4 @@
-"""Sets the current fake tensor mode, for torch functions that look it up."""
+"""Sets the current fake tensor mode, for torch functions that look it up, and its guards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import contextlib
 from collections.abc import Iterator
 
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, later
+
+
+def without_guards(mode: FakeTensorMode) -> contextlib.AbstractContextManager[object]:
+    """Keeps what is compared of symbolic sizes from becoming a guard of the program."""
+    shapes = mode.shape_env
+    return shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    is_call,
     name_of,
     nodes_in,
     storage_of,
@@ -32,12 +33,16 @@ def has_effect(node: fx.Node) -> bool:
     """Returns whether a node may do more than return a value: write, draw random numbers,
     check.
     """
-    if node.op not in ("call_function", "call_method"):
+    if not is_call(node):
         return True
-    return _draws_random(node) or is_in_place(node) or node.is_impure()
+    return draws_random(node) or is_in_place(node) or node.is_impure()
 
 
-def _draws_random(node: fx.Node) -> bool:
+RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Returns whether a node draws random numbers."""
     name = name_of(node)
     if name == "dropout":
         p, training = (
@@ -45,12 +50,12 @@ def _draws_random(node: fx.Node) -> bool:
             for i, key in ((1, "p"), (2, "training"))
         )
         return not (p == 0.0 or training is False)
-    return any(part in name for part in ("dropout", "rand", "bernoulli", "multinomial"))
+    return any(part in name for part in RANDOM)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments that a node writes to."""
-    if node.op not in ("call_function", "call_method"):
+    if not is_call(node):
         return []
     if _only_reads(node):
         return []
@@ -269,17 +274,9 @@ _HIDDEN_WRITES = {
     "batch_norm_gather_stats_with_counts": _STATISTICS,
     "batch_norm_update_stats": _STATISTICS,
 }
-_IN_PLACE_METHODS = {
-    f"__i{name}__"
-    for name in (
-        *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
-        *("matmul", "mod", "lshift", "rshift"),
-    )
-}
-_IN_PLACE_OPERATORS = {
-    getattr(operator, f"i{name}")
-    for name in (
-        *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
-        *("matmul", "mod", "lshift", "rshift"),
-    )
-}
+_OF_PYTHON = (
+    *("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"),
+    *("matmul", "mod", "lshift", "rshift"),
+)
+_IN_PLACE_METHODS = {f"__i{name}__" for name in _OF_PYTHON}
+_IN_PLACE_OPERATORS = {getattr(operator, f"i{name}") for name in _OF_PYTHON}

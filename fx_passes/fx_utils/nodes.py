@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 
 UNKNOWN = "unknown location"
@@ -100,6 +101,12 @@ def reached(
     return found
 
 
+def users_of_body(owner: fx.GraphModule, name: str) -> list[fx.Node]:
+    """Returns the higher-order operators that run a body."""
+    found = (n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name)
+    return [user for node in found for user in node.users]
+
+
 def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs that a higher-order operator runs."""
     owner = node.graph.owning_module
@@ -114,6 +121,13 @@ def example(node: fx.Node) -> object:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def held_by(owner: object, leaf: fx.Node) -> object:
+    """Returns what an attribute is of a module, None if the module does not have it."""
+    for part in str(leaf.target).split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
 def is_parameter(leaf: fx.Node) -> bool:
     """Returns whether a node reads a parameter of an exported program.
 
@@ -121,10 +135,12 @@ def is_parameter(leaf: fx.Node) -> bool:
     """
     if leaf.op != "get_attr" or not isinstance(example(leaf), Tensor):
         return False
-    owner: object = leaf.graph.owning_module
-    for part in str(leaf.target).split("."):
-        owner = getattr(owner, part, None)
-    return isinstance(owner, torch.nn.Parameter)
+    return isinstance(held_by(leaf.graph.owning_module, leaf), torch.nn.Parameter)
+
+
+def is_call(node: fx.Node) -> bool:
+    """Returns whether a node calls a function or a method."""
+    return node.op in ("call_function", "call_method")
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -132,11 +148,26 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(example(node), Tensor)
 
 
-def tensor_of(node: fx.Node) -> Tensor:
+def tensor_of(node: Any) -> Tensor:
     """Returns what is recorded of a node that is a tensor."""
     value = example(node)
     assert isinstance(value, Tensor)
     return value
+
+
+def needs_gradient(x: object) -> bool:
+    """Returns whether an argument is a node with a tensor that has a gradient."""
+    value = example(x) if isinstance(x, fx.Node) else None
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Runs what a node calls on values of its inputs."""
+    given: Any = fx.map_arg((node.args, node.kwargs), value_of)
+    args, kwargs = given
+    if callable(node.target):
+        return node.target(*args, **kwargs)
+    return getattr(args[0], node.target)(*args[1:], **kwargs)
 
 
 def storage_of(node: fx.Node) -> int | None:
@@ -196,6 +227,4 @@ def num_bytes(node: fx.Node) -> int:
     value = example(node)
     if not isinstance(value, Tensor):
         return 0
-    count = value.numel()
-    hint = count if isinstance(count, int) else count.node.hint
-    return int(hint or 0) * value.element_size()
+    return (hint_of(value.numel()) or 0) * value.element_size()

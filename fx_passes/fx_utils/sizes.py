@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor
 
 from torch_streamkl.fx_passes.fx_utils.torch_names import FloorDiv, free_unbacked_symbols
 
 Size = int | torch.SymInt
-
-
-def shape_of(node: fx.Node) -> Sequence[Size]:
-    """Returns the recorded shape of a node."""
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value.shape
 
 
 def expression(size: Size) -> Any:
@@ -49,6 +41,24 @@ def provably_equal(a: Size, b: Size) -> bool:
     return bool(x == y or x - y == 0)
 
 
+def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Returns whether shapes are provably equal."""
+    return len(a) == len(b) and all(map(provably_equal, a, b))
+
+
+def hint_of(size: Size) -> int | None:
+    """Returns a size as it is now, without a guard; None if only data decides it."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
+def shown_shape(x: Tensor) -> tuple[int | str, ...]:
+    """Returns a shape for a report: symbols as texts."""
+    return tuple(n if isinstance(n, int) else str(n) for n in x.shape)
+
+
 def is_one(size: Size) -> bool:
     """Returns whether a size is 1, without adding a guard."""
     return expression(size) == 1
@@ -57,11 +67,6 @@ def is_one(size: Size) -> bool:
 def is_zero(size: Size) -> bool:
     """Returns whether a size is 0, without adding a guard."""
     return expression(size) == 0
-
-
-def product(sizes: Iterable[Size]) -> Size:
-    """Multiplies sizes."""
-    return math.prod(sizes)
 
 
 def quotient(a: Size, b: Size) -> Size | None:

@@ -4,18 +4,24 @@ its strides.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Container
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, storage_of
+from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    is_call,
+    is_view,
+    run,
+    storage_of,
+    tensor_of,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import (
-    Size,
+    hint_of,
     is_one,
     is_unknown,
     is_zero,
@@ -25,16 +31,16 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 
 def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
     """Returns ``x`` in the memory layout of another tensor of its shape, or raises Unsupported."""
-    if _lie_alike(_value(x), like):
+    if _lie_alike(tensor_of(x), like):
         return x
-    strides = [_hint(s) for s in like.stride()]
+    strides = [hint_of(s) or 0 for s in like.stride()]
     order = sorted(range(like.dim()), key=lambda d: -strides[d])
     if order != list(range(like.dim())):
         x = build.method("permute", x, tuple(order))
     x = build.method("contiguous", x)
     if order != list(range(like.dim())):
         x = build.method("permute", x, tuple(order.index(d) for d in range(like.dim())))
-    if not _lie_alike(_value(x), like):
+    if not _lie_alike(tensor_of(x), like):
         raise Unsupported(
             f"its value has strides {tuple(like.stride())}, which are not of one block"
         )
@@ -70,9 +76,9 @@ def strides_are_seen(
     ``written`` is the memory that the graph writes to. Readers run on fake tensors until their
     results have the old memory layout, as after a ``contiguous()`` or a matmul.
     """
-    if _lie_alike(_value(other), _value(node)):
+    if _lie_alike(tensor_of(other), tensor_of(node)):
         return False
-    changed: dict[fx.Node, Tensor] = {node: _value(other)}
+    changed: dict[fx.Node, Tensor] = {node: tensor_of(other)}
     runs = build.selections.runs
     following, waiting = node.next, set(node.users)
     while waiting and following.op != "root":
@@ -82,7 +88,7 @@ def strides_are_seen(
         waiting.remove(reader)
         was = example(reader)
         if (
-            reader.op not in ("call_function", "call_method")
+            not is_call(reader)
             or isinstance(reader.target, torch._ops.HigherOrderOperator)
             or storage_of(reader) in written
             or not isinstance(was, (Tensor, int, torch.SymInt))
@@ -100,18 +106,8 @@ def strides_are_seen(
 
 
 def _run(node: fx.Node, changed: dict[fx.Node, Tensor], build: Builder) -> Tensor:
-    def value_of(x: fx.Node) -> Any:
-        return changed.get(x, example(x))
-
-    given: Any = fx.map_arg((node.args, node.kwargs), value_of)
-    args, kwargs = given
-    shapes = build.mode.shape_env
-    guards = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
-    with build.mode, guards, torch.enable_grad():
-        if callable(node.target):
-            result = node.target(*args, **kwargs)
-        else:
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    with build.mode, without_guards(build.mode), torch.enable_grad():
+        result = run(node, lambda x: changed.get(x, example(x)))
     assert isinstance(result, Tensor)
     return result
 
@@ -123,16 +119,3 @@ def _lie_alike(a: Tensor, b: Tensor) -> bool:
         is_one(n) or provably_equal(x, y) or (is_unknown(x) and is_unknown(y))
         for n, x, y in zip(sizes, a.stride(), b.stride(), strict=True)
     )
-
-
-def _hint(size: Size) -> int:
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return int(hint) if hint is not None else 0
-
-
-def _value(node: fx.Node) -> Tensor:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.attention import ops
 from torch_streamkl.fx_passes.closed_forms.form import STUDENT, Bias, Call, Factor, Masks, Side
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import needs_gradient, tensor_of
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.divergences import ProductType
@@ -31,38 +32,15 @@ NAMES = ("teacher", "student")
 Types = Mapping[frozenset[object], ProductType]  # by the names of products' operands
 
 
-@dataclass(frozen=True)
-class Places:
-    """Holds the axes of each dimension of the operator's tensors."""
-
-    batch: Dim
-    heads: Dim
-    rows: Dim
-    keys: Dim
-
-    @staticmethod
-    def of(call: Call) -> Places:
-        axes = call.axes
-        return Places(axes.batch, axes.heads, (axes.query,) if axes.query else (), (axes.key,))
-
-    @property
-    def scores(self) -> tuple[Dim, ...]:
-        return self.batch, self.heads, self.rows, self.keys
-
-
-def emit(writer: Writer, call: Call, types: Types) -> fx.Node:
-    """Inserts a call, and returns its values as [batch, heads, rows]."""
-    return CallTensors(writer, call, types).emit()
-
-
 class CallTensors:
     """Inserts the tensors of one call."""
 
     def __init__(self, writer: Writer, call: Call, types: Types) -> None:
         self.writer, self.build, self.call, self.types = writer, writer.build, call, types
-        self.places = Places.of(call)
+        self.axes = call.axes
 
     def emit(self) -> fx.Node:
+        """Inserts the call, and returns its values as [batch, heads, rows]."""
         call, build = self.call, self.build
         inputs, dtype = self._operands()
         options: dict[str, Any] = {"functional": call.functional.text}
@@ -89,7 +67,7 @@ class CallTensors:
         value = build.call(operator.getitem, result, 0)
         value = self._without_empty_rows(value, biases, options.get("mask"), dtype)
         if call.masks.rows:
-            keep = self._tensor(all_of(*call.masks.rows), self.places.scores[:3])
+            keep = self._tensor(all_of(*call.masks.rows), self.axes.scores[:3])
             value = build.call(torch.where, keep, value, 0.0)
         return value
 
@@ -99,59 +77,52 @@ class CallTensors:
         made: dict[str, fx.Node] = {}
         for name, side in zip(NAMES, self.call.sides, strict=True):
             made[f"{name}_q"], made[f"{name}_k"] = self.queries(side), self.keys(side)
-        dtype = _widest([*map(_dtype, made.values()), *self._widened()])
+        dtype = widest_of([*(tensor_of(x).dtype for x in made.values()), *self._widened()])
         for name, side in zip(NAMES, self.call.sides, strict=True):
-            made[f"{name}_q"] = self.multiplied(made[f"{name}_q"], side.product.factors)
-        return {name: self._cast(x, dtype) for name, x in made.items()}, dtype
+            made[f"{name}_q"] = self.multiplied(
+                made[f"{name}_q"], side.product.factors, self.axes.scores[:3]
+            )
+        return {name: self.build.cast(x, dtype) for name, x in made.items()}, dtype
 
     def _widened(self) -> Iterator[torch.dtype]:
         """The types of the user's operands, which may be wider than those of captured tensors."""
         for side in self.call.sides:
-            sources = [x.source for x in (side.product.rows, side.product.keys)]
-            found = self.types.get(frozenset(s.name for s in sources if s is not None))
+            found = self.types.get(side.product.names)
             if found is not None:
                 yield found.operands
 
     def queries(self, side: Side) -> fx.Node:
         """Returns queries as [batch, heads, rows, head_dim]."""
-        places, x = self.places, side.product.rows
-        if places.rows and not set(places.rows) & x.axes:
+        axes, x = self.axes, side.product.rows
+        if axes.query and axes.query not in x.axes:
             raise Unsupported("the queries of one side do not vary along the query dimension")
-        dims = (places.batch, places.heads + side.averaged, places.rows, side.product.contracted)
+        dims = (axes.batch, axes.heads + side.averaged, axes.queries, side.product.contracted)
         return self.writer.tensor(x.element, dims, expand=(0, 1, 2))
 
     def keys(self, side: Side) -> fx.Node:
         """Returns keys, without the last axes of heads that share them: head h has h // group."""
-        places, x = self.places, side.product.keys
-        heads = places.heads + side.averaged
-        return self.of_keys(x.element, heads, side.product.contracted)
+        heads = self.axes.heads + side.averaged
+        return self.of_keys(side.product.keys.element, heads, side.product.contracted)
 
     def of_keys(self, x: Node, heads: Dim, width: Dim) -> fx.Node:
         """Returns a tensor with a vector for each key."""
         while heads and heads[-1] not in x.axes:
             heads = heads[:-1]
-        dims = (self.places.batch, heads, self.places.keys, width)
+        dims = (self.axes.batch, heads, (self.axes.key,), width)
         return self.writer.tensor(x, dims, expand=(0, 1))
 
-    def multiplied(self, x: fx.Node, factors: Sequence[Factor]) -> fx.Node:
-        """Returns queries times what multiplies all scores of a row."""
-        dtype = _dtype(x)
+    def multiplied(self, x: fx.Node, factors: Sequence[Factor], rows: Sequence[Dim]) -> fx.Node:
+        """Returns queries times what multiplies all scores of a row, with the rows' dimensions."""
+        dtype = tensor_of(x).dtype
         for factor in factors:
-            if not factor.value.axes <= set(self.call.axes.rows):
+            if not factor.value.axes <= set(self.axes.rows):
                 raise Unsupported("a tensor that multiplies the scores varies along the keys")
-            by = self._factor(factor.value)
+            by: Any = self.writer.value(factor.value).node
+            if factor.value.axes:
+                by = self.writer.tensor(factor.value, (*rows, ()))
             x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
-            x = self._cast(x, dtype)
+            x = self.build.cast(x, dtype)
         return x
-
-    def _factor(self, value: Node) -> Any:
-        if not value.axes:
-            return self.writer.value(value).node
-        places = self.places
-        return self.writer.tensor(value, (places.batch, places.heads, places.rows, ()))
-
-    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return x if _dtype(x) == dtype else self.build.method("to", x, dtype)
 
     # ------------------------------------------------------------------------- masks and biases
 
@@ -171,7 +142,7 @@ class CallTensors:
                 value = by(value, factor.value)
             if bias.weight != 1.0 or bias.factors:
                 value, least = product(const(bias.weight), value), dtype
-            x = self._tensor(value, self.places.scores, least)
+            x = self._tensor(value, self.axes.scores, least)
             total = x if total is None else self.build.call(torch.add, total, x)
         return total
 
@@ -180,8 +151,8 @@ class CallTensors:
         stricter = self.call.stricter
         if stricter is None or stricter.side != number:
             return None
-        keep = all_of(*conditions_of(stricter.masks, self.call.axes))
-        return self._tensor(choose(keep, const(0.0), const(-math.inf)), self.places.scores)
+        keep = all_of(*conditions_of(stricter.masks, self.axes))
+        return self._tensor(choose(keep, const(0.0), const(-math.inf)), self.axes.scores)
 
     def _mask_options(self, masks: Masks) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -189,15 +160,10 @@ class CallTensors:
             options["window_left"] = self.writer.size(masks.window_left)
         if masks.window_right is not None:
             options["window_right"] = self.writer.size(masks.window_right)
-        dense = Masks(
-            lengths=masks.lengths,
-            tensors=masks.tensors,
-            segments=masks.segments,
-            vocab=masks.vocab,
-        )
+        dense = replace(masks.dense, rows=())
         if not dense.is_empty:
-            keep = all_of(*conditions_of(dense, self.call.axes))
-            options["mask"] = self._tensor(keep, self.places.scores)
+            keep = all_of(*conditions_of(dense, self.axes))
+            options["mask"] = self._tensor(keep, self.axes.scores)
         if masks.fill is not None:
             options["mask_value"] = masks.fill
         return options
@@ -213,14 +179,13 @@ class CallTensors:
         there.
         """
         build, call = self.build, self.call
-        result = example(value)
-        if not biases or not (isinstance(result, Tensor) and result.requires_grad):
+        if not biases or not needs_gradient(value):
             return value
         window = Masks(call.masks.window_left, call.masks.window_right)
         keep = mask
         if not window.is_empty:
-            band = all_of(*conditions_of(window, call.axes))
-            inside = self._tensor(band, self.places.scores)
+            band = all_of(*conditions_of(window, self.axes))
+            inside = self._tensor(band, self.axes.scores)
             keep = inside if keep is None else build.call(torch.logical_and, inside, keep)
         alive: fx.Node | None = None
         for bias in dict.fromkeys(biases):
@@ -231,20 +196,12 @@ class CallTensors:
         return build.call(torch.where, alive, value, build.method("detach", value))
 
 
-def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The narrowest type that represents all operands exactly."""
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    if not widest.is_floating_point:
+def widest_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Returns the narrowest type that represents all operands exactly."""
+    widest = functools.reduce(torch.promote_types, dtypes)
+    if not widest.is_floating_point or widest.itemsize == 1:
         raise Unsupported(f"scores of {widest} operands")
     return widest
-
-
-def _dtype(x: fx.Node) -> torch.dtype:
-    value = example(x)
-    assert isinstance(value, Tensor)
-    return value.dtype
 
 
 assert NAMES.index("student") == STUDENT

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, tensor_of
-from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one, is_unknown
+from torch_streamkl.fx_passes.fx_utils.sizes import expression, hint_of, is_one, is_unknown
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import scaled_index
@@ -147,8 +147,8 @@ class Captures:
         """Orders strides: a symbolic one by its hint."""
         if isinstance(stride, int):
             return float(stride)
-        hint = stride.size.node.hint
-        return float(hint if hint is not None else stride.low)
+        hint = hint_of(stride.size)
+        return float(stride.low if hint is None else hint)
 
     # ------------------------------------------------------------------------- views
 

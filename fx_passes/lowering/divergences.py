@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, ClosedForm, RowValue
+from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, RowValue
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, tensor_of
+from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
 from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
-from torch_streamkl.fx_passes.lowering import attention_call, linear_call
-from torch_streamkl.fx_passes.lowering.attention_call import Types
+from torch_streamkl.fx_passes.lowering.attention_call import CallTensors, Types
+from torch_streamkl.fx_passes.lowering.linear_call import HeadTensors
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.reading import arrays
@@ -32,8 +32,7 @@ def emit(
     types: Types,
 ) -> fx.Node:
     """Inserts the calls; the returned node has the value and metadata of the user's node."""
-    like, array = example(found.node), reading.array(found.inner)
-    assert isinstance(like, Tensor)
+    array = reading.array(found.inner)
     writer = Writer(build, reading, outer, [found.matched.root])
     changes = {
         site: _rows(writer, form, number, types)
@@ -41,15 +40,13 @@ def emit(
     }
     around = replaced(found.matched.root, changes)
     total = writer.tensor(around, array.dims, expand=range(len(array.dims)))
-    return as_user(build, total, like)
+    return as_user(build, total, tensor_of(found.node))
 
 
 def as_user(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
     """Returns a value in the type and memory layout of the user's, whose shape it must have."""
-    if tensor_of(x).dtype != like.dtype:
-        x = build.method("to", x, like.dtype)
-    made = example(x)
-    assert isinstance(made, Tensor)
+    x = build.cast(x, like.dtype)
+    made = tensor_of(x)
     # a number of selected rows has a symbol of its own in the rewritten graph
     if len(made.shape) != len(like.shape) or not all(
         provably_equal(a, b) or (is_unknown(a) and is_unknown(b))
@@ -66,20 +63,11 @@ def _rows(writer: Writer, form: ClosedForm, number: int, types: Types) -> Node:
     terms = []
     for i, call in enumerate(form.calls):
         name = (RowValue(number), i)
-        if call.operator == LINEAR:
-            writer.values[name] = linear_call.emit(writer, call, types)
-        else:
-            writer.values[name] = attention_call.emit(writer, call, types)
-        at = [arrays.position(dim) for dim in _dims(call)]
+        kind = HeadTensors if call.operator == LINEAR else CallTensors
+        writer.values[name] = kind(writer, call, types).emit()
+        dims = (call.axes.rows,) if call.operator == LINEAR else call.axes.scores[:3]
+        at = [arrays.position(dim) for dim in dims]
         value = capture(Source(name, 0, form.site.flows), at=at)
         terms.append((1.0, product(call.weight, value)))
     own = {mine: index(original) for original, mine in form.names}
     return substitute(linear(0.0, terms), own)
-
-
-def _dims(call: Call) -> tuple[arrays.Dim, ...]:
-    """The axes of each dimension of an operator's result."""
-    axes = call.axes
-    if call.operator == LINEAR:
-        return (axes.rows,)
-    return axes.batch, axes.heads, (axes.query,) if axes.query else ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import needs_gradient
 
 # NOTE [Rows without keys]
 # Adding the lowest number, or -1e9, to every score of a row loses the scores in rounding: eager's
@@ -51,15 +51,10 @@ def uniform_rows(
     term 1/N sum_j (s_j - mean s) v_j, minus its own value. A mask that is filled in does not.
     """
     mean = build.method("mean", v, -2, True)
-    if not added or not (_requires_grad(q) or _requires_grad(k)):
+    if not added or not (needs_gradient(q) or needs_gradient(k)):
         return mean
     centred = build.method("detach", build.call(torch.sub, v, mean))
     weighted = build.call(torch.div, centred, build.method("size", v, -2))
     moments = build.call(torch.matmul, build.method("transpose", k, -1, -2), weighted)
     slope = build.call(torch.matmul, q, build.call(torch.mul, moments, scale))
     return build.call(torch.add, mean, build.call(torch.sub, slope, build.method("detach", slope)))
-
-
-def _requires_grad(x: fx.Node) -> bool:
-    value = example(x)
-    return isinstance(value, Tensor) and value.requires_grad

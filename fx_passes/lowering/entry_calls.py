@@ -12,7 +12,6 @@ from torch_streamkl.fx_passes.closed_forms.entries import Entries, EntryValue
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.lowering.writer import Writer
-from torch_streamkl.program.graph import Axis, Size, size_of
 from torch_streamkl.topk.logits import entry_logits
 
 
@@ -31,14 +30,9 @@ def _emit(writer: Writer, entries: Entries) -> fx.Node:
         raise Unsupported(f"entries at ids of operands of {sorted(map(str, dtypes))}")
     if tensor_of(ids).dtype not in (torch.int32, torch.int64):
         ids = build.method("to", ids, torch.int64)
-    ids = build.call(checked_ids, ids, writer.size(size_of(_known(entries.key))), 1)
+    ids = build.call(checked_ids, ids, writer.extent(entries.key), 1)
     found = build.call(entry_logits, hidden, weight, ids)
     if tensor_of(found).dtype.itemsize < 4:  # as the per-row values; logits are rounded by now
         found = build.method("float", found)
-    shape = tuple(writer.size(size_of(_known(a))) for a in entries.axes)
+    shape = tuple(map(writer.extent, entries.axes))
     return build.method("reshape", found, shape)
-
-
-def _known(axis: Axis) -> Size:
-    assert axis.size is not None
-    return axis.size

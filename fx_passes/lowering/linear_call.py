@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from torch_streamkl.fx_passes.closed_forms.form import Bias, Call, Operand, Product, Side
+from torch_streamkl.fx_passes.closed_forms.form import Operand, Product, Side
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.lowering.attention_call import DEFAULT, NAMES, Types
-from torch_streamkl.fx_passes.lowering.writer import Writer
+from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
+from torch_streamkl.fx_passes.lowering.attention_call import DEFAULT, NAMES, CallTensors
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.canonical import all_of, choose
 from torch_streamkl.program.graph import Axis, Node, const, index
@@ -28,19 +26,11 @@ from torch_streamkl.program.reductions import substitute
 STUDENT = "streamkl_student"  # of a call's metadata: the closed form, for passes after it
 
 
-def emit(writer: Writer, call: Call, types: Types) -> fx.Node:
-    """Inserts a call, and returns its values, one for each token: batch, heads and rows."""
-    return _Lowering(writer, call, types).emit()
-
-
-class _Lowering:
-    """Inserts the tensors of one call."""
-
-    def __init__(self, writer: Writer, call: Call, types: Types) -> None:
-        self.writer, self.build, self.call, self.types = writer, writer.build, call, types
-        self.rows = call.axes.rows
+class HeadTensors(CallTensors):
+    """Inserts the tensors of one call on LM heads."""
 
     def emit(self) -> fx.Node:
+        """Inserts the call, and returns its values for each token: batch, heads and rows."""
         inputs: dict[str, fx.Node] = {}
         options: dict[str, Any] = {}
         for name, side in reversed(list(zip(NAMES, self.call.sides, strict=True))):
@@ -52,7 +42,7 @@ class _Lowering:
             if side.softcap:
                 options[f"{name}_softcap"] = side.softcap
             options |= self._adapter(name, side, dtype)
-            bias = self._bias(side, dtype)
+            bias = self._bias_of(side, dtype)
             if not self.call.masks.is_empty:
                 removed = self._removed_vocab_entries(side, head)
                 bias = removed if bias is None else self.build.call(torch.add, bias, removed)
@@ -68,34 +58,27 @@ class _Lowering:
     def _dtype(self, side: Side) -> torch.dtype:
         """The type of the user's product; without a record of it, that of both operands."""
         operands = side.product.rows, side.product.keys
-        sources = [x.source for x in operands if x.source is not None]
-        found = self.types.get(frozenset(s.name for s in sources))
-        if found is not None and len(sources) == len(operands):
+        found = self.types.get(side.product.names)
+        if found is not None and all(x.source is not None for x in operands):
             return found.result
         dtypes = [self.writer.value(x.element).value.dtype for x in operands]
         return torch.promote_types(*dtypes)
 
     def _hidden(self, product: Product, dtype: torch.dtype) -> fx.Node:
         """Rows as [tokens, hidden_size], times what multiplies all logits of a row."""
-        x = self.writer.tensor(product.rows.element, (self.rows, product.contracted), expand=(0,))
-        own = _dtype(x)
-        for factor in product.factors:
-            by: Any = self.writer.value(factor.value).node
-            if factor.value.axes:
-                by = self.writer.tensor(factor.value, (self.rows, ()))
-            x = self.build.call(torch.div if factor.divides else torch.mul, x, by)
-            x = self._cast(x, own)
-        return self._cast(x, dtype)
+        dims = (self.axes.rows, product.contracted)
+        x = self.writer.tensor(product.rows.element, dims, expand=(0,))
+        return self.build.cast(self.multiplied(x, product.factors, dims[:1]), dtype)
 
     def _matrix(self, side: Side, x: Operand, dtype: torch.dtype) -> fx.Node:
         """Keys as [vocab_size, hidden_size]: those that this side has."""
         key = self._key(side)
         element = self._of_side(x.element, side)
-        (contracted,) = (a for a in x.axes if a != self.call.axes.key)
-        return self._cast(self.writer.tensor(element, ((key,), (contracted,))), dtype)
+        (contracted,) = (a for a in x.axes if a != self.axes.key)
+        return self.build.cast(self.writer.tensor(element, ((key,), (contracted,))), dtype)
 
     def _key(self, side: Side) -> Axis:
-        key = self.call.axes.key
+        key = self.axes.key
         if side.num_keys is None:
             return key
         size = side.num_keys
@@ -103,7 +86,7 @@ class _Lowering:
         return Axis(("own", key.name), known)
 
     def _of_side(self, x: Node, side: Side) -> Node:
-        return substitute(x, {self.call.axes.key: index(self._key(side))})
+        return substitute(x, {self.axes.key: index(self._key(side))})
 
     def _adapter(self, name: str, side: Side, dtype: torch.dtype) -> dict[str, fx.Node]:
         """A second product that is added to the logits, as of LoRA."""
@@ -118,15 +101,15 @@ class _Lowering:
 
     def _removed_vocab_entries(self, side: Side, head: fx.Node) -> fx.Node:
         """-inf at the vocabulary entries that the mask excludes, as [vocab_size]."""
-        keep = all_of(*conditions_of(self.call.masks, self.call.axes))
+        keep = all_of(*conditions_of(self.call.masks, self.axes))
         removed = choose(keep, const(0.0), const(-math.inf))
         x = self.writer.tensor(self._of_side(removed, side), ((self._key(side),),))
-        return self._cast(x, _dtype(head))
+        return self.build.cast(x, tensor_of(head).dtype)
 
-    def _bias(self, side: Side, dtype: torch.dtype) -> fx.Node | None:
+    def _bias_of(self, side: Side, dtype: torch.dtype) -> fx.Node | None:
         """The sum of the biases, which is added before the scale."""
         total: fx.Node | None = None
-        for bias in self._added(side):
+        for bias in side.added:
             value = self._of_side(bias.value, side)
             x = self.writer.tensor(value, ((self._key(side),),))
             for factor in bias.factors:  # scalars
@@ -137,18 +120,6 @@ class _Lowering:
             total = x if total is None else self.build.call(torch.add, total, x)
         if total is None:
             return None
-        if not _dtype(total).is_floating_point:
+        if not tensor_of(total).dtype.is_floating_point:
             raise Unsupported("a bias that is not a floating-point tensor")
-        return self._cast(total, dtype)
-
-    def _added(self, side: Side) -> Sequence[Bias]:
-        return side.added
-
-    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return x if _dtype(x) == dtype else self.build.method("to", x, dtype)
-
-
-def _dtype(x: fx.Node) -> torch.dtype:
-    value = example(x)
-    assert isinstance(value, Tensor)
-    return value.dtype
+        return self.build.cast(total, dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, product, provably_equal
+from torch_streamkl.fx_passes.fx_utils.sizes import Size
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.program.graph import Axis
 from torch_streamkl.program.graph import Size as Extents
@@ -190,12 +190,3 @@ class Arranging:
             elif stop == start:
                 x = self.build.method("unsqueeze", x, start)
         return x
-
-    def has_shape(self, x: fx.Node, sizes: Sequence[Size]) -> bool:
-        value = example(x)
-        assert isinstance(value, Tensor)
-        have = value.shape
-        return len(have) == len(sizes) and all(map(provably_equal, have, sizes))
-
-    def extent(self, dim: Dim) -> Size:
-        return product(self.size(a.size) for a in dim)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Mapping, Sequence
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.bounds import checked_ids
 from torch_streamkl.fx_passes.closed_forms.form import Product, RowValue
@@ -14,16 +13,16 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import Dim
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one, is_unknown, provably_equal
-from torch_streamkl.fx_passes.fx_utils.strides import may_be_written, with_strides_of
+from torch_streamkl.fx_passes.fx_utils.nodes import storage_of, tensor_of
+from torch_streamkl.fx_passes.fx_utils.strides import may_be_written
 from torch_streamkl.fx_passes.lowering import entry_calls
+from torch_streamkl.fx_passes.lowering.attention_call import widest_of
+from torch_streamkl.fx_passes.lowering.divergences import as_user
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
 from torch_streamkl.fx_passes.reading.positions import is_signed, key_of
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import INT, Axis, Size, size_of
+from torch_streamkl.program.graph import INT
 from torch_streamkl.rows import op
 from torch_streamkl.rows.program import PAIR, Program
 
@@ -90,16 +89,8 @@ def _operands(writer: Writer, form: RowForm, product: Product, heads: Dim) -> li
 
 def _of_one_type(build: Builder, tensors: Sequence[fx.Node]) -> list[fx.Node]:
     """Casts operands to the narrowest dtype that represents all of them exactly."""
-    dtypes = [_value(x).dtype for x in tensors]
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    if not widest.is_floating_point or widest.itemsize == 1:
-        raise Unsupported(f"scores of {widest} operands")
-    return [
-        x if dtype == widest else build.method("to", x, widest)
-        for x, dtype in zip(tensors, dtypes, strict=True)
-    ]
+    widest = widest_of(tensor_of(x).dtype for x in tensors)
+    return [build.cast(x, widest) for x in tensors]
 
 
 def _captured(writer: Writer, form: RowForm, c: Captured) -> fx.Node:
@@ -111,8 +102,7 @@ def _captured(writer: Writer, form: RowForm, c: Captured) -> fx.Node:
         return writer.tensor(c.value, c.dims, partly=partly)
     of, dim = found
     x = writer.tensor(at, c.dims, partly=partly)
-    size = writer.size(size_of(form.axes.keys[0].size))  # type: ignore[arg-type]
-    return writer.build.call(checked_ids, x, size, dim, of)
+    return writer.build.call(checked_ids, x, writer.extent(form.axes.keys[0]), dim, of)
 
 
 def _values(
@@ -125,40 +115,19 @@ def _values(
     for number, value in enumerate(form.values):
         axes = tuple(a for dim in value.axes for a in dim)
         x = results[value.number]
-        shape = tuple(writer.size(size_of(_known(a))) for a in axes)
+        shape = tuple(map(writer.extent, axes))
         if [len(dim) for dim in value.axes] != [1] * len(value.axes):
             x = build.method("reshape", x, shape or ())
         found[RowValue(number)] = x
     return found
 
 
-def _known(axis: Axis) -> Size:
-    assert axis.size is not None
-    return axis.size
-
-
 def _result(writer: Writer, output: RowOutput, values: Mapping[object, fx.Node]) -> fx.Node:
     """What the user's node computes of the rows' values, as the user's code has it."""
-    build, like = writer.build, _value(output.node)
+    build, like = writer.build, tensor_of(output.node)
     if not like.is_floating_point():  # counts, which a float would round
         values = {k: build.method("to", x, like.dtype) for k, x in values.items()}
     around = Writer(build, writer.reading, writer.outer, (), values)
     around.tensors = around.arranging.tensors = writer.tensors
     x = around.tensor(output.around, output.dims, expand=range(len(output.dims)))
-    if _value(x).dtype != like.dtype:
-        x = build.method("to", x, like.dtype)
-    made = _value(x).shape
-    if len(made) != like.dim() or not all(
-        provably_equal(a, b) or (is_unknown(a) and is_unknown(b)) or (is_one(a) and is_one(b))
-        for a, b in zip(made, like.shape, strict=True)
-    ):
-        raise Unsupported(
-            f"the fused value has shape {tuple(made)}, the user's {tuple(like.shape)}"
-        )
-    return with_strides_of(build, x, like)
-
-
-def _value(node: fx.Node) -> Tensor:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value
+    return as_user(build, x, like)

@@ -8,20 +8,14 @@ from typing import Any
 
 import torch
 
-UNARY: dict[str, Callable[..., Any]] = {
-    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log,
-    "log1p": torch.log1p, "sqrt": torch.sqrt, "abs": torch.abs, "sign": torch.sign,
-    "floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc, "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid, "erf": torch.erf, "sin": torch.sin, "cos": torch.cos,
-    "tan": torch.tan, "sinh": torch.sinh, "cosh": torch.cosh, "relu": torch.relu,
-    "softplus": torch.nn.functional.softplus, "isnan": torch.isnan, "isinf": torch.isinf,
-    "not": torch.logical_not,
-}  # fmt: skip
-BINARY: dict[str, Callable[..., Any]] = {
-    "div": torch.div, "eq": torch.eq, "gt": torch.gt, "ge": torch.ge,
-    "remainder": torch.remainder, "floor_divide": torch.floor_divide,
-    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
-    "minimum": torch.minimum, "maximum": torch.maximum,
+from torch_streamkl.program.operations import OPERATIONS
+
+# those that the table has under torch's own name, and others
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    op: x.run for op, x in OPERATIONS.items() if x.run is getattr(torch, op, None)
+} | {
+    "softplus": torch.nn.functional.softplus, "not": torch.logical_not, "div": torch.div,
+    "eq": torch.eq, "gt": torch.gt, "ge": torch.ge, "floor_divide": torch.floor_divide,
 }  # fmt: skip
 # of a tensor and a number what operations are of a number and a tensor, which torch has not
 TURNED: dict[str, Callable[..., Any]] = {

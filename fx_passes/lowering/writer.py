@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.selected_rows import SelectedRows
-from torch_streamkl.fx_passes.lowering.torch_functions import BINARY, OF_NUMBERS, TURNED, UNARY
+from torch_streamkl.fx_passes.lowering.torch_functions import FUNCTIONS, OF_NUMBERS, TURNED
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import (
     Positions,
@@ -123,6 +123,11 @@ class Writer:
         found: int | fx.Node = placed.node
         return int(found) if isinstance(found, float) else found
 
+    def extent(self, axis: Axis) -> int | fx.Node:
+        """Returns the number of positions along an axis."""
+        assert axis.size is not None
+        return self.size(size_of(axis.size))
+
     def value(self, x: Node, least: torch.dtype | None = None) -> Placed:
         """Returns an expression as a tensor, in the dimensions that it has anyhow."""
         if any(y.op in COMPUTED for y in walk([x])):
@@ -205,25 +210,21 @@ class Writer:
                 return self._log_softmax(x.value, args[0])
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
-        if x.op in UNARY:
-            return self._pointwise(UNARY[x.op], args)
-        if x.op in BINARY:
+        if x.op in FUNCTIONS:
             if all(a.is_number for a in args) and x.op in OF_NUMBERS:
                 return Placed(self._of_numbers(OF_NUMBERS[x.op], *(a.node for a in args)))
             if x.op in ("minimum", "maximum", "clamp_min", "clamp_max"):  # take no number first
                 args = [Placed(self._scalar(a.node, x.dtype)) if a.is_number else a for a in args]
             elif args[0].is_number and x.op in TURNED:
                 return self._pointwise(TURNED[x.op], args[::-1])
-            return self._pointwise(BINARY[x.op], args)
+            return self._pointwise(FUNCTIONS[x.op], args)
         raise Unsupported(f"{x.op} of a value of rows, inside of an operation")
 
     @property
     def device(self) -> torch.device:
         """Returns the device of the tensors."""
         for node in self.tensors:
-            value = example(node)
-            assert isinstance(value, Tensor)
-            return value.device
+            return tensor_of(node).device
         raise Unsupported("a mask without any tensor")
 
     def _scalar(self, number: Any, dtype: str) -> fx.Node:

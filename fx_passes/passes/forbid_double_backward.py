@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.double_backward import once
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import (
-    example,
     name_of,
     named_arguments,
+    needs_gradient,
     nodes_in,
     storage_of,
 )
@@ -31,7 +30,6 @@ from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.rows import op as row_op
 from torch_streamkl.rows.program import Program
 
-MakeBuilder = Callable[[fx.Node], Builder]
 SUMS = (linear_ops.linear_kl_sum, row_op.row_program_sum)
 VIEWS = {
     "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "transpose",
@@ -48,7 +46,7 @@ def refuse_second_derivatives(graph: fx.Graph, builder: MakeBuilder) -> None:
     written = written_storages(graph)
     for call in [n for n in graph.nodes if n.target in SUMS]:
         for total in [n for n in call.users if n.target is operator.getitem and n.args[1] == 0]:
-            if not _needs_gradient(total):
+            if not needs_gradient(total):
                 continue
             build = builder(total.next)
             inputs = []
@@ -77,8 +75,8 @@ def _operands_of(call: fx.Node) -> list[tuple[fx.Node, bool]]:
         heads = [f"{side}_{kind}" for side in ("student", "teacher") for kind in ("", "adapter_")]
         products = [(given.get(f"{x}hidden"), given.get(f"{x}weight")) for x in heads]
         others = [(given.get(f"{side}_bias"), False) for side in ("student", "teacher")]
-    found = [(x, _needs_gradient(by)) for a, b in products for x, by in ((a, b), (b, a))]
-    return [(x, is_read) for x, is_read in (*found, *others) if _needs_gradient(x)]
+    found = [(x, needs_gradient(by)) for a, b in products for x, by in ((a, b), (b, a))]
+    return [(x, is_read) for x, is_read in (*found, *others) if needs_gradient(x)]
 
 
 def _nearest_read(operand: fx.Node, is_read: bool) -> fx.Node | None:
@@ -95,7 +93,7 @@ def _nearest_read(operand: fx.Node, is_read: bool) -> fx.Node | None:
             continue
         is_within = is_within or not _is_linear(node)
         for each in node.all_input_nodes:
-            if each not in seen and _needs_gradient(each):
+            if each not in seen and needs_gradient(each):
                 seen.add(each)
                 todo.append((each, _reads(node, each, is_read), is_within))
     return None
@@ -112,13 +110,8 @@ def _reads(node: fx.Node, x: fx.Node, is_read: bool) -> bool:
     if name in VIEWS:
         return is_read
     factors = [] if name in TERMS else node.all_input_nodes[:2]  # without a bias
-    return any(a is not x and _needs_gradient(a) for a in factors)
+    return any(a is not x and needs_gradient(a) for a in factors)
 
 
 def _no_entry(operand: fx.Node, build: Builder) -> fx.Node:
     return build.method("clone", build.method("narrow", operand, 0, 0, 0))
-
-
-def _needs_gradient(x: Any) -> bool:
-    value = example(x) if isinstance(x, fx.Node) else None
-    return isinstance(value, Tensor) and value.requires_grad

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.capture.aliases import LateWrite
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import needs_gradient
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.rows import op as row_op
@@ -37,5 +37,4 @@ def _reads_again(node: fx.Node) -> bool:
     """Whether an operator has a backward that reads its inputs."""
     if node.target in (linear_ops.linear_kl_sum, row_op.row_program_sum):
         return False
-    values = (example(a) for a in node.all_input_nodes)
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    return any(map(needs_gradient, node.all_input_nodes))

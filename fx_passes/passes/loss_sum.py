@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, nodes_in, storage_of
-from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    is_call,
+    name_of,
+    needs_gradient,
+    nodes_in,
+    storage_of,
+    tensor_of,
+)
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal, same_shape
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 
-MakeBuilder = Callable[[fx.Node], Builder]
 SAME_SHAPE = {"contiguous", "clone", "float", "to"}
 VIEWS = {
     "reshape",
@@ -89,7 +95,7 @@ def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
 
 
 def _is_eligible(call: fx.Node) -> bool:
-    dtypes = {_value(call.args[i]).dtype for i in range(4)}
+    dtypes = {tensor_of(call.args[i]).dtype for i in range(4)}
     return torch.float16 not in dtypes and any(_needs_grad(call))
 
 
@@ -97,7 +103,7 @@ def _needs_grad(call: fx.Node) -> list[bool]:
     tensors = [*call.args[:4], *(call.kwargs.get(name) for name in BIASES)]
     adapters = [call.kwargs.get(name) for name in linear_ops.ADAPTER_NAMES]
     tensors += adapters if any(adapters) else []
-    return [isinstance(x, fx.Node) and _value(x).requires_grad for x in tensors]
+    return [needs_gradient(x) for x in tensors]
 
 
 def _chain(call: fx.Node) -> Chain | None:
@@ -121,19 +127,21 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
     """Whether a node is a view of ``x``, x times weights of its shape, or x where a mask holds."""
     name, others = name_of(node), [a for a in node.all_input_nodes if a is not x]
     value = example(node)
-    if not isinstance(value, Tensor) or node.op not in ("call_function", "call_method"):
+    if not isinstance(value, Tensor) or not is_call(node):
         return False
     if nodes_in(node.args).count(x) != 1 or nodes_in(node.kwargs):
         return False  # x * x, whichever of them is given by name; and ``out=``
-    if not value.dtype.is_floating_point or any(_needs_gradient(a) for a in others):
+    if not value.dtype.is_floating_point or any(needs_gradient(a) for a in others):
         return False
-    if _needs_gradient(node) != _needs_gradient(x):
+    if needs_gradient(node) != needs_gradient(x):
         return False  # under no_grad
     if name in PERMUTATIONS and node.kwargs:
         return False  # `_undone` reads the dimensions by position
     if name in VIEWS | PERMUTATIONS:
-        return node.args[0] is x and provably_equal(value.numel(), _value(x).numel())
-    if name not in (*PRODUCTS, "masked_fill", "masked_fill_", "where") or not _same_shape(node, x):
+        return node.args[0] is x and provably_equal(value.numel(), tensor_of(x).numel())
+    if name not in (*PRODUCTS, "masked_fill", "masked_fill_", "where") or not same_shape(
+        value.shape, tensor_of(x).shape
+    ):
         return False
     if name in PRODUCTS:
         in_numerator = node.args[0] is x or name in ("mul", "multiply")
@@ -146,20 +154,10 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
     return False
 
 
-def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    x, y = _value(a).shape, _value(b).shape
-    return len(x) == len(y) and all(provably_equal(p, q) for p, q in zip(x, y, strict=True))
-
-
-def _needs_gradient(node: fx.Node) -> bool:
-    value = example(node)
-    return isinstance(value, Tensor) and value.requires_grad
-
-
 def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
     """Whether a node is a sum or mean over every dimension."""
-    whole = node.args[:1] == (x,) and _value(node).dim() == 0 and "dtype" not in node.kwargs
-    return whole and _needs_gradient(node) == _needs_gradient(x)
+    whole = node.args[:1] == (x,) and tensor_of(node).dim() == 0 and "dtype" not in node.kwargs
+    return whole and needs_gradient(node) == needs_gradient(x)
 
 
 def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
@@ -172,10 +170,9 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     )
     result.meta[SITE] = call.meta[SITE]
     total = build.call(operator.getitem, result, 0)
-    if is_unknown(_value(ones).shape[0]):
+    if is_unknown(tensor_of(ones).shape[0]):
         total = _unless_no_row(total, chain, ones, build)
-    if _value(total).dtype != _value(chain.total).dtype:
-        total = build.method("to", total, _value(chain.total).dtype)
+    total = build.cast(total, tensor_of(chain.total).dtype)
     chain.total.replace_all_uses_with(total)
     for node in (chain.total, *reversed(chain.steps), *call.users, call):
         node.graph.erase_node(node)
@@ -195,7 +192,7 @@ def _unless_no_row(total: fx.Node, chain: Chain, ones: fx.Node, build: Builder) 
 def _ones(call: fx.Node, build: Builder) -> fx.Node:
     """Inserts a one for each row."""
     (rows,) = call.users
-    value = _value(rows)
+    value = tensor_of(rows)
     size = value.shape[0]
     count = size if isinstance(size, int) else build.method("size", call.args[0], 0)
     return build.call(torch.ones, (count,), dtype=value.dtype, device=value.device)
@@ -229,12 +226,6 @@ def _undone(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
     given: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
     order = [int(d) % len(given) for d in given]
     return build.method("permute", x, tuple(order.index(d) for d in range(len(order))))
-
-
-def _value(node: Any) -> Tensor:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value
 
 
 def _storage(node: Any) -> int:

@@ -13,24 +13,33 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
     example,
+    is_call,
     name_of,
+    needs_gradient,
     storage_of,
+    tensor_of,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, is_unknown, is_zero, provably_equal
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    Size,
+    is_unknown,
+    is_zero,
+    provably_equal,
+    same_shape,
+)
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.graph import FLOAT, ROW, Node, capture, const, literally
@@ -42,7 +51,6 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import dtype_of
 
-MakeBuilder = Callable[[fx.Node], Builder]
 # which keep the order of the rows
 VIEWS = {
     "reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to", "clone",
@@ -105,7 +113,7 @@ def _weights(node: fx.Node) -> set[int | None]:
     if node.target in (linear_ops.linear_kl, linear_ops.linear_kl_sum):
         given: Any = [node.args[1]] if len(node.args) > 1 else [node.kwargs["student_weight"]]
     elif node.target is row_op.row_program:
-        given = [x for x in node.args[0] if _value(x).requires_grad]  # type: ignore[union-attr]
+        given = [x for x in node.args[0] if tensor_of(x).requires_grad]  # type: ignore[union-attr]
     else:
         return set()
     return {storage_of(x) for x in given} - {None}
@@ -113,7 +121,7 @@ def _weights(node: fx.Node) -> set[int | None]:
 
 def _is_eligible(call: fx.Node) -> bool:
     """Whether a call is of LM heads with at least one row, and something needs a gradient."""
-    tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
+    tensors: Any = [tensor_of(x) for x in call.args[0]]  # type: ignore[union-attr]
     program: Any = call.args[1]
     problem = RowProblem.of(program, tensors)
     rows, vocab = problem.num_rows, problem.num_keys
@@ -138,7 +146,7 @@ class _Reader:
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
         self.after_call = descendants([call])
         program: Any = call.args[1]
-        tensors: Any = [_value(x) for x in call.args[0]]  # type: ignore[union-attr]
+        tensors: Any = [tensor_of(x) for x in call.args[0]]  # type: ignore[union-attr]
         self.problem = RowProblem.of(program, tensors)
         self.device = tensors[0].device
 
@@ -150,7 +158,7 @@ class _Reader:
                 return None
             number = int(part.args[1])  # type: ignore[arg-type]
             head = self.problem.program.reductions[number].head
-            if _value(part).requires_grad:
+            if tensor_of(part).requires_grad:
                 self.terms[part] = Term(row_value(number, head), False)
                 self.followed.append(part)
         following = self.call.next
@@ -205,7 +213,7 @@ class _Reader:
 
     def _term(self, node: fx.Node) -> Term | None:
         value = example(node)
-        if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
+        if not is_call(node) or not isinstance(value, Tensor):
             return None
         if not self._is_computed(value) or has_effect(node):
             return None
@@ -260,11 +268,15 @@ class _Reader:
         is_cast = name_of(node) == "view" and any(isinstance(a, torch.dtype) for a in rest)
         if reads or is_cast or not _as_many(node, node.args[0]):
             return None
-        return x if not x.is_sum or _value(node).dim() == 0 else None
+        return x if not x.is_sum or tensor_of(node).dim() == 0 else None
 
     def _total(self, node: fx.Node, x: Term) -> Term | None:
         """Matches a sum or mean over all rows, whatever dimensions it names."""
-        if "dtype" in node.kwargs or _value(node).dim() != 0 or _value(node.args[0]).dim() == 0:
+        if (
+            "dtype" in node.kwargs
+            or tensor_of(node).dim() != 0
+            or tensor_of(node.args[0]).dim() == 0
+        ):
             return None
         if name_of(node) == "sum":
             return Term(x.expr, True)
@@ -305,7 +317,7 @@ class _Reader:
         if not isinstance(x, fx.Node):
             return None
         if x in self.terms:  # of one shape: else rows meet other rows
-            fits = not is_condition and _same_shape(x, node)
+            fits = not is_condition and same_shape(tensor_of(x).shape, tensor_of(node).shape)
             return self.terms[x].expr if fits else None
         value = example(x)
         if not isinstance(value, Tensor) or x in self.after_call or value.requires_grad:
@@ -314,7 +326,7 @@ class _Reader:
             return None
         if (value.dtype.is_floating_point and not self._is_computed(value)) or value.is_complex():
             return None
-        shape = tuple(_value(node).shape)
+        shape = tuple(tensor_of(node).shape)
         known = KnownTensor(x, str(shape), shape)
         return self._capture(known, dtype_of(value))
 
@@ -345,11 +357,12 @@ def _has_finite_gradient(total: fx.Node) -> bool:
             given: list[Any] = [*user.args, *user.kwargs.values()]
             others = [a for a in given if a is not node]
             is_read_once = len(others) == len(given) - 1
-            if name in ("add", "sub", "subtract"):
+            op = BINARY.get(name)
+            if op in ("add", "sub"):
                 passes = not user.kwargs
-            elif name in ("mul", "multiply"):
+            elif op == "mul":
                 passes = is_read_once and all(map(_is_factor, others))
-            elif name in ("div", "divide", "truediv", "true_divide"):
+            elif op == "div":
                 by = (_is_factor(a) or _is_a_count(a) for a in others)
                 passes = is_read_once and user.args[0] is node and all(by)
             else:
@@ -368,7 +381,7 @@ def _is_a_count(x: Any) -> bool:
         return False
     given: list[Any] = [*x.args[1:], *x.kwargs.values()]
     is_count = len(given) == 1 and "max" not in x.kwargs and isinstance(given[0], int)
-    return is_count and given[0] >= 1 and not _value(x).is_floating_point()
+    return is_count and given[0] >= 1 and not tensor_of(x).is_floating_point()
 
 
 def _is_factor(x: Any) -> bool:
@@ -392,15 +405,13 @@ def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
 def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     tensors: Any = call.args[0]
     rows = [_tensor_of_rows(k, call, build) for k in chain.known]
-    needs_grad = [_value(x).requires_grad for x in tensors]
+    needs_grad = [tensor_of(x).requires_grad for x in tensors]
     result = build.call(
         row_op.row_program_sum, tensors, rows, call.args[1], chain.loss.text, needs_grad, "auto"
     )
     result.meta[SITE] = call.meta[SITE]
     total = build.call(operator.getitem, result, 0)
-    like = _value(chain.total)
-    if _value(total).dtype != like.dtype:
-        total = build.method("to", total, like.dtype)
+    total = build.cast(total, tensor_of(chain.total).dtype)
     _move_metrics(chain, result, call, build)
     chain.total.replace_all_uses_with(total)
     for node in (chain.total, *reversed(chain.before), call):
@@ -459,7 +470,7 @@ def _moved_with(chain: Chain, call: fx.Node) -> list[fx.Node]:
         any(n in later for n in chain.total.all_input_nodes)
         or any(has_effect(n) for n in moved)
         or any(written_by(n) for n in between)
-        or any(isinstance(x := example(n), Tensor) and x.requires_grad for n in others)
+        or any(map(needs_gradient, others))
     ):
         raise Unsupported("what reads a metric cannot be moved after the sum")
     return moved
@@ -469,29 +480,17 @@ def _tensor_of_rows(known: KnownTensor, call: fx.Node, build: Builder) -> fx.Nod
     """Views values as [1, 1, rows], or one number as [1, 1, 1]."""
     operands: Any = call.args[0]
     if known.node is None:
-        value, rows = _value(operands[0]), _value(operands[0]).shape[2]
+        value, rows = tensor_of(operands[0]), tensor_of(operands[0]).shape[2]
         one = build.call(torch.ones, (1, 1, 1), dtype=torch.float64, device=value.device)
         return build.call(torch.mul, one, build.size(rows, operands))
     x = known.node
-    if _value(x).dim() == 0:
+    if tensor_of(x).dim() == 0:
         return build.method("reshape", x, (1, 1, 1))
-    shape = _value(x).shape
-    if len(shape) != len(known.shape) or not all(map(provably_equal, shape, known.shape)):
+    if not same_shape(tensor_of(x).shape, known.shape):
         x = build.method("expand", x, *(build.size(n, operands) for n in known.shape))
     return build.method("reshape", x, (1, 1, -1))
 
 
 def _as_many(a: Any, b: Any) -> bool:
     """Whether two tensors have equally many entries, so that no per-row value is repeated."""
-    return provably_equal(_value(a).numel(), _value(b).numel())
-
-
-def _same_shape(a: Any, b: Any) -> bool:
-    x, y = _value(a).shape, _value(b).shape
-    return len(x) == len(y) and all(map(provably_equal, x, y))
-
-
-def _value(node: Any) -> Tensor:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value
+    return provably_equal(tensor_of(a).numel(), tensor_of(b).numel())

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 from torch.torch_version import TorchVersion
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases
@@ -25,14 +25,13 @@ from torch_streamkl.fx_passes.closed_forms.attention import (
     attention_of,
     weighted_sum,
 )
-from torch_streamkl.fx_passes.closed_forms.form import Masks
 from torch_streamkl.fx_passes.closed_forms.masks import offset_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
-from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal, quotient
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of, name_of, tensor_of
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal, quotient, same_shape
 from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
 from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys, uniform_rows
@@ -79,7 +78,7 @@ def replace_attention(
         if node.name in refused:
             notes[f"{place} keeps its probabilities: {refused[node.name]}"] = None
             continue
-        size = why_attention_is_skipped(weighted.axes, _device_of(node), min_mib)
+        size = why_attention_is_skipped(weighted.axes, tensor_of(node).device.type, min_mib)
         if size:
             notes[f"{place} is skipped: {size}"] = None
             continue
@@ -87,12 +86,11 @@ def replace_attention(
         try:
             with build.undone_if_unsupported():
                 replacement = remaining.replace(node, weighted, found.dims, build)
-                if not _same_metadata(replacement, node):
+                made, like = tensor_of(replacement), tensor_of(node)
+                if made.dtype != like.dtype or not same_shape(made.shape, like.shape):
                     raise Unsupported("the fused attention has another shape or type")
                 if strides_are_seen(node, replacement, build, written):
-                    value_of_user = example(node)
-                    assert isinstance(value_of_user, Tensor)
-                    replacement = with_strides_of(build, replacement, value_of_user)
+                    replacement = with_strides_of(build, replacement, tensor_of(node))
                 aliases.check(build.added, build.selecting)
         except Unsupported as reason:
             notes[f"{place} keeps its probabilities: {reason}"] = None
@@ -100,12 +98,6 @@ def replace_attention(
         node.replace_all_uses_with(replacement)
         trace.outer[inner] = replacement  # the next layer reads it
     return list(notes)
-
-
-def _device_of(node: fx.Node) -> str:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value.device.type
 
 
 def _is_only_reader(node: fx.Node) -> bool:
@@ -120,17 +112,6 @@ def _is_only_reader(node: fx.Node) -> bool:
             return False
         current = current.all_input_nodes[0]
     return False
-
-
-def _same_metadata(a: fx.Node, b: fx.Node) -> bool:
-    x, y = example(a), example(b)
-    assert isinstance(x, Tensor)
-    assert isinstance(y, Tensor)
-    return (
-        x.dtype == y.dtype
-        and len(x.shape) == len(y.shape)
-        and all(provably_equal(p, q) for p, q in zip(x.shape, y.shape, strict=True))
-    )
 
 
 @dataclass
@@ -148,8 +129,7 @@ class RemainingAttention:
         found = attention_of(weighted, dims)
         if found.axes.query is None:
             raise Unsupported("attention of a single query row")
-        value = example(node)
-        assert isinstance(value, Tensor)
+        value = tensor_of(node)
         if value.dtype == torch.float64 and value.device.type == "cpu" and not COMPILES_IN_FLOAT64:
             raise Unsupported("scaled_dot_product_attention in float64 on a CPU needs torch 2.13")
         form = found.form
@@ -172,8 +152,7 @@ class RemainingAttention:
             if alive is not None:
                 uniform = uniform_rows(build, q, k, v, form.scale, added=form.added)
                 out = build.call(torch.where, alive, out, uniform)
-        places = tensors.places
-        placed = Placed(out, (places.batch, places.heads, places.rows, found.width))
+        placed = Placed(out, (*found.axes.scores[:3], found.width))
         return writer.arranging.arranged(placed, dims, expand=range(len(dims)))
 
     def _inputs(
@@ -182,17 +161,14 @@ class RemainingAttention:
         """Queries, keys and values in the type of the result."""
         side, build = found.side, tensors.build
         q, k = tensors.queries(side), tensors.keys(side)
-        v = tensors.of_keys(found.values, tensors.places.heads, found.width)
+        v = tensors.of_keys(found.values, found.axes.heads, found.width)
         # the scores' matmul may have rounded its operands before: autocast
-        sources = [x.source for x in (side.product.rows, side.product.keys)]
-        names = frozenset(x.name for x in sources if x is not None)
-        product = self.losses.product_types.get(names)
+        product = self.losses.product_types.get(side.product.names)
         is_rounded = product is not None and _holds(dtype, product.result)
-        if not is_rounded and not all(_holds(dtype, _dtype(x)) for x in (q, k, v)):
+        if not is_rounded and not all(_holds(dtype, tensor_of(x).dtype) for x in (q, k, v)):
             raise Unsupported(f"scores of more precision than {dtype}, the type of the result")
-        q = tensors.multiplied(q, side.product.factors)
-        q, k, v = (x if _dtype(x) == dtype else build.method("to", x, dtype) for x in (q, k, v))
-        return q, k, v
+        q = tensors.multiplied(q, side.product.factors, found.axes.scores[:3])
+        return build.cast(q, dtype), build.cast(k, dtype), build.cast(v, dtype)
 
     def _mask_options(
         self, tensors: CallTensors, found: Attention, dtype: torch.dtype
@@ -204,7 +180,7 @@ class RemainingAttention:
         right = masks.window_right
         is_causal = right is not None and constant(right) == 0 and square
         banded = masks.window_left is not None or right is not None
-        dense = not _dense(masks).is_empty or bool(found.form.biases)
+        dense = not masks.dense.is_empty or bool(found.form.biases)
         if not banded and not dense:
             return {}
         if is_causal and masks.window_left is None and not dense:
@@ -228,20 +204,20 @@ class RemainingAttention:
     def _mask(self, tensors: CallTensors, found: Attention, dtype: torch.dtype) -> fx.Node:
         """Builds an additive mask at the smallest shape that holds it."""
         form, build, writer = found.form, tensors.build, tensors.writer
-        identity = (form.mask, form.fill, form.biases, dtype, tensors.places)
+        identity = (form.mask, form.fill, form.biases, dtype, found.axes)
         made = self.masks.get(identity)
         if made is not None and not made._erased:  # with what was taken back
             return made
         total = None
         if form.mask:
-            keep = writer.tensor(all_of(*form.mask), tensors.places.scores, partly=PARTLY)
+            keep = writer.tensor(all_of(*form.mask), found.axes.scores, partly=PARTLY)
             # the lowest number, not -inf: a row without keys stays uniform, as in the user's code
             low = -math.inf if form.fill == -math.inf else torch.finfo(dtype).min
             zero = build.call(torch.zeros, (), dtype=dtype, device=writer.device)
             total = build.call(torch.where, keep, zero, low)
         bias = tensors.bias(form.biases, dtype)
         if bias is not None:
-            bias = bias if _dtype(bias) == dtype else build.method("to", bias, dtype)
+            bias = build.cast(bias, dtype)
             total = bias if total is None else build.call(torch.add, total, bias)
         assert total is not None
         self.masks[identity] = total
@@ -262,31 +238,18 @@ def _read_by(found: Attention) -> list[Node]:
     return [*operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
 
 
-def _dense(masks: Masks) -> Masks:
-    """What is not a window."""
-    return replace(masks, window_left=None, window_right=None)
-
-
 def _has_diagonal(found: Attention) -> bool:
     """Whether the mask is a band in which every query provably has the key on its diagonal."""
     masks = found.masks
     bounds = [b for b in (masks.window_left, masks.window_right) if b is not None]
     numbers = [constant(x) for x in (offset_of(found.axes), *bounds)]
-    dense = not _dense(masks).is_empty or bool(found.form.biases)
+    dense = not masks.dense.is_empty or bool(found.form.biases)
     return not dense and all(n is not None and n >= 0 for n in numbers)
 
 
 def shape(node: fx.Node) -> Sequence[Size]:
     """Returns the recorded shape of a node."""
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value.shape
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value.dtype
+    return tensor_of(node).shape
 
 
 def _holds(dtype: torch.dtype, values: torch.dtype) -> bool:
@@ -301,8 +264,7 @@ def _with_groups(
     heads = shape(q)[1]
     if provably_equal(shape(k)[1], heads) and provably_equal(shape(v)[1], heads):
         return k, v, options
-    value = example(q)
-    assert isinstance(value, Tensor)
+    value = tensor_of(q)
     half = value.dtype in (torch.float16, torch.bfloat16)
     if (
         value.device.type == "cuda"
@@ -345,14 +307,12 @@ def _fused(
 
 
 def _is_on_gpu(x: fx.Node) -> bool:
-    value = example(x)
-    return isinstance(value, Tensor) and value.device.type == "cuda"
+    return tensor_of(x).device.type == "cuda"
 
 
 def _whole_lines(build: Builder, x: fx.Node) -> fx.Node:
     """Pads the last dimension of a tensor with zeros to a multiple of 16 bytes."""
-    value, width = example(x), shape(x)[-1]
-    assert isinstance(value, Tensor)
+    value, width = tensor_of(x), shape(x)[-1]
     if not isinstance(width, int):
         return x
     missing = -width % (16 // value.element_size())

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FloorDiv
 from torch_streamkl.fx_passes.reading.positions import MaskedRows
@@ -72,14 +72,10 @@ def _reread(user: fx.Node, size: Size, selections: Selections, build: Builder) -
     if each == 1:
         user.args = (positions, 0)
         return
-    tensors = [n for n in user.graph.nodes if n.op == "placeholder" and _is_tensor(n)]
+    tensors = [n for n in user.graph.nodes if n.op == "placeholder" and is_tensor(n)]
     try:
         with build.undone_if_unsupported():
             entries = build.size(size, tensors)
     except Unsupported:
         return  # a size that is no input's: the large tensor stays, and the report says so
     user.replace_all_uses_with(entries)  # type: ignore[arg-type]  # a node: not all is known
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(example(node), Tensor)

@@ -29,10 +29,15 @@ from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_pla
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    is_call,
+    is_tensor,
     location_of,
     name_of,
     named_arguments,
+    needs_gradient,
+    reached,
     storage_of,
+    tensor_of,
 )
 from torch_streamkl.fx_passes.lowering.linear_call import STUDENT
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView, met
@@ -113,25 +118,16 @@ def _note(node: fx.Node, reason: str) -> str:
 def _teacher_learns(call: fx.Node) -> bool:
     """Whether a tensor of the teacher needs a gradient."""
     named = [x for name, x in call.kwargs.items() if name.startswith("teacher")]
-    return any(isinstance(x, fx.Node) and _needs_gradient(x) for x in (*call.args[2:4], *named))
+    return any(map(needs_gradient, (*call.args[2:4], *named)))
 
 
 def _reaches_gradients(call: fx.Node) -> bool:
     """Whether the divergence reaches what the graph returns with a gradient."""
-    stack, seen = [call], {call}
-    while stack:
-        for user in stack.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and (user.target is operator.getitem or _needs_gradient(user)):
-                seen.add(user)
-                stack.append(user)
-    return False
 
+    def following(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if not is_tensor(u) or needs_gradient(u)]
 
-def _needs_gradient(node: fx.Node) -> bool:
-    value = example(node)
-    return not isinstance(value, Tensor) or value.requires_grad
+    return any(n.op == "output" for n in reached([call], following))
 
 
 def _may_differ(call: fx.Node, labels: fx.Node) -> bool:
@@ -218,7 +214,7 @@ def _is_pure(node: fx.Node) -> bool:
     """Whether a node is arithmetic on tensors, without side effects."""
     value = example(node)
     return (
-        node.op in ("call_function", "call_method")
+        is_call(node)
         and isinstance(value, Tensor)
         and not is_in_place(node)
         and not isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -288,12 +284,7 @@ def _share(
         mean = build.call(torch.div, hard, build.method("clamp_min", counted, 1))
         # a mean of no token is NaN and has a gradient of 0
         hard = build.call(torch.where, build.call(torch.gt, counted, 0), mean, math.nan)
-    like = example(node)
-    made = example(hard)
-    assert isinstance(like, Tensor)
-    assert isinstance(made, Tensor)
-    if made.dtype != like.dtype:
-        hard = build.method("to", hard, like.dtype)
+    hard = build.cast(hard, tensor_of(node).dtype)
     for old in list(call.users):
         old.replace_all_uses_with(value)
         old.graph.erase_node(old)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.closed_forms.attention import Attention
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of, offset_of
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported, first_line
 from torch_streamkl.fx_passes.fx_utils.fake_modes import found_mode
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
 from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
 from torch_streamkl.program.canonical import linear
@@ -36,7 +35,7 @@ def emit(
     compiles.
     """
     build, writer, form, masks = tensors.build, tensors.writer, found.form, found.masks
-    q, k, v = (_value(x) for x in inputs)
+    q, k, v = (tensor_of(x) for x in inputs)
     reason = why_not(q, v) or _why_not_grouped(q, k, v)
     if reason:
         raise Unsupported(reason)
@@ -48,14 +47,13 @@ def emit(
     if masks.window_right is not None:
         last = linear(0.0, [(1.0, offset), (1.0, masks.window_right)])
         options["last"] = writer.size(last)
-    dense = replace(masks, window_left=None, window_right=None)
-    conditions = sorted(conditions_of(dense, found.axes), key=lambda x: x.digest)
-    kept = [writer.tensor(x, tensors.places.scores, partly=PARTLY) for x in conditions]
+    conditions = sorted(conditions_of(masks.dense, found.axes), key=lambda x: x.digest)
+    kept = [writer.tensor(x, found.axes.scores, partly=PARTLY) for x in conditions]
     options["masks"] = tuple(kept)
     options["inner_bias"] = tensors.bias(form.inner_biases, result.dtype)
     options["bias"] = tensors.bias(form.biases, result.dtype)
     for x in (*kept, options["inner_bias"], options["bias"]):
-        size = 0 if x is None else _value(x).numel()
+        size = 0 if x is None else tensor_of(x).numel()
         if isinstance(size, int) and size >= LARGEST_BUFFER:
             raise Unsupported("a mask or bias of more than 2**31 entries")
     options["alive"] = alive
@@ -65,14 +63,8 @@ def emit(
             return build.call(softcapped_attention, *inputs, **options)
     except (ImportError, AttributeError, AssertionError, RuntimeError) as error:
         # a prototype of torch, reached below its public function
-        line = str(error).splitlines()[0] if str(error) else ""
-        raise Unsupported(f"FlexAttention: {type(error).__name__}: {line}") from error
-
-
-def _value(node: fx.Node) -> Tensor:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return value
+        kind = type(error).__name__
+        raise Unsupported(f"FlexAttention: {kind}: {first_line(error)}") from error
 
 
 def why_not(q: Tensor, v: Tensor) -> str:

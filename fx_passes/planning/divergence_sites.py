@@ -59,18 +59,18 @@ def _marks_of(
     if name in MATMULS or not isinstance(source, fx.Node):
         return frozenset()
     if name in SOFTMAXES or name in LOG_SOFTMAXES:
-        return frozenset({_Mark(_scores_of(source, reading), name in LOG_SOFTMAXES)})
+        return frozenset({_Mark(scores_of(source, reading), name in LOG_SOFTMAXES)})
     if name == "log" and node.meta["val"].dim() > 1:
         return frozenset(_Mark(m.scores, True) for m in inherited) or frozenset(
-            {_Mark(_scores_of(source, reading), True)}
+            {_Mark(scores_of(source, reading), True)}
         )
     if name == "gather" and is_one(node.meta["val"].shape[-1]):
         return frozenset()  # one entry of each row, such as a label's: no distribution any more
     return inherited
 
 
-def _scores_of(node: fx.Node, reading: Reading) -> object:
-    """What a tensor is, which is equal for tensors that are equal."""
+def scores_of(node: fx.Node, reading: Reading) -> object:
+    """Returns what a tensor is, which is equal for tensors that are equal."""
     found = reading.arrays.get(node)
     return (found.expr, found.dims) if isinstance(found, Array) else node
 

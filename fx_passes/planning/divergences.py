@@ -12,12 +12,11 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
+from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import CONTRACT, SUM, Node, Source
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.graph import SUM, Node, Source
 
 Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing does
 
@@ -116,10 +115,10 @@ def _row_values(trace: Trace, reading: Reading) -> Iterator[fx.Node]:
     """Nodes that are sums over keys, or are linear in some."""
     exprs = dict[fx.Node, Node]()
     for node in trace.graph.nodes:
-        found, value = reading.arrays.get(node), node.meta.get("val")
+        found, value = reading.expression(node), node.meta.get("val")
         is_number = isinstance(value, Tensor) and value.dtype.is_floating_point
-        if node.op == "call_function" and isinstance(found, Array) and is_number:
-            exprs[node] = found.expr
+        if node.op == "call_function" and found is not None and is_number:
+            exprs[node] = found
     known = dict.fromkeys(sums_over_keys(exprs.values()), True)
     for node, expr in exprs.items():
         if _is_linear(expr, known):
@@ -165,20 +164,17 @@ def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], Pro
     """Returns the types of the user's products, by the names of their operands."""
     found: dict[frozenset[object], ProductType] = {}
     for node in trace.graph.nodes:
-        array = reading.arrays.get(node)
-        if node.op != "call_function" or not isinstance(array, Array):
-            continue
-        if name_of(node) not in MATMULS:
+        expr = reading.expression(node)
+        if node.op != "call_function" or expr is None or name_of(node) not in MATMULS:
             continue
         made, own = example(trace.outer.get(node, node)), node.meta["val"]
         assert isinstance(own, Tensor)
         types = made.dtype if isinstance(made, Tensor) else own.dtype, own.dtype
-        for x in walk([array.expr], lambda x: x.op not in (CONTRACT, "capture")):
-            if x.op == CONTRACT:
-                names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
-                before = found.get(names, ProductType(*types))
-                found[names] = ProductType(
-                    torch.promote_types(before.result, types[0]),
-                    torch.promote_types(before.operands, types[1]),
-                )
+        for x in products_in([expr]):
+            names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
+            before = found.get(names, ProductType(*types))
+            found[names] = ProductType(
+                torch.promote_types(before.result, types[0]),
+                torch.promote_types(before.operands, types[1]),
+            )
     return found

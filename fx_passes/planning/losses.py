@@ -13,7 +13,7 @@ from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
 from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
     Divergence,
@@ -157,15 +157,6 @@ def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:
 
     The logarithm of a Bhattacharyya coefficient is arithmetic on rows and no second loss.
     """
-    stack, seen, meets_value = [node], {node}, False
-    while stack:
-        current = stack.pop()
-        if current in values:
-            meets_value = True
-            continue
-        if current.op == "call_function" and name_of(current) in DISTRIBUTIONS:
-            return False
-        new = [a for a in current.all_input_nodes if a not in seen]
-        seen.update(new)
-        stack += new
-    return meets_value
+    read = reached([node], lambda n: () if n in values else n.all_input_nodes)
+    others = (n for n in read if n not in values and n.op == "call_function")
+    return not read.isdisjoint(values) and all(name_of(n) not in DISTRIBUTIONS for n in others)

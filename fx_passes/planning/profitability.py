@@ -8,13 +8,13 @@ probabilities are no longer compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
-from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
-from torch_streamkl.program.graph import Axis, Extent, Size
-from torch_streamkl.rows.program import COLUMNS, Program
+from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, hint_of
+from torch_streamkl.program.graph import Axis, Extent, Size, num_positions
+from torch_streamkl.rows.program import COLUMNS
 
 MIB = 2**20
 MOST_IDS = 16  # that a row program compares every key with on a GPU
@@ -35,20 +35,21 @@ LEAST_ATTENTION_MIB = {"cuda": 32.0, "cpu": 0.0}
 LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 4096.0}
 
 
-def least_mib(device: str, given: float | None) -> float:
-    """Returns the threshold of the option `streamkl.min_mib` for a device."""
-    return LEAST_MIB.get(device, 0.0) if given is None else given
-
-
-def least_attention_mib(device: str, given: float | None) -> float:
-    """Returns the threshold for attention whose probabilities are not compared any more."""
-    return LEAST_ATTENTION_MIB.get(device, 0.0) if given is None else given
-
-
-def too_small(
-    mib: float, what: str, least: float, device: str, given: float | None, kind: str
+def _too_small(
+    mib: float | None,
+    thresholds: Mapping[str, float],
+    texts: tuple[str, str],
+    device: str,
+    given: float | None,
 ) -> str:
-    """Returns a size, the threshold that it is below, and where the threshold comes from."""
+    """A size, the threshold that it is below, and where the threshold comes from.
+
+    ``given`` is the option `streamkl.min_mib`, in place of the device's threshold. Empty if the
+    size is not below it, or not known. ``texts`` say what it is the size of, and in which code.
+    """
+    least, (what, kind) = thresholds.get(device, 0.0) if given is None else given, texts
+    if mib is None or mib >= least:
+        return ""
     name = {"cuda": "GPU", "cpu": "CPU"}.get(device, device)
     origin = f"{name} threshold for {kind}" if given is None else "streamkl.min_mib"
     return f"{bytes_text(mib * MIB)} of {what} < {bytes_text(least * MIB)} ({origin})"
@@ -56,11 +57,9 @@ def too_small(
 
 def why_left(forms: Sequence[ClosedForm], device: str, given: float | None) -> str:
     """Explains why a loss is skipped; an empty text if it is fused, as with dynamic shapes."""
-    mib, least = mib_of_scores(forms), least_mib(device, given)
-    if mib is None or mib >= least:
-        return ""
     is_head = all(call.operator == LINEAR for form in forms for call in form.calls)
-    return too_small(mib, "logits" if is_head else "scores", least, device, given, "losses")
+    texts = "logits" if is_head else "scores", "losses"
+    return _too_small(mib_of_scores(forms), LEAST_MIB, texts, device, given)
 
 
 def mib_of_scores(forms: Iterable[ClosedForm]) -> float | None:
@@ -68,7 +67,7 @@ def mib_of_scores(forms: Iterable[ClosedForm]) -> float | None:
     total = 0.0
     for form in forms:
         sides = {side for call in form.calls for side in call.sides}
-        count = num_elements((*form.calls[0].axes.rows, form.calls[0].axes.key))
+        count = num_positions((*form.calls[0].axes.rows, form.calls[0].axes.key))
         if count is None:
             return None
         total += count * len(sides) * ELEMENT / MIB
@@ -77,11 +76,9 @@ def mib_of_scores(forms: Iterable[ClosedForm]) -> float | None:
 
 def why_attention_is_skipped(axes: Iterable[Axis], device: str, given: float | None) -> str:
     """Explains why attention is skipped, of the axes of its probabilities; "" if it is fused."""
-    count, least = num_elements(axes), least_attention_mib(device, given)
+    count = num_positions(axes)
     mib = None if count is None else count * ELEMENT / MIB
-    if mib is None or mib >= least:
-        return ""
-    return too_small(mib, "scores", least, device, given, "attention")
+    return _too_small(mib, LEAST_ATTENTION_MIB, ("scores", "attention"), device, given)
 
 
 def why_program_is_left(products: Iterable[Product], device: str, given: float | None) -> str:
@@ -90,16 +87,13 @@ def why_program_is_left(products: Iterable[Product], device: str, given: float |
     Sizes that vary count as they are when the graph is compiled; those that only data decides are
     taken for large.
     """
-    least = LEAST_PROGRAM_MIB.get(device, 0.0) if given is None else given
     mib = 0.0
     for product in products:
         sizes = [_hint(a.size) for a in axes_of(product)]
         if None in sizes:
             return ""
         mib += math.prod(n for n in sizes if n is not None) * ELEMENT / MIB
-    if mib >= least:
-        return ""
-    return too_small(mib, "products", least, device, given, "custom losses")
+    return _too_small(mib, LEAST_PROGRAM_MIB, ("products", "custom losses"), device, given)
 
 
 def why_ids_are_left(form: RowForm, device: str, given: float | None) -> str:
@@ -116,20 +110,23 @@ def why_ids_are_left(form: RowForm, device: str, given: float | None) -> str:
     return f"{max(counts)} ids of a row > {MOST_IDS} (GPU limit for programs that read ids)"
 
 
-def why_small(program: Program, products: Iterable[Product]) -> str:
+def why_small(form: RowForm) -> str:
     """Explains why a program saves nothing; a softmax is always worth it.
 
     Products without one may be layers of a network, compared with others: projected hidden states,
     which are no larger than what they are computed from.
     """
-    if program.logsumexps or any(n.op == "exp" for n in program.nodes):
+    program = form.program
+    if program is None or program.logsumexps or any(n.op == "exp" for n in program.nodes):
         return ""
-    for product in products:
-        made = num_elements(axes_of(product))
-        operands = [num_elements(x.axes) for x in (product.rows, product.keys)]
-        if made is None or any(n is None or made < 2 * n for n in operands):
-            return "products that are not larger than what they are computed from"
-    return ""
+    is_small = all(map(_is_small, form.products))
+    return "products that are not larger than what they are computed from" if is_small else ""
+
+
+def _is_small(product: Product) -> bool:
+    made = num_positions(axes_of(product))
+    operands = [num_positions(x.axes) for x in (product.rows, product.keys)]
+    return made is None or any(n is None or made < 2 * n for n in operands)
 
 
 def axes_of(product: Product) -> frozenset[Axis]:
@@ -137,16 +134,6 @@ def axes_of(product: Product) -> frozenset[Axis]:
     return (product.rows.axes | product.keys.axes) - set(product.contracted)
 
 
-def num_elements(axes: Iterable[Axis]) -> int | None:
-    """Returns how many elements there are along axes; None where that varies."""
-    sizes = [a.size for a in axes]
-    known = [n for n in sizes if isinstance(n, int)]
-    return math.prod(known) if len(known) == len(sizes) else None
-
-
 def _hint(size: Size | None) -> int | None:
     """A size as it is now, without a guard."""
-    if isinstance(size, Extent):
-        hint = size.size.node.hint
-        return None if hint is None else int(hint)
-    return size
+    return hint_of(size.size) if isinstance(size, Extent) else size

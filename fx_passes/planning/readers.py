@@ -15,10 +15,12 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    is_call,
     name_of,
     nodes_in,
     storage_of,
     subgraphs_of,
+    users_of_body,
 )
 
 ASK = {"nan_to_num", "isnan", "isfinite", "isinf", "isneginf", "isposinf", "equal", "allclose"}
@@ -56,8 +58,7 @@ NO_READERS = Readers()
 
 def readers_of_body(owner: fx.GraphModule, name: str, outside: Readers) -> Readers:
     """Returns the readers, in the graph that calls a body, of what the body returns."""
-    subgraphs = [n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name]
-    return readers_behind([user for body in subgraphs for user in body.users], outside)
+    return readers_behind(users_of_body(owner, name), outside)
 
 
 def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> Readers:
@@ -77,7 +78,7 @@ def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> R
         if node.op == "output":
             return found | outside
         written |= {storage_of(x) for x in written_by(node)} - {None}
-        if node.op in ("call_function", "call_method"):
+        if is_call(node):
             found |= _of_operation(node, sources)
         if _has_values(example(node)):
             reached.add(node)

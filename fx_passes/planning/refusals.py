@@ -11,10 +11,12 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match
@@ -25,7 +27,7 @@ from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.writes import STALE
-from torch_streamkl.program.graph import CONTRACT, Node, Source
+from torch_streamkl.program.graph import Node, Source
 from torch_streamkl.program.walks import walk
 
 NOT_MADE = "is not made from scores in this graph"
@@ -76,7 +78,6 @@ class Refusals:
     _found: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _captured: dict[fx.Node, Refusal | None] = field(default_factory=dict)
     _matched: dict[Node, NotClosed | None] = field(default_factory=dict)
-    _forms: _Forms | None = None
     _first: dict[int, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -242,8 +243,8 @@ class Refusals:
         before = [a for a in node.all_input_nodes if self.levels.of(a) is Level.PROBABILITIES]
         if node.op != "call_function" or not before or self.levels.keys_of(node):
             return None
-        found = self.reading.arrays.get(node)
-        if not isinstance(found, Array) or sums_over_keys([found.expr]):
+        x = self.reading.expression(node)
+        if x is None or sums_over_keys([x]):
             return None
         if name_of(node) in SUMS:
             return self.before(node)
@@ -255,14 +256,9 @@ class Refusals:
         if not sums_over_keys([x]):
             return []
         found = sites(keys_first(x))
-        forms = self._all_forms()
-        before = {
-            forms.of(y)
-            for a in node.all_input_nodes
-            if isinstance(given := self.reading.arrays.get(a), Array)
-            for y in sums_over_keys([given.expr])
-        }
-        return [y for y in found if forms.of(y) not in before]
+        given = (y for a in node.all_input_nodes if (y := self.reading.expression(a)) is not None)
+        before = set(map(self._forms.of, sums_over_keys(given)))
+        return [y for y in found if self._forms.of(y) not in before]
 
     def placed(self, refused: NotClosed, default: fx.Node | None = None) -> Refusal:
         """Returns the reason of a sum, and the node at which it stopped."""
@@ -297,74 +293,36 @@ class Refusals:
 
     def first_with(self, x: Node) -> fx.Node | None:
         """Returns the first node of the trace whose value has an expression of this form."""
-        self._all_forms()
-        assert self._forms is not None
-        return self._first.get(self._forms.of(x))
+        number = self._forms.of(x)
+        return self._first.get(number)
 
     def _first_that_reads(self, x: Node, after: fx.Node, before: fx.Node | None) -> fx.Node | None:
         """The first node between two that is made of scores and has an expression of this form."""
-        forms, wanted, is_after = self._all_forms(), self._all_forms().of(x), False
+        wanted, is_after = self._forms.of(x), False
         for node in self.trace.graph.nodes:
             is_after |= node is after
-            found = self.reading.arrays.get(node)
-            if not is_after or not isinstance(found, Array) or not self.levels.has_product(node):
+            found = self.reading.expression(node)
+            if not is_after or found is None or not self.levels.has_product(node):
                 continue
-            if any(forms.of(y) == wanted for y in walk([found.expr])):
+            if any(self._forms.of(y) == wanted for y in walk([found])):
                 return node
             if node is before:
                 break
         return None
 
-    def _all_forms(self) -> _Forms:
-        if self._forms is None:
-            self._forms = _Forms()
-            seen: set[Node] = set()
-            for node in self.trace.graph.nodes:
-                found = self.reading.arrays.get(node)
-                if node.op != "call_function" or not isinstance(found, Array):
-                    continue
-                for x in walk([found.expr], lambda y: y not in seen):
-                    if x not in seen:
-                        seen.add(x)
-                        self._first.setdefault(self._forms.of(x), node)
-        return self._forms
-
-
-class _Forms:
-    """Numbers expressions that are equal but for the names of axes."""
-
-    def __init__(self) -> None:
-        self._known: dict[Node, int] = {}
-        self._numbers: dict[object, int] = {}
-
-    def of(self, x: Node) -> int:
-        for y in walk([x], lambda y: y not in self._known):
-            if y not in self._known:
-                key = y.op, _value_of(y), self._arguments(y)
-                self._known[y] = self._numbers.setdefault(key, len(self._numbers))
-        return self._known[x]
-
-    def _arguments(self, x: Node) -> tuple[object, ...]:
-        known = [self._known[a] for a in x.args]
-        if x.op == "linear":
-            return tuple(sorted(zip(x.value[1], known, strict=True)))
-        return tuple(sorted(known) if x.op in ("product", CONTRACT, "and", "or") else known)
-
-
-def _value_of(x: Node) -> object:
-    """What else an expression is, without the names of axes."""
-    match x.op:
-        case "index":
-            return x.value.size
-        case "log_softmax":
-            return x.value.size
-        case "reduce":
-            return x.value.kind, x.value.axis.size
-        case "contract":
-            return tuple(sorted(str(a.size) for a in x.value))
-        case "linear":
-            return x.value[0]
-    return x.value
+    @cached_property
+    def _forms(self) -> Forms:
+        """The forms of all expressions of the trace; notes the first node of each."""
+        forms, seen = Forms(), set[Node]()
+        for node in self.trace.graph.nodes:
+            found = self.reading.expression(node)
+            if node.op != "call_function" or found is None:
+                continue
+            for x in walk([found], lambda y: y not in seen):
+                if x not in seen:
+                    seen.add(x)
+                    self._first.setdefault(forms.of(x), node)
+        return forms
 
 
 def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:

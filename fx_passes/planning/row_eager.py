@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.closed_forms.row_checks import (
-    SMALLEST,
-    SMALLEST_OF_OTHERS,
     is_filled,
+    precision_of,
+    smallest_of,
 )
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
@@ -97,11 +97,11 @@ def _check_type(node: fx.Node, operands: Collection[torch.dtype]) -> None:
 
 def _check_comparison(node: fx.Node, reading: Reading) -> None:
     """NaN compares otherwise than every number does."""
-    x = reading.arrays.get(node)
-    if reading.observers.get(node) not in COMPARISONS or not isinstance(x, Array):
+    x = reading.expression(node)
+    if reading.observers.get(node) not in COMPARISONS or x is None:
         return
-    inputs = (reading.arrays.get(a) for a in node.all_input_nodes)
-    if is_number(x.expr) and any(isinstance(a, Array) and has_products(a.expr) for a in inputs):
+    inputs = map(reading.expression, node.all_input_nodes)
+    if is_number(x) and any(a is not None and has_products(a) for a in inputs):
         raise Unsupported("a comparison reads NaN, which eager has in a row without keys")
 
 
@@ -125,12 +125,11 @@ def _check_log_sum_exp(node: fx.Node, reading: Reading) -> None:
 
 def _check_power(node: fx.Node, operands: Collection[torch.dtype], reading: Reading) -> None:
     """A power of a probability has none of its underflow: eager has 0 ** 0.01, a program 0.4."""
-    x = reading.arrays.get(node)
-    if node.target not in POWERS or not isinstance(x, Array) or x.expr.op != "exp":
+    x = reading.expression(node)
+    if node.target not in POWERS or x is None or x.op != "exp":
         return
-    smallest = max((SMALLEST.get(d, SMALLEST_OF_OTHERS) for d in operands), default=-103.0)
-    eps = torch.finfo(torch.float16 if torch.float16 in operands else torch.float32).eps
-    _, terms = terms_of(x.expr.args[0])
+    _, terms = terms_of(x.args[0])
     scales = [abs(c) for c, t in terms if t.op == "log_softmax"]
-    if scales and 0.0 > min(scales) * smallest > math.log(eps):
+    least = min(scales, default=0.0) * smallest_of(operands)
+    if 0.0 > least > math.log(precision_of(operands)):
         raise Unsupported("a small power of a probability that may underflow")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
+from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reading.rules.selections import top_of
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import Axis, Extent, Node, Source
 from torch_streamkl.program.walks import walk
@@ -22,7 +22,6 @@ LOGARITHMS = {
     aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default,
     aten.kl_div.default, aten.xlogy.Tensor, aten.special_entr.default,
 }  # fmt: skip
-SAME = {aten.detach.default, aten.alias.default, aten.contiguous.default}
 
 
 def facts_of(reading: Reading) -> Facts:
@@ -53,10 +52,8 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     argument = node.args[1] if is_loss or node.target == aten.xlogy.Tensor else node.args[0]
     if is_loss and node.kwargs.get("log_target", False):
         return []
-    x = reading.arrays.get(argument) if isinstance(argument, fx.Node) else None
-    if not isinstance(x, Array):
-        return []
-    found, todo = list[Node](), [x.expr]
+    x = reading.expression(argument)
+    found, todo = list[Node](), [x] if x is not None else []
     while todo:
         y = todo.pop()
         if y.op == "exp":
@@ -69,15 +66,8 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     return [z for z in found if any(s.op == "log_softmax" for s in walk([z]))]
 
 
-def _top_of(ids: Node) -> fx.Node | None:
-    """The top-k that computes ids."""
-    node = ids.value.name if isinstance(ids.value, Source) else None
-    while isinstance(node, fx.Node) and node.target in SAME:
-        (node,) = node.all_input_nodes
-    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
-        return None
-    top = node.args[0]
-    return top if isinstance(top, fx.Node) and top.target == aten.topk.default else None
+def _top_of(ids: Node) -> tuple[fx.Node, int] | None:
+    return top_of(ids.value.name) if isinstance(ids.value, Source) else None
 
 
 def is_ranked(ids: Node) -> bool:
@@ -87,19 +77,16 @@ def is_ranked(ids: Node) -> bool:
 
 def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
     """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
-    top = _top_of(ids)
-    if top is None:
+    found = _top_of(ids)
+    if found is None:
         return NOT_RANKED
-    source: Tensor = top.args[0].meta["val"]  # type: ignore[union-attr]
-    given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    assert isinstance(given, int)
-    dim = given % source.dim()
+    top, dim = found
     places = [d for d, at in enumerate(ids.args) if entries in at.axes]
     if places != [dim]:
         return NOT_RANKED
     if entries.size == 0:
         return "no entry of a row is gathered"  # their mean has no gradient, not NaN
-    length: Any = source.shape[dim]
+    length: Any = tensor_of(top.args[0]).shape[dim]
     whole: Any = keys.size.size if isinstance(keys.size, Extent) else keys.size
     is_within = isinstance(length, int) and isinstance(whole, int) and length <= whole
     if not is_within and not provably_equal(length, whole):

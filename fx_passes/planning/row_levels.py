@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
     has_entries,
+    has_products,
     is_score_sized,
     key_position,
     places_of_keys,
@@ -23,7 +24,6 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     sites_of,
 )
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.views import RESHAPES, SAME
 from torch_streamkl.program.graph import CONTRACT, Node
@@ -36,9 +36,9 @@ class Levels:
         self.trace, self.reading = trace, reading
         self.made: dict[fx.Node, Node] = {}  # what is made of products
         for node in trace.graph.nodes:
-            x = reading.arrays.get(node)
-            if node.op == "call_function" and isinstance(x, Array) and products_in([x.expr]):
-                self.made[node] = x.expr
+            x = reading.expression(node)
+            if node.op == "call_function" and x is not None and has_products(x):
+                self.made[node] = x
         every = bindings_of(self.made.values())
         said = [b for b in every if b.says]
         self.places: frozenset[Place] = places_of_keys(every)[0] if said else frozenset()

@@ -27,16 +27,15 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
+from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
-from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import Node, Size, num_positions
+from torch_streamkl.fx_passes.reading.reader import Reading, trained
+from torch_streamkl.program.graph import Node
 from torch_streamkl.program.walks import walk
 
-MIB = 2**20
-ELEMENT = 4  # bytes: scores are float32 before a softmax
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss",
@@ -113,9 +112,9 @@ class RowPlanner:
         """The matmul that makes each product, by its operands."""
         found: dict[object, fx.Node] = {}
         for node in self.trace.graph.nodes:
-            x = self.reading.arrays.get(node)
-            if name_of(node) in MATMULS and isinstance(x, Array):
-                for product in products_in([x.expr]):
+            x = self.reading.expression(node)
+            if name_of(node) in MATMULS and x is not None:
+                for product in products_in([x]):
                     found.setdefault(tuple(map(source_of, product.args)), node)
         return found
 
@@ -179,7 +178,7 @@ class RowPlanner:
         # not once for all calls: a loss that was fused in between has memory of its own
         memory = by_storage(self.region.nodes[0].graph) if plans else {}
         for plan in plans:
-            reason = why_small(plan) or self.why_kept(plan, replaced, memory)
+            reason = why_small(plan.form) or self.why_kept(plan, replaced, memory)
             for output in plan.outputs if reason else ():
                 self.refused[output.inner] = NotClosed(reason)
             if not reason:
@@ -205,14 +204,13 @@ class RowPlanner:
             return None
         # A tensor that only some of the results depend on would get zeros from the others, not
         # None. A result without any gradient, such as a metric, is detached
-        trained = [{(s.name, s.version) for s in sources_in(x) if s.grad_flows} for x in exprs]
-        if len({frozenset(x) for x in trained if x}) > 1:
+        learned = [trained([x]) for x in exprs]
+        if len({frozenset(x) for x in learned if x}) > 1:
             return None
         # the call stands at the first of them, and has gradients if those are recorded there
         modes = autograd_modes(nodes[0].graph.nodes)
         at_first = modes[min(nodes, key=lambda n: self.position[n])]
-        learned = [n for n, flows in zip(nodes, trained, strict=True) if flows]
-        if any(modes[n] != at_first for n in learned):
+        if any(x and modes[n] != at_first for n, x in zip(nodes, learned, strict=True)):
             return None
         first = min(self.position[n] for n in nodes)
         read = sources_of(exprs)
@@ -267,10 +265,8 @@ class RowPlanner:
 
     def compared(self) -> set[fx.Node]:
         """Returns the sums without a program that compare two products."""
-        exprs = {n: self.reading.arrays.get(n) for n in self.refused}
-        return {
-            n for n, x in exprs.items() if isinstance(x, Array) and len(products_in([x.expr])) > 1
-        }
+        exprs = {n: self.reading.expression(n) for n in self.refused}
+        return {n for n, x in exprs.items() if x is not None and len(products_in([x])) > 1}
 
     # ------------------------------------------------------------------------ readers
 
@@ -307,14 +303,8 @@ class RowPlanner:
         """Returns whether a node reads products of programs other than by their results."""
         products = {m for plan in plans for m in plan.matmuls}
         results = {o.inner for plan in plans for o in plan.outputs}
-        behind: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            current = stack.pop()
-            if current not in behind and current not in results:
-                behind.add(current)
-                stack += current.all_input_nodes
-        return bool(behind & products) or not ancestors(node) & results
+        behind = reached([node], lambda n: () if n in results else n.all_input_nodes)
+        return bool((behind - results) & products) or not ancestors(node) & results
 
 
 def _with_shared_rows(arrays: list[Array]) -> list[Array]:
@@ -345,33 +335,6 @@ def sources_of(exprs: Sequence[Node]) -> set[fx.Node]:
     return found
 
 
-def why_small(plan: ProgramPlan) -> str:
-    """Explains why a program saves nothing; a softmax is always worth it.
-
-    Products without one may be layers of a network, compared with others: projected hidden states,
-    which are no larger than what they are computed from.
-    """
-    form = plan.form
-    if (
-        form.program is None
-        or form.program.logsumexps
-        or any(n.op == "exp" for n in form.program.nodes)
-    ):
-        return ""
-    return (
-        "products that are not larger than what they are computed from"
-        if all(map(_is_small, form.products))
-        else ""
-    )
-
-
-def _is_small(product: Product) -> bool:
-    axes = {*product.rows.axes, *product.keys.axes} - set(product.contracted)
-    made = num_positions(axes)
-    operands = [num_positions(x.axes) for x in (product.rows, product.keys)]
-    return made is None or any(n is None or made < 2 * n for n in operands)
-
-
 def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collection[str]) -> str:
     """Explains why code after the sums sees another number: it makes some of NaN or infinity.
 
@@ -390,31 +353,6 @@ def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collectio
 def special_reason(name: str) -> str:
     """Returns the reason why an operation that makes numbers of NaN keeps a sum as it is."""
     return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
-
-
-def mib_of(plan: ProgramPlan) -> float | None:
-    """Returns the size of all products together in float32; None if only data decides it.
-
-    Sizes that vary count as they are when the graph is compiled.
-    """
-    mib = 0.0
-    for product in plan.form.replaced:
-        total = 1
-        for a in {*product.rows.axes, *product.keys.axes} - set(product.contracted):
-            hint = _hint(a.size)
-            if hint is None:
-                return None
-            total *= hint
-        mib += total * ELEMENT / MIB
-    return mib
-
-
-def _hint(size: Size | None) -> int | None:
-    """A size as it is now, without a guard."""
-    if isinstance(size, int) or size is None:
-        return size
-    hint = size.size.node.hint
-    return None if hint is None else int(hint)
 
 
 def describe_program(plan: ProgramPlan) -> str:

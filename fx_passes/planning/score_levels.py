@@ -7,8 +7,9 @@ from enum import Enum
 
 from torch import fx
 
-from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.reader import Reading
+from torch_streamkl.fx_passes.reading.types import is_of_positions
 from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
@@ -35,11 +36,9 @@ class ScoreLevels:
 
     def of(self, node: object) -> Level:
         """Returns the level of a node of the trace."""
-        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
-        return self.of_expression(found.expr) if isinstance(found, Array) else Level.OTHER
-
-    def of_expression(self, x: Node) -> Level:
-        """Returns the level of an expression."""
+        x = self.reading.expression(node)
+        if x is None:
+            return Level.OTHER
         self._visit(x)
         if not self._has_product[x]:
             return Level.OTHER
@@ -53,26 +52,21 @@ class ScoreLevels:
 
     def is_known(self, node: fx.Node) -> bool:
         """Returns whether a node is computed from a product in a way that is read, or a number."""
-        found = self.reading.arrays.get(node)
-        is_number = isinstance(found, Array) and not any(
-            x.op == "capture" for x in walk([found.expr])
-        )
-        return is_number or self.has_product(node)
+        x = self.reading.expression(node)
+        return (x is not None and is_of_positions(x)) or self.has_product(node)
 
     def sources_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Returns the captured nodes that nodes are computed from."""
-        arrays = (self.reading.arrays.get(n) for n in nodes)
-        inside = walk([x.expr for x in arrays if isinstance(x, Array)])
+        inside = walk(x for x in map(self.reading.expression, nodes) if x is not None)
         names = (x.value.name for x in inside if isinstance(x.value, Source))
         return [x for x in dict.fromkeys(names) if isinstance(x, fx.Node)]
 
     def keys_of(self, node: object) -> frozenset[Axis]:
         """Returns the axes that softmaxes inside of a node are over, if it still has them."""
-        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
-        if not isinstance(found, Array):
+        x = self.reading.expression(node)
+        if x is None:
             return frozenset()
-        inside = walk([found.expr], lambda x: x.op not in ("capture", CONTRACT))
-        return frozenset(x.value for x in inside if x.op == "log_softmax") & found.expr.axes
+        return frozenset(y.value for y in walk([x], is_entered) if y.op == "log_softmax") & x.axes
 
     def are_chosen(self, node: fx.Node) -> bool:
         """Returns whether a node has scores of chosen keys, such as a top-k's."""
@@ -87,10 +81,10 @@ class ScoreLevels:
 
     def products_of(self, node: object) -> list[Node]:
         """Returns the products that a node is computed from."""
-        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
-        if not isinstance(found, Array) or self.of(node) is Level.OTHER:
+        x = self.reading.expression(node)
+        if x is None or self.of(node) is Level.OTHER:
             return []
-        return [x for x in walk([found.expr]) if x.op == CONTRACT]
+        return [y for y in walk([x]) if y.op == CONTRACT]
 
     def _visit(self, x: Node) -> None:
         for y in walk([x], lambda y: y not in self._pairs):

@@ -21,17 +21,21 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS
-from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NoForm, sources_in
+from torch_streamkl.fx_passes.closed_forms.form import (
+    ClosedForm,
+    NoForm,
+    is_of_products,
+    sources_in,
+)
 from torch_streamkl.fx_passes.closed_forms.heads import Variables
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import World, has_infinite_bias, value_at
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import CONTRACT, Axis, Node
+from torch_streamkl.program.graph import Axis, Node
 from torch_streamkl.program.shifts import HIDES
 from torch_streamkl.program.walks import walk
 
@@ -62,17 +66,13 @@ class Scores:
         """Returns the nodes between the products and the loss."""
         return reached([self.inner], lambda n: [] if _is_product(n) else n.all_input_nodes)
 
-    def expression(self, node: object) -> Node | None:
-        found = self.reading.arrays.get(node) if isinstance(node, fx.Node) else None
-        return found.expr if isinstance(found, Array) else None
-
     def logarithms(self) -> Iterator[tuple[Node, float]]:
         """Expressions of probabilities whose logarithm is taken, and where that is -inf."""
         for node in ancestors(self.inner):
             place, lowest = LOGARITHMS.get(node.target, (0, None))  # type: ignore[call-overload]
             if lowest is None or len(node.args) <= place:
                 continue
-            x = self.expression(node.args[place])
+            x = self.reading.expression(node.args[place])
             if x is not None and is_of_keys(x):
                 yield x, lowest
 
@@ -100,16 +100,16 @@ class Scores:
 
         It is a value per row, which a softmax ignores unless it is infinite.
         """
-        whole = self.expression(self.inner)
+        whole = self.reading.expression(self.inner)
         left = set(sources_in(whole)) if whole is not None else set()
         return any(set(sources_in(t)) - left for n in self.nodes for t in self._added(n))
 
     def _added(self, node: fx.Node) -> list[Node]:
         """What is added to scores and may be infinite."""
-        x = self.expression(node)
+        x = self.reading.expression(node)
         if x is None or x.op != "linear":
             return []
-        terms = {t: _has_product(t) for _, t in terms_of(x)[1]}
+        terms = {t: is_of_products(t) for _, t in terms_of(x)[1]}
         if not any(is_made and _is_score(t) for t, is_made in terms.items()):
             return []
         return [t for t, is_made in terms.items() if not is_made and not t.is_finite]
@@ -151,8 +151,9 @@ def check_replaced(loss: Scores) -> None:
     by_mask = loss.drops_absent_keys or not loss.may_be_infinite
     by_tensor = loss.drops_absent_keys or not any(map(has_infinite_bias, loss.forms))
     for node in loss.nodes:
-        what, x = loss.reading.observers.get(node), loss.expression(next(iter(node.args), None))
-        if what not in ASKS or x is None or not (is_of_keys(x) or _has_product(x)):
+        what = loss.reading.observers.get(node)
+        x = loss.reading.expression(next(iter(node.args), None))
+        if what not in ASKS or x is None or not (is_of_keys(x) or is_of_products(x)):
             continue
         if what == "nan_to_num" and named_arguments(node).get("nan") not in (None, 0.0):
             raise Unsupported("values after the softmax that are NaN are replaced")
@@ -163,8 +164,8 @@ def check_replaced(loss: Scores) -> None:
 def check_promoted(loss: Scores) -> None:
     """Raises Unsupported if a tensor of float64 makes scores float64: with digits next to -1e4."""
     for node in loss.nodes:
-        x = loss.expression(node)
-        if _dtype(node) != torch.float64 or x is None or not (_has_product(x) and _is_score(x)):
+        x = loss.reading.expression(node)
+        if _dtype(node) != torch.float64 or x is None or not (is_of_products(x) and _is_score(x)):
             continue
         others = [(a in loss.reading.reads_products, _dtype(a)) for a in node.all_input_nodes]
         made = {dtype for is_made, dtype in others if is_made}
@@ -202,7 +203,7 @@ def softmax_axes(x: Node) -> set[Axis]:
 def is_of_keys(x: Node) -> bool:
     """Returns whether an expression has a value for each key, made of what may underflow."""
     return bool(softmax_axes(x)) or any(
-        y.op == "exp" and y.axes <= x.axes and _has_product(y) for y in walk([x])
+        y.op == "exp" and y.axes <= x.axes and is_of_products(y) for y in walk([x])
     )
 
 
@@ -232,10 +233,6 @@ def at_absent_keys(x: Node, axes: set[Axis]) -> float:
     logs = dict.fromkeys(range(len(variables.parts)), -math.inf)
     found = value_at(expr, World(key, logs=logs))
     return math.nan if found is None else found
-
-
-def _has_product(x: Node) -> bool:
-    return any(y.op == CONTRACT for y in walk([x]))
 
 
 def _is_score(x: Node) -> bool:

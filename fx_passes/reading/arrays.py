@@ -17,7 +17,7 @@ from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
 from torch_streamkl.program.masks import is_within
-from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, remade, substitute
+from torch_streamkl.program.reductions import contraction, fresh_axis, remade, substitute
 from torch_streamkl.program.walks import rebuilt
 
 Dim = tuple[Axis, ...]
@@ -305,17 +305,6 @@ def sliced(x: Array, d: int, start: int | Node, count: Size, step: int = 1) -> A
         return indexed(x, d, first, [()])
     axis = own_axis(x, d, count)
     return indexed(x, d, linear(0.0, [(1.0, first), (float(step), index(axis))]), [(axis,)])
-
-
-def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
-    """Returns a reduction over dimensions, last ones first: the keys of a softmax before rows."""
-    every = {d % len(x.dims) for d in dims}
-    expr = x.expr
-    for d in sorted(every, reverse=True):
-        for axis in x.dims[d]:
-            expr = reduced(kind, axis, expr)
-    kept = (() if d in every else y for d, y in enumerate(x.dims) if keepdim or d not in every)
-    return replace(x, expr=expr, dims=tuple(kept))
 
 
 def padded(x: Array, d: int, before: int | Node, size: Size, fill: float | Node) -> Array:

@@ -33,14 +33,20 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     written_by,
     written_storages,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    example,
+    name_of,
+    reached,
+    storage_of,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.constants import Constants
 from torch_streamkl.fx_passes.reading.numbering import Numbering
-from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
+from torch_streamkl.fx_passes.reading.positions import MaskedRows
 from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
@@ -88,8 +94,13 @@ class Reading:
         if not self.vanished:
             return False
         behind = ancestors(node)
-        kept = _trained([self.array(node).expr])
+        kept = trained([self.array(node).expr])
         return any(n in behind and not names <= kept for n, names in self.vanished.items())
+
+    def expression(self, node: object) -> Node | None:
+        """Returns the expression of a node with one result, None of anything else."""
+        found = self.arrays.get(node) if isinstance(node, fx.Node) else None
+        return found.expr if isinstance(found, Array) else None
 
     def array(self, node: fx.Node) -> Array:
         """Returns the array of a node with one result."""
@@ -98,8 +109,8 @@ class Reading:
         return found
 
 
-def _trained(exprs: Iterable[Node]) -> set[tuple[object, int]]:
-    """The captured tensors with gradient in expressions."""
+def trained(exprs: Iterable[Node]) -> set[tuple[object, int]]:
+    """Returns the captured tensors with gradient in expressions."""
     every = (x.value for x in walk(exprs) if x.op == "capture" and x.flows)
     return {(s.name, s.version) for s in every if isinstance(s, Source) and s.grad_flows}
 
@@ -195,10 +206,11 @@ class Reader:
     def run(self) -> Reading:
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                held = getattr(self.module, str(node.target), None)
-                is_held = node.op == "get_attr" and isinstance(held, Tensor)
-                self.numbering.visit(node, held if is_held else None)
-                self._leaf(node)
+                is_attribute = node.op == "get_attr"
+                held = getattr(self.module, str(node.target), None) if is_attribute else None
+                held = held if isinstance(held, Tensor) else None
+                self.numbering.visit(node, held)
+                self._leaf(node, held)
             elif node.op == "call_function":
                 self.numbering.visit(node)
                 self._visit(node)
@@ -237,14 +249,13 @@ class Reader:
     def _number(self, x: Node) -> Array:
         return Array(x, (), self.sizes)
 
-    def _leaf(self, node: fx.Node) -> None:
+    def _leaf(self, node: fx.Node, held: Tensor | None) -> None:
         value = node.meta.get("val")
-        held = getattr(self.module, str(node.target), None) if node.op == "get_attr" else None
-        if not isinstance(value, Tensor) and isinstance(held, Tensor):
+        if not isinstance(value, Tensor) and held is not None:
             value = node.meta["val"] = held
         if not isinstance(value, Tensor):
             return
-        if isinstance(held, Tensor) and self._is_number(held, node):
+        if held is not None and self._is_number(held, node):
             is_bool = held.dtype == torch.bool
             x = truth_of(bool(held)) if is_bool else const(held.item(), types.kind_of(held.dtype))
             self._keep(node, Array(x, ((),) * value.dim(), self.sizes))
@@ -260,16 +271,14 @@ class Reader:
             and storage_of(node) not in self.written_storages
         )
 
-    def captured(self, node: fx.Node, value: Tensor | None = None, name: object = None) -> Array:
-        """Returns a tensor of the user's program as it is at this time."""
+    def captured(self, node: fx.Node, value: Tensor | None = None) -> Array:
+        """Returns a tensor of the user's program as it is at this time.
+
+        It has the axes that tensors of its shape have.
+        """
         value = node.meta["val"] if value is None else value
         assert isinstance(value, Tensor)
-        return self.leaf(node if name is None else name, node, value)
-
-    def leaf(self, name: object, node: fx.Node, value: Tensor) -> Array:
-        """Returns a captured tensor, with the axes that tensors of its shape have."""
-        if not isinstance(name, Positions):
-            name = self.numbering.canonical.get(node, node) if name is node else name
+        name = self.numbering.canonical.get(node, node)
         dims = arrays.leaf_dims([self.sizes.of(n) for n in value.shape])
         flows = value.dtype.is_floating_point and self.has_gradient(node)
         dtype = FLOAT if value.is_complex() else types.kind_of(value.dtype)
@@ -286,13 +295,13 @@ class Reader:
         """
         if dtype.itemsize == 1:
             return False
-        stack, seen = [node], {node}
-        while stack:
-            n = stack.pop()
+
+        def made_of(n: fx.Node) -> list[fx.Node]:
+            reads = self.reading.reads_products
+            return [] if name_of(n) in MATMULS else [a for a in n.all_input_nodes if a in reads]
+
+        for n in reached([node], made_of):
             if name_of(n) not in MATMULS:
-                new = {a for a in n.all_input_nodes if a in self.reading.reads_products} - seen
-                seen |= new
-                stack += new
                 continue
             made = self.made_as.get(n, n.meta["val"].dtype)
             inputs = [a.meta["val"] for a in n.all_input_nodes]
@@ -363,8 +372,8 @@ class Reader:
         rule = RULES[node.target]
         result = rule(Call(self, node))
         if isinstance(result, Array) and is_number(result.expr):
-            inputs = (self.reading.arrays.get(a) for a in _read_by(node))
-            if any(isinstance(x, Array) and not is_number(x.expr) for x in inputs):
+            inputs = map(self.reading.expression, _read_by(node))
+            if any(x is not None and not is_number(x) for x in inputs):
                 self.observers.setdefault(node, "folded")
         return result
 
@@ -398,10 +407,10 @@ class Reader:
         is_filled = bool(written_by(node))  # autograd records a write of a number
         is_recorded = value.dtype.is_floating_point and self.records(node)
         if is_recorded and not x.expr.flows and node.target in SUMS_OF_ALL:
-            inputs = (self.reading.arrays.get(a) for a in node.all_input_nodes)
-            given = [a.expr for a in inputs if isinstance(a, Array)]
+            inputs = map(self.reading.expression, node.all_input_nodes)
+            given = [x for x in inputs if x is not None]
             if is_number(x.expr) and any(e.flows for e in given):
-                self.reading.vanished[node] = _trained(given)
+                self.reading.vanished[node] = trained(given)
                 return x
         gone = [v for a in node.all_input_nodes if (v := self.reading.vanished.get(a)) is not None]
         if is_recorded and gone and is_number(x.expr):  # 1e-6 more than a number that has vanished

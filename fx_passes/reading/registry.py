@@ -107,15 +107,18 @@ class Call:
         """Returns a size or position, known or symbolic."""
         return self.reader.size(x)
 
-    def dim(self, name: str = "dim", default: int | None = None, rank: int | None = None) -> int:
-        """Returns a dimension counted from the front."""
-        given = self.known(name, default)
-        rank = len(self.array("self").dims) if rank is None else rank
-        return int(given) % max(rank, 1)
+    @property
+    def rank(self) -> int:
+        """Returns how many dimensions the tensor has that an operation is of."""
+        return len(self.array("self").dims)
 
-    def dims(self, rank: int, name: str = "dim") -> list[int]:
+    def dim(self, default: int | None = None) -> int:
+        """Returns a dimension counted from the front."""
+        return int(self.known("dim", default)) % max(self.rank, 1)
+
+    def dims(self) -> list[int]:
         """Returns dimensions, all of them where none are given."""
-        given = self.known(name)
+        given, rank = self.known("dim"), self.rank
         if given is None or given == []:
             return list(range(rank))
         every = [given] if isinstance(given, int) else given
@@ -158,6 +161,11 @@ class Call:
         given = self.arguments.get(name)
         value = given.meta.get("val") if isinstance(given, fx.Node) else None
         return value.dtype if isinstance(value, Tensor) else None
+
+    @property
+    def keepdim(self) -> bool:
+        """Returns whether dimensions that are reduced stay, with size 1."""
+        return bool(self.get("keepdim", False))
 
     def observes(self, what: str) -> None:
         """Notes that this call tells NaN and infinity from numbers: `Reading.observers`."""

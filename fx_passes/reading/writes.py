@@ -149,7 +149,7 @@ class Writes:
         x = targets[0]
         while x in self._parent:
             parent = self._parent[x]
-            olds[x] = self._old(parent)
+            olds[x] = self.current(parent)
             x = parent
         is_outside = x.op in ("placeholder", "get_attr")
         x = targets[0]
@@ -172,9 +172,6 @@ class Writes:
             self._keep(x, value)
         self._keep(node, chain[0][1])
         self._parent[node] = targets[0]
-
-    def _old(self, node: fx.Node) -> Array:
-        return self.current(node)
 
     def _written_back(self, view: fx.Node, new: Array, old: Array) -> Array:
         """What a write to a view makes of the tensor that it is a view of."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
@@ -11,6 +11,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import node_of
 from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, Product, Side, Stricter
+from torch_streamkl.fx_passes.closed_forms.recompute import element_of
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.user_names import user_name
 from torch_streamkl.fx_passes.planning.refusals import Refusals
@@ -21,11 +22,9 @@ from torch_streamkl.fx_passes.reporting.spoken import (
     spoken,
 )
 from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.program.canonical import product
 from torch_streamkl.program.divergences import Functional, render
-from torch_streamkl.program.graph import SUM, Axis, Node, constant
+from torch_streamkl.program.graph import Node, constant
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
-from torch_streamkl.program.reductions import contraction, reduced
 from torch_streamkl.program.walks import replaced
 
 BOTH_TRAINED = ", student and teacher both need a gradient"
@@ -178,7 +177,7 @@ def _role(name: str, side: Side, refusals: Refusals) -> str:
 def _product(x: Product, refusals: Refusals) -> str:
     """The user's operation that makes these scores of their two operands."""
     elements = [o.element for o in (x.rows, x.keys)]
-    node = refusals.first_with(_element(elements, x.contracted))
+    node = refusals.first_with(element_of(x))
     if node is None or name_of(node) not in MATMULS:
         node = next(_with_sources(elements, refusals), None)
     origin = node_of(refusals.trace, node) if node is not None else None
@@ -187,16 +186,6 @@ def _product(x: Product, refusals: Refusals) -> str:
     operands = " and ".join(_operand(a) for a in origin.all_input_nodes[:2])
     place = shown(location_of(origin)[0])
     return f"{name_of(origin).split('.')[-1]} of {operands} ({place})"
-
-
-def _element(operands: Sequence[Node], contracted: Iterable[Axis]) -> Node:
-    """An element of a product, of captured tensors or of what is computed in the graph."""
-    if all(x.op == "capture" for x in operands):
-        return contraction(operands[0], operands[1], list(contracted))
-    element = product(*operands)
-    for axis in contracted:
-        element = reduced(SUM, axis, element)
-    return element
 
 
 def _with_sources(elements: Sequence[Node], refusals: Refusals) -> Iterator[fx.Node]:

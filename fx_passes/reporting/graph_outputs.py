@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import CASTS, MATMULS, OPERAND_VIEWS
 from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of, num_bytes
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, hint_of, shown_shape
 from torch_streamkl.fx_passes.reporting.report import Outside
 
 SOFTMAXES = {"softmax", "log_softmax"}
@@ -26,8 +27,7 @@ def graph_outputs(graph: fx.Graph) -> list[Outside]:
             continue
         what = "logits" if _is_logits(node) else "attention map" if _is_map(node) else ""
         if what:
-            shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
-            found.append(Outside(what, shape, num_bytes(node), location_of(node)[0]))
+            found.append(Outside(what, shown_shape(value), num_bytes(node), location_of(node)[0]))
     return found
 
 
@@ -62,6 +62,5 @@ def _before(node: fx.Node, names: set[str]) -> fx.Node:
     return node
 
 
-def _size(size: object) -> int:
-    """A size, or what a symbolic one was when the graph was made."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)  # type: ignore[attr-defined]
+def _size(size: Size) -> int:
+    return hint_of(size) or 0

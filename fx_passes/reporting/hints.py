@@ -89,8 +89,7 @@ ADVICE = (
     ),
     Advice(
         "entries of rows are gathered by ids (a cached or served top-k)",
-        "^(gather|take_along_dim|index_select|index)\\b|single entries|gathered by index"
-        "|several entries of a row",
+        "^(gather|take_along_dim|index_select|index)\\b|single entries",
         f"if no row has an id twice, call {ROW_PROGRAM}(..., columns={{'ids': ids}}) "
         "(docs/guide/cached-teachers.md). Ids of a topk in the same graph fuse as they are. Whole "
         "rows may be selected, as in logits[mask]",
@@ -310,7 +309,7 @@ ADVICE = (
     ),
     Advice(
         "scores or probabilities change their type",
-        "(are|is) (cast|rounded) to|become float64|of two types|narrower type",
+        "(are|is) (cast|rounded) to|become float64|narrower type",
         "keep scores and probabilities in the dtype of the matmul. Convert q, k or the hidden "
         "states before it, or the per-row values after the sum. If you want the rounding, the "
         "loss stays unfused",

@@ -21,12 +21,14 @@ from torch_streamkl.fx_passes.capture.region import BARRIERS, CASTS, MATMULS, OP
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    is_call,
     location_of,
     name_of,
     num_bytes,
     storage_of,
     subgraphs_of,
 )
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, hint_of, shown_shape
 from torch_streamkl.fx_passes.reporting.graph_outputs import VOCABULARY_PER_WIDTH
 from torch_streamkl.fx_passes.reporting.report import Remaining
 from torch_streamkl.fx_passes.reporting.unfused_memory import (
@@ -112,7 +114,7 @@ def large_tensors(
             assert isinstance(value, Tensor)
             if known.is_far_smaller(value.shape) and not _is_of_product(node):
                 continue
-            shape = tuple(n if isinstance(n, int) else str(n) for n in value.shape)
+            shape = shown_shape(value)
             location = location_of(node)[0]
             key = (node.name, location, shape)
             if rest[key] > 0:
@@ -143,7 +145,7 @@ def _made(graph: fx.Graph, known: ScoreShapes, unread: set[fx.Node]) -> Iterator
     sizes: dict[fx.Node, int] = {}  # of the scores that a node is computed from
     memory = {_memory_of(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method"):
+        if not is_call(node):
             continue
         before = max((sizes.get(a, 0) for a in node.all_input_nodes), default=0)
         value = example(node)
@@ -184,7 +186,7 @@ def is_origin(node: fx.Node) -> bool:
     input.
     """
     value = example(node)
-    if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
+    if not is_call(node) or not isinstance(value, Tensor):
         return False
     name = name_of(node)
     inputs = [x for a in node.all_input_nodes if isinstance(x := example(a), Tensor)]
@@ -313,9 +315,7 @@ def _squeezed(value: Tensor) -> tuple[int, ...]:
     return tuple(n for n in map(size_hint, value.shape) if n != 1)
 
 
-def size_hint(size: object) -> int:
+def size_hint(size: Size) -> int:
     """Returns a size, or what a dynamic one was when the graph was made."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint  # type: ignore[attr-defined]
-    return UNKNOWN_SIZE if hint is None else int(hint)
+    hint = hint_of(size)
+    return UNKNOWN_SIZE if hint is None else hint

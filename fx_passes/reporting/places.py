@@ -14,8 +14,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     UNKNOWN,
     ancestors,
     example,
+    is_call,
+    is_tensor,
     location_of,
     name_of,
+    reached,
+    subgraphs_of,
+    tensor_of,
 )
 from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
 from torch_streamkl.fx_passes.planning.refusals import ELSEWHERE, NOT_MADE, Refusals, near
@@ -56,7 +61,7 @@ def with_place(reason: str, site: fx.Node, blocker: fx.Node, refusals: Refusals)
         name, at = called(source), shown(location_of(source)[0])
         before = values_of(source) - {source}
         is_known = name in (CHECKPOINT, "register_hook")
-        if not is_known and any(name_of(a) in MATMULS for a in before if _is_call(a)):
+        if not is_known and any(name_of(a) in MATMULS for a in before if is_call(a)):
             return (
                 f"{name} at {at} is applied to a product in a way that the rewrite does not read"
             )
@@ -100,18 +105,13 @@ def _reads_input(site: fx.Node) -> bool:
     """Whether a tensor as large as what a site compares is an input of its graph."""
     values = [example(a) for a in (site, *site.all_input_nodes)]
     sizes = [numel(x) for x in values if isinstance(x, Tensor)]
-    stack, seen, least = [site], {site}, max(sizes, default=0)
-    while stack:
-        for a in stack.pop().all_input_nodes:
-            value = example(a)
-            if a in seen or name_of(a) in MATMULS:
-                continue
-            is_large = isinstance(value, Tensor) and numel(value) >= least
-            if a.op == "placeholder" and is_large:
-                return True
-            seen.add(a)
-            stack.append(a)
-    return False
+    least = max(sizes, default=0)
+
+    def made_of(node: fx.Node) -> list[fx.Node]:
+        return [a for a in node.all_input_nodes if name_of(a) not in MATMULS]
+
+    inputs = (a for a in reached([site], made_of) if a.op == "placeholder" and is_tensor(a))
+    return any(numel(tensor_of(a)) >= least for a in inputs)
 
 
 def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
@@ -121,11 +121,11 @@ def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
     """
     trace, is_known = refusals.trace, refusals.levels.is_known
     made_of = ancestors(site) - {site}
-    least = max((numel(a.meta["val"]) for a in site.all_input_nodes if _is_tensor(a)), default=0)
+    least = max((numel(a.meta["val"]) for a in site.all_input_nodes if is_tensor(a)), default=0)
     large = [
         n
         for n in trace.graph.nodes
-        if n in made_of and _is_tensor(n) and numel(n.meta["val"]) >= least
+        if n in made_of and is_tensor(n) and numel(n.meta["val"]) >= least
     ]
     for node in near(site, "all_input_nodes"):
         outer = node_of(trace, node) if node.op == "placeholder" and node in large else None
@@ -136,14 +136,6 @@ def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
             if all(is_known(a) for a in node.all_input_nodes if a in large):
                 return node_of(trace, node)
     return None
-
-
-def _is_call(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method")
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _is_body(graph: fx.Graph) -> bool:
@@ -160,32 +152,16 @@ def _is_of_dynamo(graph: fx.Graph) -> bool:
 
 def is_shared_by_hand(site: fx.Node) -> bool:
     """Returns whether a collective adds up parts of softmaxes between a site and its matmuls."""
-    stack, seen = [site], {site}
-    while stack:
-        node = stack.pop()
-        written = node.users if node is not site else ()  # dist.all_reduce works in place
-        if any(_holds_reduction(n) for n in (node, *written)):
-            return True
-        if name_of(node) in MATMULS:
-            continue
-        stack += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
-    return False
+    before = reached([site], lambda n: () if name_of(n) in MATMULS else n.all_input_nodes)
+    written = (u for n in before - {site} for u in n.users)  # dist.all_reduce works in place
+    return any(map(_holds_reduction, {*before, *written}))
 
 
 def _holds_reduction(node: fx.Node) -> bool:
-    if "all_reduce" in name_of(node):
-        return True
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    subgraphs = [getattr(node.graph.owning_module, str(a.target), None)
-              for a in node.all_input_nodes if a.op == "get_attr"]  # fmt: skip
-    return any(
-        "all_reduce" in name_of(n)
-        for body in subgraphs
-        if isinstance(body, fx.GraphModule)
-        for n in body.graph.nodes
-    )
+    has_bodies = isinstance(node.target, torch._ops.HigherOrderOperator)
+    bodies = subgraphs_of(node) if has_bodies else []
+    inside = (n for body in bodies for n in body.graph.nodes)
+    return any("all_reduce" in name_of(n) for n in (node, *inside))
 
 
 def place_of(node: fx.Node, trace: Trace) -> tuple[str, str]:

@@ -14,10 +14,12 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     location_of,
     name_of,
     num_bytes,
+    tensor_of,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import expression, is_one, provably_equal
+from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal, same_shape, shown_shape
 from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.planning.score_levels import ScoreLevels
+from torch_streamkl.fx_passes.reporting.large_tensors import is_vector
 from torch_streamkl.fx_passes.reporting.report import Remaining
 from torch_streamkl.fx_passes.reporting.score_families import (
     by_user,
@@ -56,23 +58,18 @@ def large_tensors_left(
         ):
             of_scores.add(node)
         if (node in again or (node in sizes and node in of_scores)) and node not in unread:
-            value = example(node)
-            assert isinstance(value, Tensor)
-            if _is_vector(value) or (node in sizes and _is_far_smaller(sizes[node], levels)):
+            value = tensor_of(node)
+            if is_vector(value) or (node in sizes and _is_far_smaller(sizes[node], levels)):
                 continue
             reason = readers_text(node, unread)
             if node in sizes and sizes[node] in refused:
                 reason += f" ({as_sentence(refused[sizes[node]])})"
             location, _ = location_of(node)
             cause = ordered.get(node) or _of_an_input(node)
-            shape = tuple(n if isinstance(n, int) else str(n) for n in value.shape)
             size = num_bytes(node)
-            remaining.append(Remaining(node.name, shape, location, reason, cause, size))
+            made = Remaining(node.name, shown_shape(value), location, reason, cause, size)
+            remaining.append(made)
     return remaining
-
-
-def _is_vector(value: Tensor) -> bool:
-    return sum(not is_one(n) for n in value.shape) < 2
 
 
 def _is_far_smaller(inner: fx.Node, levels: ScoreLevels) -> bool:
@@ -97,17 +94,17 @@ def _made_again(
     for node, inner in sizes.items():
         read = by_user(operands_of(inner, levels), outer) if name_of(inner) in MATMULS else []
         if read:
-            products.add((_operands(read), _num_elements(node)))
+            products.add((_operands(read), num_elements(node)))
     found: set[fx.Node] = set()
     for node in graph.nodes if products else ():
         if node in sizes or not isinstance(example(node), Tensor) or is_view(node):
             continue
         if name_of(node) in MATMULS:
-            if (_operands(node.all_input_nodes), _num_elements(node)) in products:
+            if (_operands(node.all_input_nodes), num_elements(node)) in products:
                 found.add(node)
             continue
         sources = [_source(a) for a in node.all_input_nodes]
-        if any(a in found and _num_elements(a) == _num_elements(node) for a in sources):
+        if any(a in found and num_elements(a) == num_elements(node) for a in sources):
             found.add(node)
     return found
 
@@ -120,16 +117,10 @@ def _source(node: fx.Node) -> fx.Node:
     """Returns the tensor that a view, or one of several results, is taken from."""
     while node.op != "placeholder" and node.all_input_nodes and is_view(node):
         before = node.all_input_nodes[0]
-        if not isinstance(example(before), Tensor) or _num_elements(before) != _num_elements(node):
+        if not isinstance(example(before), Tensor) or num_elements(before) != num_elements(node):
             return node
         node = before
     return node
-
-
-def _num_elements(node: fx.Node) -> object:
-    value = example(node)
-    assert isinstance(value, Tensor)
-    return expression(value.numel())
 
 
 def _read_by_order(graph: fx.Graph, unread: set[fx.Node]) -> dict[fx.Node, str]:
@@ -158,13 +149,7 @@ def _of_an_input(node: fx.Node) -> str:
     before = ancestors(node)
     if any(name_of(a) in MATMULS for a in before if a.op != "placeholder"):
         return ""
-    value = example(node)
-    assert isinstance(value, Tensor)
+    shape = tensor_of(node).shape
     inputs = [example(a) for a in before if a.op in ("placeholder", "get_attr")]
-    is_as_large = any(isinstance(x, Tensor) and _have_one_shape(x, value) for x in inputs)
+    is_as_large = any(isinstance(x, Tensor) and same_shape(x.shape, shape) for x in inputs)
     return OF_AN_INPUT if is_as_large else ""
-
-
-def _have_one_shape(x: Tensor, y: Tensor) -> bool:
-    """Whether shapes are provably equal: a plain comparison guards, or fails on data."""
-    return x.dim() == y.dim() and all(map(provably_equal, x.shape, y.shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch_streamkl.fx_passes.reporting import formats, text
@@ -99,9 +99,7 @@ class Report:
 
     sites: list[Site] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)  # on the path of the losses
-    failures: list[str] = field(
-        default_factory=list
-    )  # exceptions in the analysis; the graph was not fused
+    failures: list[str] = field(default_factory=list)  # of the analysis; the graph was not fused
     outside: list[Outside] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what else keeps large tensors, and where
     not_analysed: int = 0  # graphs with losses that are not fused as a whole
@@ -165,21 +163,10 @@ class Report:
 
     def extend(self, other: Report) -> None:
         """Adds the losses, tensors and counts of another report to this one."""
-        self.sites += other.sites
-        self.remaining += other.remaining
-        self.failures += other.failures
-        self.outside += other.outside
-        self.notes += other.notes
-        self.not_analysed += other.not_analysed
-        self.elsewhere += other.elsewhere
-        self.unrecognized += other.unrecognized
-        self.unfused_comparisons += other.unfused_comparisons
-        self.not_scanned += other.not_scanned
-        self.num_graphs += other.num_graphs
-        self.num_large += other.num_large
-        self.num_not_ours += other.num_not_ours
-        self.num_cached += other.num_cached
-        self.breaks += [x for x in other.breaks if x not in self.breaks]
+        breaks = [*self.breaks, *(x for x in other.breaks if x not in self.breaks)]
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.breaks = breaks
 
     def __str__(self) -> str:
         return text.short(self)

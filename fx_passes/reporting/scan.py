@@ -6,6 +6,7 @@ import logging
 
 from torch import fx
 
+from torch_streamkl.fx_passes.fx_utils.errors import first_line
 from torch_streamkl.fx_passes.reporting.comparisons import unfused_comparisons
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
 from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, graphs_of, large_tensors
@@ -68,4 +69,4 @@ class Scan:
 
     def _failed(self, error: Exception) -> None:
         log.warning("the large tensors of a graph are not known", exc_info=True)
-        self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.failure = f"{type(error).__name__}: {first_line(error)}"

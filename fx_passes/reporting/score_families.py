@@ -10,11 +10,10 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, is_view, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
-from torch_streamkl.fx_passes.planning.divergence_sites import SOFTMAXES
+from torch_streamkl.fx_passes.planning.divergence_sites import SOFTMAXES, scores_of
 from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
-from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.program.graph import Source
 
 ORIGINS = SOFTMAXES | {"log_softmax", "log"}  # also of logits from elsewhere
@@ -83,7 +82,7 @@ class _Families:
         for node in trace.graph.nodes:
             behind = _union(self.behind.get(a, 0) for a in node.all_input_nodes)
             if not behind and is_origin(node, levels):
-                operands = _product_of(node, levels)
+                operands = scores_of(node, levels.reading)
                 if operands in by_operands:
                     self.behind[node] = by_operands[operands]
                     continue
@@ -130,8 +129,8 @@ def operands_of(node: fx.Node, levels: ScoreLevels) -> list[fx.Node]:
 
 
 def num_elements(node: fx.Node) -> object:
-    """Returns how many entries a tensor of the trace has, as a number or an expression."""
-    value = node.meta.get("val")
+    """Returns how many entries a tensor has, as a number or an expression."""
+    value = example(node)
     return expression(value.numel()) if isinstance(value, Tensor) else None
 
 
@@ -139,12 +138,6 @@ def by_user(operands: Iterable[fx.Node], outer: Mapping[fx.Node, fx.Node]) -> li
     """Returns the user's nodes of operands, none if one of them is no node of the user."""
     found = list(operands)
     return [outer[x] for x in found] if all(x in outer for x in found) else []
-
-
-def _product_of(node: fx.Node, levels: ScoreLevels) -> object:
-    """What a score matrix is, which is equal for a product that is written twice."""
-    found = levels.reading.arrays.get(node)
-    return (found.expr, found.dims) if isinstance(found, Array) else node
 
 
 def _is_projection(node: fx.Node) -> bool:

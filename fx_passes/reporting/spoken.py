@@ -8,10 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.fx_utils.torch_names import unset_fake_temporarily
-from torch_streamkl.program.divergences import DIVERGENCES, NAMES_IN_TEXT, Functional, evaluate
+from torch_streamkl.fx_passes.closed_forms.formulas import value_at
+from torch_streamkl.program.divergences import DIVERGENCES, NAMES_IN_TEXT, Functional
 from torch_streamkl.program.graph import Node
-from torch_streamkl.program.operations import exact
 
 _POINTS = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (0.2, 0.2), (0.9, 0.5), (1e-3, 0.4))
 _CLOSE = 1e-9
@@ -26,7 +25,7 @@ def spoken(functional: Functional) -> str:
         return known
     expr = functional.expr
     try:
-        values = [value_of(expr, p, s) for p, s in _POINTS]
+        values = [value_at(expr, *map(math.log, point)) for point in _POINTS]
         constants = list(_constants(expr))
         has_eps = any(0.0 < c < _LARGEST_EPS for c in constants)
         for close in (_CLOSE,) if has_eps else (_CLOSE, _CLOSE_IN_FLOAT32):
@@ -68,7 +67,8 @@ def has_exp_of_probability(functional: Functional) -> bool:
 
 def _has_values(functional: Functional, formula: Callable[[float, float], float]) -> bool:
     try:
-        return all(_is_close(value_of(functional.expr, p, s), formula(p, s)) for p, s in _POINTS)
+        values = ((value_at(functional.expr, math.log(p), math.log(s)), p, s) for p, s in _POINTS)
+        return all(_is_close(x, formula(p, s)) for x, p, s in values)
     except (ValueError, OverflowError, ZeroDivisionError, KeyError):
         return False
 
@@ -86,13 +86,6 @@ def _by_form(functional: Functional) -> str:
             clamps = [f"{side} clamped at {least:.3g}" for side, least in used.items()]
             return ", ".join([name, *clamps])
     return ""
-
-
-def value_of(e: Node, p: float, s: float) -> float:
-    """Returns the value of an expression at one key's probabilities."""
-    numbers = {"P": p, "S": s, "logP": math.log(p), "logS": math.log(s)}
-    with unset_fake_temporarily():
-        return float(evaluate(e, {name: exact(x) for name, x in numbers.items()}))
 
 
 def _constants(e: Node) -> Iterator[float]:

@@ -103,16 +103,14 @@ def unfused_sites(
 
 TOLD = ORDERED | {"gather", "index", "cross_entropy_loss"}  # by what reads large tensors
 _NO_OPERATION = re.compile(
-    r"of scores$|of attention or vocabulary probabilities$|vary along the keys|row weights"
-    "|averaged over their own rows or keys"
+    "of scores$|of attention or vocabulary probabilities$|vary along the keys"
 )
 _VAGUE = {  # next to an operation's name
     "sums over different rows", "a sum of what is not made from scores",
     "the sum is not over an axis of one operand of the matmul",
 }  # fmt: skip
 _UNKNOWN_NUMBER = re.compile(
-    r"number that is not known|exponent is not known|row weights|with a tensor"
-    "|neither a tensor nor a number|vary along the keys"
+    "exponent is not known|neither a tensor nor a number|vary along the keys"
 )
 _IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
 

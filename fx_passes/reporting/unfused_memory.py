@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
-from torch_streamkl.fx_passes.fx_utils.nodes import (
-    num_bytes,
-    said_name,
-)
-from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, provably_equal
+from torch_streamkl.fx_passes.fx_utils.nodes import num_bytes, said_name
+from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
 
 ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
-
-
 OF_AN_INPUT = "made of an input of this size"
 SMALLER = 8  # times, and a tensor is no longer as large as the scores that it is made of
-
-
-def _plain(shape: Sequence[object]) -> tuple[object, ...]:
-    return tuple(size if isinstance(size, int) else str(size) for size in shape)
 
 
 def unread_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -50,8 +41,3 @@ def readers_text(
         saved = bytes_text(num_bytes(node))
         said.append(f"returned, or used after a graph break; {saved} less without that")
     return ", ".join(said) or "nothing reads it"
-
-
-def _have_one_shape(x: Tensor, y: Tensor) -> bool:
-    """Whether shapes are provably equal: a plain comparison guards, or fails on data."""
-    return x.dim() == y.dim() and all(map(provably_equal, x.shape, y.shape))

@@ -6,6 +6,7 @@ nothing of the rules that made the replacement, so it cannot share their mistake
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.fx_utils.errors import first_line
+from torch_streamkl.fx_passes.fx_utils.mutation import draws_random
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
 from torch_streamkl.fx_passes.reporting.execution import SITE
@@ -36,7 +39,7 @@ from torch_streamkl.fx_passes.validation.inputs import (
     values_of,
 )
 from torch_streamkl.fx_passes.validation.isolation import isolated
-from torch_streamkl.fx_passes.validation.kinds import draws_random, is_leaf
+from torch_streamkl.fx_passes.validation.kinds import is_leaf
 from torch_streamkl.fx_passes.validation.options import CheckOptions, NotChecked
 from torch_streamkl.fx_passes.validation.records import (
     Fingerprint,
@@ -109,7 +112,7 @@ def check(
             reason = "out of memory"
         except Exception as error:
             log.warning("a check failed to run", exc_info=True)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            reason = f"{type(error).__name__}: {first_line(error, 200)}"
             is_fault = True
         verdicts.append(CheckResult(change.before.name, sites, found, reason, is_fault))
         for listener in LISTENERS:
@@ -216,21 +219,19 @@ class _Comparison:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return f"it raises {type(error).__name__}: {_first_line(error)}"
+            return f"it raises {type(error).__name__}: {first_line(error, 120)}"
         slack = Tolerance()
         slack.add(naive, exact)
         found = difference(ours, naive, exact, slack)
-        for seed in range(NUM_ROUNDINGS):
+        for is_of_terms, seed in itertools.product((False, True), range(NUM_ROUNDINGS)):
             if not found:
                 break
             noise = torch.Generator().manual_seed(seed)
-            slack.add(self._naive(inputs, draw, wide=True, noise=noise), exact)
-            found = difference(ours, naive, exact, slack)
-        for seed in range(NUM_ROUNDINGS):
-            if not found:
-                break
-            terms = GradientTerms(torch.Generator().manual_seed(seed))
-            slack.add_terms(self._naive(inputs, draw, wide=True, terms=terms))
+            if is_of_terms:
+                terms = GradientTerms(noise)
+                slack.add_terms(self._naive(inputs, draw, wide=True, terms=terms))
+            else:
+                slack.add(self._naive(inputs, draw, wide=True, noise=noise), exact)
             found = difference(ours, naive, exact, slack)
         return found
 
@@ -246,7 +247,7 @@ class _Comparison:
         except Exception as error:
             log.debug("a draw cannot be run", exc_info=True)
             raise _Inconclusive(
-                f"the code raises {type(error).__name__} on random inputs: {_first_line(error)}"
+                f"the code raises {type(error).__name__} on random inputs: {first_line(error, 99)}"
             ) from error
         if not is_informative(exact):
             raise _Inconclusive("the code gives NaN on random inputs")
@@ -275,7 +276,3 @@ class _Comparison:
 
 class _Inconclusive(Exception):
     """Says why a run of the user's code gives nothing to compare with."""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:120] if str(error) else ""

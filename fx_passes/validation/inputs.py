@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, held_by, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.fx_passes.validation.sizes import Sizes
@@ -80,9 +80,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _constant(owner: Any, leaf: fx.Node) -> Any:
-    value = owner
-    for part in str(leaf.target).split("."):
-        value = getattr(value, part)
+    value = held_by(owner, leaf)
     if not isinstance(value, Tensor) or isinstance(value, torch._subclasses.FakeTensor):
         raise NotChecked(f"the constant {leaf.target} has no values yet")
     copy = value.detach().clone(memory_format=torch.preserve_format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.fx_utils.mutation import draws_random
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
 from torch_streamkl.fx_passes.validation.sizes import Sizes
@@ -16,7 +17,6 @@ HEAVY = {
     "layer_norm", "rms_norm", "group_norm", "batch_norm", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bilinear", "cdist",
 }  # fmt: skip
-RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
 
 
 def is_leaf(node: fx.Node) -> bool:
@@ -33,18 +33,6 @@ def _is_opaque(node: fx.Node) -> bool:
         source = node.args[0]
         return not isinstance(example(source), Tensor) and _is_opaque(source)
     return draws_random(node)
-
-
-def draws_random(node: fx.Node) -> bool:
-    """Returns whether a node draws random numbers."""
-    name = name_of(node)
-    if name == "dropout":
-        p, training = (
-            node.kwargs.get(key, node.args[i] if len(node.args) > i else None)
-            for i, key in ((1, "p"), (2, "training"))
-        )
-        return not (p == 0.0 or training is False)
-    return any(part in name for part in RANDOM)
 
 
 def sets_state(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, is_parameter, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, held_by, is_parameter, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import optional
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
@@ -89,10 +89,7 @@ class Fingerprint:
             return f"number {self.sizes.known(value)}"
         if leaf.op != "get_attr" or is_parameter(leaf):
             return f"input {self._value(leaf)}"
-        constant = self.owner
-        with contextlib.suppress(AttributeError):
-            for part in str(leaf.target).split("."):
-                constant = getattr(constant, part)
+        constant = held_by(self.owner, leaf)
         if not isinstance(constant, Tensor) or constant.numel() > MAX_CONSTANT:
             self.is_known = False
             return ""

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.mutation import draws_random
+from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, reached, storage_of
 from torch_streamkl.fx_passes.validation.changes import Change, Comparison, Graph
-from torch_streamkl.fx_passes.validation.kinds import HEAVY, draws_random, is_leaf, sets_state
+from torch_streamkl.fx_passes.validation.kinds import HEAVY, is_leaf, sets_state
 from torch_streamkl.fx_passes.validation.options import NotChecked
 
 MAX_NODES = 2000
@@ -132,16 +133,11 @@ def _cone(node: fx.Node) -> set[str]:
     """Returns a node and what it is computed from by cheap operations, down to inputs and
     expensive ones.
     """
-    found: set[str] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current.name in found:
-            continue
-        found.add(current.name)
-        if not is_leaf(current) and name_of(current) not in HEAVY:
-            stack.extend(current.all_input_nodes)
-    return found
+
+    def cheap(n: fx.Node) -> list[fx.Node]:
+        return [] if is_leaf(n) or name_of(n) in HEAVY else n.all_input_nodes
+
+    return {n.name for n in reached([node], cheap)}
 
 
 def _torn(leaves: list[fx.Node], inside: set[str], cheap: frozenset[str]) -> set[str]:

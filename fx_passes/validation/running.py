@@ -75,7 +75,7 @@ def run(
                 and getattr(made, "dtype", None) not in kept
             ):
                 given_to = [values.get(a.name) for a in node.all_input_nodes[:1]]
-                made = _rounded_otherwise(made, node, noise, *map(_largest, given_to))
+                made = _rounded_otherwise(made, node, noise, *map(largest_entry, given_to))
             values[node.name] = made
             for a in node.all_input_nodes:
                 if last_use[a.name] == node.name and a.name != output and a.name not in leaves:
@@ -93,7 +93,7 @@ def run(
     return Result(plain, gradients, written)
 
 
-def _largest(x: Any) -> float:
+def largest_entry(x: Any) -> float:
     """Returns the largest absolute entry, without what masks fill in."""
     if not isinstance(x, Tensor) or not x.numel() or x.dtype not in (*NARROW, torch.float64):
         return 0.0

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torch_streamkl.fx_passes.fx_utils.torch_names import TorchDispatchMode, tree_map
-from torch_streamkl.fx_passes.validation.running import EXPONENTIALS, LOGARITHMS
+from torch_streamkl.fx_passes.validation.running import EXPONENTIALS, LOGARITHMS, largest_entry
 
 # operations that only move or choose numbers: every implementation of them gives the same
 EXACT = {
@@ -28,7 +28,6 @@ EXACT = {
     "zeros_like",
 }  # fmt: skip
 _NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax", "sigmoid": "exp", "exp2": "exp"}
-_FILL = 1e4  # beyond it lie the values of masks
 _MOST = 1.0  # a negative number that moves by more is the value of a mask
 
 
@@ -127,7 +126,7 @@ class PerturbRounding(TorchDispatchMode):
             op = _NAMES.get(name, name)
             if op in EXPONENTIALS and inputs:
                 wide = torch.promote_types(x.dtype, torch.float32)
-                exponent = 4 * _largest(inputs[0]) * torch.finfo(wide).eps
+                exponent = 4 * largest_entry(inputs[0]) * torch.finfo(wide).eps
                 change = change + self._sign(x) * exponent * (1.0 if op in LOGARITHMS else x)
             near = x + change
             near = torch.where(near.isfinite(), near, x)
@@ -159,11 +158,3 @@ class PerturbRounding(TorchDispatchMode):
 def _is_plain(x: Any) -> bool:
     is_tensor = type(x) in (Tensor, torch.nn.Parameter)
     return is_tensor and x.is_floating_point() and x.layout is torch.strided
-
-
-def _largest(x: Tensor) -> float:
-    """Returns the largest absolute entry, without what masks fill in."""
-    if not x.numel() or not x.is_floating_point():
-        return 0.0
-    size = x.abs()
-    return float(torch.where(size < _FILL, size, 0.0).max())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.fx_passes.reading import arrays
-from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, over
+from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met
+from torch_streamkl.fx_passes.reading.rules.reductions import over
 from torch_streamkl.program import canonical as c
 from torch_streamkl.program import functions
 from torch_streamkl.program.graph import (

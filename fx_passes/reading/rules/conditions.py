@@ -10,6 +10,7 @@ from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.index_values import promoted
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, in_type, number_of, rule
+from torch_streamkl.fx_passes.reading.rules.reductions import over
 from torch_streamkl.fx_passes.reading.types import stored
 from torch_streamkl.program.canonical import (
     TRUE,
@@ -162,13 +163,11 @@ def triangle(call: Call) -> Array:
 def any_along(call: Call) -> Array:
     """Reads whether any element is not 0."""
     x = call.array("self").map(truth)
-    dims = call.dims(len(x.dims))
-    return arrays.over(ANY, x, dims, bool(call.get("keepdim", False)))
+    return over(ANY, x, call.dims(), call.keepdim)
 
 
 @rule(aten.all.default, aten.all.dim, aten.all.dims)
 def all_along(call: Call) -> Array:
     """Reads whether every element is not 0."""
     x = call.array("self").map(lambda e: negation(truth(e)))
-    found = arrays.over(ANY, x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
-    return found.map(negation)
+    return over(ANY, x, call.dims(), call.keepdim).map(negation)

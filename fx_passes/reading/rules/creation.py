@@ -8,22 +8,16 @@ from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, in_type, number_of, rule
 from torch_streamkl.program.canonical import choose, compare, linear, product
-from torch_streamkl.program.graph import INT, Node, const, index
+from torch_streamkl.program.graph import INT, const, index
 
 aten = torch.ops.aten
 
 
-def _filled(call: Call, value: Node) -> Array:
-    value = number_of(value, INT)
-    x = in_type(value.value, call.dtype) if value.op == "const" else value
-    return call.made(x, arrays.leaf_dims(call.shape))
-
-
 def _number(value: float) -> None:
     name = "zeros" if value == 0.0 else "ones"
-    made = getattr(aten, name).default, getattr(aten, f"{name}_like").default
+    made = [getattr(aten, n).default for n in (name, f"{name}_like", f"new_{name}")]
 
-    @rule(*made, getattr(aten, f"new_{name}").default)
+    @rule(*made, *([aten.zero_.default] if value == 0.0 else []))
     def filled(call: Call) -> Array:
         return call.made(in_type(value, call.dtype), arrays.leaf_dims(call.shape))
 
@@ -32,31 +26,14 @@ _number(0.0)
 _number(1.0)
 
 
-@rule(aten.full.default, aten.full_like.default, aten.new_full.default)
+@rule(aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default,
+      aten.fill.Scalar, aten.fill.Tensor)  # fmt: skip
 def full(call: Call) -> Array:
-    """Reads a tensor of one number."""
-    value = call.number("fill_value")
-    return _filled(call, value)
-
-
-@rule(aten.scalar_tensor.default)
-def scalar_tensor(call: Call) -> Array:
-    """Reads a number as a tensor."""
-    value = call.number("s")
-    return _filled(call, value)
-
-
-@rule(aten.fill.Scalar, aten.fill.Tensor)
-def fill(call: Call) -> Array:
-    """Reads a tensor all of which is set to a number."""
-    value = call.number("value")
-    return _filled(call, value)
-
-
-@rule(aten.zero_.default)
-def zero(call: Call) -> Array:
-    """Reads a tensor all of which is set to 0."""
-    return call.made(in_type(0.0, call.dtype), arrays.leaf_dims(call.shape))
+    """Reads a tensor of one number, or one that is set to it."""
+    name = next(n for n in ("fill_value", "value", "s") if call.has(n))
+    value = number_of(call.number(name), INT)
+    x = in_type(value.value, call.dtype) if value.op == "const" else value
+    return call.made(x, arrays.leaf_dims(call.shape))
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)

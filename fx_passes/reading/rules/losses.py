@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from torch_streamkl.bounds import LABELS
@@ -33,8 +35,9 @@ aten = torch.ops.aten
 NONE, MEAN, TOTAL = range(3)
 
 
-def _finished(call: Call, values: Array) -> Array:
-    """The reduction with which a loss ends."""
+def _of_pair(call: Call, make: Callable[[Node, Node], Node]) -> Array:
+    """What a loss makes of each pair of values, and the reduction with which it ends."""
+    values = call.pointwise(make, *call.arrays("self", "target"))
     reduction = call.known("reduction", MEAN)
     every = range(len(values.dims))
     if reduction == NONE:
@@ -51,7 +54,7 @@ def kl_div(call: Call) -> Array:
             return product(exponential(t), subtracted(t, x))
         return linear(0.0, [(1.0, product(t, logarithm(t))), (-1.0, product(t, x))])
 
-    return _finished(call, call.pointwise(values, *call.arrays("self", "target")))
+    return _of_pair(call, values)
 
 
 @rule(aten.mse_loss.default)
@@ -62,14 +65,13 @@ def mse_loss(call: Call) -> Array:
         difference = added(x, y, -1.0)
         return product(difference, difference)
 
-    return _finished(call, call.pointwise(squares, *call.arrays("self", "target")))
+    return _of_pair(call, squares)
 
 
 @rule(aten.l1_loss.default)
 def l1_loss(call: Call) -> Array:
     """Reads absolute differences."""
-    pair = call.arrays("self", "target")
-    return _finished(call, call.pointwise(lambda x, y: function("abs", added(x, y, -1.0)), *pair))
+    return _of_pair(call, lambda x, y: function("abs", added(x, y, -1.0)))
 
 
 @rule(aten.smooth_l1_loss.default, aten.huber_loss.default)
@@ -87,7 +89,7 @@ def huber_loss(call: Call) -> Array:
         found = choose(compare("lt", distance, const(beta)), near, far)
         return scaled(beta, found) if is_huber else found
 
-    return _finished(call, call.pointwise(values, *call.arrays("self", "target")))
+    return _of_pair(call, values)
 
 
 @rule(aten.cosine_similarity.default)

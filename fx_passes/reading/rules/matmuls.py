@@ -152,22 +152,12 @@ def _product(call: Call, a: str, b: str) -> Array:
     return contracted(call, list(zip((x, y), nodes, strict=True)), (left, right), out)
 
 
-@rule(aten.matmul.default, aten.mm.default)
+@rule(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
 def matmul(call: Call) -> Array:
-    """Reads a matmul."""
-    return _product(call, "self", "other" if call.has("other") else "mat2")
-
-
-@rule(aten.bmm.default)
-def bmm(call: Call) -> Array:
-    """Reads a matmul of batches."""
-    return _product(call, "self", "mat2")
-
-
-@rule(aten.mv.default, aten.dot.default)
-def vectors(call: Call) -> Array:
-    """Reads a product with a vector."""
-    return _product(call, "self", "vec" if call.has("vec") else "tensor")
+    """Reads a matmul, or a product with a vector."""
+    return _product(
+        call, "self", next(n for n in ("other", "mat2", "vec", "tensor") if call.has(n))
+    )
 
 
 @rule(aten.baddbmm.default, aten.addmm.default)

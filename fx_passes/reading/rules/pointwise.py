@@ -85,16 +85,11 @@ UNARY: dict[object, Unary] = {
         *("expm1", "floor", "ceil", "trunc", "sign"),
     )
 }
-_OF_INTEGERS = {aten.abs.default, aten.neg.default, aten.relu.default, aten.sign.default}
 
 
 def _unary(call: Call) -> Array:
-    make = UNARY[call.node.target] if call.node.target in UNARY else UNARY[_out_of_place(call)]
+    make = UNARY.get(call.node.target) or UNARY[getattr(aten, call.name).default]
     return call.array("self").map(lambda e: make(number_of(e)))
-
-
-def _out_of_place(call: Call) -> object:
-    return getattr(aten, call.name).default
 
 
 for _overload in UNARY:
@@ -119,8 +114,6 @@ binary(aten.maximum.default, aten.max.other)(applied("maximum"))
 binary(aten.logaddexp.default)(log_add_exp)
 binary(aten.remainder.Tensor, aten.remainder.Scalar)(applied("remainder"))
 binary(aten.floor_divide.default)(applied("floor_divide"))
-binary(aten.true_divide.Tensor, aten.true_divide.Scalar)(quotient)
-binary(aten.divide.Tensor, aten.divide.Scalar)(quotient)
 
 
 @rule(aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor, aten.multiply.Scalar)
@@ -166,21 +159,15 @@ def subtract_from(call: Call) -> Array:
     return _sum(call, -1.0, "other", "self")
 
 
-@rule(aten.div.Tensor, aten.div.Scalar)
+@rule(aten.div.Tensor, aten.div.Scalar, aten.divide.Tensor, aten.divide.Scalar,
+      aten.true_divide.Tensor, aten.true_divide.Scalar, aten.div.Tensor_mode,
+      aten.div.Scalar_mode)  # fmt: skip
 def divide(call: Call) -> Array:
-    """Reads a quotient."""
-    return call.pointwise(
-        lambda a, b: quotient(number_of(a), number_of(b)), *call.arrays("self", "other")
-    )
-
-
-@rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def divide_rounding(call: Call) -> Array:
-    """Reads a quotient that is rounded down or to zero."""
+    """Reads a quotient, which may be rounded down or to zero."""
     mode = call.get("rounding_mode")
-    if mode is None:
-        return divide(call)
     x, y = call.arrays("self", "other")
+    if mode is None:
+        return call.pointwise(lambda a, b: quotient(number_of(a), number_of(b)), x, y)
     if mode == "floor" or all(z.expr.range[0] >= 0.0 for z in (x, y)):
         return call.pointwise(applied("floor_divide"), x, y)
     if not call.dtype.is_floating_point:
@@ -341,12 +328,8 @@ def nan_to_num(call: Call) -> Array:
     """Reads ``nan_to_num``, which replaces what is no number."""
     call.observes("nan_to_num")
     limits = torch.finfo(call.dtype)
-    values = {
-        "nan": call.known("nan"), "posinf": call.known("posinf"), "neginf": call.known("neginf")
-    }  # fmt: skip
-    nan = 0.0 if values["nan"] is None else values["nan"]
-    high = limits.max if values["posinf"] is None else values["posinf"]
-    low = limits.min if values["neginf"] is None else values["neginf"]
+    usual = {"nan": 0.0, "posinf": limits.max, "neginf": limits.min}
+    nan, high, low = (call.known(n) if call.has(n) else x for n, x in usual.items())
 
     def replaced(x: Node) -> Node:
         is_infinite, is_nan = function("isinf", x), function("isnan", x)
@@ -357,16 +340,12 @@ def nan_to_num(call: Call) -> Array:
 
 
 @rule(aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other, aten.type_as.default,
-      aten.to.dtype_layout)  # fmt: skip
+      aten.to.dtype_layout, aten.copy_.default)  # fmt: skip
 def cast(call: Call) -> Array:
-    """Reads a cast: NOTE [Types]."""
+    """Reads a cast, also of what is written over another tensor: NOTE [Types]."""
     source = "src" if call.has("src") else "self"
     x, than = call.array(source), call.dtype_of(source)
     assert than is not None
-    return _cast(call, x, than)
-
-
-def _cast(call: Call, x: Array, than: torch.dtype) -> Array:
     to, kind = call.dtype, types.kind_of(call.dtype)
     rounds = kind == FLOAT and x.expr.dtype == FLOAT and types.is_narrower(to, than)
     reads_products = call.node in call.reader.reading.reads_products
@@ -377,11 +356,3 @@ def _cast(call: Call, x: Array, than: torch.dtype) -> Array:
     if rounds and reads_products and call.reader.is_type_of_products(call.node, to):
         return x
     return x.map(lambda e: types.cast(e, to, than))
-
-
-@rule(aten.copy_.default)
-def copy(call: Call) -> Array:
-    """Reads a tensor that is written over another."""
-    than = call.dtype_of("src")
-    assert than is not None
-    return _cast(call, call.array("src"), than)

@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
 from torch_streamkl.program.canonical import choose, compare, linear, product, scaled, subtracted
 from torch_streamkl.program.functions import exponential, function, quotient
-from torch_streamkl.program.graph import LOGSUMEXP, MAX, SUM, Node, const, size_of
+from torch_streamkl.program.graph import ANY, LOGSUMEXP, MAX, SUM, Node, const, size_of
 from torch_streamkl.program.reductions import reduced
 from torch_streamkl.program.walks import walk
 
@@ -21,7 +21,8 @@ aten = torch.ops.aten
 
 def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
     """Returns a reduction, over keys before rows: keys are what a softmax is over."""
-    expr = number_of(x.expr)
+    dims = [d % len(x.dims) for d in dims]
+    expr = x.expr if kind == ANY else number_of(x.expr)
     axes = [a for d in sorted(dims, reverse=True) for a in x.dims[d]]
     if len(axes) > 1:
         keys = {y.value for y in walk([expr]) if y.op == "log_softmax"}
@@ -47,14 +48,14 @@ def averaged(x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
 def sum_(call: Call) -> Array:
     """Reads a sum."""
     x = call.array("self")
-    return over(SUM, x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+    return over(SUM, x, call.dims(), call.keepdim)
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Array:
     """Reads a mean."""
     x = call.array("self")
-    return averaged(x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+    return averaged(x, call.dims(), call.keepdim)
 
 
 @rule(aten.nansum.default)
@@ -64,14 +65,14 @@ def nansum(call: Call) -> Array:
     x = call.array("self").map(
         lambda e: choose(function("isnan", e), const(0.0), e) if e.dtype == "float" else e
     )
-    return over(SUM, x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+    return over(SUM, x, call.dims(), call.keepdim)
 
 
 @rule(aten.amax.default, aten.amin.default)
 def amax(call: Call) -> Array:
     """Reads a maximum or minimum."""
     x = call.array("self").map(number_of)
-    dims, keepdim = call.dims(len(x.dims)), bool(call.get("keepdim", False))
+    dims, keepdim = call.dims(), call.keepdim
     if call.node.target == aten.amax.default:
         return over(MAX, x, dims, keepdim)
     found = over(MAX, x.map(lambda e: scaled(-1.0, e)), dims, keepdim)
@@ -82,8 +83,8 @@ def amax(call: Call) -> Array:
 def max_along(call: Call) -> tuple[Array | None, ...]:
     """Reads maxima, not where they are."""
     x = call.array("self")
-    d = call.dim(rank=len(x.dims))
-    kept = bool(call.get("keepdim", False)) or not x.dims
+    d = call.dim()
+    kept = call.keepdim or not x.dims
     return over(MAX, x, [d] if x.dims else [], kept), None
 
 
@@ -98,7 +99,7 @@ def max_of_all(call: Call) -> Array:
 def logsumexp(call: Call) -> Array:
     """Reads a log-sum-exp."""
     x = call.array("self")
-    return over(LOGSUMEXP, x, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+    return over(LOGSUMEXP, x, call.dims(), call.keepdim)
 
 
 def log_softmax_of(x: Array, d: int) -> Array:
@@ -118,7 +119,7 @@ def log_softmax_of(x: Array, d: int) -> Array:
 
 def _softmax(call: Call) -> Array:
     x = call.array("self")
-    return log_softmax_of(x, call.dim(rank=len(x.dims))) if x.dims else x.map(lambda e: const(0.0))
+    return log_softmax_of(x, call.dim()) if x.dims else x.map(lambda e: const(0.0))
 
 
 @rule(aten.log_softmax.int, aten._log_softmax.default)
@@ -146,21 +147,12 @@ def norm_of(x: Array, order: float, dims: Sequence[int], keepdim: bool) -> Array
     raise NoRule(f"a norm of order {order:g}")
 
 
-@rule(aten.linalg_vector_norm.default)
-def vector_norm(call: Call) -> Array:
-    """Reads a norm."""
-    x = call.array("self").map(number_of)
-    order = float(call.known("ord", 2))
-    return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
-
-
-@rule(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+@rule(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar)
 def norm(call: Call) -> Array:
-    """Reads a norm in its older form."""
+    """Reads a norm, also in its older form."""
     x = call.array("self").map(number_of)
-    order = call.known("p", 2)
-    order = 2.0 if order is None else float(order)
-    return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+    order = call.known("p" if call.has("p") else "ord", 2)
+    return norm_of(x, float(order), call.dims(), call.keepdim)
 
 
 @rule(aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord)
@@ -169,8 +161,7 @@ def matrix_norm(call: Call) -> Array:
     x, order = call.array("self").map(number_of), call.known("ord", "fro")
     if order != "fro":
         raise NoRule(f"a matrix norm of order {order}")
-    dims = [d % len(x.dims) for d in call.known("dim", (-2, -1))]
-    return norm_of(x, 2.0, dims, bool(call.get("keepdim", False)))
+    return norm_of(x, 2.0, call.known("dim", (-2, -1)), call.keepdim)
 
 
 @rule(aten.linalg_norm.default, aten.linalg_norm.ord_str)
@@ -181,7 +172,7 @@ def linalg_norm(call: Call) -> Array:
     if order is not None and (count > 1 and order != "fro"):
         raise NoRule(f"a matrix norm of order {order}")
     order = 2.0 if order in (None, "fro") else float(order)
-    return norm_of(x, order, call.dims(len(x.dims)), bool(call.get("keepdim", False)))
+    return norm_of(x, order, call.dims(), call.keepdim)
 
 
 @rule(aten.trace.default)
@@ -197,12 +188,9 @@ def trace(call: Call) -> Array:
 def variance(call: Call) -> Array:
     """Reads a variance or standard deviation."""
     x = call.array("self")
-    dims, keepdim = call.dims(len(x.dims)), bool(call.get("keepdim", False))
-    correction = call.known("correction", 1)
-    correction = 1 if correction is None else correction
-    correction = (
-        int(call.known("unbiased", correction == 1)) if call.has("unbiased") else correction
-    )
+    dims, keepdim = call.dims(), call.keepdim
+    name = "unbiased" if call.has("unbiased") else "correction"
+    correction = call.known(name) if call.has(name) else 1
     centered = call.pointwise(subtracted, x, averaged(x, dims, keepdim=True))
     squares = over(SUM, centered.map(lambda e: product(e, e)), dims, keepdim)
     count = linear(-float(correction), [(1.0, count_of(x, dims))])

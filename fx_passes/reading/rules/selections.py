@@ -61,7 +61,7 @@ def gather(call: Call) -> Array:
     x, at = call.arrays("self", "index")
     if not x.dims:
         return x
-    d = call.dim(rank=len(x.dims))
+    d = call.dim()
     call.reads_at(at.expr, "gather", d)
     return _gather(call, x, d, at)
 
@@ -72,7 +72,7 @@ def take_along_dim(call: Call) -> Array:
     if not call.has("dim"):
         raise NoRule("take_along_dim without a dimension")
     x, at = call.arrays("self", "indices")
-    d = call.dim(rank=len(x.dims))
+    d = call.dim()
     if not _are_unique(call.get("indices"), d):  # torch takes the remainder by the size
         at = at.map(lambda e: function("remainder", e, size_of(x.size(d))))
     return gathered(call, x, d, at, at.dims)
@@ -84,17 +84,21 @@ def index_select(call: Call) -> Array:
     x, at = call.arrays("self", "index")
     if not x.dims:
         return x
-    d = call.dim(rank=len(x.dims))
+    d = call.dim()
     own = at.dims[0] if at.dims else ()
-    return arrays.indexed(x, d, *_apart(x, at.expr, [own]))
+    (place,), dims = _apart(x.dims, [at.expr], [own])
+    return arrays.indexed(x, d, place, dims)
 
 
-def _apart(x: Array, at: Node, dims: Sequence[Dim]) -> tuple[Node, list[Dim]]:
-    """Positions with axes that a tensor does not have."""
-    taken = {a for own in x.dims for a in own}
+def _apart(
+    others: Sequence[Dim], at: Sequence[Node], dims: Sequence[Dim]
+) -> tuple[list[Node], list[Dim]]:
+    """Positions with other axes than these dimensions have."""
+    taken = {a for own in others for a in own}
     names = {a: fresh_axis(a.size) for own in dims for a in own if a in taken}
-    at = substitute(at, {a: position_along(b) for a, b in names.items()})
-    return at, [tuple(names.get(a, a) for a in own) for own in dims]
+    theta = {a: position_along(b) for a, b in names.items()}
+    renamed = [tuple(names.get(a, a) for a in own) for own in dims]
+    return [substitute(x, theta) for x in at], renamed
 
 
 @rule(aten.embedding.default)
@@ -103,7 +107,8 @@ def embedding(call: Call) -> Array:
     table, at = call.arrays("weight", "indices")
     if call.known("padding_idx", -1) != -1 or call.known("scale_grad_by_freq", False):
         raise NoRule("an embedding whose gradient is not that of indexing")
-    return arrays.indexed(table, 0, *_apart(table, at.expr, at.dims))
+    (place,), dims = _apart(table.dims, [at.expr], at.dims)
+    return arrays.indexed(table, 0, place, dims)
 
 
 @rule(aten.index.Tensor)
@@ -117,20 +122,15 @@ def index(call: Call) -> Array:
             raise NoRule("a mask among other indices")
         return _where(call, x, places[0], masks[0])
     every = [call.reader.array(given[d]) for d in places]
-    exprs, dims = arrays.met(*every)
     first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
     kept = [(i, own) for i, own in enumerate(x.dims) if i not in places]
-    others = replace(x, dims=tuple(own for _, own in kept))
-    taken = {a for own in others.dims for a in own}
-    names = {a: fresh_axis(a.size) for own in dims for a in own if a in taken}
+    exprs, new = _apart([own for _, own in kept], *arrays.met(*every))
     theta: dict[Axis, Node] = {}
     for d, e in zip(places, exprs, strict=True):
         x = arrays.with_one_axis(x, d)
         call.reads_at(e, "index", d)
-        e = substitute(e, {a: position_along(b) for a, b in names.items()})
         if x.dims[d]:
             theta[x.dims[d][0]] = _from_front(e, x.size(d))
-    new = [tuple(names.get(a, a) for a in own) for own in dims]
     result = [own for i, own in kept if i < first] + new + [own for i, own in kept if i >= first]
     return call.made(arrays.read_at(x, theta), result)
 
@@ -237,7 +237,7 @@ def scatter(call: Call) -> Array:
     x, at = call.arrays("self", "index")
     if not x.dims:
         raise NoRule("scatter to a number")
-    d = call.dim(rank=len(x.dims))
+    d = call.dim()
     value = call.array("src") if call.has("src") else call.array("value")
     if value.expr.axes:
         if not _are_unique(call.get("index"), d):
@@ -295,17 +295,21 @@ def one_hot(call: Call) -> Array:
 
 def _are_unique(ids: object, d: int) -> bool:
     """Whether positions are those of a top-k along the dimension."""
+    top = top_of(ids)
+    return top is not None and top[1] == d
+
+
+def top_of(ids: object) -> tuple[fx.Node, int] | None:
+    """Returns the top-k that computes positions, and its dimension."""
     while isinstance(ids, fx.Node) and ids.target in (
         aten.detach.default, aten.alias.default, aten.contiguous.default,
     ):  # fmt: skip
         ids = ids.args[0]
     if not isinstance(ids, fx.Node) or ids.target is not operator.getitem or ids.args[1] != 1:
-        return False
-    top = ids.args[0]
-    assert isinstance(top, fx.Node)
+        return None
+    top: Any = ids.args[0]
     given = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    rank = ids.meta["val"].dim()
-    return top.target == aten.topk.default and given % rank == d
+    return (top, given % ids.meta["val"].dim()) if top.target == aten.topk.default else None
 
 
 @rule(aten.topk.default)
@@ -317,7 +321,7 @@ def topk(call: Call) -> tuple[Array | None, ...]:
         raise NoRule("the largest elements without their ids")
     assert isinstance(call.value, (tuple, list))
     at = call.reader.captured(ids[0], call.value[1])
-    return _gather(call, x, call.dim(default=-1, rank=len(x.dims)), at), at
+    return _gather(call, x, call.dim(-1), at), at
 
 
 @rule(aten.index_put.default)
@@ -365,7 +369,7 @@ def diagonal_scatter(call: Call) -> Array:
 def part_scatter(call: Call) -> Array:
     """Reads values that replace a position or a range of a dimension."""
     x, new = call.arrays("self", "src")
-    d = call.dim(default=0, rank=len(x.dims))
+    d = call.dim(0)
     size = call.get("self").meta["val"].shape[d]
     if call.name == "select_scatter":
         start, count = start_of(call, call.get("index"), size, 1), None

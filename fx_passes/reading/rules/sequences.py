@@ -23,7 +23,7 @@ def diff(call: Call) -> Array:
     x = call.array("self")
     if call.known("n", 1) != 1 or call.has("append"):
         raise NoRule("diff of scores")
-    d = call.dim(default=-1)
+    d = call.dim(-1)
     shifted = arrays.sliced(x, d, 1, x.size(d))  # is not read at its end
     (after, before), _ = arrays.met(shifted, x)
     step = subtracted(after, before)

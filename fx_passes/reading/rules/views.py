@@ -61,7 +61,8 @@ def broadcast(call: Call) -> tuple[Array, ...]:
 
 def _swapped(call: Call, rank: int) -> list[int]:
     order = list(range(rank))
-    i, j = (call.get(name) % max(rank, 1) for name in ("dim0", "dim1"))
+    names = ("axis0", "axis1") if call.has("axis0") else ("dim0", "dim1")
+    i, j = (call.get(name) % max(rank, 1) for name in names)
     if rank:
         order[i], order[j] = order[j], order[i]
     return order
@@ -81,6 +82,8 @@ def _permuted(call: Call, rank: int) -> list[int]:
 
 ORDERS: dict[object, Callable[[Call, int], list[int]]] = {
     aten.transpose.int: _swapped,
+    aten.swapaxes.default: _swapped,
+    aten.swapdims.default: _swapped,
     aten.permute.default: _permuted,
     aten.mT.default: _matrix,
     aten.mH.default: _matrix,
@@ -88,17 +91,6 @@ ORDERS: dict[object, Callable[[Call, int], list[int]]] = {
     aten.t.default: _reversed,
     aten.numpy_T.default: _reversed,
 }
-
-
-@rule(aten.swapaxes.default, aten.swapdims.default)
-def swap(call: Call) -> Array:
-    """Reads ``swapaxes``."""
-    names = ("axis0", "axis1") if call.has("axis0") else ("dim0", "dim1")
-    x = call.array("self")
-    order = list(range(len(x.dims)))
-    i, j = (call.get(name) % len(order) for name in names)
-    order[i], order[j] = order[j], order[i]
-    return call.made(x.expr, [x.dims[d] for d in order])
 
 
 @rule(*ORDERS)
@@ -133,7 +125,7 @@ def start_of(call: Call, given: Any, size: Any, length: Any) -> Node:
 def part_of(call: Call, x: Array) -> tuple[int, Node, Node | None]:
     """Returns the dimension, start and length of a select, slice or narrow; a select has none."""
     source = call.get("self").meta["val"]
-    d = call.dim(default=0, rank=len(x.dims))
+    d = call.dim(0)
     size = source.shape[d]
     if call.node.target == aten.select.int:
         return d, start_of(call, call.get("index"), size, 1), None
@@ -181,13 +173,10 @@ def select(call: Call) -> Array:
 def slice_(call: Call) -> Array:
     """Reads a range of positions."""
     x = call.array("self")
-    d = call.dim(default=0, rank=len(x.dims))
+    d = call.dim(0)
     size, length = call.get("self").meta["val"].shape[d], call.value.shape[d]  # type: ignore[attr-defined]
     step = call.known("step", 1)
-    if step != 1:
-        start = start_of(call, call.get("start"), size, None)
-    else:
-        start = start_of(call, call.get("start"), size, length)
+    start = start_of(call, call.get("start"), size, length if step == 1 else None)
     return arrays.sliced(x, d, start, call.size(length), step)
 
 
@@ -205,7 +194,7 @@ def narrow(call: Call) -> Array:
 def parts(call: Call) -> tuple[Array, ...]:
     """Reads parts that follow each other."""
     x = call.array("self")
-    d = call.dim(default=0, rank=len(x.dims))
+    d = call.dim(0)
     found, start = [], const(0, INT)
     assert isinstance(call.value, (tuple, list))
     for value in call.value:
@@ -219,7 +208,7 @@ def parts(call: Call) -> tuple[Array, ...]:
 def unbind(call: Call) -> tuple[Array, ...]:
     """Reads every position of a dimension."""
     x = call.array("self")
-    d = call.dim(default=0, rank=len(x.dims))
+    d = call.dim(0)
     assert isinstance(call.value, (tuple, list))
     return tuple(arrays.indexed(x, d, const(i, INT), []) for i in range(len(call.value)))
 
@@ -260,7 +249,7 @@ def repeat_interleave(call: Call) -> Array:
     x, repeats = call.array("self"), call.size(call.get("repeats"))
     if not call.has("dim"):  # of all elements in a row
         x = call.made(x.expr, [tuple(a for own in x.dims for a in own)])
-    d = call.dim(rank=len(x.dims)) if call.has("dim") else 0
+    d = call.dim() if call.has("dim") else 0
     axes = [] if repeats == 1 else [fresh_axis(repeats)]
     dims = [(*own, *axes) if i == d else own for i, own in enumerate(x.dims)]
     return call.made(x.expr, dims)
