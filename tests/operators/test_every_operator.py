@@ -222,6 +222,9 @@ def test_autocast_casts_what_a_matmul_would(name: str) -> None:
     is_bias = [x.dim() == 1 for x in tensors]
     rounded = [x if b else x.detach().bfloat16() for x, b in zip(tensors, is_bias, strict=True)]
     assert torch.equal(value, _call(name)(*rounded))
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = _call(name, impl="reference")(*tensors)
+    torch.testing.assert_close(exact.to(value.dtype), value, rtol=2e-2, atol=2e-2)
     assert value.dtype == torch.float32
     grads = torch.autograd.grad(value.sum(), _learned(name, tensors))
     assert all(g.dtype == torch.float32 for g in grads)

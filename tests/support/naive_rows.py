@@ -199,7 +199,7 @@ def check(
         close(got[name], x, msg=_of(name))
     if leaves:
         own = torch.autograd.grad(_total(got), leaves, retain_graph=True)
-        for i, (a, b) in enumerate(zip(own, _gradients(expected, leaves), strict=True)):
+        for i, (a, b) in enumerate(zip(own, gradients_of(expected, leaves), strict=True)):
             close(a, b, msg=_of(f"gradient {i}"))
     return got
 
@@ -209,7 +209,6 @@ def _of(name: str) -> Callable[[str], str]:
 
 
 def _total(values: Mapping[str, Tensor]) -> Tensor:
-    """A sum in which every row of every value has a weight of its own."""
     return torch.stack([(x * _weights(x)).sum() for x in values.values()]).sum()
 
 
@@ -219,7 +218,8 @@ def _weights(x: Tensor) -> Tensor:
     )
 
 
-def _gradients(values: Mapping[str, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+def gradients_of(values: Mapping[str, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Of a sum in which every row of every value has a weight of its own."""
     total = _total(values)
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
