@@ -183,11 +183,16 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         attention_kl_with_gradients,
         (torch.rand(1, 4, 1), [True, False] * 2, *detached(GQA)), NO_MORE,
     ),
+    "linear_kl plain": (linear_ops.linear_kl, linear_arguments(1, False, False), NO_MORE),
+    "linear_kl of bfloat16": (
+        linear_ops.linear_kl,
+        tuple(x.bfloat16() if x is not None else x for x in linear_arguments(1, False)), NO_MORE,
+    ),
+    "linear_kl adapted": (linear_ops.linear_kl, LINEAR, adapters()),
     **{
         f"linear_kl {name}": (linear_ops.linear_kl, LINEAR, {"functional": text})
         for name, text in FUNCTIONALS.items()
     },
-    "linear_kl plain": (linear_ops.linear_kl, linear_arguments(1, False, False), NO_MORE),
     "linear_kl_backward": (
         linear_ops.linear_kl_backward, linear_backward(LINEAR, [True] * 6), NO_MORE,
     ),
@@ -195,7 +200,6 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         linear_ops.linear_kl_backward, linear_backward(LINEAR, [True, True, *[False] * 4]),
         NO_MORE,
     ),
-    "linear_kl adapted": (linear_ops.linear_kl, LINEAR, adapters()),
     "linear_kl_backward adapted": (
         linear_ops.linear_kl_backward, linear_backward(LINEAR, [True] * 10, adapters()),
         adapters(),
@@ -206,6 +210,9 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     "linear_kl_sum": (linear_ops.linear_kl_sum, (*LINEAR, None, None, [True] * 6), NO_MORE),
     "linear_kl_sum weighted": (
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), NO_MORE,
+    ),
+    "row_program_sum without gradients": (
+        rows_op.row_program_sum, example_sum(example_arguments("dkd"), wanted=False), NO_MORE,
     ),
     **{
         f"{operator._schema.name.split('::')[1]} {name}": (
@@ -319,48 +326,5 @@ def test_fakes_of_attention() -> None:
         args = detached(arguments_of(spec))
         check_fake(ops.attention_kl, args)
         check_fake(ops.attention_kl_backward, backward_of(args, list(wanted)))
-
-    any_call()
-
-
-def test_fakes_of_linear() -> None:
-    flags = st.tuples(*[st.booleans()] * 10)
-
-    @given(st.booleans(), st.booleans(), st.booleans(), flags, st.sampled_from(DTYPES))
-    @settings(max_examples=50)
-    def any_call(
-        labels: bool, bias: bool, adapts: bool, wanted: tuple[bool, ...], dtype: torch.dtype
-    ) -> None:
-        args = tuple(
-            x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for x in linear_arguments(0, labels, bias)
-        )
-        # a gradient to what is not there is never asked for
-        there = (*(True,) * 4, *(bias,) * 2, *(adapts,) * 4)
-        needed = [need and x for need, x in zip(wanted, there, strict=True)]
-        named = adapters(dtype) if adapts else {}
-        check_fake(linear_ops.linear_kl, args, named)
-        check_fake(linear_ops.linear_kl_backward, linear_backward(args, needed, named), named)
-        check_fake(linear_ops.linear_kl_sum, (*args, None, None, needed), named)
-
-    any_call()
-
-
-def test_fakes_of_row_programs() -> None:
-    names = st.sampled_from(sorted(CASES_OF_ROWS))
-    sizes = st.builds(
-        Sizes, st.integers(1, 2), st.sampled_from([2, 4]), SIZES, st.integers(17, 20)
-    )
-
-    @given(names, sizes)
-    @settings(max_examples=25)
-    def any_call(name: str, sizes: Sizes) -> None:
-        args = example_arguments(name, sizes)
-        check_fake(rows_op.row_program, ([x.detach() for x in args[0]], *args[1:]))
-        check_fake(rows_op.row_program_backward, example_backward(args))
-        if not any(Program.of(args[1]).dot_heads):
-            detached = ([x.detach() for x in args[0]], *args[1:])
-            check_fake(rows_op.row_program_sum, example_sum(detached))
-            check_fake(rows_op.row_program_sum, example_sum(detached, wanted=False))
 
     any_call()
