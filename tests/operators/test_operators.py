@@ -93,9 +93,13 @@ def example_arguments(name: str, sizes: Sizes = Sizes(1, 4, 3, 7, 3)) -> Argumen
     return seen[0]
 
 
+def without_gradients(args: Arguments) -> Arguments:
+    tensors, *rest = args
+    return [x.detach() for x in tensors], *rest
+
+
 def example_backward(args: Arguments) -> Arguments:
-    tensors, text, *_ = args
-    tensors = [x.detach() for x in tensors]
+    tensors, text, *_ = without_gradients(args)
     saved = rows_op.row_program(tensors, text, True, "torch")
     grad_of = list(Program.of(text).outputs)
     wanted = [x.is_floating_point() for x in tensors]
@@ -212,7 +216,8 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
         linear_ops.linear_kl_sum, (*LINEAR, torch.rand(4), torch.rand(4), [True] * 6), NO_MORE,
     ),
     "row_program_sum without gradients": (
-        rows_op.row_program_sum, example_sum(example_arguments("dkd"), wanted=False), NO_MORE,
+        rows_op.row_program_sum,
+        example_sum(without_gradients(example_arguments("dkd")), wanted=False), NO_MORE,
     ),
     **{
         f"{operator._schema.name.split('::')[1]} {name}": (
