@@ -16,6 +16,7 @@ from tests.fuzz.steps import (
     ANY_TENSOR,
     DISTRIBUTION_STEPS,
     ELEMENT_STEPS,
+    ELEMENTS,
     FILLS,
     GUARDS,
     IN_BLOCKS,
@@ -43,7 +44,7 @@ from tests.fuzz.steps import (
     SCORE_STEPS,
     WRITES,
 )
-from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program
+from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program, node_of
 
 PROGRAMS = 0.3  # of elements, those that no divergence has
 LARGEST = 0.1  # of sums that no divergence has, those at keys that a top-k names
@@ -126,7 +127,7 @@ class Grammar:
             if choice < 0.5 and steps:
                 node = self.step(node, self.draw.choice(steps))
             elif choice < 0.65:
-                node = Node(node.kind, "{0}.detach()", (node,))
+                node = node_of(node.kind, "{0}.detach()", node)
             elif choice < 0.8:
                 how = self.draw.choice((OPERATION, ALL_BELOW))
                 node = Node(node.kind, node.code, node.args, how, node.then)
@@ -135,7 +136,7 @@ class Grammar:
                 write = "{0}[{0} > 4] = 0" if target == "y" else "{0}.mul_(0.5)"
                 node = Node(node.kind, "{0}", (node,), then=write.format(target))
             else:
-                node = Node(node.kind, self.draw.choice(ANY_TENSOR), (node,))
+                node = node_of(node.kind, self.draw.choice(ANY_TENSOR), node)
         return node
 
     def step(self, node: Node, code: str) -> Node:
@@ -148,7 +149,7 @@ class Grammar:
         if "{mask_bias}" in code:
             fill = self.draw.choice(("-inf", "-1e4", "-1e4"))
             bias = f"torch.zeros({self.n}, {self.m}).masked_fill(~{{0}}, {fill})"
-            args.append(Node("bias", bias, (self.mask,)))
+            args.append(node_of("bias", bias, self.mask))
             code = code.replace("{mask_bias}", "{1}")
         code = code.replace("{fill}", self.fill())
         code = code.replace("{n}", self.n).replace("{m}", self.m)
@@ -186,7 +187,7 @@ class Grammar:
                 ways.append(
                     f"{{0}}.repeat_interleave(torch.tensor({uneven}), 1, output_size={count})"
                 )
-            node = Node("tensor", self.draw.choice(ways), (node,))
+            node = node_of("tensor", self.draw.choice(ways), node)
             node = self.edge(node, OPERAND_STEPS)
         return node
 
@@ -219,7 +220,7 @@ class Grammar:
                 ways = ["F.linear({0}, {1}, c)", "torch.addmm(c, {0}, {1}.T)", "({0} @ {1}.T + c)"]
         if self.draw.random() < 0.3 * self.mean:
             ways = ["torch.ops.misleading.matmul({0}, {1}.mT)"]
-        return self.edge(Node("scores", self.draw.choice(ways), (a, b)))
+        return self.edge(node_of("scores", self.draw.choice(ways), a, b))
 
     def scores(self, side: str) -> Node:
         return self.remember("scores " + side, lambda: self._scores(side))
@@ -238,7 +239,7 @@ class Grammar:
             ways.append(f"F.pad({{0}}, (0, {missing}), value=-inf)")
             if missing < 0:
                 ways += [f"{{0}}[..., :{missing}]"] * 3
-            node = Node("scores", self.draw.choice(ways), (node,))
+            node = node_of("scores", self.draw.choice(ways), node)
         for code in steps:
             node = self.edge(self.step(node, code), MEAN_SCORE_STEPS)
         if self.write or self.draw.random() < 0.2 * self.mean:
@@ -249,22 +250,22 @@ class Grammar:
 
     # ------------------------------------------------------------------------ distributions
     def normaliser(self, scores: Node) -> Node:
-        node = Node("total", "{0}.logsumexp(-1, keepdim=True)", (scores,))
+        node = node_of("total", "{0}.logsumexp(-1, keepdim=True)", scores)
         if self.draw.random() < self.mean:
             moved = self.draw.choice(("{0}.transpose(0, 1)", "({0} + 1)", "{0}.mT", "{0}.flip(1)"))
-            node = Node(
-                "total", "{0}.logsumexp(-1, keepdim=True)", (Node("scores", moved, (scores,)),)
+            node = node_of(
+                "total", "{0}.logsumexp(-1, keepdim=True)", node_of("scores", moved, scores)
             )
         return self.edge(node)
 
     def exponentials(self, scores: Node) -> Node:
         ways = ("{0}.amax(-1, keepdim=True)", "{0}.max(-1, keepdim=True).values")
         way = self.draw.choice((*ways, "{0}.max(dim=-1, keepdim=True)[0]", ways[0]))
-        largest = self.edge(Node("total", way, (scores,)))
-        shifted = self.edge(Node("scores", "({0} - {1})", (scores, largest)))
-        e = self.edge(Node("exponentials", "{0}.exp()", (shifted,)))
-        total = self.edge(Node("total", "{0}.sum(-1, keepdim=True)", (e,)))
-        return Node("probabilities", "({0} / {1})", (e, total))
+        largest = self.edge(node_of("total", way, scores))
+        shifted = self.edge(node_of("scores", "({0} - {1})", scores, largest))
+        e = self.edge(node_of("exponentials", "{0}.exp()", shifted))
+        total = self.edge(node_of("total", "{0}.sum(-1, keepdim=True)", e))
+        return node_of("probabilities", "({0} / {1})", e, total)
 
     def logs(self, side: str) -> Node:
         return self.remember("logs " + side, lambda: self._logs(side))
@@ -273,13 +274,13 @@ class Grammar:
         scores, kind = self.scores(side), self.draw.random()
         if kind < 0.6:
             dim = "-1" if self.draw.random() > 0.3 * self.mean else "-2"
-            node = Node("logs", f"{{0}}.log_softmax({dim})", (scores,))
+            node = node_of("logs", f"{{0}}.log_softmax({dim})", scores)
         elif kind < 0.75 and not _may_lose_rows(scores):
-            node = Node("logs", "({0} - {1})", (scores, self.normaliser(scores)))
+            node = node_of("logs", "({0} - {1})", scores, self.normaliser(scores))
         elif kind < 0.9:
-            node = Node("logs", "{0}.log()", (self.probabilities(side),))
+            node = node_of("logs", "{0}.log()", self.probabilities(side))
         else:
-            node = Node("logs", "F.log_softmax({0}, dim=-1)", (scores,))
+            node = node_of("logs", "F.log_softmax({0}, dim=-1)", scores)
         return self.edge(node, DISTRIBUTION_STEPS)
 
     def probabilities(self, side: str) -> Node:
@@ -288,62 +289,50 @@ class Grammar:
     def _probabilities(self, side: str) -> Node:
         kind = self.draw.random()
         if kind < 0.62:
-            node = Node("probabilities", "{0}.softmax(-1)", (self.scores(side),))
+            node = node_of("probabilities", "{0}.softmax(-1)", self.scores(side))
         elif kind < 0.8 and self.known.get("logs " + side):
-            node = Node("probabilities", "{0}.exp()", (self.logs(side),))
+            node = node_of("probabilities", "{0}.exp()", self.logs(side))
         elif kind < 0.92:
             node = self.exponentials(self.scores(side))
         elif kind < 0.98 or not self.mean:
             scores = self.scores(side)
-            shifted = Node("scores", "({0} - {1})", (scores, self.normaliser(scores)))
+            shifted = node_of("scores", "({0} - {1})", scores, self.normaliser(scores))
             if _may_lose_rows(scores):
-                shifted = Node("logs", "{0}.log_softmax(-1)", (scores,))
-            node = Node("probabilities", "{0}.exp()", (shifted,))
+                shifted = node_of("logs", "{0}.log_softmax(-1)", scores)
+            node = node_of("probabilities", "{0}.exp()", shifted)
         else:
-            node = Node(
-                "probabilities", "torch.ops.misleading.softmax({0}, -1)", (self.scores(side),)
+            node = node_of(
+                "probabilities", "torch.ops.misleading.softmax({0}, -1)", self.scores(side)
             )
         guards = self.known.setdefault("guards", [])
         if not guards:
             guard = self.draw.choice(GUARDS) if self.draw.random() < 0.15 else "{0}"
             guards.append(Node("probabilities", guard))
         if guards[0].code != "{0}" and self.draw.random() > self.mean:
-            node = Node("probabilities", guards[0].code, (node,))
+            node = node_of("probabilities", guards[0].code, node)
         return self.edge(node, DISTRIBUTION_STEPS)
 
     # ------------------------------------------------------------------- elements and rows
     def elements(self) -> Node:
         if self.draw.random() < PROGRAMS:
             return self.edge(self.program_elements(), ELEMENT_STEPS)
-        kind = self.draw.randint(0, 13)
+        code, operands = self.draw.choice(ELEMENTS)
         swap = self.draw.random() < 0.25
-        s, t = ("t", "s") if swap else ("s", "t")
+        s, t = sides = ("t", "s") if swap else ("s", "t")
         p, logs = self.probabilities, self.logs
-        if kind in (0, 1, 2):
-            code = "F.kl_div({0}, {1}, reduction='none')"
-            node = Node("elements", code, (logs(s), p(t)))
-        elif kind == 3:
-            code = "F.kl_div({0}, {1}, reduction='none', log_target=True)"
-            node = Node("elements", code, (logs(s), logs(t)))
-        elif kind in (4, 5):
-            gap = self.edge(Node("gap", "({0} - {1})", (logs(t), logs(s))))
-            node = Node("elements", "({0} * {1})", (p(t), gap))
-        elif kind == 6:
-            one = self.edge(Node("elements", "({0} * {1})", (p(t), logs(t))), ELEMENT_STEPS)
-            two = self.edge(Node("elements", "({0} * {1})", (p(t), logs(s))), ELEMENT_STEPS)
-            node = Node("elements", "({0} - {1})", (one, two))
-        elif kind in (7, 8):
-            node = Node("elements", "(-{0} * {1})", (p(t), logs(s)))
-        elif kind == 9:
-            node = Node("elements", "(({0} - {1}) * ({2} - {3}))", (p(t), p(s), logs(t), logs(s)))
-        elif kind == 10:
+        if code == "gap":
+            gap = self.edge(node_of("gap", "({0} - {1})", logs(t), logs(s)))
+            node = node_of("elements", "({0} * {1})", p(t), gap)
+        elif code == "terms":
+            one = self.edge(node_of("elements", "({0} * {1})", p(t), logs(t)), ELEMENT_STEPS)
+            two = self.edge(node_of("elements", "({0} * {1})", p(t), logs(s)), ELEMENT_STEPS)
+            node = node_of("elements", "({0} - {1})", one, two)
+        elif code == "mixture":
             node = self._mixture(p(s), p(t), logs(s), logs(t))
-        elif kind == 11:
-            node = Node("elements", "({0} - {1}).abs()", (p(t), p(s)))
-        elif kind == 12:
-            node = Node("elements", "(torch.xlogy({0}, {0}) - {0} * {1})", (p(t), logs(s)))
         else:
-            node = Node("elements", "({0} * ({0} / {1}).log())", (p(t), p(s)))
+            made = {"l": logs, "p": p}
+            given = (made[x[0]](sides["st".index(x[1])]) for x in operands.split())
+            node = node_of("elements", code, *given)
         if self.draw.random() < 0.1:
             node = self.step(node, self.draw.choice(PLAIN_ELEMENT_STEPS))
         return self.edge(node, ELEMENT_STEPS)
@@ -358,17 +347,17 @@ class Grammar:
             code = self.draw.choice(RENORMALISED)
             p, r = (self.edge(self.step(x, code), DISTRIBUTION_STEPS) for x in (p, r))
             eps = self.draw.choice(("1e-3", "1e-6"))
-            logs = [Node("logs", f"({{0}} + {eps}).log()", (x,)) for x in (r, p)]
-            gap = self.edge(Node("gap", "({0} - {1})", (logs[0], logs[1])))
-            return Node("elements", "({0} * {1})", (r, gap))
+            logs = [node_of("logs", f"({{0}} + {eps}).log()", x) for x in (r, p)]
+            gap = self.edge(node_of("gap", "({0} - {1})", logs[0], logs[1]))
+            return node_of("elements", "({0} * {1})", r, gap)
         if kind == "weighted":
             code = "F.kl_div({0}, {1}, reduction='none')"
-            return self.step(Node("elements", code, (self.logs(s), r)), self.draw.choice(OF_KEYS))
+            return self.step(node_of("elements", code, self.logs(s), r), self.draw.choice(OF_KEYS))
         if kind == "entropy":
-            return Node("elements", "(-{0} * {1})", (p, self.logs(s)))
+            return node_of("elements", "(-{0} * {1})", p, self.logs(s))
         if kind == "of scores":
-            return Node("elements", "({0} - {1}).square()", (self.scores(s), self.scores(t)))
-        return Node("elements", kind, (p, r))
+            return node_of("elements", "({0} - {1}).square()", self.scores(s), self.scores(t))
+        return node_of("elements", kind, p, r)
 
     def program_rows(self) -> Node:
         """Sums of one distribution, entries of its rows, norms of a difference."""
@@ -378,7 +367,7 @@ class Grammar:
             what = self.draw.choice((self.logs, self.probabilities, self.scores))
             pair = (what("s"), what("t"))
             entries = self.edge(Node("entries", self.draw.choice(OF_LARGEST), pair))
-            return self.edge(Node("rows", self.draw.choice(OF_CHOSEN), (entries,)), ROW_STEPS)
+            return self.edge(node_of("rows", self.draw.choice(OF_CHOSEN), entries), ROW_STEPS)
         if kind < 0.4 and self.is_map:
             scores = self.step(self.scores("s"), self.draw.choice(INDEXERS))
             other = self.step(self.probabilities("t"), self.draw.choice(OF_HEADS))
@@ -389,12 +378,12 @@ class Grammar:
             return self.edge(self.step(what(side), self.draw.choice(OF_IDS)), ROW_STEPS)
         if kind < 0.4:
             index = self.draw.choice(("y[:, None]", "y.unsqueeze(-1)"))
-            entry = self.edge(Node("rows", f"{{0}}.gather(-1, {index})", (self.logs(side),)))
-            node = Node("rows", "{0}.squeeze(-1)", (entry,))
+            entry = self.edge(node_of("rows", f"{{0}}.gather(-1, {index})", self.logs(side)))
+            node = node_of("rows", "{0}.squeeze(-1)", entry)
             return self.edge(node, ROW_STEPS)
         if kind < 0.7:
-            total = self.edge(Node("rows", "{0}.logsumexp(-1)", (self.scores(side),)))
-            return self.edge(Node("rows", "{0}.square()", (total,)), ROW_STEPS)
+            total = self.edge(node_of("rows", "{0}.logsumexp(-1)", self.scores(side)))
+            return self.edge(node_of("rows", "{0}.square()", total), ROW_STEPS)
         if kind > 1 - BLOCKS:
             return self.block_rows()
         code = self.draw.choice(NORMS)
@@ -416,46 +405,46 @@ class Grammar:
 
     def _mixture(self, p: Node, r: Node, ls: Node, lt: Node) -> Node:
         if self.draw.random() < 0.4:
-            stack = self.edge(Node("stack", "torch.stack([{0}, {1}])", (ls, lt)))
-            middle = self.edge(Node("logs", "({0}.logsumexp(0) - 0.6931471805599453)", (stack,)))
+            stack = self.edge(node_of("stack", "torch.stack([{0}, {1}])", ls, lt))
+            middle = self.edge(node_of("logs", "({0}.logsumexp(0) - 0.6931471805599453)", stack))
         elif self.draw.random() < 0.5:
             code = "(torch.logaddexp({0}, {1}) - 0.6931471805599453)"
-            middle = self.edge(Node("logs", code, (ls, lt)))
+            middle = self.edge(node_of("logs", code, ls, lt))
         else:
-            half = self.edge(Node("mixture", "(0.5 * ({0} + {1}))", (p, r)))
-            middle = self.edge(Node("logs", "{0}.log()", (half,)))
-        one = Node("elements", "({0} * ({1} - {2}))", (p, ls, middle))
-        two = Node("elements", "({0} * ({1} - {2}))", (r, lt, middle))
-        return self.draw.choice((Node("elements", "({0} + {1})", (one, two)), one, two))
+            half = self.edge(node_of("mixture", "(0.5 * ({0} + {1}))", p, r))
+            middle = self.edge(node_of("logs", "{0}.log()", half))
+        one = node_of("elements", "({0} * ({1} - {2}))", p, ls, middle)
+        two = node_of("elements", "({0} * ({1} - {2}))", r, lt, middle)
+        return self.draw.choice((node_of("elements", "({0} + {1})", one, two), one, two))
 
     def rows(self) -> Node:
         if self.draw.random() < PROGRAMS / 3:
             return self.program_rows()
         if self.draw.random() < 0.1 and not _may_lose_rows(self.scores("s")):
             s, p = self.scores("s"), self.probabilities("t")
-            total = self.edge(Node("rows", "{0}.logsumexp(-1)", (s,)))
-            inside = self.edge(Node("elements", "({0} * {1})", (p, s)), ELEMENT_STEPS)
-            mean = self.edge(Node("rows", "{0}.sum(-1)", (inside,)))
-            return self.edge(Node("rows", "({0} - {1})", (total, mean)), ROW_STEPS)
+            total = self.edge(node_of("rows", "{0}.logsumexp(-1)", s))
+            inside = self.edge(node_of("elements", "({0} * {1})", p, s), ELEMENT_STEPS)
+            mean = self.edge(node_of("rows", "{0}.sum(-1)", inside))
+            return self.edge(node_of("rows", "({0} - {1})", total, mean), ROW_STEPS)
         if self.draw.random() < 0.06 + 0.3 * self.mean:
             p, lt, ls = self.probabilities("t"), self.logs("t"), self.logs("s")
             how = self.draw.choice(ROW_SUMS)
             sums = []
             for logs in (lt, ls):
-                inside = self.edge(Node("elements", "({0} * {1})", (p, logs)), ELEMENT_STEPS)
-                one = self.edge(Node("rows", how, (inside,)), ROW_STEPS)
+                inside = self.edge(node_of("elements", "({0} * {1})", p, logs), ELEMENT_STEPS)
+                one = self.edge(node_of("rows", how, inside), ROW_STEPS)
                 if self.draw.random() < 0.3:
-                    one = Node(
-                        "rows", f"({{0}} / {self.draw.choice((self.n, self.m, '2'))})", (one,)
+                    one = node_of(
+                        "rows", f"({{0}} / {self.draw.choice((self.n, self.m, '2'))})", one
                     )
                 sums.append(one)
             return self.edge(Node("rows", "({0} - {1})", tuple(sums)), ROW_STEPS)
         if self.draw.random() < 0.02:
-            gap = Node(
-                "elements", "({0} - {1})", (self.probabilities("t"), self.probabilities("s"))
+            gap = node_of(
+                "elements", "({0} - {1})", self.probabilities("t"), self.probabilities("s")
             )
-            return self.edge(Node("rows", "{0}.norm(p=1, dim=-1)", (gap,)), ROW_STEPS)
-        node = Node("rows", self.draw.choice(ROW_SUMS), (self.elements(),))
+            return self.edge(node_of("rows", "{0}.norm(p=1, dim=-1)", gap), ROW_STEPS)
+        node = node_of("rows", self.draw.choice(ROW_SUMS), self.elements())
         if self.draw.random() < 0.15:
             steps = (*PLAIN_ROW_STEPS, *(MAP_ROW_STEPS if self.is_map else ()))
             node = self.step(node, self.draw.choice(steps))
@@ -465,35 +454,35 @@ class Grammar:
         if self.draw.random() < PROGRAMS / 5:
             what = self.probabilities if self.draw.random() < 0.7 else self.scores
             code = f"F.mse_loss({{0}}, {{1}}, reduction='{self.draw.choice(('mean', 'sum'))}')"
-            return self.edge(Node("loss", code, (what("s"), what("t"))))
+            return self.edge(node_of("loss", code, what("s"), what("t")))
         kind = self.draw.random()
         if kind < 0.3:
             reduction = self.draw.choice(("batchmean", "batchmean", "sum", "mean"))
             log = self.draw.random() < 0.3
             target = self.logs("t") if log else self.probabilities("t")
             code = f"F.kl_div({{0}}, {{1}}, reduction='{reduction}', log_target={log})"
-            return self.edge(Node("loss", code, (self.logs("s"), target)))
+            return self.edge(node_of("loss", code, self.logs("s"), target))
         if kind < 0.36:
             flat = "" if not self.is_map else ".flatten(0, -2)"
             code = f"F.cross_entropy({{0}}{flat}, {{1}}{flat})"
-            return self.edge(Node("loss", code, (self.scores("s"), self.probabilities("t"))))
-        return self.edge(self.step(Node("loss", "{0}", (self.rows(),)), self.draw.choice(LOSSES)))
+            return self.edge(node_of("loss", code, self.scores("s"), self.probabilities("t")))
+        return self.edge(self.step(node_of("loss", "{0}", self.rows()), self.draw.choice(LOSSES)))
 
     # ---------------------------------------------------------------------------- the whole
     def result(self) -> Node:
         node = self.loss()
         if self.draw.random() < 0.15:
             code = self.draw.choice(("({0} + {1})", "({0} - 0.5 * {1})", "({0} * {1})"))
-            node = Node("loss", code, (node, self.loss()))
+            node = node_of("loss", code, node, self.loss())
         if not self.is_map and self.draw.random() < 0.2:
-            hard = Node("loss", "F.cross_entropy({0}, y)", (self.scores("s"),))
+            hard = node_of("loss", "F.cross_entropy({0}, y)", self.scores("s"))
             code = self.draw.choice(("({0} + {1})", "({0} + 0.5 * {1})", "({0} * {1})"))
             order = (
                 (node, self.edge(hard)) if self.draw.random() < 0.7 else (self.edge(hard), node)
             )
             node = Node("loss", code, order)
         if self.draw.random() < 0.2:
-            node = Node("results", "({0}, {1})", (node, self.other_use()))
+            node = node_of("results", "({0}, {1})", node, self.other_use())
         return node
 
     def other_use(self) -> Node:
@@ -501,12 +490,12 @@ class Grammar:
         p = self.edge(self.probabilities(side), ("{0}.to(v.dtype)", "{0}.flip(0)"))
         choice = self.draw.random()
         if self.is_map and choice < 0.6:
-            return self.edge(Node("values", "({0} @ v)", (p,)))
+            return self.edge(node_of("values", "({0} @ v)", p))
         if choice < 0.75:
             return p
         if choice < 0.9:
-            return Node("total", "{0}.logsumexp(-1)", (self.scores(side),))
-        return Node("values", "{0}.square().sum()", (p,))
+            return node_of("total", "{0}.logsumexp(-1)", self.scores(side))
+        return node_of("values", "{0}.square().sum()", p)
 
     def program(self) -> Program:
         tree = self.result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.fuzz.tree import Node
+from tests.fuzz.tree import Node, node_of
 
 INDEX_DTYPES = ("int8", "uint8", "int16", "int32", "bfloat16", "float16", "float32", "float64")
 MASK_DTYPES = ("bool", "bool", "bool", "float32", "int64", "uint8", "float64")
@@ -39,9 +39,9 @@ class Masks:
             ways = ("({0} & {1})", "({0} & {1})", "({0} | {1})", "torch.logical_and({0}, {1})")
             more = ("torch.logical_or({0}, {1})", "({0} * {1})", "{0}.clone().logical_and_({1})")
             way = self._one(*ways, *ways, *more)
-            node = Node("mask", way, (self.mask(), self.mask()))
+            node = node_of("mask", way, self.mask(), self.mask())
         elif kind < 0.92:
-            node = Node("mask", self._one("(~{0})", "torch.logical_not({0})"), (self.mask(),))
+            node = node_of("mask", self._one("(~{0})", "torch.logical_not({0})"), self.mask())
         else:
             node = Node(
                 "mask",
@@ -99,7 +99,7 @@ class Masks:
             "{0}.repeat(1, 1)",
             "{0}.diagonal()",
         ]
-        return Node("mask", self.draw.choice(steps), (node,))
+        return node_of("mask", self.draw.choice(steps), node)
 
     def triangle(self) -> Node:
         draw = self.draw
@@ -132,18 +132,21 @@ class Masks:
         symbol = draw.choice(COMPARISONS)
         kind = draw.random()
         if kind < 0.55:
-            return Node("mask", f"({{0}}[:, None] {symbol} {{1}})", (i, j))
+            return node_of("mask", f"({{0}}[:, None] {symbol} {{1}})", i, j)
         if kind < 0.75:
-            return Node("mask", f"({{0}}[:, None] - {{1}} {symbol} {draw.randint(-2, 4)})", (i, j))
+            return node_of(
+                "mask", f"({{0}}[:, None] - {{1}} {symbol} {draw.randint(-2, 4)})", i, j
+            )
         if kind < 0.85:
-            return Node(
+            return node_of(
                 "mask",
                 f"(({{0}}[:, None] - {{1}}).abs() {self._one('<', '<=')} {draw.randint(1, 4)})",
-                (i, j),
+                i,
+                j,
             )
         if kind < 0.93:
-            return Node("mask", f"({{0}}[:, None] // 2 {symbol} {{1}} // 2)", (i, j))
-        return Node("mask", "(({0}[:, None] + {1}) % 2 == 0)", (i, j))
+            return node_of("mask", f"({{0}}[:, None] // 2 {symbol} {{1}} // 2)", i, j)
+        return node_of("mask", "(({0}[:, None] + {1}) % 2 == 0)", i, j)
 
     def index(self, size: str) -> Node:
         draw = self.draw
@@ -187,5 +190,5 @@ class Masks:
                 f"({{0}} - {size} + 3)",
                 "{0}.clamp(0, 3)",
             )
-            node = Node("index", step, (node,))
+            node = node_of("index", step, node)
         return node

@@ -276,6 +276,18 @@ DISTRIBUTION_STEPS = (  # probabilities or their logarithms
     "torch.zeros({0}.shape[:-1], dtype=torch.long)[..., None], True), 0.0, {0})",
     "({0} - {0}.amax(-1, keepdim=True).detach())",
 )
+ELEMENTS = (  # of divergences; operands are logarithms and probabilities of sides
+    *[("F.kl_div({0}, {1}, reduction='none')", "ls pt")] * 3,
+    ("F.kl_div({0}, {1}, reduction='none', log_target=True)", "ls lt"),
+    *[("gap", "")] * 2,
+    ("terms", ""),
+    *[("(-{0} * {1})", "pt ls")] * 2,
+    ("(({0} - {1}) * ({2} - {3}))", "pt ps lt ls"),
+    ("mixture", ""),
+    ("({0} - {1}).abs()", "pt ps"),
+    ("(torch.xlogy({0}, {0}) - {0} * {1})", "pt ls"),
+    ("({0} * ({0} / {1}).log())", "pt ps"),
+)
 ELEMENT_STEPS = (
     "({0} * rw[:, None])",
     "({0} * rw.exp()[:, None])",

@@ -8,8 +8,6 @@ them.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 
 import pytest
@@ -109,8 +107,7 @@ def test_calls_of_a_structure_share_compiled_kernels(kind: str) -> None:
 
 @outside
 def test_every_seed_is_drawn_by_one_process() -> None:
-    parser = argparse.ArgumentParser()
-    processes.add_options(parser)
+    parser = processes.options(None)
     for structures in ([], ["--structures", "5"]):
         seeds = []
         for share in range(3):
@@ -154,35 +151,25 @@ def test_calls_that_once_differed_on_a_gpu(seed: int) -> None:
 
 
 def main() -> int:
-    """Draw many calls and print each that differs; 1 if one does."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=int(os.environ.get("DRAWN_CALLS", "1000")))
-    parser.add_argument("--kind", choices=[*KINDS, "both"], default="both")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--impl", help="only this implementation")
-    parser.add_argument("--show", type=int, default=20, help="differences that are printed")
-    processes.add_options(parser)
+    """Draw many calls of each kind and print each that differs; 1 if one does."""
+    parser = processes.options(__doc__)
+    parser.add_argument("--kind", choices=list(KINDS), help="only this one")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    return processes.run("tests.fuzz.test_drawn_calls", given, lambda tally: _draw(given, tally))
-
-
-def _draw(given: argparse.Namespace, tally: processes.Tally) -> None:
-    kinds = list(KINDS) if given.kind == "both" else [given.kind]
     drawn_for = "interpreter" if INTERPRETED else given.device
-    for seed in processes.seeds_of(given, -(-given.calls // len(kinds))):
-        for kind in kinds:
-            if tally.is_over():
-                return
+
+    def outcomes(seed: int) -> processes.Outcomes:
+        for kind in [given.kind] if given.kind else KINDS:
             call = KINDS[kind].draw(seed, drawn_for, processes.structures_of(given))
-            outcomes = judge(call, given.device, given.impl)
-            tally.num_calls += 1
-            tally.counts["left out: rounding decides"] += not outcomes
-            for impl, outcome in outcomes.items():
+            found = judge(call, given.device, given.impl)
+            if not found:
+                yield "left out: rounding decides", "", ""
+            for impl, outcome in found.items():
                 is_known = outcome in ("right", "not taken")
-                tally.counts[f"{kind} {impl}: {outcome if is_known else 'DIFFERS'}"] += 1
-                if not is_known:
-                    tally.differs(f"{kind} {seed} {impl}", f"{outcome}\n    {call}")
+                name = "" if is_known else f"{kind} {seed} {impl}"
+                counted = f"{kind} {impl}: {outcome if is_known else 'DIFFERS'}"
+                yield counted, name, f"{outcome}\n    {call}"
+
+    return processes.run("tests.fuzz.test_drawn_calls", given, outcomes)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m tests.fuzz.test_drawn_row_programs --calls 3000
     python -m tests.fuzz.test_drawn_row_programs --calls 1000 --device cuda
-    python -m tests.fuzz.test_drawn_row_programs --calls 200 --interpreter
+    TRITON_INTERPRET=1 python -m tests.fuzz.test_drawn_row_programs --calls 200
 
 A failure prints its seed: ``--first S --calls 1`` runs that one again. On a GPU,
 ``--few-shapes --processes 16 --seconds 500`` draws few programs with many values each.
@@ -10,9 +10,6 @@ A failure prints its seed: ``--first S --calls 1`` runs that one again. On a GPU
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 from typing import Any
 
 import pytest
@@ -21,7 +18,10 @@ from torch import Tensor
 
 from tests.fuzz.drawn import processes
 from tests.support.drawn_rows import Drawing
-from tests.support.interpreter import inside, outside, quiet
+from tests.support.interpreter import INTERPRETED, inside, outside, quiet
+from tests.support.naive_rows import gradients_of
+from torch_streamkl import row_program
+from torch_streamkl.rows import torch_impl
 
 IN_CI = 60
 
@@ -33,14 +33,12 @@ def difference(
 
     The numbers are the seed's, the program too unless another one's is given.
     """
-    import torch_streamkl
-
     drawn = Drawing(seed, program).drawn()
     exact, leaves = drawn.arguments(torch.float64, device)
     expected = drawn.naive(exact)
     mine, own = drawn.arguments(dtype, device)
     try:
-        got = torch_streamkl.row_program(drawn.function, impl=impl, **mine)
+        got = row_program(drawn.function, impl=impl, **mine)
     except (NotImplementedError, ValueError) as reason:
         if isinstance(reason, NotImplementedError) or "sum over heads" in str(reason):
             return f"refused: {type(reason).__name__}"
@@ -49,31 +47,13 @@ def difference(
     if dtype != torch.float64:
         other, others = drawn.arguments(dtype, device)
         naive = drawn.naive(other)
-    weights = {
-        n: torch.linspace(0.5, 1.5, max(x.numel(), 1), dtype=torch.float64, device=device)[
-            : x.numel()
-        ]
-        for n, x in expected.items()
-    }
-
-    def total(values: dict[str, Tensor]) -> Tensor:
-        sums = [(x.reshape(-1) * weights[n].to(x.dtype)).sum() for n, x in values.items()]
-        return torch.stack(sums).sum()
-
-    def gradients(values: dict[str, Tensor], of: list[Tensor]) -> list[Tensor]:
-        loss = total(values)
-        if not loss.requires_grad:
-            return [torch.zeros_like(x) for x in of]
-        found = torch.autograd.grad(loss, of, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(of, found, strict=True)]
-
     for name, x in expected.items():
         if got[name].shape != x.shape:
             return f"{name} has shape {tuple(got[name].shape)}, torch {tuple(x.shape)}"
     names = [*expected, *(f"gradient {i}" for i in range(len(leaves)))]
-    want = [*expected.values(), *gradients(expected, leaves)]
-    have = [*got.values(), *gradients(got, own)]
-    near = [None] * len(want) if naive is None else [*naive.values(), *gradients(naive, others)]
+    want = [*expected.values(), *gradients_of(expected, leaves)]
+    have = [*got.values(), *gradients_of(got, own)]
+    near = [None] * len(want) if naive is None else [*naive.values(), *gradients_of(naive, others)]
     for name, a, b, c in zip(names, have, want, near, strict=True):
         if wrong := _off(a.double(), b, c):
             return f"{name} {wrong}"
@@ -98,8 +78,6 @@ def _off(got: Tensor, expected: Tensor, naive: Any) -> str:
 @outside
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_drawn(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_streamkl.rows import torch_impl
-
     monkeypatch.setattr(torch_impl, "BLOCK_ELEMENTS", 24)
     monkeypatch.setattr(torch_impl, "MAX_KEYS", 3)
     wrong = {seed: difference(seed, impl, "cpu", torch.float64) for seed in range(IN_CI)}
@@ -115,42 +93,24 @@ def test_drawn_kernels() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--impl", default=None, help="auto on a GPU, blocked elsewhere")
-    parser.add_argument("--interpreter", action="store_true", help="impl='triton' on a CPU")
-    processes.add_options(parser)
+    parser = processes.options(__doc__)
     given = parser.parse_args()
-    if given.interpreter and os.environ.get("TRITON_INTERPRET") != "1":
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-        os.execv(
-            sys.executable,
-            [sys.executable, "-m", "tests.fuzz.test_drawn_row_programs", *sys.argv[1:]],
-        )
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    module = "tests.fuzz.test_drawn_row_programs"
-    return processes.run(module, given, lambda tally: _draw(given, tally))
-
-
-def _draw(given: argparse.Namespace, tally: processes.Tally) -> None:
-    is_kernel = given.interpreter or given.device != "cpu"
-    impl = given.impl or ("triton" if given.interpreter else "auto" if is_kernel else "torch")
+    is_kernel = INTERPRETED or given.device != "cpu"
+    impl = given.impl or ("triton" if INTERPRETED else "auto" if is_kernel else "torch")
     dtype = torch.float32 if is_kernel else torch.float64
-    for seed in processes.seeds_of(given, given.calls):
-        if tally.is_over():
-            return
+
+    def outcomes(seed: int) -> processes.Outcomes:
         program = processes.structure_of(given, seed)
         try:
             found = difference(seed, impl, given.device, dtype, program)
         except Exception as error:
             found = f"{type(error).__name__}: {str(error)[:300]}"
-        tally.num_calls += 1
-        refused = found.startswith("refused")
-        tally.counts["refused" if refused else "wrong" if found else "right"] += 1
-        if found and not refused:
-            tally.differs(f"seed {seed}", f"{found}, impl={impl!r}, {dtype}")
+        if found.startswith("refused") or not found:
+            yield "refused" if found else "right", "", ""
+        else:
+            yield "wrong", f"seed {seed}", f"{found}, impl={impl!r}, {dtype}"
+
+    return processes.run("tests.fuzz.test_drawn_row_programs", given, outcomes)
 
 
 if __name__ == "__main__":

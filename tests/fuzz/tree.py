@@ -63,6 +63,10 @@ class Node:
         return visit(self)
 
 
+def node_of(kind: str, code: str, *args: Node) -> Node:
+    return Node(kind, code, args)
+
+
 @dataclass(frozen=True)
 class Program:
     """A tree whose last node is what is returned, and the tensors that it runs on."""

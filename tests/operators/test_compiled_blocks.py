@@ -74,21 +74,6 @@ def test_against_float64(spec: Spec) -> None:
     check_call(call, "torch")
 
 
-@pytest.mark.usefixtures("always_compiled")
-def test_against_the_blocks_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(query_tiles, "QUERY_TILE_ELEMENTS", 700)
-    problem = problem_of(35, torch.float64, window_right=0, window_left=9, mask_value=-1e4)
-    weight = torch.randn(2, 3, 35, dtype=torch.float64)
-    value, stats, grads = query_tiles.forward_with_gradients(problem, weight, STUDENT)
-    expected = torch_impl.forward_with_gradients(problem, weight, STUDENT)
-    again = query_tiles.backward(problem, stats, weight, STUDENT)
-    for got, x in zip((value, *grads[:2]), (expected[0], *expected[2][:2]), strict=True):
-        torch.testing.assert_close(got, x, rtol=1e-9, atol=1e-10)
-    for got, x in zip(again[:2], expected[2][:2], strict=True):
-        torch.testing.assert_close(got, x, rtol=1e-9, atol=1e-10)
-
-
 def test_gradients_of_biased_scores_with_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which Inductor cannot compile where they are written over the products."""
     monkeypatch.setattr(compiled, "_warn_once", _refuse)

@@ -44,12 +44,3 @@ def test_no_tokens_and_no_entries() -> None:
         assert found.shape == ids.shape
         (grad,) = torch.autograd.grad(found.sum(), weight)
         assert grad.shape == weight.shape and not grad.any()
-
-
-def test_a_second_derivative_raises() -> None:
-    hidden = torch.randn(4, 5, requires_grad=True)
-    weight = torch.randn(11, 5, requires_grad=True)
-    value = entry_logits(hidden, weight, IDS).sum()
-    (grad,) = torch.autograd.grad(value, hidden, create_graph=True)
-    with pytest.raises(NotImplementedError, match="entry_logits can be differentiated once"):
-        grad.sum().backward()

@@ -5,15 +5,12 @@ Its oracle is one head over concatenated features, [x, u] [W, B]^T, in float64.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.allocations import Allocations
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear.problem import NeedsGrad, RowWeights
@@ -50,13 +47,12 @@ def fused(xs: list[Tensor], labels: Tensor, weight: Tensor, sums: bool, mib: int
     adapters = dict(zip(linear_ops.ADAPTER_NAMES, (u, b, ut, bt), strict=True))
     inputs = (x, w, xt, wt, None, None, labels)
     options = {"temperature": 2.0, "max_workspace_mib": mib, **adapters}
-    if not sums:
-        value, hard, _ = linear_ops.linear_kl(*inputs, **options)
-        return ((value + hard) * weight).sum()
-    given = [x, w, xt, wt, None, None, u, b, ut, bt]
-    wanted = [v is not None and v.requires_grad for v in given]
-    result: Tensor = linear_ops.linear_kl_sum(*inputs, weight, weight, wanted, **options)[0]
-    return result
+    if sums:
+        wanted = [v is not None and v.requires_grad for v in (*inputs[:6], u, b, ut, bt)]
+        total: Tensor = linear_ops.linear_kl_sum(*inputs, weight, weight, wanted, **options)[0]
+        return total
+    value, hard, _ = linear_ops.linear_kl(*inputs, **options)
+    return ((value + hard) * weight).sum()
 
 
 @pytest.mark.parametrize("frozen", [(), (1, 5), (4, 5, 6, 7), (0, 1, 4, 5, 6, 7)])
@@ -112,33 +108,17 @@ def test_the_weight_is_not_copied() -> None:
         student_hidden=True, student_adapter_hidden=True, student_adapter_weight=True
     )
     weights = RowWeights(torch.ones(num_tokens), None)
-    with Allocations() as made:
+    large = Allocations(w.numel())
+    large.known(few)
+    with large:
         rows = linear_chunks.forward(problem, 1)
         grads = linear_chunks.backward(problem, rows, weights, wanted, 1)
         linear_chunks.forward_with_gradients(problem, weights, wanted, 1)
     assert [g is not None for g in grads] == [True, *[False] * 5, True, True, False, False]
-    assert 0 < made.largest < w.numel() * 4
-    with Allocations() as made:
+    assert not large.shapes
+    with Allocations(w.numel()) as large:
         torch.cat([w, b], 1)
-    assert made.largest > w.numel() * 4
-
-
-class Allocations(TorchDispatchMode):
-    """The largest storage that an operation returned."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if _is_tensor(x)}
-        for x in filter(_is_tensor, tree_leaves(result)):
-            if x.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, x.untyped_storage().nbytes())
-        return result
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, Tensor)
+    assert large.shapes
 
 
 def test_flops() -> None:

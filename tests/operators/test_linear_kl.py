@@ -6,18 +6,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.library import opcheck
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.allocations import Allocations
 from torch_streamkl import LinearKL, linear_kl
-from torch_streamkl.divergences import row_state
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import ops as linear_ops
-from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.problem import (
     Head,
     LinearProblem,
@@ -79,6 +76,9 @@ def limit_workspace(patch: pytest.MonkeyPatch, num_rows: int) -> None:
     patch.setattr(linear_chunks, "workspace_bytes", small)
 
 
+strategies = pytest.mark.parametrize("strategy", ["forward", "recompute"])
+
+
 @pytest.fixture(params=["one chunk", "many chunks"])
 def workspace(request, monkeypatch):
     """Room for everything, or for the logits of three tokens."""
@@ -86,100 +86,68 @@ def workspace(request, monkeypatch):
         limit_workspace(monkeypatch, num_rows=3)
 
 
-@pytest.mark.parametrize("strategy", ["forward", "recompute"])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_values_and_gradients(divergence, strategy, workspace):
-    assert_is_definition(heads(), divergence=divergence, reduction="mean", strategy=strategy)
-    assert_is_definition(heads(seed=1), divergence=divergence)
-
-
-@pytest.mark.parametrize("strategy", ["forward", "recompute"])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradients_of_the_student_alone(divergence, strategy, workspace):
-    """A frozen teacher takes a shorter way through the backward."""
-    inputs = heads()
-    for x in inputs[2:]:
-        x.requires_grad_(False)
-    assert_is_definition(inputs, divergence=divergence, reduction="mean", strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", ["forward", "recompute"])
-def test_every_option_at_once(strategy, workspace):
-    labels = torch.randint(0, 37, (11,), generator=torch.Generator().manual_seed(3))
+def _every_option():
+    labels = torch.randint(0, 37, (10,), generator=torch.Generator().manual_seed(3))
     labels[[2, 7]] = -1
-    assert_is_definition(
-        heads(11, size=4.0),
-        student_bias=torch.randn(37, dtype=torch.float64).requires_grad_(),
-        teacher_bias=torch.randn(37, dtype=torch.float64).requires_grad_(),
-        temperature=2.5,
-        student_logit_scale=0.7,
-        teacher_logit_scale=1.3,
-        student_softcap=5.0,
-        teacher_softcap=7.0,
-        student_eps=1e-6,
-        teacher_clamp=1e-5,
-        divergence="jeffreys",
-        labels=labels,
-        ignore_index=-1,
-        hard_weight=0.3,
-        row_mask=torch.arange(11) != 4,
-        row_weight=torch.rand(11, dtype=torch.float64).requires_grad_(),
-        reduction="batchmean",
-        strategy=strategy,
-    )
+    return {
+        "student_bias": torch.randn(37, dtype=torch.float64).requires_grad_(),
+        "teacher_bias": torch.randn(37, dtype=torch.float64).requires_grad_(),
+        "temperature": 2.5,
+        "student_logit_scale": 0.7,
+        "teacher_logit_scale": 1.3,
+        "student_softcap": 5.0,
+        "teacher_softcap": 7.0,
+        "student_eps": 1e-6,
+        "teacher_clamp": 1e-5,
+        "divergence": "jeffreys",
+        "labels": labels,
+        "ignore_index": -1,
+        "hard_weight": 0.3,
+        "row_mask": torch.arange(10) != 4,
+        "row_weight": torch.rand(10, dtype=torch.float64).requires_grad_(),
+        "reduction": "batchmean",
+    }
 
 
-@settings(max_examples=40)
-@given(
-    num_tokens=st.sampled_from([1, 2, 7, 33]),
-    widths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    vocab=st.tuples(st.sampled_from([1, 5, 64, 129]), st.sampled_from([1, 5, 64, 129])),
-    divergence=st.sampled_from(["js", "tv"]),  # finite where the vocabularies differ
-    needed=st.lists(st.booleans(), min_size=4, max_size=4),
-    temperature=st.sampled_from([1.0, 3.0]),
-    has_labels=st.booleans(),
-    strategy=st.sampled_from(["auto", "recompute"]),
-    rows=st.sampled_from([1, 4, 100]),
-)
-def test_shapes(
-    num_tokens, widths, vocab, divergence, needed, temperature, has_labels, strategy, rows
-):
-    inputs = heads(num_tokens, widths, vocab)
-    for x, need in zip(inputs, needed, strict=True):
-        x.requires_grad_(need or not any(needed))
-    options = {"divergence": divergence, "temperature": temperature, "strategy": strategy}
-    if has_labels:
-        options["labels"] = torch.arange(num_tokens) % vocab[0]
-    with pytest.MonkeyPatch.context() as patch:
-        limit_workspace(patch, rows)
-        assert_is_definition(inputs, reduction="sum", **options)
+CASES = {
+    **{name: ((37, 37), {"divergence": name}) for name in DIVERGENCES},
+    "every option": ((37, 37), _every_option()),
+    "more student entries": ((50, 37), {}),
+    "more student entries, cross_entropy": ((50, 37), {"divergence": "cross_entropy"}),
+    "fewer student entries": ((37, 50), {"divergence": "reverse_kl"}),
+}
+
+
+@strategies
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name, strategy, workspace):
+    """With a teacher that learns and a frozen one, which takes a shorter way; and of rows."""
+    vocab, options = CASES[name]
+    for frozen in (False, True):
+        inputs = heads(vocab=vocab)
+        for x in inputs[2:]:
+            x.requires_grad_(not frozen)
+        how = {"reduction": "mean"} | options | {"strategy": strategy}
+        assert_is_definition(inputs, **how)
+        assert_is_definition(inputs, **how | {"strategy": "auto", "reduction": "none"})
+
+
+def test_entries_that_the_student_lacks_are_impossible():
+    inputs = heads(vocab=(37, 50))
+    assert linear_kl(*inputs).isposinf().all()
+    assert not linear_kl(*inputs, reduction="sum").isnan()
 
 
 def test_leading_dimensions_are_tokens():
-    flat = heads(12)
-    shaped = [x.detach().view(3, 4, -1) if i % 2 == 0 else x for i, x in enumerate(flat)]
-    torch.testing.assert_close(linear_kl(*shaped), linear_kl(*flat).view(3, 4))
-    batch = linear_kl(*shaped, reduction="batchmean")
-    torch.testing.assert_close(batch, linear_kl(*flat).sum() / 3)
-
-
-def test_shifted_hidden_states_and_transposed_weights():
-    hidden, weight, t_hidden, t_weight = heads(12)
-    shifted = hidden.detach().view(2, 6, -1)[:, :-1].requires_grad_()
-    columns = weight.detach().t().contiguous().t().requires_grad_()
-    inputs = [shifted, columns, t_hidden.detach().view(2, 6, -1)[:, 1:], t_weight[: len(t_weight)]]
-    for strategy in ("forward", "recompute"):
-        assert_is_definition(inputs, reduction="mean", strategy=strategy)
-
-
-def test_extra_words_are_impossible():
-    student_has_more = heads(vocab=(50, 37))
-    assert_is_definition(student_has_more, reduction="mean")
-    assert_is_definition(student_has_more, divergence="cross_entropy")
-    student_has_fewer = heads(vocab=(37, 50))
-    assert linear_kl(*student_has_fewer).isposinf().all()
-    assert_is_definition(student_has_fewer, divergence="reverse_kl", reduction="mean")
-    assert not linear_kl(*student_has_fewer, reduction="sum").isnan()
+    """Shifted hidden states, and transposed weights."""
+    hidden, weight, t_hidden, t_weight = (x.detach() for x in heads(12))
+    shifted, t_shifted = hidden.view(2, 6, -1)[:, :-1], t_hidden.view(2, 6, -1)[:, 1:]
+    columns = weight.t().contiguous().t()
+    value = linear_kl(shifted, columns, t_shifted, t_weight)
+    flat = linear_kl(shifted.reshape(10, -1), weight, t_shifted.reshape(10, -1), t_weight)
+    torch.testing.assert_close(value, flat.view(2, 5))
+    batch = linear_kl(shifted, columns, t_shifted, t_weight, reduction="batchmean")
+    torch.testing.assert_close(batch, flat.sum() / 2)
 
 
 def naive(xs, ws, xt, wt):
@@ -194,7 +162,7 @@ def relative_errors(loss, inputs, truth):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("strategy", ["forward", "recompute"])
+@strategies
 @pytest.mark.parametrize("num_chunks", [1, 4, 16, MAX_LOW_PRECISION_SUMS, 68])
 def test_error_is_that_of_naive_code(dtype, strategy, num_chunks, monkeypatch):
     """Twice the naive code's error in the same dtype, at every number of chunks."""
@@ -217,29 +185,52 @@ def test_error_is_that_of_naive_code(dtype, strategy, num_chunks, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1e3, 1e4])
-def test_extreme_logits_are_finite(size):
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_extreme_logits_are_finite(divergence, size):
     """Probabilities underflow on both sides; the naive formula with P log P would be NaN."""
     inputs = heads(dtype=torch.float32, size=size)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    s, t = ((x @ w.t()).detach().abs().max() for x, w in (exact[:2], exact[2:]))
-    scale = float(s + t)
-    for divergence in DIVERGENCES:
-        truth = outcome(exact, divergence=divergence, impl="reference")
-        for ours, expected in zip(outcome(inputs, divergence=divergence), truth, strict=True):
-            assert ours.isfinite().all()
-            # logits are rounded once: an error of eps * size moves a probability by that much
-            atol = 16 * torch.finfo(torch.float32).eps * scale * float(1 + expected.abs().max())
-            torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=atol)
+    scale = sum(float((x @ w.t()).detach().abs().max()) for x, w in (exact[:2], exact[2:]))
+    truth = outcome(exact, divergence=divergence, impl="reference")
+    for ours, expected in zip(outcome(inputs, divergence=divergence), truth, strict=True):
+        assert ours.isfinite().all()
+        # logits are rounded once: an error of eps * size moves a probability by that much
+        atol = 16 * torch.finfo(torch.float32).eps * scale * float(1 + expected.abs().max())
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=atol)
 
 
-def test_inputs_keep_their_dtype():
-    """float32 stays float32 unless autocast is on: an error of bfloat16 would be 1e-3."""
-    inputs = heads(dtype=torch.float32)
-    truth = linear_kl(*(x.double() for x in inputs), impl="reference")
-    torch.testing.assert_close(linear_kl(*inputs).double(), truth, rtol=1e-5, atol=1e-6)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = linear_kl(*inputs)
-    assert (low - truth).abs().max() > 1e-4
+@pytest.mark.parametrize("divergence", ["forward_kl", "js", "tv"])
+@strategies
+def test_rows_that_are_nearly_one_hot(divergence, strategy):
+    """One row's logits are 30 times larger: rounding of its log-sum-exp is no gradient."""
+    inputs = heads(16, (32, 24), (200, 200), torch.float32)
+    with torch.no_grad():
+        for hidden in inputs[::2]:
+            hidden[3] *= 30.0
+    options = {"divergence": divergence, "reduction": "sum"}
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    truth = outcome(exact, **options, impl="reference")[1:]
+    naive_grads = outcome(inputs, **options, impl="reference")[1:]
+    partners = (inputs[1], inputs[0], inputs[3], inputs[2])
+    found = outcome(inputs, **options, strategy=strategy)[1:]
+    for got, same, want, other in zip(found, naive_grads, truth, partners, strict=True):
+        rounding = torch.finfo(torch.float32).eps * float(other.detach().abs().max()) / 2
+        assert (got - want).abs().max() <= 2 * (same - want).abs().max() + rounding
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "cross_entropy", "jeffreys", "js", "tv"])
+def test_entries_whose_probability_underflows(divergence, impl):
+    """Entries that the student lacks, at -200: as if they were at -inf, where float32 has 0."""
+    inputs = heads(5, (8, 12), (10, 30), torch.float32)
+    results = []
+    for level in (-200.0, -math.inf):
+        bias = torch.zeros(30)
+        bias[10:] = level
+        results.append(outcome(inputs, teacher_bias=bias, divergence=divergence, impl=impl))
+    for got, want in zip(*results, strict=True):
+        assert want.isfinite().all()
+        torch.testing.assert_close(got, want)
 
 
 def test_float16_gradients_wait_for_the_loss_scale():
@@ -287,7 +278,7 @@ def check_infinite_rows(divergence, impl, dtype):
     assert not found[other + 1].isfinite().any()
 
 
-@pytest.mark.parametrize("strategy", ["forward", "recompute"])
+@strategies
 def test_ignored_rows_add_nothing_even_where_infinite(strategy):
     inputs = heads(6, vocab=(37, 37))
     with torch.no_grad():
@@ -314,69 +305,38 @@ def test_all_rows_ignored_is_zero():
     assert all((g == 0).all() for g in torch.autograd.grad(loss, inputs))
 
 
-def test_label_that_is_no_entry_is_an_error():
-    inputs = heads(4)
-    value = linear_kl(*inputs, labels=torch.tensor([0, 36, 5, -100]))
-    assert value.isfinite().all() and value[3] == 0
-    with pytest.raises(IndexError, match=r"in \[0, 37\) or ignore_index=-100, got 37"):
-        linear_kl(*inputs, labels=torch.tensor([0, 37, 5, -100]))
+def test_weights_of_zero_learn():
+    """The gradient of a weight is its row's loss wherever gradients are computed, also at 0."""
+    inputs = heads(5, (8, 12), (40, 40), torch.float32)
+    rows = linear_kl(*inputs).detach()
+    frozen = [x.detach() for x in inputs]
+    for call, options in (
+        (inputs, {"strategy": "forward"}),
+        (inputs, {"strategy": "recompute"}),
+        (inputs, {"impl": "reference"}),
+        (frozen, {}),
+        ([x.half() for x in frozen], {}),
+    ):
+        weight = torch.tensor([0.0, 1.0, 0.0, 0.5, 0.0], requires_grad=True)
+        total = linear_kl(*call, row_weight=weight, reduction="sum", **options)
+        (grad,) = torch.autograd.grad(total, weight)
+        torch.testing.assert_close(grad, rows, atol=2e-2, rtol=1e-2)
 
 
-def test_opcheck():
-    inputs = heads(6, dtype=torch.float32)
-    labels = torch.arange(6)
-    opcheck(linear_ops.linear_kl, (*inputs, None, None, labels))
-    opcheck(linear_ops.linear_kl, tuple(inputs), {"temperature": 2.0, "max_workspace_mib": 1})
-    opcheck(linear_ops.linear_kl_sum, (*inputs, None, None, labels, None, None, [True] * 4))
-    frozen = (*inputs[:2], *(x.detach() for x in inputs[2:]))
-    opcheck(linear_ops.linear_kl_sum, (*frozen, None, None, None, torch.rand(6), None, [True] * 2))
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_compiles_without_graph_breaks(reduction, dynamic):
-    inputs, labels = heads(dtype=torch.float32), torch.arange(10)
-
-    def loss(*xs):
-        return linear_kl(*xs, labels=labels, temperature=2.0, reduction=reduction).sum()
-
-    expected = torch.autograd.grad(loss(*inputs), inputs)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    got = torch.autograd.grad(compiled(*inputs), inputs)
-    torch.testing.assert_close(got, expected)
-
-
-def test_gradients_are_the_same_bits_on_every_run(workspace):
-    inputs = heads(64, dtype=torch.float32)
-    runs = [outcome(inputs, reduction="mean") for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_backward_twice():
-    """Stored gradients are multiplied in place only where nobody needs them again."""
-    inputs = heads()
-    loss = linear_kl(*inputs, reduction="mean")
-    first = torch.autograd.grad(3.0 * loss, inputs, retain_graph=True)
-    second = torch.autograd.grad(loss, inputs, retain_graph=True)
-    third = torch.autograd.grad(loss, inputs)
-    for a, b, c in zip(first, second, third, strict=True):
-        torch.testing.assert_close(a, 3 * b)
-        torch.testing.assert_close(b, c)
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-def test_double_backward_is_refused():
-    inputs = heads()
-    for reduction in ("none", "mean"):
-        loss = linear_kl(*inputs, reduction=reduction).sum()
-        (grad,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
-        with pytest.raises((NotImplementedError, RuntimeError)):
-            torch.autograd.grad(grad.sum(), inputs[1])
-        # of a square, what the backward multiplies by depends on the inputs, too
-        (grad,) = torch.autograd.grad(loss**2, inputs[0], create_graph=True)
-        with pytest.raises(NotImplementedError, match="impl='reference'"):
-            torch.autograd.grad(grad.sum(), inputs[1])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_no_tokens(reduction, impl):
+    """An empty result, a sum of 0 with gradients 0, and torch's mean of nothing."""
+    inputs = heads(0, (8, 12), (40, 40), torch.float32)
+    labels = torch.zeros(0, dtype=torch.int64)
+    for options in ({}, {"labels": labels}, {"row_mask": labels > 0}):
+        value = linear_kl(*inputs, reduction=reduction, impl=impl, **options)
+        if reduction == "none":
+            assert value.shape == (0,)
+            continue
+        assert value.isnan() if "mean" in reduction else value == 0.0
+        total = linear_kl(*inputs, reduction="sum", impl=impl, **options)
+        assert all(not g.any() for g in torch.autograd.grad(total, inputs))
 
 
 def test_unwanted_gradient_is_an_error():
@@ -409,28 +369,13 @@ def test_module_and_drop_in():
         torch.autograd.grad(forward_kl(xs, xt, ws, wt), wt)
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("loop", ["forward", "backward", "forward_with_gradients"])
-def test_no_tensor_has_tokens_times_words(loop):
-    num_tokens, vocab_size, dtype = 256, 4096, torch.float32
-    x, w = torch.randn(num_tokens, 4, dtype=dtype), torch.randn(vocab_size, 4, dtype=dtype)
+def test_no_tensor_has_tokens_times_entries(loop):
+    num_tokens, vocab_size = 256, 4096
+    x, w = torch.randn(num_tokens, 4), torch.randn(vocab_size, 4)
     problem = LinearProblem(Head(x, w), Head(x, w), named("forward_kl"))
     weights, needs_grad = RowWeights(torch.ones(num_tokens), None), NeedsGrad(True, True)
-    with Largest() as largest:
+    with Allocations(2**20 // 4 + 1) as large:
         if loop == "forward":
             linear_chunks.forward(problem, 1)
         elif loop == "backward":
@@ -439,7 +384,7 @@ def test_no_tensor_has_tokens_times_words(loop):
             linear_chunks.backward(problem, values, weights, needs_grad, 1)
         else:
             linear_chunks.forward_with_gradients(problem, weights, needs_grad, 1)
-    assert largest.elements <= 2**20 // 4
+    assert not large.shapes
 
 
 def test_a_workspace_that_would_cost_precision_is_refused(monkeypatch):
@@ -453,12 +398,6 @@ def test_a_workspace_that_would_cost_precision_is_refused(monkeypatch):
         linear_kl(*inputs, reduction="mean")
 
 
-def test_a_workspace_without_room_for_a_token_is_refused():
-    x, w = torch.randn(2, 2), torch.zeros(300_000, 2)
-    with pytest.raises(ValueError, match="max_workspace_mib must hold the logits of a token"):
-        linear_kl(x, w, x, w, max_workspace_mib=1)
-
-
 @given(st.integers(1, 400), st.integers(1, 100), st.sampled_from([1, 16, 128]))
 def test_ranges_cover_everything_within_the_limit(size, limit, multiple):
     step = even_step(size, limit, multiple)
@@ -469,76 +408,6 @@ def test_ranges_cover_everything_within_the_limit(size, limit, multiple):
     assert all(0 < p.stop - p.start <= step for p in parts)
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "cross_entropy", "jeffreys"])
-def test_shards_of_the_vocabulary_merge(divergence):
-    xs, ws, xt, wt = (x.detach() for x in heads(vocab=(40, 40)))
-    labels = torch.arange(10) * 4
-    functional = named(divergence)
-    whole = LinearProblem(Head(xs, ws), Head(xt, wt), functional, temperature=2.0, labels=labels)
-    shards = [whole.of_vocab(slice(0, 13)), whole.of_vocab(slice(13, 40))]
-    (a, hard_a), (b, hard_b) = (
-        linear_rows.partial_state(
-            shard, *(x.hidden @ x.weight.T for x in shard.heads), functional.bilinear
-        )
-        for shard in shards
-    )
-    sums = row_state.finish(row_state.merge(a, b, functional.bilinear), functional.bilinear)
-    expected = linear_chunks.forward(whole, 0)
-    torch.testing.assert_close(sums.value, expected.value)
-    lses = (sums.student_lse, sums.teacher_lse, sums.student_delta, sums.teacher_delta)
-    hard_lse = torch.logaddexp(hard_a, hard_b)
-    statistics = torch.stack([*lses, hard_lse, *expected.statistics[5:]])
-    torch.testing.assert_close(statistics, expected.statistics)
-    rows = RowValues(sums.value, expected.hard, statistics)
-    weights = RowWeights(torch.rand(10, dtype=torch.float64), torch.rand(10, dtype=torch.float64))
-    needs_grad = NeedsGrad(True, True, True, True)
-    parts = [linear_chunks.backward(shard, rows, weights, needs_grad, 0) for shard in shards]
-    truth = linear_chunks.backward(whole, expected, weights, needs_grad, 0)
-    for i in (0, 2):  # hidden states' gradients add up, weights' are the shards'
-        torch.testing.assert_close(parts[0][i] + parts[1][i], truth[i])
-        torch.testing.assert_close(torch.cat([parts[0][i + 1], parts[1][i + 1]]), truth[i + 1])
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"divergence": "kl"}, ValueError, "divergence must be one of"),
-        ({"temperature": 0.0}, ValueError, "temperature must be positive and finite"),
-        ({"reduction": "avg"}, ValueError, "reduction must be one of"),
-        ({"strategy": "both"}, ValueError, "strategy must be one of"),
-        ({"strategy": "forward"}, ValueError, "needs a reduced result"),
-        ({"impl": "triton"}, NotImplementedError, "needs a GPU"),
-        ({"max_workspace_mib": 0}, ValueError, "max_workspace_mib must be at least 1"),
-        ({"student_logit_scale": math.inf}, ValueError, "student_logit_scale must be finite"),
-        ({"student_softcap": -1.0}, ValueError, "student_softcap must be positive"),
-        ({"labels": torch.zeros(9, dtype=torch.int64)}, ValueError, "labels must have the shape"),
-        ({"labels": torch.zeros(10)}, TypeError, "labels must be int64 or int32"),
-        ({"row_mask": torch.ones(10)}, TypeError, "row_mask must be boolean"),
-        ({"row_weight": torch.ones(3)}, ValueError, "row_weight must broadcast"),
-        ({"student_bias": torch.ones(3)}, ValueError, "student_bias must have shape"),
-    ],
-)
-def test_errors_state_the_rule(change, error, message):
-    with pytest.raises(error, match=message):
-        linear_kl(*heads(dtype=torch.float32), **change)
-
-
-def test_errors_of_shapes_and_dtypes():
-    xs, ws, xt, wt = heads(dtype=torch.float32)
-    with pytest.raises(ValueError, match="must share hidden_size, got 8 and 12"):
-        linear_kl(xs, wt, xt, wt)
-    with pytest.raises(ValueError, match="must share leading dimensions"):
-        linear_kl(xs[:4], ws, xt, wt)
-    with pytest.raises(ValueError, match="must share dtype"):
-        linear_kl(xs, ws.double(), xt, wt)
-    with pytest.raises(ValueError, match="contiguous rows or columns"):
-        linear_kl(xs[:, ::2], ws[:, ::2], xt, wt)
-    with pytest.raises(ValueError, match="no empty vocabulary"):
-        linear_kl(xs, ws[:0], xt, wt)
-    with pytest.raises(TypeError, match="must be a tensor, got None"):
-        linear_kl(None, ws, xt, wt)
-
-
 # MiB of a student's and a teacher's weights, and what was asked for
 @pytest.mark.parametrize(
     ("weights", "asked", "expected"), [(90, 0, 40), (600, 0, 200), (600, 64, 64)]
@@ -547,10 +416,3 @@ def test_workspace_on_a_cpu(weights: int, asked: int, expected: int) -> None:
     head = Head(torch.empty(4, 512), torch.empty(1, 512).expand(weights * 2**20 // 4096, -1))
     problem = LinearProblem(head, head, named("forward_kl"))
     assert workspace_bytes(problem, asked) == expected * 2**20
-
-
-@pytest.mark.parametrize("name", ["beta", "temperature", "teacher_softcap", "student_logit_scale"])
-def test_numbers_that_are_tensors(name):
-    tensors = torch.randn(4, 5, 8)
-    with pytest.raises(TypeError, match=f"{name} must be a number, got a tensor"):
-        linear_kl(*tensors, **{name: torch.tensor(0.5, requires_grad=True)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -125,27 +125,14 @@ def check(
     torch.testing.assert_close(value.detach(), truth[0], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("tail", TAILS)
-def test_tails_and_divergences(tail: str, divergence: str) -> None:
-    options: dict[str, Any] = {"tail": tail, "divergence": divergence}
-    more = {"temperature": 2.0, "logit_scale": 0.7, "softcap": 3.0}
-    given = entries(7, 53, 5)
-    check(head(), *given, "torch", **options)
-    check(head(), *given, "torch", **options, **more)
-    check(head(), *given, "reference", **options, **more)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_shares_of_js(beta: float) -> None:
-    check(head(), *entries(7, 53, 5), "torch", divergence="js", beta=beta, tail="bucket")
-
-
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(st.data())
-def test_drawn_calls(data: st.DataObject) -> None:
+def test_any_call(data: st.DataObject) -> None:
+    """Independent draws of every option; ids may stand twice, or be all ids."""
     draw = data.draw
-    num_tokens, width, vocab = (draw(st.sampled_from(x)) for x in ([1, 2, 33], [1, 7], [2, 65]))
+    num_tokens, width, vocab = (
+        draw(st.sampled_from(x)) for x in ([1, 2, 7, 33], [1, 7], [2, 53, 65])
+    )
     k = draw(st.integers(1, min(vocab, 6)))
     torch.manual_seed(draw(st.integers(0, 99)))
     tensors = head(num_tokens, width, vocab)
@@ -157,10 +144,23 @@ def test_drawn_calls(data: st.DataObject) -> None:
     options = {
         "tail": draw(st.sampled_from(TAILS)),
         "divergence": draw(st.sampled_from(DIVERGENCES)),
-        "temperature": draw(st.sampled_from([1.0, 0.5])),
+        "temperature": draw(st.sampled_from([1.0, 0.5, 2.0])),
+        "logit_scale": draw(st.sampled_from([1.0, 0.7])),
         "softcap": draw(st.sampled_from([None, 2.0])),
     }
-    check(tensors, ids, log_probs, "torch", **options)
+    if options["divergence"] == "js":
+        options["beta"] = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+    if options["tail"] != "bucket" and k > 2 and draw(st.booleans()):
+        ids[:, 2], log_probs = ids[:, 0], log_probs - 1.0
+    if options["tail"] == "renormalize" and draw(st.booleans()):
+        log_probs = 3 * torch.randn(num_tokens, k)  # logits
+    check(tensors, ids, log_probs, draw(st.sampled_from(["torch", "reference"])), **options)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("tail", TAILS)
+def test_tails_and_divergences(tail: str, divergence: str) -> None:
+    check(head(), *entries(7, 53, 5), "torch", tail=tail, divergence=divergence)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -239,14 +239,6 @@ def test_leading_dimensions_and_log_probs(tail: str) -> None:
     torch.testing.assert_close(log_s.view(12, 5), want)
 
 
-def test_ids_that_stand_twice_count_twice() -> None:
-    tensors, (ids, log_probs) = head(), entries(7, 53, 5, padding=False)
-    ids[:, 3] = ids[:, 1]
-    log_probs = log_probs - 1.0
-    for tail in ("none", "renormalize"):
-        check(tensors, ids, log_probs, "torch", tail=tail, divergence="reverse_kl")
-
-
 def test_every_id_leaves_no_tail() -> None:
     tensors = head(3, 4, 6)
     log_probs, ids = torch.randn(3, 6).log_softmax(-1).topk(6)
@@ -281,22 +273,18 @@ def test_low_precision(tail: str, dtype: torch.dtype) -> None:
     tensors, (ids, log_probs) = head(40, 16, 101, dtype), entries(40, 101, 6)
     with torch.no_grad():
         tensors["hidden"][3] *= 30.0
+    options: dict[str, Any] = {"tail": tail, "divergence": "js"}
+    given: dict[str, Any] = {"ids": ids, "log_probs": log_probs, **options}
+    ways: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+        "truth": lambda x: formula(x, **given).mean(),
+        "naive": lambda x: naive_code(x, ids, log_probs, tail).mean(),
+        "rows": lambda x: linear_topk_kl(**x, **given).mean(),
+        "mean": lambda x: linear_topk_kl(**x, **given, reduction="mean"),
+    }
     results = {}
-    for name in ("truth", "naive", "rows", "mean"):
+    for name, way in ways.items():
         mine = leaves(tensors, torch.float64 if name == "truth" else dtype)
-        options = {"tail": tail, "divergence": "js"}
-        if name == "truth":
-            value = formula(mine, ids, log_probs, **options).mean()
-        elif name == "naive":
-            value = naive_code(mine, ids, log_probs, tail).mean()
-        elif name == "rows":
-            value = linear_topk_kl(**mine, ids=ids, log_probs=log_probs, **options).mean()
-        else:
-            value = linear_topk_kl(
-                **mine, ids=ids, log_probs=log_probs, **options, reduction="mean"
-            )
-        value.backward()
-        results[name] = [value.detach(), *(x.grad for x in mine.values())]
+        results[name] = outcome(way(mine), mine, torch.ones(()))
     for i, want in enumerate(results["truth"]):
         naive = (results["naive"][i].double() - want).abs().max()
         size = want.abs().max()
@@ -326,65 +314,9 @@ def naive_code(tensors: dict[str, Tensor], ids: Tensor, log_probs: Tensor, tail:
     return torch.where(exists, terms, 0.0).sum(-1)
 
 
-# ------------------------------------------------------------------------ what is refused
-
-IDS, LOGS = torch.arange(5).expand(7, 5), torch.full((7, 5), -2.0)
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"ids": IDS + 49}, IndexError, "ids must be below the vocabulary size 53, .* got 53"),
-    ({"log_probs": LOGS + 1.0}, ValueError, "log_probs .* sum to at most 1 .* got 1.839"),
-    ({"ids": IDS // 2, "tail": "bucket"}, ValueError, "ids of a token must differ .* got 0 more"),
-    ({"log_probs": LOGS * math.nan}, ValueError, "log_probs .* got nan for token 0"),
-    ({"ids": IDS[:6]}, ValueError, r"ids must have the tokens of hidden \(7,\)"),
-    ({"ids": IDS[0]}, ValueError, r"ids must have the tokens .* got \(5,\)"),
-    ({"ids": IDS[:, :4]}, ValueError, r"one shape \[..., k\], got \(7, 4\) and \(7, 5\)"),
-    ({"ids": IDS[:, :0], "log_probs": LOGS[:, :0]}, ValueError, "at least one entry a token"),
-    ({"ids": IDS.float()}, TypeError, "ids must be int64 or int32, got torch.float32"),
-    ({"ids": IDS.short()}, TypeError, "ids must be int64 or int32, got torch.int16"),
-    ({"log_probs": IDS}, TypeError, "log_probs must be float64, .* got torch.int64"),
-    ({"log_probs": LOGS.clone().requires_grad_()}, NotImplementedError, "log_probs gets no grad"),
-    ({"tail": "ghost"}, ValueError, "tail must be one of .* did you mean 'bucket'"),
-    ({"divergence": "kl"}, ValueError, "did you mean 'forward_kl'"),
-    ({"vocab_start": 3}, ValueError, "vocab_start .* needs a group, got 3"),
-    ({"temperature": 0.0}, ValueError, "temperature must be positive"),
-    ({"beta": 0.3}, ValueError, "beta is the teacher's share in divergence='js'"),
-    ({"temprature": 1.0}, TypeError, "no argument 'temprature'; did you mean 'temperature'"),
-    ({"row_mask": torch.ones(7)}, TypeError, "row_mask must be boolean"),
-    ({"max_workspace_mib": 0}, ValueError, "max_workspace_mib must be at least 1, got 0"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "rule"), REFUSED, ids=lambda x: str(x)[:30])
-def test_bad_input(change: dict[str, Any], error: type[Exception], rule: str) -> None:
-    call: dict[str, Any] = {**head(), "ids": IDS, "log_probs": LOGS, **change}
-    with pytest.raises(error) as found:
-        linear_topk_kl(**call)
-    assert re.search(rule, str(found.value)), str(found.value)
-
-
-def test_logits_of_the_teacher_are_taken_where_they_are_renormalised() -> None:
-    tensors, (ids, _) = head(), entries(7, 53, 5)
-    check(tensors, ids, 3 * torch.randn(7, 5), "torch", tail="renormalize")
-
-
 # ------------------------------------------------------------------------ as an operator
 
-
-@pytest.mark.parametrize(("tail", "reduction"), [("bucket", "mean"), ("renormalize", "none")])
-def test_compiled_whole(tail: str, reduction: str) -> None:
-    tensors, (ids, log_probs) = head(), entries(7, 53, 5)
-
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        options: dict[str, Any] = {"tail": tail, "reduction": reduction}
-        mask = ids[:, 0] != 3
-        return linear_topk_kl(
-            **given, ids=ids, log_probs=log_probs, row_mask=mask, **options
-        ).sum()
-
-    results = []
-    for run in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
-        mine = leaves(tensors)
-        results.append(outcome(run(mine), mine, torch.ones(())))
-    torch.testing.assert_close(*results)
+IDS, LOGS = torch.arange(5).expand(7, 5), torch.full((7, 5), -2.0)
 
 
 def test_products() -> None:
@@ -404,15 +336,6 @@ def test_products() -> None:
         assert counter.get_total_flops() == count * product, (tail, reduction)
 
 
-def test_a_second_derivative_raises() -> None:
-    for reduction in ("none", "mean"):
-        mine = leaves(head())
-        value = linear_topk_kl(**mine, ids=IDS, log_probs=LOGS, reduction=reduction).sum()
-        (grad,) = torch.autograd.grad(value, mine["hidden"], create_graph=True)
-        with pytest.raises(NotImplementedError, match="differentiated once"):
-            grad.square().sum().backward()
-
-
 def test_no_token() -> None:
     tensors = leaves({**head(), "hidden": torch.zeros(0, 9, dtype=torch.float64)})
     ids, log_probs = IDS[:0], LOGS[:0]
@@ -423,15 +346,6 @@ def test_no_token() -> None:
         total.backward()
         assert total == 0 and linear_topk_kl(**given, reduction="mean").isnan()
         assert not tensors["weight"].grad.any()
-
-
-def test_autocast() -> None:
-    tensors = leaves(head(dtype=torch.float32))
-    with torch.autocast("cpu", torch.bfloat16):
-        value = linear_topk_kl(**tensors, ids=IDS, log_probs=LOGS, reduction="mean")
-    rounded = {k: x.detach().bfloat16() if k != "bias" else x for k, x in tensors.items()}
-    same = linear_topk_kl(**rounded, ids=IDS, log_probs=LOGS, reduction="mean")
-    assert value.dtype == torch.float32 and torch.equal(value, same)
 
 
 def test_weights_of_tokens_learn() -> None:

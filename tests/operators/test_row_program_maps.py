@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bench.offline import TARGETS, compile_launch, record_launches
 from tests.support.covering import only
@@ -88,7 +89,7 @@ def _vocab() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     return given, sums
 
 
-def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
+def _blocks_of_entries() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Sums over blocks of an LM head's vocabulary entries, whose gradients come by blocks of
     vocabulary entries.
     """
@@ -105,7 +106,19 @@ def _blocks_of_words() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     return given, sums
 
 
-PROBLEMS = {"heads": _heads, "vocab": _vocab, "blocks of vocabulary entries": _blocks_of_words}
+def _linear() -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Tensors that all heads share: keys that take no part add nothing to their gradients."""
+    ids = torch.rand(2, 1, 40, 41).argsort(-1)[..., :3]
+    given: dict[str, Any] = {
+        "dots": {"s": (_leaf(2, 3, 40, 5), _leaf(2, 3, 41, 5))},
+        "keys": {"key": _leaf(2, 1, 41)},
+        "pairs": {"pair": _leaf(2, 1, 40, 41)},
+        "columns": {"value": (ids, _leaf(2, 1, 40, 3))},
+    }
+    return given, lambda e: {"kl": (e.s * (e.key + e.pair + e.value)).sum("key")}
+
+
+PROBLEMS = {"heads": _heads, "linear": _linear, "vocab": _vocab, "blocks": _blocks_of_entries}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "window": {"window": (20, 3)},
@@ -113,77 +126,39 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _cast(x: Any, dtype: torch.dtype, device: str) -> Any:
-    if isinstance(x, dict):
-        return {k: _cast(v, dtype, device) for k, v in x.items()}
-    if isinstance(x, tuple):
-        return tuple(_cast(v, dtype, device) for v in x)
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return x.detach().to(device, dtype).requires_grad_(x.requires_grad)
-    return x.to(device) if isinstance(x, Tensor) else x
-
-
-def _leaves(x: Any) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x] if x.requires_grad else []
-    parts = x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else ()
-    return [leaf for part in parts for leaf in _leaves(part)]
-
-
 def _run(
     name: str, dtype: torch.dtype, impl: str, device: str = "cpu", **options: Any
 ) -> list[Tensor]:
     torch.manual_seed(3)
     given, function = PROBLEMS[name]()
-    given = _cast(given, dtype, device)
+
+    def moved(x: Tensor) -> Tensor:
+        wanted = dtype if x.is_floating_point() else x.dtype
+        return x.detach().to(device, wanted).requires_grad_(x.requires_grad)
+
+    given = tree_map_only(Tensor, moved, given)
     out = row_program(function, impl=impl, **given, **options)
-    kl = out["kl"]
-    weight = torch.linspace(-1, 2, kl.numel(), dtype=kl.dtype, device=device)
+    weight = torch.linspace(-1, 2, out["kl"].numel(), dtype=dtype, device=device)
     total = sum((x * weight.view(x.shape)).sum() for x in out.values())
-    return [*(x.detach() for x in out.values()), *torch.autograd.grad(total, _leaves(given))]
+    leaves = [x for x in tree_leaves(given) if x.requires_grad]
+    return [*(x.detach() for x in out.values()), *torch.autograd.grad(total, leaves)]
+
+
+def _check(name: str, device: str = "cpu", **options: Any) -> None:
+    """Twice naive code's error: the blocked form's, which is less, is luck at rows that cancel."""
+    truth = _run(name, torch.float64, "reference", device, **options)
+    same = _run(name, torch.float32, "reference", device, **options)
+    found = _run(name, torch.float32, "triton", device, **options)
+    for i, (got, a, exact) in enumerate(zip(found, same, truth, strict=True)):
+        allowed = 2 * float((a - exact).abs().max()) + 2e-6 * float(exact.abs().max())
+        assert float((got - exact).abs().max()) <= allowed, i
 
 
 @inside
 @pytest.mark.parametrize("mask", _all("causal", "window", "lengths"))
-def test_sums_over_heads(mask: str, small_workspace: None) -> None:
-    _check("heads", **MASKS[mask])
-
-
-@inside
-@pytest.mark.parametrize("mask", _all("causal", "window", "lengths"))
-def test_gradients_that_are_sums_over_heads(mask: str, small_workspace: None) -> None:
-    """Of tensors that all heads share: keys that take no part add nothing to them."""
-    torch.manual_seed(5)
-    q, k = _leaf(2, 3, 40, 5), _leaf(2, 3, 41, 5)
-    captured = _leaf(2, 1, 41), _leaf(2, 1, 40, 41), _leaf(2, 1, 40, 3)
-    ids = torch.rand(2, 1, 40, 41).argsort(-1)[..., :3]
-    allowed = torch.ones(2, 1, 40, 41, dtype=torch.bool)
-    i, j = torch.arange(40)[:, None] + 1, torch.arange(41)
-    if mask != "lengths":
-        left, right = MASKS[mask].get("window", (41, 0))
-        allowed &= (j >= i - left) & (j <= i + right)
-    else:
-        allowed &= j < MASKS[mask]["key_lengths"][:, None, None, None]
-    scores = (q @ k.mT).masked_fill(~allowed, 0.0).sum(1, keepdim=True)
-    expected = scores.sum(2), scores, scores.gather(-1, ids)
-
-    def linear(e: Any) -> dict[str, Any]:
-        return {"sum": (e.s * (e.key + e.pair + e.value)).sum("key")}
-
-    given = _cast(
-        {
-            "dots": {"s": (q, k)},
-            "keys": {"key": captured[0]},
-            "pairs": {"pair": captured[1]},
-            "columns": {"value": (ids, captured[2])},
-        },
-        torch.float32,
-        "cpu",
-    )
-    out = row_program(linear, impl="triton", **given, **MASKS[mask])
-    found = torch.autograd.grad(out["sum"].sum(), _leaves(given)[2:])
-    for got, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("name", ["heads", "linear"])
+def test_sums_over_heads(name: str, mask: str, small_workspace: None) -> None:
+    _check(name, **MASKS[mask])
 
 
 @inside
@@ -194,6 +169,12 @@ def test_sums_over_heads_that_are_kept(
 
     monkeypatch.setattr(row_blocks, "KEPT_SHARE", 100.0)
     _check("heads", **MASKS["causal"])
+
+
+@inside
+@pytest.mark.parametrize("name", ["vocab", "blocks"])
+def test_lm_heads(name: str, small_workspace: None) -> None:
+    _check(name)
 
 
 def test_which_sums_over_heads_are_kept() -> None:
@@ -218,39 +199,16 @@ def test_which_sums_over_heads_are_kept() -> None:
 
 
 @inside
-def test_words(small_workspace: None) -> None:
-    _check("vocab")
-
-
-@inside
-def test_blocks_of_words(small_workspace: None) -> None:
-    _check("blocks of vocabulary entries")
-
-
-def _check(name: str, **options: Any) -> None:
-    """Twice naive code's error: the blocked form's, which is less, is luck at rows that cancel."""
-    truth = _run(name, torch.float64, "reference", **options)
-    same = _run(name, torch.float32, "reference", **options)
-    for i, (got, a, exact) in enumerate(
-        zip(_run(name, torch.float32, "triton", **options), same, truth, strict=True)
-    ):
-        allowed = 2 * float((a - exact).abs().max()) + 2e-6 * float(exact.abs().max())
-        assert float((got - exact).abs().max()) <= allowed, i
-
-
-@inside
 @pytest.mark.parametrize(
-    "name",
-    _all("top_k_with_ghost", "policy_loss", "z_loss", "dkd"),
+    ("name", "dtype"),
+    [
+        ("top_k_with_ghost", torch.float32),
+        ("policy_loss", torch.float16),
+        *(pytest.param(x, torch.float32, marks=slow) for x in ("policy_loss", "z_loss", "dkd")),
+    ],
 )
-def test_wide_heads(name: str, small_workspace: None) -> None:
-    sizes = Sizes(batch=2, rows=9, keys=300, dim=257, spread=0.05)
-    check_errors(name, "triton", torch.float32, sizes)
-
-
-@inside
-def test_float16_logits(small_workspace: None) -> None:
-    check_errors("policy_loss", "triton", torch.float16, Sizes(2, 2, 9, 300, 257, 0.05))
+def test_wide_heads(name: str, dtype: torch.dtype, small_workspace: None) -> None:
+    check_errors(name, "triton", dtype, Sizes(2, 4, 9, 300, 257, 0.05))
 
 
 def test_one_mask_holds_for_the_blocks_of_a_program(small_workspace: None) -> None:
@@ -324,5 +282,5 @@ def test_compiles(name: str, target: str) -> None:
 def test_on_a_gpu(name: str, small_workspace: None) -> None:
     _check(name, device="cuda")
     if name == "heads":
-        lengths = torch.tensor([41, 20], device="cuda")
+        lengths = MASKS["lengths"]["key_lengths"].cuda()
         _check(name, device="cuda", is_causal=True, key_lengths=lengths)

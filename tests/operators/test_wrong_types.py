@@ -19,6 +19,7 @@ from torch_streamkl import (
     linear_kl,
     linear_topk_kl,
     nitrobrew,
+    row_program,
 )
 from torch_streamkl.attention_topk import arguments as of_chosen_keys
 from torch_streamkl.linear.arguments import Options
@@ -79,47 +80,37 @@ PUBLIC = [
     Public("nitrobrew.reverse_kl", nitrobrew.reverse_kl, NITROBREW),
 ]
 
+PROGRAM: dict[str, Any] = {"function": lambda e: (e.s * e.s).sum("key"), "dots": {"s": (X, X)}}
+GROUPS = {"rows": X[0, 0, :, 0], "keys": X[0, 0, :, 0], "pairs": X[0, 0, :, :6]}
+
+
+def _captured(group: str) -> Any:
+    return lambda w: row_program(**PROGRAM, **{group: {"w": w}})
+
+
+# tensors of a row program are named in dictionaries
+PUBLIC += [
+    Public(
+        "row_program", row_program, PROGRAM,
+        {name: rf"\b(a|{name})\b" for name in ("dots", "columns", *GROUPS)},
+        {k: x for k, x in row_program.__annotations__.items() if k not in ("function", "return")},
+    ),
+    Public(
+        "row_program of a dot",
+        lambda q, k: row_program(PROGRAM["function"], dots={"s": (q, k)}),
+        {"q": X, "k": X}, dict.fromkeys("qk", r"\bs\b"), dict.fromkeys("qk", "Tensor"),
+    ),
+    *(
+        Public(f"row_program of {group}", _captured(group), {"w": x}, {}, {"w": "Tensor"})
+        for group, x in GROUPS.items()
+    ),
+]  # fmt: skip
+
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.name)
 def test_wrong_types_are_refused(public: Public) -> None:
     found = problems(public)
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("function", "option", "meant"),
-    [
-        (attention_kl, "causal", "is_causal"),
-        (attention_kl, "temprature", "temperature"),
-        (attention_kl_varlen, "softmax_scale", "student_scale"),
-        (linear_kl, "temprature", "temperature"),
-        (LinearKL, "temprature", "temperature"),
-        (LinearKL, "loss_type", "divergence"),
-        (nitrobrew.forward_kl, "chunk_v", "chunk_V"),
-    ],
-)
-def test_names_of_options_are_suggested(function: Any, option: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=f"no argument '{option}'; did you mean '{meant}'"):
-        function(**{option: 2})
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("kl", "forward_kl"),
-        ("JSD", "js"),
-        ("reverse-kl", "reverse_kl"),
-        ("forwrad_kl", "forward_kl"),
-    ],
-)
-def test_names_of_divergences_are_suggested(name: str, meant: str) -> None:
-    for call in (
-        lambda: attention_kl(X, X, X, X, divergence=name),
-        lambda: linear_kl(*HEADS, *HEADS, divergence=name),
-        lambda: LinearKL(divergence=name),
-    ):
-        with pytest.raises(ValueError, match=f"got '{name}'; did you mean '{meant}'"):
-            call()
 
 
 def test_what_was_legal_does_not_make_equal_values_legal() -> None:
@@ -128,15 +119,3 @@ def test_what_was_legal_does_not_make_equal_values_legal() -> None:
     for wrong in ({"temperature": True}, {"window": (1.0, 2)}, {"is_causal": 1}):
         with pytest.raises(TypeError, match="must be"):
             attention_kl(X, X, X, X, **{**{"window": (1, 2), "is_causal": True}, **wrong})
-
-
-def test_options_of_a_module_are_checked_when_it_is_made() -> None:
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        LinearKL(temperature=0)
-    with pytest.raises(TypeError, match="labels"):
-        LinearKL(labels=torch.zeros(4).long())
-    module = LinearKL(temperature=2.0)
-    with pytest.raises(TypeError, match="temperature is an option of the module"):
-        module(*HEADS, *HEADS, temperature=3.0)
-    with pytest.raises(TypeError, match="did you mean 'labels'"):
-        module(*HEADS, *HEADS, lables=None)

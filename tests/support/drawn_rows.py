@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.naive_rows import Names
+from tests.support.naive_rows import naive
 
 Expression = Callable[[Any], Any]
 # smooth and bounded by small arguments: nothing here is a matter of one rounding
@@ -54,7 +54,6 @@ class Drawn:
     options: dict[str, Any]
     groups: dict[str, dict[str, Any]]
     learned: list[Tensor]
-    is_of_lm_heads: bool
     description: list[str] = field(default_factory=list)
 
     def arguments(self, dtype: torch.dtype, device: str) -> tuple[dict[str, Any], list[Tensor]]:
@@ -77,63 +76,7 @@ class Drawn:
 
     def naive(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
         """All per-row values, of materialized products."""
-        values: dict[str, Tensor] = {}
-        for name, (q, k) in arguments["dots"].items():
-            if self.is_of_lm_heads:
-                x = (q.flatten(0, -2) @ k.mT)[None, None]
-            else:
-                x = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-            values[name] = x
-        rows, keys = x.shape[2:]
-        device = x.device
-        for name, w in arguments.get("rows", {}).items():
-            w = w.reshape(1, 1, -1) if self.is_of_lm_heads else w
-            values[name] = w[(None,) * (3 - w.ndim)][..., None]
-        for name, w in arguments.get("keys", {}).items():
-            values[name] = w[(None,) * (3 - w.ndim)][..., None, :]
-        for name, w in arguments.get("pairs", {}).items():
-            w = w.reshape(1, 1, rows, keys) if self.is_of_lm_heads else w
-            values[name] = w[(None,) * (4 - w.ndim)]
-        for name, given in arguments.get("columns", {}).items():
-            ids, w = given if isinstance(given, tuple) else (given, None)
-            if self.is_of_lm_heads:
-                ids, w = (x if x is None else x.reshape(1, 1, rows, -1) for x in (ids, w))
-            hit = ids[..., None] == torch.arange(keys, device=device)
-            values[name] = hit.any(-2) if w is None else (hit * w[..., None]).sum(-2)
-        values["key_index"] = torch.arange(keys, device=device)[None, None, None]
-        sequence = (
-            next(iter(arguments["dots"].values()))[0].shape[-2] if self.is_of_lm_heads else rows
-        )
-        index = torch.arange(rows, device=device) % sequence
-        values["row_index"] = index[None, None, :, None]
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(x.dtype)  # of an index times a number
-        try:
-            found = self.function(Names(values, self._keep(arguments, x)))
-        finally:
-            torch.set_default_dtype(default)
-        shape = next(iter(arguments["dots"].values()))[0].shape[:-1]
-        batch = x.shape[0]
-        tensors = {n: v.x.expand(batch, -1, rows, 1)[..., 0] for n, v in found.items()}
-        if self.is_of_lm_heads:
-            return {n: v.reshape(shape) for n, v in tensors.items()}
-        return tensors
-
-    def _keep(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
-        rows, keys = x.shape[2:]
-        i = torch.arange(rows, device=x.device)[:, None] + keys - rows
-        j = torch.arange(keys, device=x.device)
-        keep = torch.ones(x.shape[0], 1, rows, keys, dtype=torch.bool, device=x.device)
-        left, right = arguments.get("window", (None, None))
-        if arguments.get("is_causal"):
-            right = 0
-        if left is not None:
-            keep = keep & (j >= i - left)
-        if right is not None:
-            keep = keep & (j <= i + right)
-        if "key_lengths" in arguments:
-            keep = keep & (j < arguments["key_lengths"][:, None, None, None])
-        return keep & arguments["mask"] if "mask" in arguments else keep
+        return naive(self.function, **arguments)
 
 
 class Drawing:
@@ -189,7 +132,7 @@ class Drawing:
         outputs = {f"o{i}": self._rows(2) for i in range(r.randint(1, 2))}
         return Drawn(
             lambda e: {name: f(e) for name, f in outputs.items()},
-            dots, options, groups, learned, is_vocab,
+            dots, options, groups, learned,
         )  # fmt: skip
 
     def _captures(

@@ -32,10 +32,10 @@ def examples() -> dict[str, Any]:
 EXAMPLES = examples()
 
 
-def example(name: str, impl: str) -> Callable[..., Tensor]:
-    """An example with another implementation."""
+def example(name: str, impl: str, **options: Any) -> Callable[..., Tensor]:
+    """An example with another implementation, and further arguments."""
     scope = dict(EXAMPLES)
-    scope["row_program"] = functools.partial(torch_streamkl.row_program, impl=impl)
+    scope["row_program"] = functools.partial(torch_streamkl.row_program, impl=impl, **options)
     function = EXAMPLES[name]
     return FunctionType(
         function.__code__, scope, name, function.__defaults__, function.__closure__

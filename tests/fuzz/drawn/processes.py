@@ -17,12 +17,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 STRUCTURES = 48
 PATIENCE = 20.0  # seconds that a process has to end what it began
+SHOWN = 20  # differences that a process prints
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+Outcomes = Iterator[tuple[str, str, str]]  # counted as; of what differs its name and how
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
     """The options of `run`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--impl", help="only this implementation")
     parser.add_argument("--first", "--seed", type=int, default=0, help="of the first call")
     parser.add_argument(
         "--few-shapes", action="store_true", help=f"the same as --structures {STRUCTURES}"
@@ -33,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--share", type=int, help="only what this process of them draws")
     parser.add_argument("--seconds", type=float, help="stop after so long")
+    return parser
 
 
 def structures_of(given: argparse.Namespace) -> int | None:
@@ -53,51 +64,34 @@ def seeds_of(given: argparse.Namespace, calls: int) -> Iterator[int]:
             yield seed
 
 
-class Tally:
-    """Outcomes of the calls of one process."""
-
-    def __init__(self, given: argparse.Namespace, show: int = 20) -> None:
-        self.given = given
-        self.show = show
-        self.num_calls = 0
-        self.counts: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.started = time.monotonic()
-
-    def is_over(self) -> bool:
-        limit = self.given.seconds
-        return limit is not None and time.monotonic() - self.started > limit
-
-    def differs(self, name: str, what: str) -> None:
-        """Notes a difference, which ``name`` finds again; prints the first ones."""
-        self.wrong.append(name)
-        if len(self.wrong) <= self.show:
-            print(f"{name}: {what}", flush=True)
-
-    def report(self) -> int:
-        if self.given.share is None:
-            for name, count in sorted(self.counts.items()):
-                print(f"{count:7d}  {name}")
-        counts = ", ".join(f"{n} {name}" for name, n in sorted(self.counts.items()))
-        seconds = time.monotonic() - self.started
-        share = "" if self.given.share is None else f"process {self.given.share}: "
-        found = f"{len(self.wrong)} differences" + "".join(f" [{x}]" for x in self.wrong)
-        tail = "" if self.given.share is None else f" ({counts})"
-        print(f"{share}{self.num_calls} calls, {found}; {seconds:.0f} s{tail}", flush=True)
-        return int(bool(self.wrong))
-
-
-def run(module: str, given: argparse.Namespace, draw: Callable[[Tally], None]) -> int:
-    """`draw` in this process, or in as many as are asked for; 1 if a call differs."""
+def run(module: str, given: argparse.Namespace, outcomes: Callable[[int], Outcomes]) -> int:
+    """`outcomes` of seeds in this process, or in as many as are asked for; 1 if one differs."""
     if given.processes > 1 and given.share is None:
         return _in_processes(module, given)
-    tally = Tally(given, getattr(given, "show", 20))
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # the summary is printed all the same
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    num_calls, started = 0, time.monotonic()
     try:
-        draw(tally)
+        for seed in seeds_of(given, given.calls):
+            if given.seconds is not None and time.monotonic() - started > given.seconds:
+                break
+            for kind, name, how in outcomes(seed):
+                counts[kind] += 1
+                if name:
+                    wrong.append(name)
+                    if len(wrong) <= SHOWN:
+                        print(f"{name}: {how}", flush=True)
+            num_calls += 1
     finally:
-        status = tally.report()
-    return status
+        share = "" if given.share is None else f"process {given.share}: "
+        text = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
+        found = f"{len(wrong)} differences" + "".join(f" [{x}]" for x in wrong)
+        seconds = time.monotonic() - started
+        print(f"{share}{num_calls} calls, {found}; {seconds:.0f} s ({text})", flush=True)
+    return int(bool(wrong))
 
 
 def _in_processes(module: str, given: argparse.Namespace) -> int:
@@ -132,8 +126,6 @@ def _environment(given: argparse.Namespace, share: int) -> dict[str, str]:
     """One thread each; GPUs are divided."""
     environment = {"OMP_NUM_THREADS": "1"}
     if given.device != "cpu":
-        import torch
-
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else range(torch.cuda.device_count())
         devices = [str(x) for x in names]
