@@ -170,6 +170,14 @@ def test_the_reference_has_second_derivatives(name: str) -> None:
     assert _penalty(*_of_first(name, impl="reference")).isfinite().all()
 
 
+@public
+def test_the_reference_has_derivatives_by_what_comes_in(name: str) -> None:
+    """torch's jvp differentiates a gradient by its incoming gradient, at 0."""
+    total, x = _of_first(name, impl="reference")
+    (gradient,) = torch.autograd.grad(total(x.requires_grad_()), x)
+    torch.testing.assert_close(_jvp(total, x.detach()), gradient.sum())
+
+
 def _jvp(total: Call, x: Tensor) -> Tensor:
     value: Tensor = functional.jvp(total, x, torch.ones_like(x))[1]
     return value

@@ -17,11 +17,12 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.tile import RowValue, RowValues, Values, allowed, evaluate, whole
 
 # NOTE [Zero annihilates] in program/graph.py, for autograd: a gradient of 0 stays 0 next to an
-# infinite slope.
+# infinite slope. Next to a finite one its own derivative is the slope, as torch's jvp asks.
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where((a == 0) | (b == 0), 0.0, a * b)
+    is_lost = ((a == 0) | (b == 0)) & ~(a * b).isfinite()
+    return torch.where(is_lost, 0.0, a) * torch.where(is_lost, 0.0, b)
 
 
 # the derivative to each argument, of the arguments and the result
