@@ -2,10 +2,12 @@
 
     python -m bench.first_step --cases bert llama gkd --warm 3 --json first_steps.json
     python -m bench.first_step --cases bert --profile build/profiles   # cProfile of warm steps
+    python -m bench.first_step --device cpu --all-layers   # narrow models, as many layers
 
 The first step begins with torch.compile() and its imports. Every measurement is a process of its
 own. Caches of Inductor and Triton are in a folder of their own for each case and provider; the
-first process finds it empty. Providers alternate.
+first process finds it empty. Providers alternate. CPU seconds are those of the step and of the
+compilers that it starts in turn (TORCHINDUCTOR_COMPILE_THREADS=1), and say more on a busy machine.
 """
 
 from __future__ import annotations
@@ -69,13 +71,15 @@ class GeneralizedKD(steps.LlamaStep):
         return loss
 
 
-def _case(name: str, device: str) -> Case:
+def _case(name: str, device: str, all_layers: bool) -> Case:
     pair = replace(steps.PAIRS[device], contexts=(512,), teacher_layers=4, student_layers=4)
     bert = steps.ShortStep("bert", "", batch_size=32, seqlen=128)
-    if device == "cpu":  # where nothing but this program is tried
-        pair = steps.Pair("", 64, 128, 4, 2, 4096, (64,), 1, 1)
-        bert = replace(bert, batch_size=2, seqlen=32, num_layers=1, teacher_layers=2)
-        bert = replace(bert, hidden_size=48, teacher_width=48)
+    if device == "cpu":
+        pair = steps.Pair("", 64, 128, 4, 2, 4096, (64,), 4, 4)
+        bert = replace(bert, batch_size=2, seqlen=32, hidden_size=48, teacher_width=48)
+        if not all_layers:  # nothing but this program is tried
+            pair = replace(pair, teacher_layers=1, student_layers=1)
+            bert = replace(bert, num_layers=1, teacher_layers=2)
     tokens = pair.contexts[0]
     cases = {
         "bert": bert,
@@ -96,9 +100,14 @@ def _profiled(path: str | None) -> Iterator[None]:
     profile.dump_stats(path)
 
 
-def _one(case: str, provider: str, device: str, profile: str | None) -> dict[str, Any]:
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _one(case: Case, provider: str, device: str, profile: str | None) -> dict[str, Any]:
     """Runs the first step of this process, and says what torch's caches had."""
-    problem = _case(case, device).problem(torch.device(device))
+    problem = case.problem(torch.device(device))
 
     def synchronize() -> None:
         if device == "cuda":
@@ -113,7 +122,7 @@ def _one(case: str, provider: str, device: str, profile: str | None) -> dict[str
         return value
 
     synchronize()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), _cpu_seconds()
     # what a compiler imports is imported now or in the first call
     with _profiled(profile):
         if provider == "streamkl":
@@ -123,7 +132,7 @@ def _one(case: str, provider: str, device: str, profile: str | None) -> dict[str
             compiled = torch.compile(problem.loss)
         made = time.perf_counter()
         value = step(compiled)
-    first = time.perf_counter()
+    first, cpu = time.perf_counter(), _cpu_seconds() - cpu
     step(compiled)
     second = time.perf_counter() - first
     counters = torch._dynamo.utils.counters
@@ -133,12 +142,12 @@ def _one(case: str, provider: str, device: str, profile: str | None) -> dict[str
         for name, count in counters[group].items()
         if "cache" in name
     }
-    times = {"first_s": first - start, "call_s": first - made, "second_s": second}
+    times = {"first_s": first - start, "call_s": first - made, "second_s": second, "cpu_s": cpu}
     return {**times, "loss": value, **seen}
 
 
 def _run(
-    case: str, provider: str, device: str, folder: Path, profile: Path | None
+    case: str, provider: str, how: list[str], folder: Path, profile: Path | None
 ) -> dict[str, Any]:
     own = folder / f"{case}-{provider}"
     environment = {
@@ -146,8 +155,7 @@ def _run(
         "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"),
         "TRITON_CACHE_DIR": str(own / "triton"),
     }
-    command = [sys.executable, "-m", "bench.first_step", "--one", case, provider,
-               "--device", device]  # fmt: skip
+    command = [sys.executable, "-m", "bench.first_step", "--one", case, provider, *how]
     if profile is not None:
         profile.mkdir(parents=True, exist_ok=True)
         command += ["--profile", str(profile / f"{case}-{provider}.prof")]
@@ -170,29 +178,33 @@ def main(argv: list[str] | None = None) -> int:
     program.add_argument("--cold", type=int, default=1, help="processes with empty caches")
     program.add_argument("--profile", type=Path, help="a folder; of one more warm process each")
     program.add_argument("--caches", type=Path, help="empty, or filled and --cold 0")
+    program.add_argument("--all-layers", action="store_true", help="on a CPU, too")
     program.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options, record = program.begin(argv)
     device = str(options.device)
     if options.one:
-        print(json.dumps(_one(*options.one, device, options.profile and str(options.profile))))
+        name, provider = options.one
+        case = _case(name, device, options.all_layers)
+        print(json.dumps(_one(case, provider, device, options.profile and str(options.profile))))
         return 0
+    how = ["--device", device, *["--all-layers"] * options.all_layers]
     for case in options.cases:
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         folder = options.caches
         for _ in range(options.cold):
             folder = options.caches or Path(tempfile.mkdtemp())
             for provider in options.providers:
-                one = _run(case, provider, device, folder, None)
+                one = _run(case, provider, how, folder, None)
                 found.setdefault((provider, "cold"), []).append(one)
         for _ in range(options.warm):
             for provider in options.providers:
-                one = _run(case, provider, device, folder, None)
+                one = _run(case, provider, how, folder, None)
                 found.setdefault((provider, "warm"), []).append(one)
         if options.profile:
             for provider in options.providers:
-                _run(case, provider, device, folder, options.profile)
+                _run(case, provider, how, folder, options.profile)
         for (provider, caches), results in found.items():
-            names = {"step": "first", "call": "call", "process": "process"}
+            names = {"step": "first", "call": "call", "process": "process", "cpu": "cpu"}
             times = {
                 mode: Timing.of([x[f"{name}_s"] * 1e3 for x in results])
                 for mode, name in names.items()
