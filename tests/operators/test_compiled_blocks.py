@@ -18,6 +18,8 @@ import torch._inductor.config
 import torch._inductor.utils
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import cpu_vec_isa
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tests.operators.test_query_tiles import linear_problem
 from tests.support.covering import every
@@ -25,7 +27,7 @@ from tests.support.problems import CASES, Spec, build
 from tests.support.tolerances import check_call
 from torch_streamkl.attention import ops, query_tiles, torch_impl
 from torch_streamkl.attention.problem import NeedsGrad
-from torch_streamkl.cpu import compiled
+from torch_streamkl.cpu import compiled, stored
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
 from torch_streamkl.linear.problem import NeedsGrad as LinearNeedsGrad
@@ -206,6 +208,65 @@ def test_a_compiled_body_is_found_in_the_cache_of_graphs(tmp_path: Path) -> None
             torch.testing.assert_close(run([x])[0], 2 * x)
             hits.append(counters["inductor"]["fxgraph_cache_hit"])
     assert hits == [0, 1]
+
+
+def test_a_stored_body_is_not_traced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key has our sources, what was asked, Inductor's settings and the CPU."""
+    monkeypatch.setattr(_twice, "__module__", "torch_streamkl.of_a_test")
+    layouts = ((torch.float32, (compiled.ROWS, compiled.KEYS), False),)
+    key = compiled.Key(_twice, None, ("x",), layouts, torch.get_num_threads())
+    traces = []
+    original = compiled._compile
+    monkeypatch.setattr(compiled, "_compile", lambda key: traces.append(key) or original(key))
+
+    def run(seqlen: int) -> int:
+        x = torch.randn(5, seqlen)
+        torch.testing.assert_close(compiled.compile_body(key)([x])[0], 2 * x)
+        return len(traces)
+
+    with torch._inductor.utils.fresh_cache(dir=str(tmp_path)):
+        assert [run(7), run(7), run(40)] == [1, 1, 1]
+        (file,) = tmp_path.glob(f"*/{stored.FOLDER}/*.py")
+        file.write_text("def call(")
+        assert [run(7), run(7)] == [2, 2]  # written again
+        monkeypatch.setattr(stored, "source_digest", lambda: "other sources")
+        assert [run(7), run(7)] == [3, 3]
+
+
+def test_what_the_key_of_a_stored_body_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, config = query_tiles._form(problem_of(), STUDENT), torch._inductor.config
+    of = stored.path_of
+    names = [of(query_tiles.rows_forward, form), of(query_tiles.rows_backward, form)]
+    names.append(of(query_tiles.rows_forward, replace(form, has_temperature=True)))
+    for changes in ({"cpp.threads": 3}, {"cpp.enable_unsafe_math_opt_flag": True}):
+        with config.patch(changes):
+            names.append(of(query_tiles.rows_forward, form))
+    other_cpu = next(
+        x for x in cpu_vec_isa.supported_vec_isa_list if x != cpu_vec_isa.pick_vec_isa()
+    )
+    for owner, name, value in (
+        (torch, "get_default_dtype", torch.float64),
+        (cpu_vec_isa, "pick_vec_isa", other_cpu),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, lambda value=value: value)
+            names.append(of(query_tiles.rows_forward, form))
+    assert None not in names and len(set(names)) == len(names)
+    assert of(query_tiles.rows_forward, form) == names[0]
+    assert of(_twice, form) is None  # not of our sources
+    for off in ({"force_disable_caches": True}, {"fx_graph_cache": False},
+                {"joint_custom_pre_pass": _PassWithoutKey()}):  # fmt: skip
+        with config.patch(off):
+            assert of(query_tiles.rows_forward, form) is None
+
+
+class _PassWithoutKey(CustomGraphPass):
+    def __call__(self, graph: Any) -> None: ...
+
+    def uuid(self) -> None:
+        return None
 
 
 def _twice(_: None, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:

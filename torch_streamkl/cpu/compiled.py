@@ -1,7 +1,7 @@
 """Compiles row kernels (attention/compiled_rows.py) with Inductor: once per form, for all sizes.
 
 The graph of a row kernel goes straight to Inductor, without Dynamo and AOTAutograd, so a call
-takes microseconds. Inductor keeps the code in its cache on disk.
+takes microseconds. A second process finds the code on disk (cpu/stored.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_streamkl.cpu import stored
 
 _log = logging.getLogger("torch_streamkl")
 
@@ -87,15 +89,8 @@ def _warn_once(message: str) -> None:
 
 
 def compile_body(key: Key) -> Run:
-    """Traces a function with symbolic sizes, and compiles it by Inductor."""
-    from torch._guards import TracingContext, tracing
+    """Loads the code of a row kernel from disk; otherwise compiles it, and stores it there."""
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return key.body(key.form, dict(zip(key.names, tensors, strict=True)))
 
     # what the user set for graphs of theirs (passes, wrappers, tuning) is not meant for this one
     patches: dict[str, Any] = {
@@ -105,7 +100,27 @@ def compile_body(key: Key) -> Run:
         "size_asserts": True,
         "nan_asserts": False,
     }
-    with torch.inference_mode(False), torch.no_grad(), config.patch(patches):
+    with config.patch(patches):
+        path = stored.path_of(key.body, (key.form, key.names, key.layouts, key.num_threads))
+        run: Run | None = None if path is None else stored.load(path)
+        if run is None:
+            run = _compile(key)
+            if path is not None:
+                stored.store(path, run)
+    return run
+
+
+def _compile(key: Key) -> Run:
+    """Traces a function with symbolic sizes, and compiles it by Inductor."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return key.body(key.form, dict(zip(key.names, tensors, strict=True)))
+
+    with torch.inference_mode(False), torch.no_grad():
         examples = [
             torch.zeros(ROWS, STRIDE, dtype=dtype, device="cpu")[:, :KEYS]
             if padded
