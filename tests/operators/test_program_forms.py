@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.support.evaluate_program import evaluate
 from torch_streamkl.fx_passes.reading import arrays
-from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, over, reshaped
+from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met, reshaped
+from torch_streamkl.fx_passes.reading.rules.reductions import over
 from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
 from torch_streamkl.program import canonical as c
 from torch_streamkl.program import functions
