@@ -97,7 +97,7 @@ def test_a_fault_of_ours_leaves_the_backward(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(gradients_in_forward._Factors, "_product", fail)
+    monkeypatch.setattr(gradients_in_forward._Factors, "_scaled", fail)
     assert rewritten(*MOVED["weighted rows"]) == 0
     assert "planted" in caplog.text and "stay in the backward" in caplog.text
 
