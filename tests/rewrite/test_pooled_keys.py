@@ -135,10 +135,6 @@ def a_tensor_of_blocks_meets_the_map(p, b):
     return (p * b[:, None, :, :, None]).sum(-1).square().sum()
 
 
-def name_of(program):
-    return program.__name__
-
-
 def pooled(program, given, **options):
     """Compare, and require that no map of rows and keys is left."""
     outcome = compare(program, given, **options).check()
@@ -148,7 +144,7 @@ def pooled(program, given, **options):
 
 
 @pytest.mark.parametrize("gradient", ["all", "student", "scores"])
-@pytest.mark.parametrize("form", FORMS, ids=name_of)
+@pytest.mark.parametrize("form", FORMS)
 def test_forms(form, gradient):
     pooled(form, inputs(gradient))
 
@@ -157,7 +153,7 @@ MODES = ["bfloat16", "float16", "dynamic", "large scores", "no gradient", "aot_e
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("form", FORMS, ids=name_of)
+@pytest.mark.parametrize("form", FORMS)
 def test_modes(form, mode):
     if mode in ("bfloat16", "float16"):
         compare(form, inputs("all", getattr(torch, mode))).check()
@@ -266,7 +262,7 @@ def nan_is_asked_for(sq, sk):
     return p.nan_to_num(3.0).square().sum()
 
 
-@pytest.mark.parametrize("program", STAYS, ids=name_of)
+@pytest.mark.parametrize("program", STAYS)
 def test_is_left_alone(program):
     outcome = compare(program, inputs()).check()
     assert outcome.num_fused == 0, str(outcome.report)
