@@ -260,7 +260,7 @@ def mask_written_first(s, t, keep):
     return kd(s[keep], t[keep])
 
 
-@FOUND(sites=0)
+@FOUND(is_quick=False, sites=0)
 def part_of_mask_written_first(s, t, keep):
     keep[:, 0] = True
     return kd(s[keep], t[keep])
@@ -273,7 +273,7 @@ def negated_mask_written_between(s, t, keep):
     return rows_of_kl(first[:1], t[~keep][:1]).sum() + s.sum()
 
 
-@FOUND(sites=0)
+@FOUND(is_quick=False, sites=0)
 def mask_of_entries_written_between(s, t, keep):
     mask = keep[..., None].expand_as(s)
     first = flattened_entries(s.detach(), mask)
@@ -289,7 +289,7 @@ def positions_written_between(s, t, b, p):
     return kd(s[b, at], target)
 
 
-@FOUND(sites=0)
+@FOUND(is_quick=False, sites=0)
 def positions_written_first(s, t, b, p):
     p.add_(1).remainder_(TOKENS)
     return kd(s[b, p], t[b, p])
@@ -375,7 +375,7 @@ FOREACH = {
 }
 
 
-@FOUND.each(FOREACH, sites=0)
+@FOUND.each(FOREACH, step=2, sites=0)
 def lists_of_tensors_that_are_written(loss, s, t, keep):
     return loss(s, t, keep)
 

@@ -47,11 +47,11 @@ class Table:
         promised = {**self.promised, **promised}
         self.rows.append(Row(name, self.of_inputs(program), promised, is_quick))
 
-    def __call__(self, **promised: Any) -> Callable[[Program], Program]:
+    def __call__(self, is_quick: bool = True, **promised: Any) -> Callable[[Program], Program]:
         """A decorator: the function is a program."""
 
         def decorate(fn: Program) -> Program:
-            self.add(fn.__name__, fn, **promised)
+            self.add(fn.__name__, fn, is_quick, **promised)
             return fn
 
         return decorate
