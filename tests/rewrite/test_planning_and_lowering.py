@@ -141,7 +141,7 @@ def layout_of_the_rows(layout, q, k, qt, kt):
 
 
 MAPS.each(LAYOUTS)(layout_of_the_rows)
-MAPS.each({f"{name}, dynamic": x for name, x in LAYOUTS.items()}, step=4, dynamic=True)(
+MAPS.each({f"{name}, dynamic": x for name, x in LAYOUTS.items()}, step=2, dynamic=True)(
     layout_of_the_rows
 )
 
@@ -172,7 +172,7 @@ READERS = {
 
 @MAPS.each(READERS)
 def layout_of_attention(reader, q, k, qt, kt):
-    q, k, qt, kt = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, qt, kt))
+    q, k, qt, kt = (x.view(2, -1, 2, 4).transpose(1, 2) for x in (q, k, qt, kt))
     p = (q @ k.mT).softmax(-1)
     return F.kl_div(p.log(), (qt @ kt.mT).softmax(-1), reduction="sum"), reader(p @ k)
 
