@@ -93,7 +93,9 @@ BY_MASK = {
     "JSD of masked_select": lambda s, t, keep: jsd(
         entries(s, keep).log_softmax(-1), entries(t, keep).log_softmax(-1)
     ),
-    "logits[mask over entries]": both(lambda x, keep: flattened(x[keep[..., None].expand_as(x)])),
+    "logits[mask over entries]": both(
+        lambda x, keep: x[keep[..., None].expand_as(x)].view(-1, x.size(-1))
+    ),
     "where": lambda s, t, keep: rows_of_kl(s[torch.where(keep)], t[torch.where(keep)]).mean(),
     "nonzero of flat rows": lambda s, t, keep: of_flat_rows(s, t, keep, torch.Tensor.__getitem__),
     "index_select": lambda s, t, keep: of_flat_rows(s, t, keep, lambda x, i: x.index_select(0, i)),
