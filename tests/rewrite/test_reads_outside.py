@@ -4,121 +4,105 @@ Such a tensor is read outside of itself where its values are not chosen. A view 
 An index is moved inside, so that no selection fails that eager code does not make.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.comparing import compare
+from tests.support.losses import rows_of_kl
+from tests.support.table import Table
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 
-Program = Callable[..., Tensor]
-PROGRAMS: dict[str, Program] = {}
+# scores: h @ w.T, and t = g @ v.T; r: values per row; order: a permutation of rows
+PROGRAMS = Table("h w g v r order", {"t": lambda g, v: (g @ v.mT,)})
 
 
-def program(fn: Program) -> Program:
-    PROGRAMS[fn.__name__] = fn
-    return fn
-
-
-def kl(t: Tensor, s: Tensor) -> Tensor:
+def kl(t, s):
     return F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="batchmean", log_target=True)
 
 
-def per_row(t: Tensor, s: Tensor) -> Tensor:
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+@PROGRAMS()
+def concatenated_and_rolled(h, w, t):
+    return kl(t, torch.cat([h[1:] @ w.mT, h[:1] @ w.mT]).roll(1, 0))
 
 
-# s = h @ w.T and t = g @ v.T are scores; r: values per row; order: a permutation of rows
+@PROGRAMS()
+def concatenated_and_reordered(h, w, t, order):
+    return kl(t, torch.cat([h[1:] @ w.mT, h[:1] @ w.mT])[order])
 
 
-@program
-def concatenated_and_rolled(h, w, g, v, r, order):
-    return kl(g @ v.mT, torch.cat([h[1:] @ w.mT, h[:1] @ w.mT]).roll(1, 0))
+@PROGRAMS()
+def concatenated_and_selected(h, w, t, order):
+    return kl(t, torch.cat([h @ w.mT, h[2:] @ w.mT]).index_select(0, order + 2))
 
 
-@program
-def concatenated_and_reordered(h, w, g, v, r, order):
-    return kl(g @ v.mT, torch.cat([h[1:] @ w.mT, h[:1] @ w.mT])[order])
+@PROGRAMS()
+def concatenated_and_read_at_computed_rows(h, w, t, order):
+    return kl(t, torch.cat([h @ w.mT, (h * 2) @ w.mT])[order * 2 % 10])
 
 
-@program
-def concatenated_and_selected(h, w, g, v, r, order):
-    return kl(g @ v.mT, torch.cat([h @ w.mT, h[2:] @ w.mT]).index_select(0, order + 2))
-
-
-@program
-def concatenated_and_read_at_computed_rows(h, w, g, v, r, order):
-    return kl(g @ v.mT, torch.cat([h @ w.mT, (h * 2) @ w.mT])[order * 2 % 10])
-
-
-@program
-def concatenated_blocks_that_are_rolled(h, w, g, v, r, order):
+@PROGRAMS()
+def concatenated_blocks_that_are_rolled(h, w, g, v):
     h, g = h.view(2, 3, 4), g.view(2, 3, 4)
     s = torch.cat([h @ w.mT, h[:1] @ w.mT]).flatten(0, 1).roll(1, 0)
     return kl(torch.cat([g, g[:1]]).flatten(0, 1) @ v.mT, s)
 
 
-@program
-def padded_and_rolled(h, w, g, v, r, order):
-    return kl(g @ v.mT, F.pad(h @ w.mT, (0, 0, 1, 0)).roll(1, 0)[1:])
+@PROGRAMS()
+def padded_and_rolled(h, w, t):
+    return kl(t, F.pad(h @ w.mT, (0, 0, 1, 0)).roll(1, 0)[1:])
 
 
-@program
-def a_vocabulary_in_parts_that_is_rolled(h, w, g, v, r, order):
-    return kl(g @ v.mT, torch.cat([h @ w[1:].mT, h @ w[:1].mT], -1).roll(2, -1))
+@PROGRAMS()
+def a_vocabulary_in_parts_that_is_rolled(h, w, t):
+    return kl(t, torch.cat([h @ w[1:].mT, h @ w[:1].mT], -1).roll(2, -1))
 
 
-@program
-def repeated_and_padded(h, w, g, v, r, order):
+@PROGRAMS()
+def repeated_and_padded(h, w, t, r):
     weight = F.pad(r.repeat_interleave(2, 0), (1, 1))
-    return (weight * F.pad(per_row(g @ v.mT, h @ w.mT).repeat_interleave(2), (1, 1))).sum()
+    return (weight * F.pad(rows_of_kl(h @ w.mT, t).repeat_interleave(2), (1, 1))).sum()
 
 
-@program
-def computed_rows_that_are_padded(h, w, g, v, r, order):
+@PROGRAMS()
+def computed_rows_that_are_padded(h, w, t, r, order):
     weight = F.pad(r.index_select(0, (order + 1) % 6), (1, 1))[2:]
-    return (weight * per_row(g @ v.mT, h @ w.mT)).sum()
+    return (weight * rows_of_kl(h @ w.mT, t)).sum()
 
 
-@program
-def written_in_part_and_rolled(h, w, g, v, r, order):
+@PROGRAMS()
+def written_in_part_and_rolled(h, w, t, r):
     weight = torch.zeros_like(r)
     weight[1:4] = r.repeat_interleave(2)[1:4]
-    return (weight.roll(1) * per_row(g @ v.mT, h @ w.mT)).sum()
+    return (weight.roll(1) * rows_of_kl(h @ w.mT, t)).sum()
 
 
-@program
-def selected_by_a_mask_concatenated_and_rolled(h, w, g, v, r, order):
+@PROGRAMS()
+def selected_by_a_mask_concatenated_and_rolled(h, w, t, r, order):
     m = order > 2
-    loss = per_row((g @ v.mT)[m], (h @ w.mT)[m])
+    loss = rows_of_kl((h @ w.mT)[m], t[m])
     return (torch.cat([r[m], r[m]]).roll(1) * torch.cat([loss, loss])).sum()
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_is_what_eager_code_computes(name: str, dynamic: bool | None) -> None:
+@PROGRAMS.parametrized()
+def test_is_what_eager_code_computes(row, dynamic):
     make = torch.Generator().manual_seed(0)
     h, g = (torch.randn(6, 4, generator=make) for _ in range(2))
     w, v = (torch.randn(11, 4, generator=make) for _ in range(2))
     r = torch.rand(6, generator=make)
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    inputs = *(x.requires_grad_() for x in (h, w, g, v, r)), order
+    inputs = *(x.requires_grad_() for x in (h, w, g, v, r)), torch.tensor([3, 0, 5, 1, 4, 2])
     with torch._dynamo.config.patch(CAPTURE):
-        outcome = compare(PROGRAMS[name], inputs, dynamic=dynamic).check()
-    is_view_of_unknown_size = bool(dynamic) and name == "padded_and_rolled"
+        outcome = compare(row.program, inputs, dynamic=dynamic).check()
+    is_view_of_unknown_size = bool(dynamic) and row.name == "padded_and_rolled"
     assert outcome.report.num_fused == (not is_view_of_unknown_size), str(outcome.report)
 
 
-def test_an_index_out_of_range_is_an_error() -> None:
+def test_an_index_out_of_range_is_an_error():
     """Ids are the user's, and no bounds of ours hide a mistake in them."""
     h, w = torch.randn(6, 4), torch.randn(11, 4)
 
-    def step(ids: Tensor) -> Tensor:
+    def step(ids):
         return kl(h @ w.mT, (h[1:] @ w.mT).index_select(0, ids))
 
     options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}

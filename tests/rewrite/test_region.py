@@ -1,21 +1,16 @@
 """Which nodes of a graph are analysed: up to the operands of scores, with writes to them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import find_region
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 
 
-def region_of(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[list[str], list[str]]:
+def region_of(program, *inputs):
     """The operations that are analysed, and what they read of the rest."""
-    found: list[tuple[list[str], list[str]]] = []
+    found = []
 
-    def look(gm: fx.GraphModule, _: object) -> Callable[..., object]:
+    def look(gm, _):
         region = find_region(gm.graph)
         assert region is not None
         found.append(([name_of(n) for n in region.nodes], [name_of(n) for n in region.leaves]))
@@ -26,8 +21,8 @@ def region_of(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[list[str
     return found[0]
 
 
-def test_views_of_operands_are_inside_and_what_makes_them_is_not() -> None:
-    def program(x: Tensor, y: Tensor) -> Tensor:
+def test_views_of_operands_are_inside_and_what_makes_them_is_not():
+    def program(x, y):
         q, k = x.exp().unsqueeze(0), y.sin()
         s = q @ k.transpose(-1, -2).expand(1, 4, 5)
         return (s.log_softmax(-1) * k.view_as(y)[0, 0]).sum()
@@ -37,10 +32,10 @@ def test_views_of_operands_are_inside_and_what_makes_them_is_not() -> None:
     assert "exp" not in nodes and "exp" in leaves
 
 
-def test_an_operand_of_two_tensors_is_no_view() -> None:
+def test_an_operand_of_two_tensors_is_no_view():
     """Indices are computed by the rest of the program."""
 
-    def program(x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+    def program(x, y, i):
         return (x.exp()[i.abs()] @ y.T).log_softmax(-1).sum()
 
     inputs = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([2, 0])
@@ -49,10 +44,10 @@ def test_an_operand_of_two_tensors_is_no_view() -> None:
     assert "getitem" not in nodes and "getitem" in leaves
 
 
-def test_a_write_to_scores_is_inside() -> None:
+def test_a_write_to_scores_is_inside():
     """No edge leads from it to what reads the scores."""
 
-    def program(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    def program(x, y, mask):
         s = x @ y.T
         s[:, :2].masked_fill_(mask, -1e4)
         other = x + 1

@@ -2,14 +2,9 @@
 refuses nothing.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.comparing import compare
 from torch_streamkl.fx_passes import backend
@@ -17,24 +12,24 @@ from torch_streamkl.fx_passes import backend
 TOKENS = {"of a batch": (2, 5), "of one sequence": (6,), "one": (1,)}
 
 
-def logits(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor) -> tuple[Tensor, Tensor]:
+def logits(h, w, ht, wt):
     return h @ w.mT, ht @ wt.mT
 
 
-def rows(s: Tensor, t: Tensor) -> Tensor:
+def rows(s, t):
     return F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="none", log_target=True).sum(
         -1
     )
 
 
-def make_inputs(tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def make_inputs(tokens, dtype=torch.float32):
     make = torch.Generator().manual_seed(0)
     shapes = ((*tokens, 4), (9, 4), (*tokens, 3), (9, 3), ())
     tensors = [torch.randn(s, generator=make, dtype=dtype) for s in shapes]
     return [x.requires_grad_() for x in tensors]
 
 
-def by_hand(tensors: list[Tensor]) -> Tensor:
+def by_hand(tensors):
     """The values by definition: every logarithm of its own sum of exponentials."""
     z, y = (x.detach() for x in logits(*tensors[:4]))
     p, q = (x.exp() / x.exp().sum(-1, keepdim=True) for x in (y, z))
@@ -44,10 +39,8 @@ def by_hand(tensors: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_made_without_gradients_and_multiplied_by_a_weight_that_learns(
-    where: str, tokens: str, inner: str
-) -> None:
-    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, weight: Tensor) -> Tensor:
+def test_made_without_gradients_and_multiplied_by_a_weight_that_learns(where, tokens, inner):
+    def loss(h, w, ht, wt, weight):
         with torch.no_grad():
             value = rows(*logits(h, w, ht, wt))
         return value.mul_(weight) if where == "inside" else value
@@ -69,8 +62,8 @@ def test_made_without_gradients_and_multiplied_by_a_weight_that_learns(
 
 @pytest.mark.parametrize("reduction", ["rows", "batchmean"])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_detached_in_place(tokens: str, reduction: str) -> None:
-    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, weight: Tensor) -> Tensor:
+def test_detached_in_place(tokens, reduction):
+    def loss(h, w, ht, wt, weight):
         s, t = logits(h, w, ht, wt)
         value = rows(s, t)
         if reduction == "batchmean":
@@ -82,10 +75,10 @@ def test_detached_in_place(tokens: str, reduction: str) -> None:
     assert outcome.num_fused
 
 
-def test_several_results_of_which_each_is_written_to() -> None:
+def test_several_results_of_which_each_is_written_to():
     """The second look at what programs leave behind sees the memory of what was fused before."""
 
-    def loss(h: Tensor, w: Tensor, ht: Tensor, wt: Tensor, weight: Tensor) -> Any:
+    def loss(h, w, ht, wt, weight):
         s, t = logits(h, w, ht, wt)
         log_s, p = s.log_softmax(-1), t.softmax(-1)
         first, second = (p * log_s).sum(-1), (log_s.exp() * log_s).sum(-1)

@@ -1,18 +1,15 @@
 """Every way of writing the divergence fuses, and loss and gradients stay as exact as eager's."""
 
-from __future__ import annotations
-
 import functools
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, special
 
-from tests.support.comparing import Outcome, compare
-from tests.support.covering import every, only
+from tests.support.comparing import compare
+from tests.support.covering import every
+from tests.support.losses import kd, rows_of_kl
 from tests.support.programs import (
     CALLS,
     GRADIENTS,
@@ -25,12 +22,13 @@ from tests.support.programs import (
     SPELLINGS,
     Program,
 )
+from tests.support.table import Table
 from torch_streamkl.fx_passes.pipeline import rewrite
 
-NEEDS_FULLGRAPH = {"index_rows"}  # a boolean index breaks the graph otherwise
+slow = pytest.mark.slow
 
 
-def fused(program: Any, inputs: list[Any], **options: Any) -> Outcome:
+def fused(program, inputs, **options):
     """Compare, and require that every site fused and nothing of queries x keys is left."""
     outcome = compare(program, inputs, **options).check()
     assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
@@ -38,27 +36,131 @@ def fused(program: Any, inputs: list[Any], **options: Any) -> Outcome:
     return outcome
 
 
+# -------------------- one dimension of choice at a time
+def choices(field, values, step=1, **others):
+    """Programs with each value of a field, of which every ``step``-th is quick."""
+    return [
+        pytest.param(
+            Program(**{**others, field: x}),
+            id="-".join([field, x, *others.values()]),
+            marks=[slow] if i % step else [],
+        )
+        for i, x in enumerate(values)
+    ]
+
+
+# 0 * log(0) is NaN in eager with every mask
+WITHOUT_MASK = {"softmax_log", "division", "js_mixture"}
+CHOICES = [
+    *choices("producer", PRODUCERS, 2, mask="tril_min"),
+    *choices("scale", SCALES, mask="tril_min"),
+    *choices("mask", MASKS),
+    *choices("mask", MASKS, 5, spelling="clamp_both"),
+    *choices("spelling", SPELLINGS),
+    *choices("spelling", sorted(SPELLINGS.keys() - WITHOUT_MASK), 4, mask="tril_min"),
+    *choices("reduction", REDUCTIONS, 2, mask="tril_min"),
+    *choices("call", CALLS, 2, mask="tril_min"),
+    *choices("gradient", GRADIENTS),
+    *choices("gradient", GRADIENTS, 3, spelling="symmetric"),
+]
+
+
+@pytest.mark.parametrize("program", CHOICES)
+def test_choices(program):
+    # a boolean index breaks the graph otherwise
+    fused(program, program.inputs(), fullgraph=program.reduction == "index_rows")
+
+
+@pytest.mark.parametrize("log", LOGS)
+@pytest.mark.parametrize("probability", PROBABILITIES)
+def test_log_and_probability_spellings_combine(log, probability):
+    base = Program()
+
+    def loss(sq, sk, tq, tk, pad):
+        s, t = base.scores(sq, sk, pad, "matmul"), base.scores(tq, tk, pad, "at")
+        return F.kl_div(LOGS[log](s), PROBABILITIES[probability](t), reduction="batchmean")
+
+    fused(loss, base.inputs())
+
+
+# -------------------- how it is run
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    program = Program(producer="upcast", mask="tril_min")
+    fused(program, program.inputs(dtype=dtype))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_shapes_modes_and_inner_compilers(dynamic, training, inner):
+    program = Program(mask="causal_and_pad", spelling="log_ratio", reduction="masked_mean")
+    options = {"dynamic": dynamic, "training": training, "inner": inner}
+    fused(program, program.inputs(), fullgraph=True, **options)
+
+
+# what symbolic sizes change is in the rule of a mask or of a producer
+@pytest.mark.parametrize(
+    ("mask", "producer"),
+    [
+        ("tril_min", "bmm"),
+        ("band", "broadcast_key"),
+        ("arange_where", "bshd"),
+        ("pad_bool", "matmul"),
+    ],
+)
+def test_dynamic_shapes(mask, producer):
+    program = Program(mask=mask, producer=producer, uses_values=True)
+    fused(program, program.inputs(), dynamic=True)
+
+
+def test_one_dynamic_graph_serves_other_lengths():
+    program = Program(mask="tril_min")
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager"}
+    compiled = torch.compile(program, backend="streamkl", dynamic=True, options=options)
+    for n in (7, 16, 33):
+        given = program.inputs(seed=n, num_queries=n)
+        torch.testing.assert_close(compiled(*given), program(*given))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(mask="pad_1e4", call="KLDivLoss_flat", uses_values=True),
+        pytest.param(Program(spelling="js", gradient="both"), marks=slow),
+    ],
+    ids=["pad", "js"],
+)
+def test_through_inductor(program):
+    fused(program, program.inputs(), inner="inductor")
+
+
 # -------------------- a mask on keys after the softmax: the sum over the stricter side's keys
-def _forward(p: Tensor, q: Tensor) -> Tensor:
+def _forward(p, q):
     return p * ((p + 1e-9).log() - (q + 1e-9).log())
 
 
-def _mixture(p: Tensor, q: Tensor) -> Tensor:
+def _mixture(p, q):
     m = 0.5 * (p + q)
     return _forward(p, m) + _forward(q, m)
 
 
+def _of_the_stricter_side(p, q):
+    return _forward(q, p)
+
+
 def within_the_student_s_keys(form, stricter, wider, sq, sk, tq, tk, pad):
-    scores = (sq @ sk.mT / 3.0).masked_fill(~stricter(sq, pad), torch.finfo(sq.dtype).min)
-    teacher_scores = (tq @ tk.mT / 3.0).masked_fill(~wider(sq, pad), torch.finfo(sq.dtype).min)
-    s, t = scores.softmax(-1), teacher_scores.softmax(-1)
-    values = form(t, s) if form is not None else _forward(s, t)  # the stricter side as teacher
+    low = torch.finfo(sq.dtype).min
+    s = (sq @ sk.mT / 3.0).masked_fill(~stricter(sq, pad), low).softmax(-1)
+    t = (tq @ tk.mT / 3.0).masked_fill(~wider(sq, pad), low).softmax(-1)
+    values = form(t, s)
     rows = (values * stricter(sq, pad)).sum(-1)
     count = stricter(sq, pad).expand_as(values).any(-1).sum()
     return rows.sum() / count.clamp(min=1)
 
 
-def _causal(q: Tensor, pad: Tensor) -> Tensor:
+def _causal(q, pad):
     return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
@@ -70,211 +172,128 @@ STRICTER = {
 }
 
 
-@pytest.mark.parametrize("form", [_forward, _mixture, None])
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, True)],
+)
+@pytest.mark.parametrize("form", [_forward, _mixture, _of_the_stricter_side])
 @pytest.mark.parametrize("mask", STRICTER)
 @pytest.mark.parametrize("gradient", ["student", "both"])
-def test_sum_over_the_keys_of_the_stricter_side(mask: str, form: Any, gradient: str) -> None:
+def test_sum_over_the_keys_of_the_stricter_side(mask, form, gradient, dtype, dynamic):
     program = functools.partial(within_the_student_s_keys, form, *STRICTER[mask])
-    outcome = compare(program, Program(gradient=gradient).inputs()).check()
+    inputs = Program(gradient=gradient).inputs(dtype=dtype)
+    outcome = compare(program, inputs, dynamic=dynamic).check()
     assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
     # the count of rows is the user's own: it makes its mask of queries x keys
     assert outcome.report.num_remaining <= 1, str(outcome.report)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_sum_over_the_keys_of_the_stricter_side_elsewhere(
-    dtype: torch.dtype, dynamic: bool
-) -> None:
-    program = functools.partial(within_the_student_s_keys, _mixture, *STRICTER["window"])
-    inputs = Program(gradient="both").inputs(dtype=dtype)
-    outcome = compare(program, inputs, dynamic=dynamic).check()
-    assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
-
-
-# -------------------- one dimension of choice at a time
-@pytest.mark.parametrize("producer", every(2, PRODUCERS))
-def test_producers_of_scores(producer: str) -> None:
-    program = Program(producer=producer, mask="tril_min")
-    fused(program, program.inputs())
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_places_of_the_scale(scale: str) -> None:
-    program = Program(scale=scale, mask="tril_min")
-    fused(program, program.inputs())
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("spelling", ["kl_div", "clamp_both"])
-def test_masks(mask: str, spelling: str) -> None:
-    program = Program(mask=mask, spelling=spelling)
-    fused(program, program.inputs())
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_spellings(spelling: str) -> None:
-    program = Program(spelling=spelling)
-    fused(program, program.inputs())
-
-
-@pytest.mark.parametrize(
-    "spelling", every(3, sorted(set(SPELLINGS) - {"softmax_log", "division", "js_mixture"}))
-)
-def test_spellings_with_a_causal_mask(spelling: str) -> None:
-    # the three left out are NaN in eager for every mask: 0 * log(0)
-    program = Program(spelling=spelling, mask="tril_min", scale="temperature")
-    fused(program, program.inputs())
-
-
-@pytest.mark.parametrize("reduction", every(2, REDUCTIONS))
-def test_reductions(reduction: str) -> None:
-    program = Program(reduction=reduction, mask="tril_min")
-    fused(program, program.inputs(), fullgraph=reduction in NEEDS_FULLGRAPH)
-
-
-@pytest.mark.parametrize("call", every(2, CALLS))
-def test_reductions_inside_the_loss_call(call: str) -> None:
-    program = Program(call=call, mask="tril_min")
-    fused(program, program.inputs())
-
-
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("spelling", ["kl_div", "reverse", "symmetric"])
-def test_what_gets_gradient(gradient: str, spelling: str) -> None:
-    program = Program(gradient=gradient, spelling=spelling)
-    fused(program, program.inputs())
-
-
-@pytest.mark.parametrize("log", LOGS)
-@pytest.mark.parametrize("probability", PROBABILITIES)
-def test_log_and_probability_spellings_combine(log: str, probability: str) -> None:
-    base = Program()
-
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, pad: Tensor) -> Tensor:
-        s, t = base.scores(sq, sk, pad, "matmul"), base.scores(tq, tk, pad, "at")
-        return F.kl_div(LOGS[log](s), PROBABILITIES[probability](t), reduction="batchmean")
-
-    fused(loss, base.inputs())
-
-
-# -------------------- how it is run
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtypes(dtype: torch.dtype) -> None:
-    program = Program(producer="upcast", mask="tril_min")
-    fused(program, program.inputs(dtype=dtype))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_shapes_modes_and_inner_compilers(dynamic: bool, training: bool, inner: str) -> None:
-    program = Program(mask="causal_and_pad", spelling="log_ratio", reduction="masked_mean")
-    fused(
-        program, program.inputs(), dynamic=dynamic, training=training, inner=inner, fullgraph=True
-    )
-
-
-# what symbolic sizes change is in the rule of a mask or of a producer: each is here, next to
-# others
-@pytest.mark.parametrize(
-    ("mask", "producer"),
-    [
-        ("tril_min", "bmm"),
-        ("band", "broadcast_key"),
-        ("arange_where", "bshd"),
-        ("pad_bool", "matmul"),
-        *(
-            pytest.param(mask, producer, marks=pytest.mark.slow)
-            for mask, producer in (
-                ("none", "matmul"),
-                ("tril_min", "matmul"),
-                ("arange_where", "broadcast_key"),
-                ("band", "bmm"),
-            )
-        ),
-    ],
-)
-def test_dynamic_shapes(mask: str, producer: str) -> None:
-    program = Program(mask=mask, producer=producer, uses_values=True)
-    fused(program, program.inputs(), dynamic=True)
-
-
-def test_one_dynamic_graph_serves_other_lengths() -> None:
-    program = Program(mask="tril_min")
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        program, backend="streamkl", dynamic=True, options={"streamkl.inner": "eager"}
-    )
-    for n in (7, 16, 33):
-        given = program.inputs(seed=n, num_queries=n)
-        torch.testing.assert_close(compiled(*given), program(*given))
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(Program(mask="tril_min", spelling="log_ratio"), marks=pytest.mark.slow),
-        Program(mask="pad_1e4", call="KLDivLoss_flat", uses_values=True),
-        pytest.param(Program(spelling="js", gradient="both"), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_through_inductor(program: Program) -> None:
-    fused(program, program.inputs(), inner="inductor")
 
 
 # -------------------- neighbours of the divergence
 @pytest.mark.parametrize(
     "mask", ["none", "tril_min", "pad_bool", "causal_and_pad", "additive_causal"]
 )
-def test_probabilities_that_also_make_the_attention_output(mask: str) -> None:
+def test_probabilities_that_also_make_the_attention_output(mask):
     program = Program(mask=mask, uses_values=True)
     outcome = fused(program, program.inputs())
     assert outcome.report.sites[0].kind == "attention_kl"
 
 
-def test_several_sites_share_their_operands() -> None:
-    first, second = Program(mask="tril_min"), Program(spelling="reverse", mask="tril_min")
-
-    def both(*args: Tensor) -> Tensor:
-        return first(*args) + 0.5 * second(*args)
-
-    assert fused(both, first.inputs()).num_fused == 2
-
-
-def test_layers_in_a_loop() -> None:
-    program = Program(mask="tril_min", uses_values=True)
-
-    def layers(
-        hidden: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, pad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        total = 0.0
-        for _ in range(3):
-            loss, hidden = program(hidden, sk, tq, tk, pad)
-            total = total + loss
-        return total / 3, hidden
-
-    assert fused(layers, program.inputs()).num_fused == 3
-
-
-def test_boolean_and_additive_masks_that_are_inputs() -> None:
-    program = Program()
-
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, keep: Tensor, bias: Tensor) -> Tensor:
-        def scores(q: Tensor, k: Tensor) -> Tensor:
-            return (q @ k.transpose(-1, -2) + bias).masked_fill(keep.logical_not(), -1e9)
-
-        return F.kl_div(
-            scores(sq, sk).log_softmax(-1), scores(tq, tk).softmax(-1), reduction="batchmean"
-        )
-
-    inputs = program.inputs()[:4]
-    n = inputs[0].shape[2]
+def attention_inputs():
+    """As of a program, next to a mask, a bias and a number."""
     make = torch.Generator().manual_seed(1)
+    operands = Program().inputs()
+    n = operands[0].shape[2]
     keep = torch.rand(2, 1, n, n, generator=make) > 0.3
     keep[..., 0] = True
-    fused(loss, [*inputs, keep, torch.randn(1, 4, n, n, generator=make)])
+    bias = torch.randn(1, 4, n, n, generator=make)
+    return [*operands, keep, bias, torch.tensor(-0.5, requires_grad=True)]
+
+
+LOSSES = Table("sq sk tq tk pad keep bias number", sites=1)
+
+
+@LOSSES(sites=2)
+def several_sites_share_their_operands(sq, sk, tq, tk, pad):
+    first, second = Program(mask="tril_min"), Program(spelling="reverse", mask="tril_min")
+    return first(sq, sk, tq, tk, pad) + 0.5 * second(sq, sk, tq, tk, pad)
+
+
+@LOSSES(sites=3)
+def layers_in_a_loop(sq, sk, tq, tk, pad):
+    total, hidden = 0.0, sq
+    for _ in range(3):
+        loss, hidden = Program(mask="tril_min", uses_values=True)(hidden, sk, tq, tk, pad)
+        total = total + loss
+    return total / 3, hidden
+
+
+@LOSSES()
+def boolean_and_additive_masks_that_are_inputs(sq, sk, tq, tk, keep, bias):
+    s, t = (
+        (q @ k.transpose(-1, -2) + bias).masked_fill(keep.logical_not(), -1e9)
+        for q, k in ((sq, sk), (tq, tk))
+    )
+    return kd(s, t)
+
+
+@LOSSES()
+def sizes_of_queries_and_keys_differ(sq, sk, tq, tk):
+    sq, tq = sq[:, :, -4:], tq[:, :, -4:]
+    n, m = sq.shape[2], sk.shape[2]
+    keep = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+    s, t = ((q @ k.mT).masked_fill(~keep, float("-inf")) for q, k in ((sq, sk), (tq, tk)))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").nansum(-1).mean()
+
+
+@LOSSES()
+def the_tighter_of_two_windows_counts(sq, sk, tq, tk):
+    ones = torch.ones(sq.shape[2], sk.shape[2], dtype=torch.bool)
+
+    def masked(scores):
+        wider = scores.masked_fill(ones.triu(3) | ones.tril(-9), -1e9)
+        return wider.masked_fill(ones.triu(1) | ones.tril(-5), -1e9)
+
+    return kd(masked(sq @ sk.mT), masked(tq @ tk.mT))
+
+
+@LOSSES.each({"positive": 2.5, "negative": -0.5})
+def a_factor_of_every_element(factor, sq, sk, tq, tk):
+    s, t = (sq @ sk.mT).log_softmax(-1), (tq @ tk.mT).log_softmax(-1)
+    return (factor * t.exp() * (t - s)).sum(-1).mean()
+
+
+@LOSSES()
+def gradient_of_a_learned_temperature(sq, sk, tq, tk, number):
+    return kd(sq @ sk.mT * number.exp(), tq @ tk.mT)
+
+
+# torch.special has softmaxes and logarithms by names of its own: they are the same functions
+SPECIAL = {
+    "softmax, log_softmax": lambda s, t: F.kl_div(
+        special.log_softmax(s, -1), special.softmax(t, dim=-1, dtype=torch.float64)
+    ),
+    "logsumexp": lambda s, t: (
+        special.softmax(t, -1) * (special.logsumexp(s, -1, keepdim=True) - s)
+    ).sum(-1),
+    "xlogy": lambda s, t: (
+        special.xlogy(t.softmax(-1), t.softmax(-1)) - t.softmax(-1) * s.log_softmax(-1)
+    ).sum(-1),
+    "expit": lambda s, t: (special.expit(s) * t.softmax(-1)).sum(-1),
+    "log1p": lambda s, t: (t.softmax(-1) * special.log1p(s.softmax(-1))).sum(-1),
+    "keywords of torch": lambda s, t: F.kl_div(
+        torch.log_softmax(input=s, dim=-1), F.softmax(input=t, dim=-1, _stacklevel=5)
+    ),
+}
+
+
+@LOSSES.each(SPECIAL)
+def names_of_torch_special(form, sq, sk, tq, tk):
+    return form(sq @ sk.mT, tq @ tk.mT).mean()
+
+
+@LOSSES.parametrized()
+def test_losses_of_attention(row):
+    assert fused(row.program, attention_inputs()).num_fused == row.sites
 
 
 # a tensor that varies along some of [batch, key heads, heads of a group, queries, keys]
@@ -287,68 +306,28 @@ SHARED_KEYS = [
 
 @pytest.mark.parametrize("kind", ["mask", "bias"])
 @pytest.mark.parametrize(("size", "batch"), SHARED_KEYS)
-def test_masks_of_heads_that_share_keys(size: tuple[int, ...], batch: int, kind: str) -> None:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, x: Tensor) -> Tensor:
+def test_masks_of_heads_that_share_keys(size, batch, kind):
+    def loss(sq, sk, tq, tk, x):
         maps = []
         for q, k in ((sq, sk), (tq, tk)):
             scores = (q @ k.repeat_interleave(3, 1).mT).unflatten(1, (2, 3))
             scores = scores + x if kind == "bias" else scores.masked_fill(x > 1.0, -1e9)
             maps.append(scores.flatten(1, 2))
         s, t = maps
-        rows = (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
-        return rows.mean()
+        return (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1).mean()
 
-    queries, keys = ((batch, 6, 5, 4), (batch, 2, 7, 4))
-    inputs = [
-        torch.randn(size).requires_grad_(i < 2) for i, size in enumerate([queries, keys] * 2)
-    ]
+    shapes = ((batch, 6, 5, 4), (batch, 2, 7, 4)) * 2
+    inputs = [torch.randn(shape).requires_grad_(i < 2) for i, shape in enumerate(shapes)]
     outcome = fused(loss, [*inputs, torch.randn(size)])
     assert [site.kind for site in outcome.report.sites] == ["attention_kl"], str(outcome.report)
 
 
-def test_sizes_of_queries_and_keys_differ() -> None:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
-        n, m = sq.shape[2], sk.shape[2]
-        keep = torch.ones(n, m, dtype=torch.bool).tril(m - n)
-        s = (sq @ sk.mT).masked_fill(~keep, float("-inf")).log_softmax(-1)
-        t = (tq @ tk.mT).masked_fill(~keep, float("-inf")).softmax(-1)
-        return F.kl_div(s, t, reduction="none").nansum(-1).mean()
-
-    a = Program().inputs()
-    fused(loss, [a[0][:, :, -4:].detach().requires_grad_(), a[1], a[2][:, :, -4:], a[3]])
-
-
-def test_the_tighter_of_two_windows_counts() -> None:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
-        ones = torch.ones(sq.shape[2], sk.shape[2], dtype=torch.bool)
-
-        def masked(scores: Tensor) -> Tensor:
-            wider = scores.masked_fill(ones.triu(3) | ones.tril(-9), -1e9)
-            return wider.masked_fill(ones.triu(1) | ones.tril(-5), -1e9)
-
-        s, t = masked(sq @ sk.mT).log_softmax(-1), masked(tq @ tk.mT).softmax(-1)
-        return F.kl_div(s, t, reduction="batchmean")
-
-    fused(loss, Program().inputs()[:4])
-
-
-@pytest.mark.parametrize("factor", [2.5, -0.5])
-def test_a_factor_of_every_element(factor: float) -> None:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor) -> Tensor:
-        s, t = (sq @ sk.mT).log_softmax(-1), (tq @ tk.mT).log_softmax(-1)
-        return (factor * t.exp() * (t - s)).sum(-1).mean()
-
-    fused(loss, Program().inputs()[:4])
-
-
 @pytest.mark.parametrize("trained", ["one", "two"])
 @pytest.mark.parametrize("has_entropy", [True, False])
-def test_one_distribution_and_two_others_in_one_expression(
-    trained: str, has_entropy: bool
-) -> None:
+def test_one_distribution_and_two_others_in_one_expression(trained, has_entropy):
     """Two sites of one sum, each with its own factor."""
 
-    def loss(ak: Tensor, aq: Tensor, bk: Tensor, bq: Tensor, ck: Tensor, cq: Tensor) -> Tensor:
+    def loss(ak, aq, bk, bq, ck, cq):
         a, b, c = ((q @ k.mT).log_softmax(-1) for q, k in ((aq, ak), (bq, bk), (cq, ck)))
         entropy = 2.5 * a if has_entropy else 0.0
         return (a.exp() * (entropy - 0.5 * b - 2.0 * c)).sum(-1).mean()
@@ -361,18 +340,22 @@ def test_one_distribution_and_two_others_in_one_expression(
     assert site.form.count("; ") == 1, site.form
 
 
-def test_gradient_of_a_learned_temperature() -> None:
-    def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, log_scale: Tensor) -> Tensor:
-        s = sq @ sk.mT * log_scale.exp()
-        return F.kl_div(s.log_softmax(-1), (tq @ tk.mT).softmax(-1), reduction="batchmean")
-
-    fused(loss, [*Program().inputs()[:4], torch.tensor(-0.5, requires_grad=True)])
-
-
 # ---------------------------------------------------------------------------- language-model heads
 ROWS, VOCAB, DIM, TEACHER = 12, 40, 8, 16
-HEADS_OF_MODELS = {
-    "linear": lambda x, w: F.linear(x, w),
+HEADS = Table("xs ws xt wt labels bias", remaining=0, inner="eager", dynamic=None, sites=1)
+
+
+def hidden_inputs():
+    make = torch.Generator().manual_seed(0)
+    shapes = ((2, ROWS, DIM), (VOCAB, DIM), (2, ROWS, TEACHER), (VOCAB, TEACHER))
+    xs, ws, xt, wt = (torch.randn(*s, generator=make) for s in shapes)
+    labels = torch.randint(0, VOCAB, (2, ROWS), generator=make)
+    labels = labels.masked_fill(torch.rand(2, ROWS, generator=make) < 0.3, -100)
+    return [xs.requires_grad_(), ws.requires_grad_(), xt, wt, labels]
+
+
+PRODUCTS = {
+    "linear": F.linear,
     "matmul_t": lambda x, w: x @ w.t(),
     "matmul_T": lambda x, w: torch.matmul(x, w.T),
     "transpose": lambda x, w: x @ w.transpose(0, 1),
@@ -382,95 +365,36 @@ HEADS_OF_MODELS = {
 }
 
 
-def hidden_inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
-    make = torch.Generator().manual_seed(seed)
-    shapes = ((2, ROWS, DIM), (VOCAB, DIM), (2, ROWS, TEACHER), (VOCAB, TEACHER))
-    xs, ws, xt, wt = (torch.randn(*s, generator=make).to(dtype) for s in shapes)
-    labels = torch.randint(0, VOCAB, (2, ROWS), generator=make).masked_fill(
-        torch.rand(2, ROWS, generator=make) < 0.3, -100
-    )
-    return [xs.requires_grad_(), ws.requires_grad_(), xt, wt, labels]
+@HEADS.each(PRODUCTS)
+def heads_of_language_models(product, xs, ws, xt, wt, labels):
+    rows = rows_of_kl(product(xs, ws) / 2.0, product(xt, wt) / 2.0)
+    keep = labels != -100
+    return (rows * keep).sum() / keep.sum()
 
 
-@pytest.mark.parametrize("head", HEADS_OF_MODELS)
-@pytest.mark.parametrize("spelling", ["kl_div", "exp_of_log", "reverse"])
-def test_heads_of_language_models(head: str, spelling: str) -> None:
-    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        s, t = HEADS_OF_MODELS[head](xs, ws) / 2.0, HEADS_OF_MODELS[head](xt, wt) / 2.0
-        rows = SPELLINGS[spelling](s, t).sum(-1)
-        keep = labels != -100
-        return (rows * keep).sum() / keep.sum()
-
-    fused(loss, hidden_inputs())
+@HEADS.each({x: SPELLINGS[x] for x in ("exp_of_log", "reverse")})
+def spellings_with_heads(spelling, xs, ws, xt, wt):
+    return spelling(F.linear(xs, ws), F.linear(xt, wt)).sum(-1).mean()
 
 
-def test_a_bias_behind_the_scale() -> None:
-    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, bias: Tensor) -> Tensor:
-        s, t = xs @ ws.T * 0.25 + bias, xt @ wt.T * 0.5 + 3.0 * bias.detach()
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-    bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    fused(loss, [*hidden_inputs()[:4], bias])
+@HEADS()
+def a_bias_behind_the_scale(xs, ws, xt, wt, bias):
+    return kd(xs @ ws.T * 0.25 + bias, xt @ wt.T * 0.5 + 3.0 * bias.detach())
 
 
-def test_modules_and_tied_embeddings() -> None:
-    torch.manual_seed(0)
-    teacher, embedding = nn.Linear(TEACHER, VOCAB, bias=False), nn.Embedding(VOCAB, DIM)
-    for p in teacher.parameters():
-        p.requires_grad_(False)
-
-    class Distil(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.teacher = embedding, teacher
-            self.loss = nn.KLDivLoss(reduction="batchmean", log_target=True)
-
-        def forward(self, ids: Tensor, xt: Tensor) -> Tensor:
-            s = F.linear(self.embedding(ids), self.embedding.weight)
-            t = self.teacher(xt)
-            return (
-                self.loss(
-                    F.log_softmax(s / 2, -1).flatten(0, 1), F.log_softmax(t / 2, -1).flatten(0, 1)
-                )
-                * 4
-            )
-
-    ids = torch.arange(2 * ROWS).view(2, ROWS) % VOCAB
-    xt = torch.randn(2, ROWS, TEACHER)
-    model = Distil()
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        model, backend="streamkl", options={"streamkl.inner": "eager", "streamkl.strict": True}
-    )
-    results = []
-    for run in (model, compiled):
-        loss = run(ids, xt)
-        results.append((loss.detach(), *torch.autograd.grad(loss, embedding.weight)))
-    for exact, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, exact)
+def chunks_of_tokens(chunks, xs, ws, xt, wt, labels):
+    total = 0.0
+    keep = labels != -100
+    for a, b, kept in zip(*(x.chunk(chunks, 1) for x in (xs, xt, keep)), strict=True):
+        s, t = (a @ ws.t()).float().log_softmax(-1), (b @ wt.t()).float().log_softmax(-1)
+        rows = F.kl_div(s, t, reduction="none", log_target=True).sum(-1)
+        total = total + (rows * kept).sum()
+    return total / keep.sum()
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_chunks_of_tokens(chunks: int) -> None:
-    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        total = 0.0
-        for a, b, keep in zip(
-            xs.chunk(chunks, 1),
-            xt.chunk(chunks, 1),
-            (labels != -100).chunk(chunks, 1),
-            strict=True,
-        ):
-            s, t = (a @ ws.t()).float().log_softmax(-1), (b @ wt.t()).float().log_softmax(-1)
-            rows = F.kl_div(s, t, reduction="none", log_target=True).sum(-1)
-            total = total + (rows * keep).sum()
-        return total / (labels != -100).sum()
-
-    assert fused(loss, hidden_inputs()).num_fused == chunks
-
-
-def test_program_is_readable() -> None:
-    # ids of the parametrised tests name every choice
-    assert "mask='band'" in str(replace(Program(), mask="band"))
+for chunks in (1, 3):
+    program = functools.partial(chunks_of_tokens, chunks)
+    HEADS.add(f"chunks_of_tokens-{chunks}", program, sites=chunks)
 
 
 SUMS = {
@@ -492,151 +416,159 @@ NOT_SUMS = {
 
 
 @pytest.mark.parametrize("reduction", [*SUMS, *NOT_SUMS])
-@pytest.mark.parametrize("spelling", ["kl_div", "reverse"])
-def test_weighted_sums_have_their_gradient_in_the_forward(reduction: str, spelling: str) -> None:
+def test_weighted_sums_have_their_gradient_in_the_forward(reduction):
     reduce = {**SUMS, **NOT_SUMS}[reduction]
 
-    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        rows = SPELLINGS[spelling](F.linear(xs, ws), F.linear(xt, wt)).sum(-1)
-        return reduce(rows, labels != -100)
+    def loss(xs, ws, xt, wt, labels):
+        return reduce(rows_of_kl(F.linear(xs, ws), F.linear(xt, wt)), labels != -100)
 
     fused(loss, hidden_inputs())
-    graph = rewritten_targets(loss, hidden_inputs())
-    assert ("linear_kl_sum.default" in graph) == (reduction in SUMS), graph
+    found = []
 
-
-def rewritten_targets(fn: Any, inputs: list[Any]) -> list[str]:
-    """Operators of the rewritten graph."""
-    found: list[str] = []
-
-    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Any:
+    def backend(gm, _):
         assert not rewrite(gm).failures
         found.extend(getattr(n.target, "__name__", str(n.target)) for n in gm.graph.nodes)
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(fn, backend=backend)(*inputs)
-    return found
+    torch.compile(loss, backend=backend)(*hidden_inputs())
+    assert ("linear_kl_sum.default" in found) == (reduction in SUMS), found
 
 
-@pytest.mark.parametrize("inner", only(["aot_eager"], ["aot_eager", "inductor"]))
-def test_gradient_in_the_forward(inner: str) -> None:
-    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        rows = SPELLINGS["kl_div"](F.linear(xs, ws), F.linear(xt, wt)).sum(-1)
-        return SUMS["masked"](rows, labels != -100) * 2.5
-
-    fused(loss, hidden_inputs(), inner=inner, dynamic=inner == "aot_eager")
+def a_gradient_in_the_forward(xs, ws, xt, wt, labels):
+    rows = rows_of_kl(F.linear(xs, ws), F.linear(xt, wt))
+    return SUMS["masked"](rows, labels != -100) * 2.5
 
 
-def _vocab(x: Tensor) -> Tensor:
+HEADS.add("in_the_forward", a_gradient_in_the_forward, inner="aot_eager", dynamic=True)
+HEADS.add("in_the_forward-inductor", a_gradient_in_the_forward, False, inner="inductor")
+
+
+def _vocab(x):
     return x.reshape(-1, x.shape[-1])
 
 
-WITH_LABELS = {
+LABELS = {
     "mean": lambda s, y: F.cross_entropy(_vocab(s), y.view(-1)),
     "float": lambda s, y: F.cross_entropy(_vocab(s.float()), y.reshape(-1), ignore_index=-100),
     "sum": lambda s, y: F.cross_entropy(_vocab(s), y.view(-1), reduction="sum") / s.shape[0],
     "module": lambda s, y: nn.CrossEntropyLoss()(_vocab(s), y.view(-1)),
     "none": lambda s, y: (F.cross_entropy(_vocab(s), y.view(-1), reduction="none") * 0.3).mean(),
 }
-WITH_OTHER_LABELS = {  # other rows, other logits, or another loss: the logits stay
+OTHER_LABELS = {  # other rows, other logits, or another loss: the logits stay
     "shifted": lambda s, y: F.cross_entropy(_vocab(s[:, :-1]), y[:, 1:].reshape(-1)),
     "smoothed": lambda s, y: F.cross_entropy(_vocab(s), y.view(-1), label_smoothing=0.1),
     "classes first": lambda s, y: F.cross_entropy(s.transpose(1, 2), y),
 }
 
 
-@pytest.mark.parametrize("loss", every(2, [*WITH_LABELS, *WITH_OTHER_LABELS]))
+@pytest.mark.parametrize("loss", every(2, [*LABELS, *OTHER_LABELS]))
 @pytest.mark.parametrize("first", ["labels", "teacher"])
-def test_cross_entropy_of_labels_shares_the_logits(loss: str, first: str) -> None:
-    of_labels = {**WITH_LABELS, **WITH_OTHER_LABELS}[loss]
+def test_cross_entropy_of_labels_shares_the_logits(loss, first):
+    of_labels = {**LABELS, **OTHER_LABELS}[loss]
 
-    def step(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+    def step(xs, ws, xt, wt, labels):
         s = F.linear(xs, ws)
         hard = of_labels(s, labels) * 0.5 if first == "labels" else 0.0
         with torch.no_grad():
             t = F.linear(xt, wt)
-        soft = F.kl_div((s / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="none").sum(-1)
+        soft = rows_of_kl(s / 2, t / 2)
         hard = of_labels(s, labels) * 0.5 if first == "teacher" else hard
         return hard + 4 * (soft * (labels != -100)).mean()
 
     outcome = compare(step, hidden_inputs(), inner="aot_eager").check()
     assert outcome.num_fused == 1
-    shared = loss in WITH_LABELS
-    assert (outcome.report.num_remaining == 0) == shared, str(outcome.report)
+    assert (outcome.report.num_remaining == 0) == (loss in LABELS), str(outcome.report)
 
 
-ROW_SELECTIONS = {
+SELECTED = {
     "elements": lambda s, t, keep: SPELLINGS["kl_div"](s, t)[keep].sum() / keep.sum(),
-    "rows": lambda s, t, keep: SPELLINGS["kl_div"](s, t).sum(-1)[keep].mean(),
-    "selected rows": lambda s, t, keep: SPELLINGS["kl_div"](s, t)[keep].sum(-1).mean(),
-    "logits": lambda s, t, keep: F.kl_div(
-        s[keep].log_softmax(-1), t[keep].softmax(-1), reduction="batchmean"
-    ),
+    "rows": lambda s, t, keep: rows_of_kl(s, t)[keep].mean(),
+    "logits": lambda s, t, keep: kd(s[keep], t[keep]),
     "flat": lambda s, t, keep: SPELLINGS["reverse"](
         _vocab(s)[keep.view(-1)], _vocab(t)[keep.view(-1)]
     ).sum(),
 }
 
 
-@pytest.mark.parametrize("selection", every(2, ROW_SELECTIONS))
-def test_rows_are_selected_before_the_product(selection: str) -> None:
-    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        return ROW_SELECTIONS[selection](F.linear(xs, ws), F.linear(xt, wt), labels != -100)
+@pytest.mark.parametrize("selection", every(2, SELECTED))
+def test_rows_are_selected_before_the_product(selection):
+    def loss(xs, ws, xt, wt, labels):
+        return SELECTED[selection](F.linear(xs, ws), F.linear(xt, wt), labels != -100)
 
-    for inner in ("eager", "aot_eager"):
-        fused(loss, hidden_inputs(), fullgraph=True, inner=inner)
-
-
-def _padded(x: Tensor, size: int, value: float = float("-inf")) -> Tensor:
-    return F.pad(x, (0, size - x.shape[-1]), value=value)
+    fused(loss, hidden_inputs(), fullgraph=True, inner="aot_eager")
 
 
-PADDED = {
-    "teacher": lambda s, t: F.kl_div(
-        s.log_softmax(-1), _padded(t, s.shape[-1]).softmax(-1), reduction="batchmean"
-    ),
-    "finite": lambda s, t: (
-        torch.where(
-            torch.isfinite(lt := _padded(t, s.shape[-1]).log_softmax(-1)),
-            lt.exp() * (lt - s.log_softmax(-1)),
-            torch.zeros_like(s),
-        )
-        .sum(-1)
-        .mean()
-    ),
-    "positive": lambda s, t: (
-        torch.where(
-            (p := _padded(t, s.shape[-1]).softmax(-1)) > 0, p * (p.log() - s.log_softmax(-1)), 0.0
-        )
-        .sum(-1)
-        .mean()
-    ),
-    "reverse where finite": lambda s, t: (
-        torch.where(
-            torch.isfinite(lt := _padded(t, s.shape[-1]).log_softmax(-1)),
-            s.softmax(-1) * (s.log_softmax(-1) - lt),
-            torch.zeros_like(s),
-        )
-        .sum(-1)
-        .mean()
-    ),
-    "common vocabulary entries": lambda s, t: F.kl_div(
-        s[..., : t.shape[-1]].log_softmax(-1), t.softmax(-1), reduction="batchmean"
-    ),
-    # padding that takes part
-    "zeros": lambda s, t: F.kl_div(
-        s.log_softmax(-1), _padded(t, s.shape[-1], 0.0).softmax(-1), reduction="batchmean"
-    ),
+def _padded(x, like, value=float("-inf")):
+    return F.pad(x, (0, like.shape[-1] - x.shape[-1]), value=value)
+
+
+def _where(condition, values):
+    return torch.where(condition, values, torch.zeros_like(values)).sum(-1).mean()
+
+
+def finite(s, t):
+    logs = _padded(t, s).log_softmax(-1)
+    return _where(torch.isfinite(logs), logs.exp() * (logs - s.log_softmax(-1)))
+
+
+def positive(s, t):
+    p = _padded(t, s).softmax(-1)
+    return _where(p > 0, p * (p.log() - s.log_softmax(-1)))
+
+
+def reverse_where_finite(s, t):
+    logs = _padded(t, s).log_softmax(-1)
+    return _where(torch.isfinite(logs), s.softmax(-1) * (s.log_softmax(-1) - logs))
+
+
+VOCABULARIES = {
+    "teacher": lambda s, t: kd(s, _padded(t, s)),
+    "finite": finite,
+    "positive": positive,
+    "reverse where finite": reverse_where_finite,
+    "common vocabulary entries": lambda s, t: kd(s[..., : t.shape[-1]], t),
+    "zeros": lambda s, t: kd(s, _padded(t, s, 0.0)),  # padding that takes part
 }
 
 
-@pytest.mark.parametrize("form", PADDED)
-def test_vocabularies_of_different_sizes(form: str) -> None:
-    def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-        return PADDED[form](F.linear(xs, ws), F.linear(xt, wt))
+@HEADS.each(VOCABULARIES, remaining=None)
+def vocabularies_of_different_sizes(form, xs, ws, xt, wt):
+    return form(F.linear(xs, ws), F.linear(xt, wt[:-6].clone()))
 
-    xs, ws, xt, wt, labels = hidden_inputs()
-    outcome = compare(loss, [xs, ws, xt, wt[:-6].clone(), labels]).check()
-    assert outcome.num_fused == 1, str(outcome.report)
+
+@HEADS.parametrized()
+def test_losses_of_heads(row):
+    bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    given = [*hidden_inputs(), bias]
+    outcome = compare(row.program, given, inner=row.inner, dynamic=row.dynamic).check()
+    assert outcome.num_fused == len(outcome.report.sites) == row.sites, str(outcome.report)
+    assert row.remaining in (None, outcome.report.num_remaining), str(outcome.report)
     assert torch.isfinite(outcome.compiled.outputs[0]).all()
+
+
+def test_modules_and_tied_embeddings():
+    torch.manual_seed(0)
+    teacher = nn.Linear(TEACHER, VOCAB, bias=False).requires_grad_(False)
+
+    class Distil(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.teacher = nn.Embedding(VOCAB, DIM), teacher
+            self.loss = nn.KLDivLoss(reduction="batchmean", log_target=True)
+
+        def forward(self, ids, xt):
+            s, t = F.linear(self.embedding(ids), self.embedding.weight), self.teacher(xt)
+            s, t = (F.log_softmax(x / 2, -1).flatten(0, 1) for x in (s, t))
+            return self.loss(s, t) * 4
+
+    model = Distil()
+    inputs = torch.arange(2 * ROWS).view(2, ROWS) % VOCAB, torch.randn(2, ROWS, TEACHER)
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager", "streamkl.strict": True}
+    results = []
+    for run in (model, torch.compile(model, backend="streamkl", options=options)):
+        loss = run(*inputs)
+        results.append((loss.detach(), *torch.autograd.grad(loss, model.embedding.weight)))
+    for exact, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact)

@@ -1,27 +1,22 @@
 # ruff: noqa: E501
 """What the rewrite leaves of the main forms, as graphs: each snapshot is the whole program."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
-from torch import Tensor, fx
+from torch import fx
 
 from tests.rewrite.test_rewrite_forms import hidden_inputs
 from tests.support.programs import Program
 from torch_streamkl.fx_passes.pipeline import rewrite
 
 
-def rewritten(fn: Callable[..., Any], inputs: list[Any]) -> str:
+def rewritten(fn, inputs):
     """One line per node of the rewritten graph."""
     graphs = []
 
-    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+    def backend(gm, _):
         report = rewrite(gm)
         assert not report.failures
         graphs.append(gm.graph)
@@ -33,7 +28,7 @@ def rewritten(fn: Callable[..., Any], inputs: list[Any]) -> str:
     return "\n".join(_line(n) for n in graph.nodes if n.op not in ("placeholder",))
 
 
-def _line(node: fx.Node) -> str:
+def _line(node):
     arguments = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
     target = (
         node.target
@@ -45,7 +40,7 @@ def _line(node: fx.Node) -> str:
     return f"{node.name} = {target}({', '.join(arguments)})"
 
 
-def _text(x: object) -> str:
+def _text(x):
     if isinstance(x, fx.Node):
         return x.name.removeprefix("l_").rstrip("_")
     if isinstance(x, (tuple, list)):
@@ -54,7 +49,7 @@ def _text(x: object) -> str:
 
 
 class Snapshots(TestCase):
-    def test_forward_kl(self) -> None:
+    def test_forward_kl(self):
         program = Program()
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
@@ -65,7 +60,7 @@ loss = mean(getitem)
 return (loss)""",
         )
 
-    def test_causal_mask_is_a_window(self) -> None:
+    def test_causal_mask_is_a_window(self):
         program = Program(mask="tril_min", spelling="log_ratio", reduction="batchmean")
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
@@ -77,7 +72,7 @@ loss = truediv(sum_2, 2)
 return (loss)""",
         )
 
-    def test_key_padding_stays_a_small_mask(self) -> None:
+    def test_key_padding_stays_a_small_mask(self):
         program = Program(mask="pad_bool", spelling="clamp_both", reduction="masked_mean")
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
@@ -96,7 +91,7 @@ loss = truediv(sum_2, mul_4)
 return (loss)""",
         )
 
-    def test_attention_output_becomes_sdpa(self) -> None:
+    def test_attention_output_becomes_sdpa(self):
         program = Program(mask="tril_min", uses_values=True)
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
@@ -108,7 +103,7 @@ scaled_dot_product_attention = scaled_dot_product_attention(args_0, args_1, args
 return (loss, scaled_dot_product_attention)""",
         )
 
-    def test_grouped_heads_are_not_repeated(self) -> None:
+    def test_grouped_heads_are_not_repeated(self):
         program = Program(producer="grouped", spelling="reverse", gradient="both")
         self.assertExpectedInline(
             rewritten(program, program.inputs()),
@@ -121,8 +116,8 @@ loss = mean(getitem_5)
 return (loss)""",
         )
 
-    def test_language_model_heads(self) -> None:
-        def loss(xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+    def test_language_model_heads(self):
+        def loss(xs, ws, xt, wt, labels):
             s, t = F.linear(xs, ws) / 2, F.linear(xt, wt) / 2
             rows = F.kl_div(
                 s.log_softmax(-1), t.log_softmax(-1), reduction="none", log_target=True
@@ -148,8 +143,8 @@ truediv_2 = truediv(once_default, sum_3)
 return (truediv_2)""",
         )
 
-    def test_a_near_miss_is_the_same_graph(self) -> None:
-        def loss(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, pad: Tensor) -> Tensor:
+    def test_a_near_miss_is_the_same_graph(self):
+        def loss(sq, sk, tq, tk, pad):
             elements = F.kl_div(
                 (sq @ sk.mT).log_softmax(-1), (tq @ tk.mT).softmax(-1), reduction="none"
             )

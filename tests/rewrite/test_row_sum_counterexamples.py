@@ -1,16 +1,12 @@
 """Random code between an LM head's row values and the loss: fused or not, it is eager's."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from tests.support.comparing import Outcome, compare
+from tests.support.comparing import compare
 
 IN_FORWARD = "gradients in the forward"
 NUMBERS = ("2.0", "-0.5", "3", "0.125")
@@ -56,13 +52,13 @@ VALUES = {
 }
 
 
-def program(seed: int) -> str:
+def program(seed):
     """The text of a loss."""
     draw = random.Random(seed)
     values = draw.choice((["entropy"], ["chosen", "entropy"], ["entropy", "total"]))
     lines = []
 
-    def filled(step: str, **more: str) -> str:
+    def filled(step, **more):
         x, y = values[-1], draw.choice(values)
         k, b = draw.choice(SPECIALIZED), draw.choice(("mask > 0", "labels == 3", "~(mask > 0)"))
         return step.format(**({"x": x, "y": y, "k": k, "b": b, "n": draw.choice(NUMBERS)} | more))
@@ -81,7 +77,7 @@ def program(seed: int) -> str:
     return head + "\n    ".join([*used, *lines])
 
 
-def inputs() -> list[Tensor]:
+def inputs():
     make = torch.Generator().manual_seed(0)
     h, w = (torch.randn(*n, 12, generator=make) * 12**-0.5 for n in ((2, 7), (61,)))
     labels = torch.randint(61, (2, 7), generator=make)
@@ -90,8 +86,8 @@ def inputs() -> list[Tensor]:
     return [h.requires_grad_(), w.requires_grad_(), labels, mask, a, c, one, a.flip(0).bfloat16()]
 
 
-def outcome_of(seed: int) -> Outcome:
-    scope: dict[str, Any] = {"F": F, "torch": torch}
+def outcome_of(seed):
+    scope = {"F": F, "torch": torch}
     exec(program(seed), scope)
     dynamic = True if seed % 5 == 0 else None
     options = {"streamkl.min_mib": 0.0}
@@ -99,7 +95,7 @@ def outcome_of(seed: int) -> Outcome:
 
 
 @pytest.mark.parametrize("num_seeds", [15, pytest.param(30, marks=pytest.mark.slow)])
-def test_random_row_losses(num_seeds: int) -> None:
+def test_random_row_losses(num_seeds):
     moved = 0
     for seed in range(num_seeds):
         outcome = outcome_of(seed)

@@ -1,12 +1,9 @@
 """Attention left over by a fused KL keeps eager's values and gradients in fully masked rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.covering import every
 from torch_streamkl.fx_passes import backend
@@ -15,33 +12,24 @@ LOWEST = torch.finfo(torch.float32).min
 NUM_ROWS, HEAD_DIM = 7, 8
 
 
-def _masked_fill(scores: Tensor, keep: Tensor) -> Tensor:
-    return scores.masked_fill(~keep, LOWEST)
+MASKS = {
+    "filled": lambda scores, keep: scores.masked_fill(~keep, LOWEST),
+    "chosen": lambda scores, keep: torch.where(keep, scores, LOWEST),
+    "added": lambda scores, keep: scores + torch.zeros(keep.shape).masked_fill(~keep, LOWEST),
+    "scaled": lambda scores, keep: scores + (1.0 - keep.float()) * LOWEST,
+    "a billion": lambda scores, keep: scores + (1.0 - keep.float()) * -1e9,
+}
 
 
-def _where(scores: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep, scores, LOWEST)
+def compiled(fn, inner="eager"):
+    torch._dynamo.reset()
+    options = {"streamkl.inner": inner, "streamkl.min_mib": 0.0, "streamkl.verify": "never"}
+    return torch.compile(fn, backend="streamkl", options=options)
 
 
-def _added(scores: Tensor, keep: Tensor) -> Tensor:
-    return scores + torch.zeros(keep.shape).masked_fill(~keep, LOWEST)
-
-
-def _scaled(scores: Tensor, keep: Tensor) -> Tensor:
-    return scores + (1.0 - keep.float()) * LOWEST
-
-
-def _billion(scores: Tensor, keep: Tensor) -> Tensor:
-    return scores + (1.0 - keep.float()) * -1e9
-
-
-@pytest.mark.parametrize(
-    "mask_scores", every(2, [_masked_fill, _where, _added, _scaled, _billion])
-)
-def test_gradients_are_those_of_eager(mask_scores: object) -> None:
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, t: Tensor, keep: Tensor
-    ) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("mask_scores", every(2, MASKS.values()))
+def test_gradients_are_those_of_eager(mask_scores):
+    def attention(q, k, v, t, keep):
         student = mask_scores(q @ k.mT * HEAD_DIM**-0.5, keep).softmax(-1)
         teacher = mask_scores(t @ t.mT, keep).softmax(-1)
         rows = (teacher * (teacher.clamp_min(1e-9).log() - student.clamp_min(1e-9).log())).sum(-1)
@@ -53,20 +41,17 @@ def test_gradients_are_those_of_eager(mask_scores: object) -> None:
     keep[0, ..., :3] = False  # rows 0, 1 and 2 of the first sequence have no key
     weights = torch.randn(2, 2, NUM_ROWS, HEAD_DIM, generator=generator)
 
-    def run(fn: object) -> list[Tensor]:
+    def run(fn):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         rows, out = fn(*leaves, inputs[3], keep)
         loss = (out * weights).sum() + rows.sum()
         return [rows.detach(), out.detach(), *torch.autograd.grad(loss, leaves)]
 
-    torch._dynamo.reset()
     with backend.collected() as report:
-        compiled = run(
-            torch.compile(attention, backend="streamkl", options={"streamkl.inner": "aot_eager"})
-        )
+        found = run(compiled(attention, "aot_eager"))
     assert report.num_fused == 1, report
     assert report.num_remaining == 0, report
-    for name, a, b in zip(("rows", "out", "q", "k", "v"), run(attention), compiled, strict=True):
+    for name, a, b in zip(("rows", "out", "q", "k", "v"), run(attention), found, strict=True):
         # a few roundings of sums over the rows; the wrong gradient was off by a factor of NUM_ROWS
         tolerance = (
             8 * math.sqrt(NUM_ROWS) * torch.finfo(torch.float32).eps * float(a.abs().max() + 1)
@@ -76,7 +61,7 @@ def test_gradients_are_those_of_eager(mask_scores: object) -> None:
         )
 
 
-def test_scores_next_to_a_billion_have_digits_left_in_float64() -> None:
+def test_scores_next_to_a_billion_have_digits_left_in_float64():
     """Float64 keeps the scores of a row that -1e9 is added to: it has eager's gradient."""
     make = torch.Generator().manual_seed(0)
     q, k, r, s = (
@@ -85,15 +70,15 @@ def test_scores_next_to_a_billion_have_digits_left_in_float64() -> None:
     keep = torch.ones(5, 7, dtype=torch.bool).tril()
     keep[2] = False
 
-    def step(q: Tensor) -> Tensor:
-        student, teacher = (_billion(x, keep).log_softmax(-1) for x in (q @ k.mT, r @ s.mT))
+    def step(q):
+        student, teacher = (
+            MASKS["a billion"](x, keep).log_softmax(-1) for x in (q @ k.mT, r @ s.mT)
+        )
         return -(teacher.exp() * student).sum()
 
-    torch._dynamo.reset()
-    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0, "streamkl.verify": "never"}
     leaf = q.clone().requires_grad_()
     with backend.collected() as report:
-        torch.compile(step, backend="streamkl", options=options)(leaf).backward()
+        compiled(step)(leaf).backward()
     assert report.num_fused == 1, report
     kept = keep | ~keep.any(-1, keepdim=True)  # a number for the whole row changes no softmax
     p, t = (x.masked_fill(~kept, -math.inf).softmax(-1) for x in (q @ k.mT, r @ s.mT))
@@ -101,11 +86,11 @@ def test_scores_next_to_a_billion_have_digits_left_in_float64() -> None:
 
 
 @pytest.mark.parametrize("kind", ["where", "tensor", "integers"])
-def test_a_mask_that_is_added_to_one_side_alone(kind: str) -> None:
+def test_a_mask_that_is_added_to_one_side_alone(kind):
     """The teacher is uniform in a row without keys, and the student learns from it."""
     keep = torch.ones(NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril(-1)  # row 0 has no key
 
-    def loss(q: Tensor, k: Tensor, t: Tensor, added: Tensor) -> Tensor:
+    def loss(q, k, t, added):
         mask = torch.zeros(keep.shape).masked_fill(~keep, -1e9) if kind == "where" else added
         mask = (mask - 1) * 1e9 if kind == "integers" else mask
         teacher = (t @ t.mT + mask).softmax(-1)
@@ -115,12 +100,9 @@ def test_a_mask_that_is_added_to_one_side_alone(kind: str) -> None:
     q, k, t = (torch.randn(1, 2, NUM_ROWS, HEAD_DIM, generator=generator) for _ in range(3))
     added = torch.zeros(keep.shape).masked_fill(~keep, -1e9)
     added = keep.int() if kind == "integers" else added
-    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0, "streamkl.verify": "never"}
-    torch._dynamo.reset()
+    leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
     with backend.collected() as report:
-        fn = torch.compile(loss, backend="streamkl", options=options)
-        leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
-        found = torch.autograd.grad(fn(*leaves, t, added), leaves)
+        found = torch.autograd.grad(compiled(loss)(*leaves, t, added), leaves)
     assert report.num_fused, report
 
     q, k, t = q.double(), k.double(), t.double()

@@ -1,95 +1,86 @@
 """A graph with nothing to compile next to its sites runs without Inductor, as eager code does."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_streamkl.attention import direct
 from torch_streamkl.fx_passes import backend, run_without_inductor
-from torch_streamkl.fx_passes.reporting.report import Report
 
-Loss = Callable[..., Tensor]
 LEAST_SCORE = torch.finfo(torch.float32).min
 LEAST = {"streamkl.min_mib": 0, "streamkl.strict": True}
 
 
 @pytest.fixture(autouse=True)
-def _on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_this_device(monkeypatch):
     """A CPU stands for the GPU."""
     torch._dynamo.reset()
     monkeypatch.setattr(run_without_inductor, "DEVICE", "cpu")
 
 
 @pytest.fixture
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
+def without_inductor(monkeypatch):
+    def refuse(*_, **__):
         raise AssertionError("Inductor is called")
 
     monkeypatch.setattr(backend, "later", refuse)
 
 
-def maps(sq: Tensor, sk: Tensor, tq: Tensor, tk: Tensor, mask: Tensor | None = None) -> Any:
+def maps(sq, sk, tq, tk, mask=None):
     groups = sq.shape[1] // sk.shape[1]
     sk, tk = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (sk, tk))
     scores = [q @ k.mT / q.shape[-1] ** 0.5 for q, k in ((sq, sk), (tq, tk))]
     return scores if mask is None else [x.masked_fill(~mask, LEAST_SCORE) for x in scores]
 
 
-def kl(*inputs: Tensor) -> Tensor:
+def kl(*inputs):
     s, t = maps(*inputs)
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
 
 
-def weighted(*inputs: Tensor) -> Tensor:
+def weighted(*inputs):
     *given, weight = inputs
     s, t = maps(*given)
     rows = (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
     return (rows * weight).sum() / weight.sum()
 
 
-def masked(*inputs: Tensor) -> Tensor:
+def masked(*inputs):
     s, t = maps(*inputs)
     return F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean")
 
 
-def two_layers(*inputs: Tensor) -> Tensor:
+def two_layers(*inputs):
     return kl(*inputs[:4]) + 0.5 * kl(*inputs[4:])
 
 
-def of_a_frozen_teacher(*inputs: Tensor) -> Tensor:
+def of_a_frozen_teacher(*inputs):
     s, t = maps(*inputs)
     return F.kl_div(s.log_softmax(-1), t.detach().softmax(-1), reduction="batchmean")
 
 
-def tokens_are_second(*inputs: Tensor) -> Tensor:
+def tokens_are_second(*inputs):
     return kl(*(x.transpose(1, 2) for x in inputs))
 
 
-def inputs_of(heads: int = 4, kv_heads: int = 4, layers: int = 1, batch: int = 2) -> list[Tensor]:
+def inputs_of(heads=4, kv_heads=4, layers=1, batch=2):
     counts = [heads, kv_heads] * (2 * layers)
     return [torch.randn(batch, n, 9, 8).requires_grad_() for n in counts]
 
 
-def results(function: Loss, inputs: list[Tensor]) -> list[Tensor | None]:
+def results(function, inputs):
     value = function(*inputs)
     learning = [x for x in inputs if x.requires_grad]
     return [value.detach(), *torch.autograd.grad(value, learning, allow_unused=True)]
 
 
-def compiled(function: Loss, **options: Any) -> Loss:
+def compiled(function, **options):
     options = {**LEAST, **options}
     return torch.compile(function, backend="streamkl", dynamic=False, options=options)
 
 
-CASES: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
+CASES = {
     "mean": (kl, inputs_of),
     "grouped heads": (kl, lambda: inputs_of(4, 2)),
     "grouped heads of one sequence": (kl, lambda: inputs_of(6, 2, batch=1)),
@@ -102,14 +93,14 @@ CASES: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
 }
 
 
-def _heads_second(x: Tensor) -> Tensor:
+def _heads_second(x):
     """As a model has them: [batch, tokens, heads, head_dim], transposed."""
     return x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
 
 
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("name", CASES)
-def test_equals_eager(name: str) -> None:
+def test_equals_eager(name):
     loss, make = CASES[name]
     inputs = make()
     function, exact = compiled(loss), results(loss, inputs)
@@ -121,10 +112,10 @@ def test_equals_eager(name: str) -> None:
 
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("name", ["mean", "grouped heads", "grouped heads of one sequence"])
-def test_no_dispatcher_and_no_views(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_dispatcher_and_no_views(name, monkeypatch):
     calls = []
 
-    def seen(*given: Any) -> Tensor:
+    def seen(*given):
         calls.append(given)
         return called(*given)
 
@@ -137,7 +128,7 @@ def test_no_dispatcher_and_no_views(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert all(x is y for x, y in zip(tensors, inputs, strict=False))
 
 
-def report_of(loss: Loss) -> Report:
+def report_of(loss):
     """As explain() has it."""
     with backend.collected() as report:
         compiled(loss, **{"streamkl.inner": "eager"})(*inputs_of())
@@ -145,21 +136,21 @@ def report_of(loss: Loss) -> Report:
     return report
 
 
-def test_the_report_says_it() -> None:
+def test_the_report_says_it():
     assert run_without_inductor.NOTE in report_of(kl).notes
 
 
-def operands_are_scaled(*inputs: Tensor) -> Tensor:
+def operands_are_scaled(*inputs):
     return kl(inputs[0].exp(), *inputs[1:])
 
 
-def part_has_no_gradients(*inputs: Tensor) -> Tensor:
+def part_has_no_gradients(*inputs):
     with torch.no_grad():
         factor = inputs[0].sum()
     return kl(*inputs) * factor
 
 
-def many_operations(*inputs: Tensor) -> Tensor:
+def many_operations(*inputs):
     value = kl(*inputs)
     for i in range(run_without_inductor.MAX_OPERATIONS):
         value = value * value + i
@@ -167,22 +158,20 @@ def many_operations(*inputs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [operands_are_scaled, part_has_no_gradients, many_operations])
-def test_what_inductor_compiles(loss: Loss) -> None:
+def test_what_inductor_compiles(loss):
     assert run_without_inductor.NOTE not in report_of(loss).notes
 
 
 @pytest.mark.parametrize(
     "options", [{"cpp_wrapper": True}, {"triton.cudagraphs": True}, {"max_autotune": False}]
 )
-def test_options_are_for_inductor(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_for_inductor(options, monkeypatch):
     monkeypatch.setattr(backend, "later", _meets)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Inductor is asked"):
         compiled(kl, **options)(*inputs_of())
 
 
-def test_configured_passes_are_for_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_passes_are_for_inductor(monkeypatch):
     monkeypatch.setattr(backend, "later", _meets)
     configured = torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None)
     with (
@@ -192,8 +181,8 @@ def test_configured_passes_are_for_inductor(monkeypatch: pytest.MonkeyPatch) -> 
         compiled(kl)(*inputs_of())
 
 
-def test_what_is_stored_is_inductors(tmp_path: Path) -> None:
-    options: Any = LEAST
+def test_what_is_stored_is_inductors(tmp_path):
+    options = LEAST
     function = torch.compile(kl, backend="streamkl", fullgraph=True, options=options)
     inputs = inputs_of()
     if not hasattr(function, "aot_compile"):
@@ -203,11 +192,11 @@ def test_what_is_stored_is_inductors(tmp_path: Path) -> None:
     torch.testing.assert_close(results(stored, inputs), results(kl, inputs))
 
 
-def _meets(*_: Any) -> Any:
+def _meets(*_):
     raise RuntimeError("Inductor is asked")
 
 
-def test_sizes_that_vary() -> None:
+def test_sizes_that_vary():
     function = torch.compile(kl, backend="streamkl", dynamic=True, options=LEAST)
     with backend.collected() as report:
         inputs = inputs_of()
@@ -216,7 +205,7 @@ def test_sizes_that_vary() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_refused():
     inputs = inputs_of()
     (grad, *_) = torch.autograd.grad(compiled(kl)(*inputs), inputs, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
@@ -224,7 +213,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_around_it() -> None:
+def test_around_it():
     """What runs a compiled function in another way than once, forward and backward."""
     inputs, function = inputs_of(), compiled(kl)
     exact = results(kl, inputs)
@@ -245,7 +234,7 @@ def test_around_it() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_compiled_autograd() -> None:
+def test_compiled_autograd():
     inputs, function = inputs_of(), compiled(kl)
     exact = results(kl, inputs)
     with torch._dynamo.config.patch(compiled_autograd=True):
@@ -257,7 +246,7 @@ def test_compiled_autograd() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu(name, monkeypatch):
     """Also as a part of a CUDA graph that the user records."""
     monkeypatch.setattr(run_without_inductor, "DEVICE", "cuda")
     loss, make = CASES[name]
@@ -274,28 +263,28 @@ def test_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, results(loss, inputs), rtol=1e-3, atol=1e-5)
 
 
-def rows_of(*inputs: Tensor) -> Tensor:
+def rows_of(*inputs):
     s, t = maps(*inputs)
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
 
 
-def rows_with_a_key(*inputs: Tensor) -> Tensor:
+def rows_with_a_key(*inputs):
     s, t = maps(*inputs)
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1, keepdim=True)
 
 
-def of_bits(*inputs: Tensor) -> Tensor:
+def of_bits(*inputs):
     *given, bits = inputs
     return (rows_of(*given) * bits.view(torch.float32)).sum()
 
 
-def written(*inputs: Tensor) -> Tensor:
+def written(*inputs):
     *given, weight, total = inputs
     torch.mul(weight, 2, out=total)
     return kl(*given)
 
 
-BY_INDUCTOR: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
+BY_INDUCTOR = {
     "other bits": (of_bits, lambda: [*inputs_of(), torch.rand(2, 4, 9).view(torch.int32)]),
     "written": (written, lambda: [*inputs_of(), torch.rand(2, 4, 9), torch.zeros(2, 4, 9)]),
     "view of rows": (rows_with_a_key, inputs_of),
@@ -303,7 +292,7 @@ BY_INDUCTOR: dict[str, tuple[Loss, Callable[[], list[Tensor]]]] = {
 
 
 @pytest.mark.parametrize("name", BY_INDUCTOR)
-def test_equals_eager_by_inductor(name: str) -> None:
+def test_equals_eager_by_inductor(name):
     loss, make = BY_INDUCTOR[name]
     inputs = make()
     with backend.collected() as report:
@@ -315,7 +304,7 @@ def test_equals_eager_by_inductor(name: str) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_rows_are_tensors_of_their_own() -> None:
+def test_rows_are_tensors_of_their_own():
     """They may be written to in place, as what eager code sums."""
     inputs, weight = inputs_of(), torch.rand(2, 4, 9).requires_grad_()
     function = compiled(rows_of)
@@ -326,8 +315,8 @@ def test_rows_are_tensors_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_what_is_logged_shares_memory() -> None:
-    def logged(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+def test_what_is_logged_shares_memory():
+    def logged(*inputs):
         value = kl(*inputs)
         return value, value.detach()
 
@@ -337,13 +326,13 @@ def test_what_is_logged_shares_memory() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_views_of_inputs_are_results() -> None:
-    def returned(*inputs: Tensor) -> tuple[Tensor, ...]:
+def test_views_of_inputs_are_results():
+    def returned(*inputs):
         teacher = inputs[2].detach()
         return kl(*inputs), teacher, teacher.view(inputs[2].shape), inputs[3].view(2, 4, 9, 8)
 
-    inputs: list[Any] = inputs_of()
-    function: Any = torch.compile(returned, backend="streamkl", options=LEAST)
+    inputs = inputs_of()
+    function = torch.compile(returned, backend="streamkl", options=LEAST)
     _, teacher, view, key = function(*inputs)
     assert teacher is not view and teacher.data_ptr() == view.data_ptr()
     assert key is not inputs[3] and key._base is inputs[3]

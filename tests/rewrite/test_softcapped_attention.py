@@ -5,19 +5,14 @@ attention stays and is reported. What it becomes is compared on a CPU all the sa
 operator run as it is, and on a GPU with its kernels.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from tests.support.comparing import Outcome, compare, run
+from tests.support.comparing import compare, run
 from tests.support.covering import every
 from tests.support.plants import planted
 from torch_streamkl.fx_passes.backend import collected
@@ -29,12 +24,9 @@ LOWEST = torch.finfo(torch.float32).min
 CALL = f"{softcapped_attention.__module__}.{softcapped_attention.__name__}"
 OPTIONS = {"streamkl.min_mib": 0.0, "streamkl.verify_max_seconds": 60.0}
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-Masking = Callable[[Tensor, Tensor], Tensor]  # capped scores and the allowed keys of sequences
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, masked: Masking
-) -> tuple[Tensor, Tensor]:
+def attention(q, k, v, keep, masked):
     """Grouped heads repeated, softcap, mask, softmax in float32: Gemma2's eager attention."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -43,22 +35,22 @@ def attention(
     return torch.matmul(weights, v).transpose(1, 2), weights
 
 
-def _band(scores: Tensor, width: int | None) -> Tensor:
+def _band(scores, width):
     i = torch.arange(scores.shape[-2], device=scores.device)
     j = torch.arange(scores.shape[-1], device=scores.device)
     allowed = j <= i[:, None]
     return allowed if width is None else allowed & (j > i[:, None] - width)
 
 
-def _low(scores: Tensor) -> float:
+def _low(scores):
     return torch.finfo(scores.dtype).min
 
 
-def _added(allowed: Tensor) -> Tensor:
+def _added(allowed):
     return torch.where(allowed, 0.0, LOWEST)
 
 
-MASKS: dict[str, Masking] = {
+MASKS = {
     "none": lambda s, keep: s,
     "causal": lambda s, keep: s + _added(_band(s, None)),
     "window": lambda s, keep: s + _added(_band(s, 7)),
@@ -76,12 +68,10 @@ MASKS: dict[str, Masking] = {
 }
 
 
-def program(masked: Masking) -> Callable[..., Any]:
+def program(masked):
     """The KL of two maps, and what reads their attention: elementwise operations, in part."""
 
-    def step(
-        q: Tensor, k: Tensor, v: Tensor, qt: Tensor, kt: Tensor, vt: Tensor, keep: Tensor
-    ) -> tuple[Tensor, ...]:
+    def step(q, k, v, qt, kt, vt, keep):
         with torch.no_grad():
             wanted, p = attention(qt, kt, vt, keep, masked)
         got, s = attention(q, k, v, keep, masked)
@@ -92,15 +82,15 @@ def program(masked: Masking) -> Callable[..., Any]:
 
 
 def inputs(
-    tokens: int = 19,
-    head_dims: tuple[int, int] = (8, 16),
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    groups: int = 2,
-) -> tuple[Tensor, ...]:
+    tokens=19,
+    head_dims=(8, 16),
+    dtype=torch.float32,
+    device="cpu",
+    groups=2,
+):
     make = torch.Generator().manual_seed(0)
 
-    def tensor(heads: int, width: int, trained: bool) -> Tensor:
+    def tensor(heads, width, trained):
         x = torch.randn(2, heads, tokens, width, generator=make).to(device, dtype)
         return x.requires_grad_(trained)
 
@@ -113,12 +103,12 @@ def inputs(
 
 
 @pytest.fixture
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_a_gpu(monkeypatch):
     """Run as it is, without Inductor, the operator and its gradients are right on a CPU too."""
     monkeypatch.setattr(softcapped, "_why_not_on_cpu", lambda: "")
 
 
-def check(outcome: Outcome, remaining: int = 0) -> None:
+def check(outcome, remaining=0):
     outcome.check()
     assert outcome.num_fused == len(outcome.report.sites) > 0, outcome.report
     for site in outcome.report.sites:
@@ -128,22 +118,22 @@ def check(outcome: Outcome, remaining: int = 0) -> None:
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("masks", every(4, MASKS))
-def test_student_and_teacher(masks: str) -> None:
+def test_student_and_teacher(masks):
     check(compare(program(MASKS[masks]), inputs(), inner="aot_eager"))
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float16]))
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(dtype):
     check(compare(program(MASKS["causal padding"]), inputs(dtype=dtype), inner="aot_eager"))
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_heads_of_their_own() -> None:
+def test_heads_of_their_own():
     check(compare(program(MASKS["causal"]), inputs(groups=1), inner="aot_eager"))
 
 
-def of_several_lengths(masks: str, device: str, head_dim: int, options: dict[str, Any]) -> None:
+def of_several_lengths(masks, device, head_dim, options):
     """The second length makes a graph with symbolic sizes, which serves the third."""
     fn = program(MASKS[masks])
     torch._dynamo.reset()
@@ -161,15 +151,15 @@ def of_several_lengths(masks: str, device: str, head_dim: int, options: dict[str
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.slow
 @pytest.mark.parametrize("masks", ["window padding", "causal"])
-def test_lengths_that_vary(masks: str) -> None:
+def test_lengths_that_vary(masks):
     of_several_lengths(masks, "cpu", 8, {"streamkl.inner": "aot_eager"})
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_bias_inside_of_the_softcap() -> None:
+def test_bias_inside_of_the_softcap():
     """In a graph with a fused KL of other maps: attention_kl has no such bias."""
 
-    def step(q: Tensor, k: Tensor, v: Tensor, qt: Tensor, kt: Tensor, bias: Tensor) -> Any:
+    def step(q, k, v, qt, kt, bias):
         p, s = (qt @ kt.mT * 0.2).softmax(-1), (q @ k.mT * 0.2).log_softmax(-1)
         capped = torch.tanh(q @ k.mT * 0.2 + bias) * 4.0
         return F.kl_div(s, p, reduction="batchmean"), capped.softmax(-1) @ v
@@ -180,15 +170,15 @@ def test_bias_inside_of_the_softcap() -> None:
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_under_autocast(softcap: float | None) -> None:
+def test_under_autocast(softcap):
     """The matmul of the scores rounds float32 queries and keys itself: so may the fused one."""
 
-    def scores(q: Tensor, k: Tensor) -> Tensor:
+    def scores(q, k):
         s = torch.matmul(q, k.transpose(2, 3)) * 0.3
         s = s if softcap is None else torch.tanh(s / softcap) * softcap
         return F.softmax(s, dim=-1, dtype=torch.float32)
 
-    def step(q: Tensor, k: Tensor, v: Tensor, qt: Tensor, kt: Tensor) -> Any:
+    def step(q, k, v, qt, kt):
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 p = scores(qt, kt)
@@ -200,7 +190,7 @@ def test_under_autocast(softcap: float | None) -> None:
     check(compare(step, (q, k, v, qt, kt), inner="aot_eager"))
 
 
-def test_on_a_cpu_it_stays() -> None:
+def test_on_a_cpu_it_stays():
     outcome = compare(program(MASKS["causal"]), inputs())
     outcome.check()
     assert outcome.num_fused == 1
@@ -214,10 +204,10 @@ def test_on_a_cpu_it_stays() -> None:
     {"softcap": 4.0}, {"scale": 0.07}, {"last": 1}, {"last": None}, {"has_slope": False},
     {"masks": ()}, {"alive": None},
 ]), ids=lambda changed: next(iter(changed)))  # fmt: skip
-def test_faults_are_caught(changed: dict[str, Any]) -> None:
+def test_faults_are_caught(changed):
     """A wrong call is refused by the check, and the program stays as it was."""
 
-    def edit(graph: Any) -> None:
+    def edit(graph):
         node = next(n for n in reversed(graph.nodes) if name_of(n) == CALL)  # the student's
         assert node.kwargs.keys() >= changed.keys()
         node.kwargs = {**node.kwargs, **changed}
@@ -230,9 +220,9 @@ def test_faults_are_caught(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_the_graph_calls_a_function() -> None:
+def test_the_graph_calls_a_function():
     """No submodules: copies, checks and DDPOptimizer see a function like any other."""
-    graphs: list[Any] = []
+    graphs = []
     with planted(lambda graph: graphs.append(graph)):
         compare(program(MASKS["window padding"]), inputs())
     names = [name_of(n) for n in graphs[-1].nodes]
@@ -254,20 +244,18 @@ def test_the_graph_calls_a_function() -> None:
     ((2, 4, 64, 64), {"device": "xpu"}, "not tried on xpu"),
 ])  # fmt: skip
 def test_why_not(
-    shape: tuple[int, ...],
-    changed: dict[str, Any],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    shape,
+    changed,
+    reason,
+    monkeypatch,
+):
     softcapped._why_not_on_gpu.cache_clear()
     given = {"dtype": torch.bfloat16, "capability": (9, 0), "memory": 232448, "device": "cuda"}
     given |= changed
     properties = SimpleNamespace(shared_memory_per_block_optin=given["memory"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    x: Any = SimpleNamespace(
-        shape=shape, dtype=given["dtype"], device=torch.device(given["device"], 0)
-    )
+    x = SimpleNamespace(shape=shape, dtype=given["dtype"], device=torch.device(given["device"], 0))
     found = softcapped.why_not(x, x)
     softcapped._why_not_on_gpu.cache_clear()
     assert (reason in found) if reason else not found
@@ -284,20 +272,20 @@ def test_why_not(
     ("computed", torch.bfloat16, 64, 150),
     ("filled", torch.bfloat16, 96, 300),
 ])  # fmt: skip
-def test_on_a_gpu(masks: str, dtype: torch.dtype, head_dim: int, tokens: int) -> None:
+def test_on_a_gpu(masks, dtype, head_dim, tokens):
     tensors = inputs(tokens, (head_dim, head_dim), dtype, "cuda")
     check(compare(program(MASKS[masks]), tensors, inner="inductor", options=OPTIONS))
 
 
 @on_a_gpu
 @pytest.mark.gpu
-def test_lengths_that_vary_on_a_gpu() -> None:
+def test_lengths_that_vary_on_a_gpu():
     of_several_lengths("window padding", "cuda", 64, OPTIONS)
 
 
 @on_a_gpu
 @pytest.mark.gpu
-def test_memory_on_a_gpu() -> None:
+def test_memory_on_a_gpu():
     """Forward and backward with less than one map of 1 GiB."""
     tokens, options = 8192, {"streamkl.min_mib": 0.0, "streamkl.verify": "never"}
     tensors = inputs(tokens, (128, 128), torch.bfloat16, "cuda")
@@ -305,7 +293,7 @@ def test_memory_on_a_gpu() -> None:
     torch._dynamo.reset()  # else a length of a test before makes this one symbolic
     step = torch.compile(fn, backend="streamkl", options=options)
 
-    def peak() -> int:
+    def peak():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         loss, *outputs = step(*tensors)

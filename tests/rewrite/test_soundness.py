@@ -4,17 +4,13 @@ The checks that run when a rewrite is compiled are off here: what they would cat
 the rules. A program that ought to fuse must also do that.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 import pytest
 
 from tests.support.covering import every, only, quick_rows
-from tests.support.misleading.registry import FAULTS, PROGRAMS, Program
+from tests.support.misleading.registry import FAULTS, PROGRAMS
 from tests.support.misleading_programs import judge
 
 # compiled by Inductor as well, with one of the two front ends each: one for every stage
@@ -31,7 +27,7 @@ WITH_INDUCTOR = {
 QUICK_WITH_INDUCTOR = ("scale_exp_shared_dynamic", "mean_of_four_heads_against_two")
 
 
-def _names() -> Iterator[Any]:
+def _names():
     """Programs of a table are rows of a product, of which every value is in a quick one.
 
     Of the others that provoke a fault the first four of it are quick, and every third of those
@@ -56,9 +52,9 @@ def _names() -> Iterator[Any]:
             yield pytest.param(p.name, marks=[] if i in quick else [pytest.mark.slow])
 
 
-def _of_each_fault(programs: Sequence[Program]) -> set[int]:
+def _of_each_fault(programs):
     """The first four of each, and every third of the others; those of none are chosen later."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     found = set()
     for i, p in enumerate(programs):
         number = seen[p.fault]
@@ -68,16 +64,16 @@ def _of_each_fault(programs: Sequence[Program]) -> set[int]:
     return found
 
 
-def _firsts(programs: Sequence[Program]) -> set[int]:
+def _firsts(programs):
     """One program of every fault, and one of none, with symbolic sizes."""
-    found: dict[str, int] = {}
+    found = {}
     for i, p in enumerate(programs):
         if p.dynamic:
             found.setdefault(p.fault, i)
     return set(found.values())
 
 
-def check(name: str, inner: str) -> None:
+def check(name, inner):
     program = PROGRAMS[name]
     verdict = judge(program, inner=inner)
     assert not verdict.difference, f"{FAULTS.get(program.fault, name)}: {verdict.difference}"
@@ -86,7 +82,7 @@ def check(name: str, inner: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(_names()))
-def test_equals_eager(name: str) -> None:
+def test_equals_eager(name):
     check(name, "eager")
 
 
@@ -94,15 +90,15 @@ def test_equals_eager(name: str) -> None:
 @pytest.mark.parametrize(
     "name", every(12, [p.name for p in PROGRAMS.values() if p.fault and not p.dynamic])
 )
-def test_equals_eager_through_aot_autograd(name: str) -> None:
+def test_equals_eager_through_aot_autograd(name):
     check(name, "aot_eager")
 
 
 @pytest.mark.parametrize("name", only(QUICK_WITH_INDUCTOR, WITH_INDUCTOR))
-def test_equals_eager_with_inductor(name: str) -> None:
+def test_equals_eager_with_inductor(name):
     verdict = judge(PROGRAMS[name], inner="inductor", front_end=WITH_INDUCTOR[name])
     assert not verdict.difference, verdict.difference
 
 
-def test_every_fault_has_programs() -> None:
+def test_every_fault_has_programs():
     assert {p.fault for p in PROGRAMS.values()} - {""} == set(FAULTS)

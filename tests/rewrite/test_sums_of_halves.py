@@ -1,42 +1,34 @@
 """Two sums over keys that are added are one divergence, where nothing else reads one of them."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from tests.support.comparing import Outcome, compare
+from tests.support.comparing import compare
+from tests.support.losses import kd
+from tests.support.table import Table
 
 
-def log_target(mixture: Tensor, x: Tensor) -> Tensor:
+def logits(h, w, g, v):
+    return h @ w.T, g @ v.T
+
+
+def log_target(mixture, x):
     return F.kl_div(mixture, x, reduction="batchmean", log_target=True)
 
 
-def compared(loss: Callable[..., object]) -> Outcome:
-    make = torch.Generator().manual_seed(0)
-    sizes = (6, 4), (11, 4), (6, 5), (11, 5)
-    h, w, g, v = (torch.randn(s, generator=make).requires_grad_() for s in sizes)
-    return compare(loss, [h, w, g.detach(), v.detach()]).check()
-
-
-def halves(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    t, s = (g @ v.T).log_softmax(-1), (h @ w.T).log_softmax(-1)
+def halves(s, t):
+    t, s = t.log_softmax(-1), s.log_softmax(-1)
     mixture = torch.logaddexp(t, s) - math.log(2)
     return log_target(mixture, t), log_target(mixture, s)
 
 
-def both_ways(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    t, s = g @ v.T, h @ w.T
-    forward = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-    return forward, F.kl_div(t.log_softmax(-1), s.softmax(-1), reduction="batchmean")
-
-
-TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+JS = [("linear_kl", "js, beta=0.5")]
+SUMS = Table(
+    "h w g v", {"s t": logits, "a b": lambda h, w, g, v: halves(h @ w.T, g @ v.T)}, sites=JS
+)
+TOTALS = {
     "halved after": lambda a, b: 0.5 * (a + b),
     "halved before": lambda a, b: 0.5 * a + 0.5 * b,
     "divided": lambda a, b: a / 2 + b / 2,
@@ -44,49 +36,48 @@ TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOTALS)
-def test_halves_of_js_are_one_call(name: str) -> None:
-    (site,) = compared(lambda *x: TOTALS[name](*halves(*x))).report.sites
-    assert (site.kind, site.form) == ("linear_kl", "js, beta=0.5")
+@SUMS.each(TOTALS)
+def halves_of_js_are_one_call(total, a, b):
+    return total(a, b)
 
 
-def test_both_directions_are_one_call() -> None:
-    (site,) = compared(lambda *x: sum(both_ways(*x))).report.sites
-    assert (site.kind, site.form) == ("linear_kl", "jeffreys")
+@SUMS(sites=[("linear_kl", "jeffreys")])
+def both_directions_are_one_call(s, t):
+    return kd(s, t) + kd(t, s)
 
 
-def test_a_half_that_is_read_alone_is_computed_alone() -> None:
-    def logged(*x: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = halves(*x)
-        return 0.5 * (a + b), a.detach()
-
-    report = compared(logged).report
-    assert report.num_fused == 2 and "js" not in {site.form for site in report.sites}
+@SUMS(sites=2)
+def a_half_that_is_read_alone_is_computed_alone(a, b):
+    return 0.5 * (a + b), a.detach()
 
 
-def test_a_half_that_another_loss_multiplies_is_computed_alone() -> None:
-    def product(*x: Tensor) -> Tensor:
-        a, b = halves(*x)
-        return a + b + a * b
-
-    assert compared(product).report.num_fused == 2
+@SUMS(sites=2)
+def a_half_that_another_loss_multiplies_is_computed_alone(a, b):
+    return a + b + a * b
 
 
-def test_losses_of_two_layers_stay_two() -> None:
-    def layers(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
-        def loss(h: Tensor, g: Tensor) -> Tensor:
-            return F.kl_div((h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1), reduction="sum")
-
-        return loss(h, g) + loss(h * 2, g * 2)
-
-    assert compared(layers).report.num_fused == 2
+@SUMS(sites=2)
+def losses_of_two_layers_stay_two(h, w, g, v):
+    return kd(h @ w.T, g @ v.T) + kd((h * 2) @ w.T, (g * 2) @ v.T)
 
 
-def test_halves_beside_entropies_of_their_rows_share_a_program() -> None:
-    def watched(h: Tensor, w: Tensor, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        t, s = (g @ v.T).log_softmax(-1), (h @ w.T).log_softmax(-1)
-        mixture = torch.logaddexp(t, s) - math.log(2)
-        entropy = -(s.exp() * s).sum(-1).detach()
-        return 0.5 * (log_target(mixture, t) + log_target(mixture, s)), entropy
+@SUMS(sites={"row_program"})
+def halves_beside_entropies_of_their_rows_share_a_program(s, t):
+    a, b = halves(s, t)
+    logs = s.log_softmax(-1)
+    return 0.5 * (a + b), -(logs.exp() * logs).sum(-1).detach()
 
-    assert {site.kind for site in compared(watched).report.sites} == {"row_program"}
+
+@SUMS.parametrized()
+def test_sites(row):
+    make = torch.Generator().manual_seed(0)
+    shapes = (6, 4), (11, 4), (6, 5), (11, 5)
+    inputs = [torch.randn(x, generator=make).requires_grad_(i < 2) for i, x in enumerate(shapes)]
+    report = compare(row.program, inputs).check().report
+    if isinstance(row.sites, list):
+        assert [(site.kind, site.form) for site in report.sites] == row.sites
+    elif isinstance(row.sites, set):
+        assert {site.kind for site in report.sites} == row.sites
+    else:
+        assert report.num_fused == row.sites
+        assert "js" not in {site.form for site in report.sites}

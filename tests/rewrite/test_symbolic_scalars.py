@@ -3,91 +3,85 @@
 Dynamo makes such a number symbolic when it changes for the first time: one recompilation.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.nn.functional as F
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.support.comparing import compare
 from tests.support.covering import every
+from tests.support.losses import kd
 from torch_streamkl.fx_passes.backend import collected, streamkl
 
-Loss = Callable[[Tensor, Tensor, Any], Tensor]
 
-
-def skew(s: Tensor, t: Tensor, a: Any) -> Tensor:
-    p, q = t.softmax(-1), s.softmax(-1)
-    m = a * p + (1 - a) * q
+def of_a_mixture(s, t, a, mix):
+    p, m = t.softmax(-1), mix(t.softmax(-1), s.softmax(-1), a)
     return (p * (p.log() - m.log())).sum(-1).mean()
 
 
-def generalised_js(s: Tensor, t: Tensor, a: Any) -> Tensor:
+def skew(s, t, a):
+    return of_a_mixture(s, t, a, lambda p, q, a: a * p + (1 - a) * q)
+
+
+def lerp(s, t, a):
+    return of_a_mixture(s, t, a, torch.lerp)
+
+
+def generalised_js(s, t, a):
     p, q = t.softmax(-1), s.softmax(-1)
     m = a * p + (1 - a) * q
     return (a * p * (p.log() - m.log()) + (1 - a) * q * (q.log() - m.log())).sum(-1).mean()
 
 
-def two_weighted(s: Tensor, t: Tensor, a: Any) -> Tensor:
+def two_weighted(s, t, a):
     p, q = t.log_softmax(-1), s.log_softmax(-1)
     return (a * p.exp() * (p - q) + (1 - a) * q.exp() * (q - p)).sum(-1).mean()
 
 
-def lerp(s: Tensor, t: Tensor, a: Any) -> Tensor:
-    p, q = t.softmax(-1), s.softmax(-1)
-    return (p * (p.log() - torch.lerp(p, q, a).log())).sum(-1).mean()
+def temperature(s, t, a):
+    return kd(s / a, t / a) * a**2
 
 
-def temperature(s: Tensor, t: Tensor, a: Any) -> Tensor:
-    return F.kl_div((s / a).log_softmax(-1), (t / a).softmax(-1), reduction="batchmean") * a**2
+def loss_weight(s, t, a):
+    return a * kd(s, t)
 
 
-def loss_weight(s: Tensor, t: Tensor, a: Any) -> Tensor:
-    return a * F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+def softcap(s, t, a):
+    return kd(a * torch.tanh(s / a), t)
 
 
-def softcap(s: Tensor, t: Tensor, a: Any) -> Tensor:
-    s = a * torch.tanh(s / a)
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-
-def guard(s: Tensor, t: Tensor, a: Any) -> Tensor:
+def guard(s, t, a):
     p, q = t.softmax(-1) + a, s.softmax(-1) + a
     return (p * (p.log() - q.log())).sum(-1).mean()
 
 
-LOSSES = (
-    skew, generalised_js, two_weighted, lerp, temperature, loss_weight, softcap, guard,
-)  # fmt: skip
 VALUES = {"float": (0.3, 0.4, 0.55, 0.7), "int": (2, 3, 5, 4)}
-OF_INTEGERS = (temperature, loss_weight, softcap)
+LOSSES = [
+    *((f, "float") for f in (skew, generalised_js, two_weighted, lerp, guard)),
+    *((f, number) for f in (temperature, loss_weight, softcap) for number in VALUES),
+]
 
 
-@pytest.mark.parametrize("kind", ["attention", "lm head"])
-@pytest.mark.parametrize(
-    ("loss", "number"),
-    [(f, "float") for f in LOSSES] + [(f, "int") for f in OF_INTEGERS],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_one_recompilation_and_fused_for_every_value(loss: Loss, number: str, kind: str) -> None:
-    shapes = [(1, 2, 6, 4)] * 4 if kind == "attention" else [(5, 4), (9, 4)] * 2
-    x = [torch.randn(s, dtype=torch.float64, requires_grad=i < 2) for i, s in enumerate(shapes)]
+def step_of(loss, dtype=torch.float32, shapes=((5, 4), (9, 4)) * 2):
+    """A step of a number, and the operands that learn."""
+    x = [torch.randn(s, dtype=dtype, requires_grad=i < 2) for i, s in enumerate(shapes)]
 
-    def step(a: Any) -> Tensor:
+    def step(a):
         q, k, qt, kt = x
         return loss(q @ k.mT, qt @ kt.mT, a)
 
+    return step, x[:2]
+
+
+@pytest.mark.parametrize("shapes", [((1, 2, 6, 4),) * 4, ((5, 4), (9, 4)) * 2])
+@pytest.mark.parametrize(("loss", "number"), LOSSES)
+def test_one_recompilation_and_fused_for_every_value(loss, number, shapes):
+    step, trained = step_of(loss, torch.float64, shapes)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     options = {"streamkl.inner": "eager", "streamkl.min_mib": 0}
 
-    def backend(gm: Any, inputs: Any) -> Any:
+    def backend(gm, inputs):
         return counter(gm, inputs) and streamkl(gm, inputs, options=options)
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
@@ -95,26 +89,21 @@ def test_one_recompilation_and_fused_for_every_value(loss: Loss, number: str, ki
         for a in VALUES[number]:
             got, want = compiled(a), step(a)
             torch.testing.assert_close(got, want)
-            for grads in zip(
-                torch.autograd.grad(got, x[:2]), torch.autograd.grad(want, x[:2]), strict=True
-            ):
-                torch.testing.assert_close(*grads)
+            got, want = (torch.autograd.grad(x, trained) for x in (got, want))
+            torch.testing.assert_close(got, want)
     assert counter.frame_count <= 2
     assert report.num_fused == len(report.sites) >= counter.frame_count, report
 
 
-@pytest.mark.parametrize("loss", [skew, softcap, guard], ids=lambda f: f.__name__)
-def test_aot_autograd_does_not_specialize(loss: Loss) -> None:
+OPTIONS = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
+
+
+@pytest.mark.parametrize("loss", [skew, softcap, guard])
+def test_aot_autograd_does_not_specialize(loss):
     """It makes tensors of symbolic floats, or else constants: a compilation for each value."""
-    x = [torch.randn(s, requires_grad=i < 2) for i, s in enumerate([(5, 4), (9, 4)] * 2)]
-
-    def step(a: Any) -> Tensor:
-        q, k, qt, kt = x
-        return loss(q @ k.mT, qt @ kt.mT, a)
-
-    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
+    step, _ = step_of(loss)
     counts = []
-    for given in ({"backend": "aot_eager"}, {"backend": "streamkl", "options": options}):
+    for given in ({"backend": "aot_eager"}, {"backend": "streamkl", "options": OPTIONS}):
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(step, **given)
@@ -126,27 +115,21 @@ def test_aot_autograd_does_not_specialize(loss: Loss) -> None:
     assert report.num_fused == len(report.sites) == 2, report
 
 
-@pytest.mark.parametrize("loss", every(3, [skew, softcap, guard]), ids=lambda f: f.__name__)
-def test_a_number_as_a_tensor(loss: Loss) -> None:
-    x = [torch.randn(1, 2, 6, 4, requires_grad=i < 2) for i in range(4)]
-
-    def step(a: Tensor) -> Tensor:
-        q, k, qt, kt = x
-        return loss(q @ k.mT, qt @ kt.mT, a)
-
+@pytest.mark.parametrize("loss", every(3, [skew, softcap, guard]))
+def test_a_number_as_a_tensor(loss):
+    step, _ = step_of(loss, shapes=((1, 2, 6, 4),) * 4)
     torch._dynamo.reset()
-    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
-    compiled = torch.compile(step, backend="streamkl", options=options, dynamic=True)
+    compiled = torch.compile(step, backend="streamkl", options=OPTIONS, dynamic=True)
     with collected() as report:
         for a in (torch.tensor(0.3), torch.tensor(0.6), 0.4):
             torch.testing.assert_close(compiled(a), step(a))
     assert report.num_fused == len(report.sites), report
 
 
-def test_a_size_that_varies_multiplies_elements() -> None:
+def test_a_size_that_varies_multiplies_elements():
     """A row program reads it as a number that is captured."""
 
-    def loss(q: Tensor, k: Tensor, qt: Tensor, kt: Tensor) -> Tensor:
+    def loss(q, k, qt, kt):
         p, t = (q @ k.mT).softmax(-1), qt @ kt.mT
         return (p * t.shape[-1] * t.sigmoid()).square().sum(-1).mean()
 

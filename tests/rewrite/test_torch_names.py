@@ -1,13 +1,10 @@
 """A release of torch that moved a private name: the error says which one, and what to do."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,14 +37,14 @@ PUBLIC = {"torch._dynamo.config", "torch._inductor.config"}  # as torch document
 
 
 @pytest.fixture
-def _names_again() -> Iterator[None]:
+def _names_again():
     yield
     importlib.reload(torch_names)
 
 
 @pytest.mark.usefixtures("_names_again")
 @pytest.mark.parametrize("what", MOVED)
-def test_the_error_names_it(what: str) -> None:
+def test_the_error_names_it(what):
     owner, name = MOVED[what]
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(owner, name)
@@ -61,7 +58,7 @@ def test_the_error_names_it(what: str) -> None:
 
 
 @pytest.mark.usefixtures("_names_again")
-def test_a_module_that_moved() -> None:
+def test_a_module_that_moved():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch.utils._sympy.functions", None)
         with pytest.raises(ImportError, match=r"torch\.utils\._sympy\.functions"):
@@ -71,13 +68,13 @@ def test_a_module_that_moved() -> None:
 @pytest.mark.parametrize(
     ("module", "name"), [("torch._inductor", "no_such_thing"), ("torch._no_such_part", "thing")]
 )
-def test_names_that_are_imported_later(module: str, name: str) -> None:
+def test_names_that_are_imported_later(module, name):
     with pytest.raises(ImportError, match=re.escape(f"torch {torch.__version__}")) as raised:
         torch_names.later(module, name)
     assert (name if module == "torch._inductor" else module) in str(raised.value)
 
 
-def test_operators_do_not_need_it() -> None:
+def test_operators_do_not_need_it():
     """In a process of its own: the rewrite stops with the message, the operators run."""
     program = """
 import torch, torch._prims_common
@@ -96,7 +93,7 @@ torch_streamkl.enable()
     assert "elementwise_dtypes" in done.stderr
 
 
-def _private_imports(file: Path) -> Iterator[str]:
+def _private_imports(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             modules = [node.module or ""]
@@ -115,5 +112,5 @@ FILES = sorted(f for f in PASSES.rglob("*.py") if f.name not in {"torch_names.py
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PASSES)))
-def test_private_names_are_imported_in_one_place(file: Path) -> None:
+def test_private_names_are_imported_in_one_place(file):
     assert not list(_private_imports(file))

@@ -1,195 +1,163 @@
 """What a trainer does around a compiled loss: checkpoints, hooks, steps, batches of gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.losses import kd
 from torch_streamkl import linear_kl, row_program
 from torch_streamkl.fx_passes import backend
 
-Loss = Callable[..., Tensor]
-IN_FORWARD = "gradients in the forward"
+INNERS = ["eager", "aot_eager"]
 
 
-def given(*needs: bool) -> list[Tensor]:
+def given(*needs):
     """Hidden states and a head of each side."""
     make = torch.Generator().manual_seed(0)
     shapes = ((7, 6), (11, 6), (7, 5), (11, 5))
+    needs = (*needs, False, False, False)
     made = [torch.randn(s, generator=make, dtype=torch.float64) for s in shapes]
-    return [
-        x.requires_grad_(need)
-        for x, need in zip(made, (*needs, *[False] * (4 - len(needs))), strict=True)
-    ]
+    return [x.requires_grad_(need) for x, need in zip(made, needs, strict=False)]
 
 
-def divergence(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
-    return F.kl_div((h @ w.T).log_softmax(-1), (th @ tw.T).softmax(-1), reduction="batchmean")
+def divergence(h, w, th, tw):
+    return kd(h @ w.T, th @ tw.T)
 
 
-def entropy(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
+def entropy(h, w, th, tw):
     logs = (h @ w.T).log_softmax(-1)
     return -(logs.exp() * logs).sum(-1).mean()
 
 
-def maps(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
+def maps(h, w, th, tw):
     q, k, tq, tk = (x[None, None] for x in (h, w, th, tw))
-    return F.kl_div((q @ k.mT).log_softmax(-1), (tq @ tk.mT).softmax(-1), reduction="batchmean")
+    return kd(q @ k.mT, tq @ tk.mT)
 
 
-def compiled(loss: Loss, inner: str, dynamic: bool | None = None) -> Any:
+def alike(run, loss, inner, dynamic=None):
+    expected = run(loss)
     torch._dynamo.reset()
     options = {"streamkl.inner": inner, "streamkl.min_mib": 0.0}
-    return torch.compile(loss, backend="streamkl", options=options, dynamic=dynamic)
-
-
-def alike(run: Callable[[Loss], Any], loss: Loss, inner: str, **kwargs: Any) -> None:
-    expected = run(loss)
+    compiled = torch.compile(loss, backend="streamkl", options=options, dynamic=dynamic)
     with backend.collected() as report:
-        torch.testing.assert_close(run(compiled(loss, inner, **kwargs)), expected)
+        torch.testing.assert_close(run(compiled), expected)
     assert report.num_fused
-    assert loss is maps or IN_FORWARD in report.details()
+    assert loss is maps or "gradients in the forward" in report.details()
 
 
-LOSSES = [divergence, entropy]
-INNERS = ["eager", "aot_eager"]
+def within_a_checkpoint(f):
+    """It counts what is saved, and the analysis and the check run the user's code."""
+    tensors = given(True, True)
+    total = checkpoint(f, *tensors, use_reentrant=False)
+    return [total.detach(), *torch.autograd.grad(total, tensors[:2])]
 
 
-# ------------------------------------------------------- what sees that a graph is compiled
+def with_hooks_of_saved_tensors(f):
+    """They see those of the program: not the fake ones of the analysis, which are no arrays."""
+    tensors = given(True, True)
+    pack, unpack = (lambda x: x.detach().numpy().copy()), torch.from_numpy
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        total = f(*tensors)
+    return [total.detach(), *torch.autograd.grad(total, tensors[:2])]
+
+
+def with_a_step_of_the_head_before_the_backward(f):
+    """The head alone learns. Eager code has kept the hidden states, and not the head."""
+    tensors = given(False, True)
+    total, later = f(*tensors), f(*[x * 0.5 for x in tensors[:1]], *tensors[1:])
+    (first,) = torch.autograd.grad(total, tensors[1])
+    with torch.no_grad():
+        tensors[1].sub_(first)
+    return torch.autograd.grad(later, tensors[1])[0]
+
+
+def with_batched_gradients(f):
+    tensors = given(True, True)
+    batch = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
+    return torch.autograd.grad(f(*tensors), tensors[:2], batch, is_grads_batched=True)
+
+
+RUNS = [
+    *((within_a_checkpoint, loss) for loss in (divergence, entropy, maps)),
+    (with_hooks_of_saved_tensors, divergence),
+    *((with_a_step_of_the_head_before_the_backward, loss) for loss in (divergence, entropy)),
+    *((with_batched_gradients, loss) for loss in (divergence, entropy)),
+]
+
+
 @pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("loss", [*LOSSES, maps])
-def test_a_graph_that_is_compiled_within_a_checkpoint(inner: str, loss: Loss) -> None:
-    """The checkpoint counts what is saved, and the analysis and the check run the user's code."""
-
-    def run(f: Loss) -> list[Tensor]:
-        tensors = given(True, True)
-        total = checkpoint(f, *tensors, use_reentrant=False)
-        return [total.detach(), *torch.autograd.grad(total, tensors[:2])]
-
-    alike(run, loss, inner)
+@pytest.mark.parametrize(("run", "loss"), RUNS)
+def test_alike(run, loss, inner):
+    alike(run, loss, "eager" if run is with_hooks_of_saved_tensors else inner)
 
 
-def test_hooks_of_saved_tensors_see_those_of_the_program() -> None:
-    """Not the fake ones of the analysis, which are no arrays."""
-
-    def pack(x: Tensor) -> np.ndarray[Any, Any]:
-        return x.detach().numpy().copy()
-
-    def run(f: Loss) -> list[Tensor]:
-        tensors = given(True, True)
-        with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
-            total = f(*tensors)
-        return [total.detach(), *torch.autograd.grad(total, tensors[:2])]
-
-    alike(run, divergence, "eager")
-
-
-# ------------------------------------------------- what is written to before the backward runs
-@pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_head_that_alone_learns_takes_a_step_before_the_backward(inner: str, loss: Loss) -> None:
-    """Eager code has kept the hidden states, and not the head."""
-
-    def run(f: Loss) -> Tensor:
-        tensors = given(False, True)
-        total, later = f(*tensors), f(*[x * 0.5 for x in tensors[:1]], *tensors[1:])
-        (first,) = torch.autograd.grad(total, tensors[1])
-        with torch.no_grad():
-            tensors[1].sub_(first)
-        return torch.autograd.grad(later, tensors[1])[0]
-
-    alike(run, loss, inner)
+OPERANDS = {
+    "hidden states": lambda h, w: h @ w.T,
+    "a view of them": lambda h, w: h.view(7, 2, 3).flatten(1) @ w.T,
+    "twice them": lambda h, w: (h * 2.0) @ w.T,
+    "a bias": lambda h, w: F.linear(h.detach(), w, h.sum(1)[:1] * torch.arange(11) / 9),
+}
 
 
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["hidden states", "a view of them", "twice them", "a bias"])
-def test_an_operand_that_no_backward_reads_is_written_to(
-    inner: str, dynamic: bool, name: str
-) -> None:
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_operand_that_no_backward_reads_is_written_to(inner, dynamic, name):
     """An auxiliary loss with a frozen head, and the next layer adds to the states in place."""
-    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "hidden states": lambda h, w: h @ w.T,
-        "a view of them": lambda h, w: h.view(7, 2, 3).flatten(1) @ w.T,
-        "twice them": lambda h, w: (h * 2.0) @ w.T,
-        "a bias": lambda h, w: F.linear(h.detach(), w, h.sum(1)[:1] * torch.arange(11) / 9),
-    }
 
-    def loss(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> Tensor:
-        scores, others = ways[name](h, w), th @ tw.T
-        return F.kl_div(scores.log_softmax(-1), others.softmax(-1), reduction="batchmean")
-
-    def run(f: Loss) -> Tensor:
+    def run(f):
         leaf, *others = given(True)
         h = leaf * 1.0
         total = f(h, *others)
         h.add_(1.0)
         return torch.autograd.grad(total + h.sum(), leaf)[0]
 
-    alike(run, loss, inner, dynamic=dynamic)
+    alike(run, lambda h, w, th, tw: kd(OPERANDS[name](h, w), th @ tw.T), inner, dynamic)
 
 
-# ----------------------------------------------------------------------- several gradients at once
-@pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_batched_gradients_of_a_compiled_sum(inner: str, loss: Loss) -> None:
-    def run(f: Loss) -> tuple[Tensor, ...]:
-        tensors = given(True, True)
-        batch = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
-        return torch.autograd.grad(f(*tensors), tensors[:2], batch, is_grads_batched=True)
-
-    alike(run, loss, inner)
-
-
-# ------------------------------------------------- a cross-entropy next to a teacher that learns
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_shared_cross_entropy_gives_its_teacher_nothing(which: int) -> None:
+def test_a_shared_cross_entropy_gives_its_teacher_nothing(which):
     """Not zeros, for which the check of the site refused mutual learning and R-Drop."""
     labels = torch.arange(7)
 
-    def loss(h: Tensor, w: Tensor, th: Tensor, tw: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(h, w, th, tw):
         scores = h @ w.T
-        kl = F.kl_div(scores.log_softmax(-1), (th @ tw.T).softmax(-1), reduction="batchmean")
-        return kl, F.cross_entropy(scores, labels)
+        return kd(scores, th @ tw.T), F.cross_entropy(scores, labels)
 
-    def run(f: Callable[..., Any]) -> list[Any]:
+    def run(f):
         tensors = given(True, True, True, True)
         total = f(*tensors)[which]
         return [total.detach(), *torch.autograd.grad(total, tensors, allow_unused=True)]
 
     expected = run(loss)
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     with backend.collected() as report:
-        found = run(compiled(loss, "eager"))
+        found = run(torch.compile(loss, backend="streamkl", options=options))
     assert report.num_fused == 1, str(report)
     assert "cross-entropy at" not in report.details()
-    assert [x is None for x in found] == [x is None for x in expected]
     assert (found[-1] is None) == (which == 1)
     for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
 
 
 # ------------------------------------------------------------------------------------ direct calls
-def element(e: Any) -> Any:
+def element(e):
     logs = e.s.log_softmax("key")
     return -(logs.exp() * logs).sum("key")
 
 
-DIRECT: list[tuple[Loss, Loss]] = [
+DIRECT = [
     (divergence, lambda *x: linear_kl(*x, reduction="mean")),
     (entropy, lambda h, w, *_: row_program(element, dots={"s": (h, w)}, reduction="mean")),
 ]
 
 
 @pytest.mark.parametrize(("naive", "direct"), DIRECT, ids=["linear_kl", "row_program"])
-def test_a_direct_call_whose_head_takes_a_step(naive: Loss, direct: Loss) -> None:
+def test_a_direct_call_whose_head_takes_a_step(naive, direct):
     tensors = given(False, True)
     (expected,) = torch.autograd.grad(naive(*tensors), tensors[1])
     total = direct(*tensors)
@@ -200,7 +168,7 @@ def test_a_direct_call_whose_head_takes_a_step(naive: Loss, direct: Loss) -> Non
 
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize(("naive", "direct"), DIRECT, ids=["linear_kl", "row_program"])
-def test_a_direct_call_under_compiled_autograd(naive: Loss, direct: Loss, inner: str) -> None:
+def test_a_direct_call_under_compiled_autograd(naive, direct, inner):
     """It adds up what the sum and its refusal of second derivatives give an operand."""
     tensors = given(True, True)
     expected = torch.autograd.grad(naive(*tensors), tensors[:2])

@@ -1,24 +1,17 @@
 """Derivatives that are not backward(): what an adversary asked the operators and programs for."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from tests.support.losses import rows_of_kl as _kl
 from torch_streamkl import attention_kl, linear_kl, row_program
 from torch_streamkl.fx_passes import backend
 
-Rows = Callable[[Tensor], Tensor]
 NO_DERIVATIVE = "no forward-mode derivative"
 
 
-def _given(*shapes: tuple[int, ...]) -> list[Tensor]:
+def _given(*shapes):
     make = torch.Generator().manual_seed(0)
     return [torch.randn(s, generator=make, dtype=torch.float64) for s in shapes]
 
@@ -27,30 +20,30 @@ HEADS = _given((6, 4), (12, 4), (6, 5), (12, 5))
 MAPS = _given((1, 2, 5, 4), (1, 2, 7, 4), (1, 2, 5, 4), (1, 2, 7, 4))
 
 
-def _element_kl(e: Any) -> Any:
+def _element_kl(e):
     p, s = e.t.log_softmax("key"), e.s.log_softmax("key")
     return (p.exp() * (p - s)).sum("key")
 
 
-def _program(h: Tensor, reduction: str = "none") -> Tensor:
+def _program(h, reduction="none"):
     dots = {"t": (HEADS[2], HEADS[3]), "s": (h, HEADS[1])}
     return row_program(_element_kl, dots=dots, reduction=reduction)
 
 
-def naive_words(h: Tensor) -> Tensor:
+def naive_words(h):
     return _kl(h @ HEADS[1].T, HEADS[2] @ HEADS[3].T)
 
 
-def naive_maps(q: Tensor) -> Tensor:
+def naive_maps(q):
     return _kl(q @ MAPS[1].mT, MAPS[2] @ MAPS[3].mT)
 
 
-def naive_entropy(h: Tensor) -> Tensor:
+def naive_entropy(h):
     logs = (h @ HEADS[1].T).log_softmax(-1)
     return -(logs.exp() * logs).sum(-1)
 
 
-DIRECT: dict[str, Rows] = {
+DIRECT = {
     "attention_kl": lambda q: attention_kl(q, *MAPS[1:]),
     "linear_kl": lambda h: linear_kl(h, *HEADS[1:]),
     "sum of linear_kl": lambda h: linear_kl(h, *HEADS[1:], reduction="mean"),
@@ -59,19 +52,19 @@ DIRECT: dict[str, Rows] = {
 }
 
 
-def dual(function: Rows, x: Tensor) -> Tensor | None:
+def dual(function, x):
     with forward_ad.dual_level():
         value = function(forward_ad.make_dual(x, torch.ones_like(x)))
-        tangent: Tensor | None = forward_ad.unpack_dual(value).tangent
+        tangent = forward_ad.unpack_dual(value).tangent
         return tangent
 
 
-def jvp(function: Rows, x: Tensor) -> Tensor:
-    tangent: Tensor = torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+def jvp(function, x):
+    tangent = torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
     return tangent
 
 
-ASKED: dict[str, Callable[[Rows, Tensor], Any]] = {
+ASKED = {
     "jvp": jvp,
     "dual": dual,
     "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
@@ -82,7 +75,7 @@ ASKED: dict[str, Callable[[Rows, Tensor], Any]] = {
 
 @pytest.mark.parametrize("how", ASKED)
 @pytest.mark.parametrize("name", DIRECT)
-def test_what_operators_have_no_derivative_for_is_refused(name: str, how: str) -> None:
+def test_what_operators_have_no_derivative_for_is_refused(name, how):
     function, x = DIRECT[name], (MAPS if name == "attention_kl" else HEADS)[0]
     with pytest.raises(NotImplementedError, match=NO_DERIVATIVE):
         ASKED[how](function, x)
@@ -90,7 +83,7 @@ def test_what_operators_have_no_derivative_for_is_refused(name: str, how: str) -
 
 @pytest.mark.parametrize("how", ["jvp", "dual"])
 @pytest.mark.parametrize("name", ["attention_kl", "linear_kl"])
-def test_that_calls_in_compiled_code_have_no_derivative(name: str, how: str) -> None:
+def test_that_calls_in_compiled_code_have_no_derivative(name, how):
     function, x = DIRECT[name], (MAPS if name == "attention_kl" else HEADS)[0]
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="eager")
@@ -100,18 +93,18 @@ def test_that_calls_in_compiled_code_have_no_derivative(name: str, how: str) -> 
             ask()
 
 
-def test_the_reference_has_a_forward_mode() -> None:
+def test_the_reference_has_a_forward_mode():
     found = jvp(lambda h: linear_kl(h, *HEADS[1:], impl="reference"), HEADS[0])
     torch.testing.assert_close(found, jvp(naive_words, HEADS[0]))
 
 
 @pytest.mark.parametrize("naive", [naive_words, naive_maps, naive_entropy])
-def test_programs_in_forward_mode(naive: Rows) -> None:
+def test_programs_in_forward_mode(naive):
     x = MAPS[0] if naive is naive_maps else HEADS[0]
     expected = dual(naive, x)
     options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}
 
-    def compiled(f: Any) -> Any:
+    def compiled(f):
         torch._dynamo.reset()
         return torch.compile(f, backend="streamkl", options=options)
 
@@ -128,7 +121,7 @@ def test_programs_in_forward_mode(naive: Rows) -> None:
 
 
 @pytest.mark.parametrize("name", DIRECT)
-def test_several_gradients_at_once(name: str) -> None:
+def test_several_gradients_at_once(name):
     x = (MAPS if name == "attention_kl" else HEADS)[0].clone().requires_grad_()
     value = DIRECT[name](x)
     (given,) = _given((3, *value.shape))
@@ -142,7 +135,7 @@ def test_several_gradients_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["row_program", "sum of row_program"])
-def test_vmap_of_a_row_program_is_a_clear_error(name: str) -> None:
+def test_vmap_of_a_row_program_is_a_clear_error(name):
     h = torch.stack([HEADS[0], HEADS[0]]).requires_grad_()
     with pytest.raises(NotImplementedError, match="vmap over row_program is not supported"):
         torch.vmap(DIRECT[name])(h)

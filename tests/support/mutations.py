@@ -467,7 +467,7 @@ FAULTS = (
         f"{CLOSED}/masks.py",
         "return a if x <= y else b",
         "return b if x <= y else a",
-        f"{REWRITE}test_the_tighter_of_two_windows_counts",
+        f"{REWRITE}test_losses_of_attention -k tighter",
     ),
     Fault(
         f"{CLOSED}/match.py",
@@ -491,19 +491,19 @@ FAULTS = (
         "fx_passes/lowering/attention_call.py",
         'options[f"{name}_softcap"] = side.softcap',
         'options[f"{name}_softcap"] = 2.0 * side.softcap',
-        f"{REWRITE}test_places_of_the_scale",
+        f"{REWRITE}test_choices -k scale",
     ),
     Fault(
         f"{CLOSED}/match.py",
         "form.scale * cap,",
         "form.scale,",
-        f"{REWRITE}test_places_of_the_scale",
+        f"{REWRITE}test_choices -k scale",
     ),
     Fault(
         "fx_passes/lowering/linear_call.py",
         "x = self.build.call(torch.mul, x, bias.weight / side.scale)",
         "pass",
-        f"{REWRITE}test_a_bias_behind_the_scale",
+        f"{REWRITE}test_losses_of_heads -k bias",
     ),
     Fault(
         f"{CLOSED}/score_form.py",
@@ -527,7 +527,7 @@ FAULTS = (
         "fx_passes/lowering/divergences.py",
         "terms.append((1.0, product(call.weight, value)))",
         "terms.append((1.0, value))",
-        f"{REWRITE}test_spellings",
+        f"{REWRITE}test_choices -k spelling",
     ),
     Fault(
         "fx_passes/fusing.py",
