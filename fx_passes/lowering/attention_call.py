@@ -115,9 +115,9 @@ class CallTensors:
         """Returns queries times what multiplies all scores of a row, with the rows' dimensions."""
         dtype = tensor_of(x).dtype
         for factor in factors:
+            by: Any = self.writer.value(factor.value).node  # may have a reason of its own
             if not factor.value.axes <= set(self.axes.rows):
                 raise Unsupported("a tensor that multiplies the scores varies along the keys")
-            by: Any = self.writer.value(factor.value).node
             if factor.value.axes:
                 by = self.writer.tensor(factor.value, (*rows, ()))
             x = self.build.call(torch.div if factor.divides else torch.mul, x, by)

@@ -81,13 +81,14 @@ def test_the_example_fuses_as_a_row_program(reason):
 
 @pytest.mark.parametrize("reason", ON_RANKS)
 def test_the_check_on_ranks_asserts_the_reason(reason):
-    """Those checks run on two processes in test_rewritten_dtensors.py."""
+    """Those checks have several ranks."""
     name, said = ON_RANKS[reason]
     row = advice_for(said)
     assert row is not None and row.reason == reason
-    text = (TESTS / "distributed" / "test_rewritten_dtensors.py").read_text()
-    _, _, check = text.partition(f"@on_ranks\ndef {name}(")
-    assert said in check.partition("@on_ranks")[0]
+    files = ("test_rewritten_dtensors.py", "test_agreement.py")
+    text = "".join((TESTS / "distributed" / file).read_text() for file in files)
+    _, _, check = text.partition(f"\ndef {name}(")
+    assert said in check.partition("\n\n\n")[0]
 
 
 def test_the_page_is_the_table():

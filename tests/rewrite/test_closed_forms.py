@@ -11,7 +11,7 @@ from torch_streamkl.fx_passes.closed_forms.form import ClosedForm, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.program.divergences import Functional, named
-from torch_streamkl.program.graph import constant
+from torch_streamkl.program.graph import constant, index
 
 
 def matched(build):
@@ -115,7 +115,7 @@ def test_lengths_are_structure():
     def masked(t, x):
         lengths = t.make("lengths", of=torch.tensor([7, 5]))
         lengths = Array(lengths.expr, (lengths.dims[0], (), (), ()))
-        keys = Array(n.index(x.dims[-1][0]), ((), (), (), x.dims[-1]))
+        keys = Array(index(x.dims[-1][0]), ((), (), (), x.dims[-1]))
         keep = n.both(lambda e, m: n.c.compare("gt", m, e), keys, lengths)
         return n.filled(x, keep, -math.inf)
 
@@ -200,7 +200,7 @@ def test_lm_heads_with_adapters_and_without_vocab_entries():
         s, p = n.plus(s, t.make("bias", n.VOCAB, grad=True)), n.logits(t, "t")
 
         def real(x):
-            j = n.index(x.dims[-1][0])
+            j = index(x.dims[-1][0])
             keep = n.c.nonnegative(n.c.linear(n.VOCAB - 3.0, [(-1.0, j)]))
             return n.filled(n.scaled(x, 0.5), Array(keep, ((), (), x.dims[-1])), -math.inf)
 

@@ -19,8 +19,8 @@ from tests.support.user_losses import HIDDEN, LENGTH, USER_LOSSES, VOCAB
 
 EXAMPLES = {}  # by the reason that docs/reference/reasons.md names
 
-# rows whose examples need several processes: the check on ranks that asserts them, in
-# test_rewritten_dtensors.py, and what it asserts
+# rows whose examples need several processes: the test in tests/distributed/ that asserts them,
+# and what it asserts
 ON_RANKS = {
     "a plain tensor next to DTensors":
         ("what_does_not_fit", "is a plain tensor next to DTensors"),
@@ -30,7 +30,10 @@ ON_RANKS = {
         "ranks add up what each computes of its own vocabulary entries",
     ),
     "ranks compile different graphs":
-        ("ranks_that_compile_other_losses", "rank 1 compiles another graph than rank 0"),
+        (
+        "test_ranks_that_rewrite_otherwise_rewrite_nothing",
+        "rank 1 compiles another graph than rank 0",
+    ),
 }  # fmt: skip
 
 
