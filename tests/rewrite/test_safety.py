@@ -198,7 +198,7 @@ STAGES = [
     (graph_rewriting, "score_sized_nodes"),
     (fusing, "describe"),
     (fusing.divergences, "emit"),
-    (attention_call, "emit"),
+    (attention_call.CallTensors, "emit"),
     (writer.Writer, "tensor"),
     (graph_rewriting, "shapes_as_sizes"),
     (graph_rewriting, "remove_dead"),
