@@ -111,3 +111,22 @@ def test_a_mask_that_is_added_to_one_side_alone(kind):
     slope = (q @ k.mT).softmax(-1) - teacher
     for x, exact in zip(found, (slope @ k, slope.mT @ q), strict=True):
         torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float64).min])
+def test_probabilities_of_a_filled_row_are_uniform(fill):
+    """They sum to one, as those of any other row do; after -inf they would be NaN."""
+    make = torch.Generator().manual_seed(0)
+    q, k, r, s = (
+        torch.randn(*n, generator=make, dtype=torch.float64) for n in ((5, 4), (7, 4)) * 2
+    )
+
+    def loss(q, k, r, s):
+        keep = torch.arange(7) <= torch.arange(5)[:, None] - 2  # rows 0 and 1 have no key
+        p = (q @ k.T).masked_fill(~keep, fill).softmax(-1)
+        return ((p - p.mean(-1, keepdim=True)) * (r @ s.T)).sum()
+
+    with backend.collected() as report:
+        found = compiled(loss)(q, k, r, s)
+    assert report.num_fused == 1, report
+    torch.testing.assert_close(found, loss(q, k, r, s), rtol=1e-12, atol=1e-12)
