@@ -130,3 +130,24 @@ def test_probabilities_of_a_filled_row_are_uniform(fill):
         found = compiled(loss)(q, k, r, s)
     assert report.num_fused == 1, report
     torch.testing.assert_close(found, loss(q, k, r, s), rtol=1e-12, atol=1e-12)
+
+
+def test_a_fill_keeps_its_digits():
+    """Of float64 scores, -1.2 is no number of float32: a softcap makes it of -inf."""
+    make = torch.Generator().manual_seed(0)
+    q, k, r, s = (
+        torch.randn(*n, generator=make, dtype=torch.float64) for n in ((5, 4), (7, 4)) * 2
+    )
+
+    def loss(q, k, r, s):
+        keep = torch.arange(7) <= 3
+        a, b = (
+            4.0 * torch.tanh((x @ y.T).masked_fill(~keep, -math.inf) / 4.0) * 0.3
+            for x, y in ((q, k), (r, s))
+        )
+        return torch.nn.functional.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="sum")
+
+    with backend.collected() as report:
+        found = compiled(loss)(q, k, r, s)
+    assert report.num_fused == 1, report
+    torch.testing.assert_close(found, loss(q, k, r, s), rtol=1e-13, atol=1e-13)

@@ -97,8 +97,9 @@ def log_probabilities(
     # mask_value that could be too large to carry the log of the number of keys. A sink is not
     # masked, so with one the value matters.
     keeps_value = problem.mask_value == -math.inf or side.sink is not None
-    fill = torch.where(allowed.any(-1, keepdim=True) | keeps_value, problem.mask_value, 0.0)
-    x = torch.where(allowed, x, fill.to(x.dtype))
+    level = x.new_tensor(problem.mask_value)  # two numbers would be float32 in torch.where
+    fill = torch.where(allowed.any(-1, keepdim=True) | keeps_value, level, 0.0)
+    x = torch.where(allowed, x, fill)
     with_sink = x
     if side.sink is not None:
         sink = side.sink.to(x.dtype)[None, :, None, None].expand(*x.shape[:-1], 1)

@@ -185,7 +185,8 @@ def _masked_fill_value(problem: AttentionProblem, side: Side, num_allowed: Tenso
     """
     if side.sink is not None:
         return torch.full_like(num_allowed, problem.mask_value)
-    return torch.where(num_allowed > 0, problem.mask_value, 0.0).to(num_allowed.dtype)
+    # two numbers would be float32 in torch.where
+    return torch.zeros_like(num_allowed).masked_fill_(num_allowed > 0, problem.mask_value)
 
 
 def _lowest(scores: Tensor, mask: Mask | None) -> Tensor:
