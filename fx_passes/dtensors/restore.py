@@ -85,15 +85,13 @@ class Restore:
                 else:
                     self._on_dtensors(node)
             except REFUSALS as reason:
-                raise DoesNotFit(
-                    first_line(reason) or repr(reason), self._sites_of(node)
-                ) from reason
+                raise DoesNotFit(_said(reason), self._sites_of(node)) from reason
         for change in self.changes:
             try:
                 self._as_read_before(change)
             except REFUSALS as reason:
                 sites = {n.meta[SITE] for n in self.replaced[change] if SITE in n.meta}
-                raise DoesNotFit(first_line(reason) or repr(reason), frozenset(sites)) from reason
+                raise DoesNotFit(_said(reason), frozenset(sites)) from reason
         of_own_vocab = self._makers_of_own_vocab()
         for node in reversed(list(self.graph.nodes)):
             is_left_over = node.target is same or node.name in of_own_vocab
@@ -435,3 +433,7 @@ def _dtensor(node: fx.Node) -> DTensor:
 
 def _reads_sizes(node: fx.Node) -> bool:
     return name_of(node) in ("size", "numel", "reshape_as", "expand_as", "view_as", "type_as")
+
+
+def _said(error: Exception) -> str:
+    return first_line(error) or type(error).__name__

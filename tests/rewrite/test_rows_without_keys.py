@@ -113,31 +113,29 @@ def test_a_mask_that_is_added_to_one_side_alone(kind):
         torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+def float64_operands():
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(*n, generator=make, dtype=torch.float64) for n in ((5, 4), (7, 4)) * 2]
+
+
 @pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float64).min])
 def test_probabilities_of_a_filled_row_are_uniform(fill):
     """They sum to one, as those of any other row do; after -inf they would be NaN."""
-    make = torch.Generator().manual_seed(0)
-    q, k, r, s = (
-        torch.randn(*n, generator=make, dtype=torch.float64) for n in ((5, 4), (7, 4)) * 2
-    )
 
     def loss(q, k, r, s):
         keep = torch.arange(7) <= torch.arange(5)[:, None] - 2  # rows 0 and 1 have no key
         p = (q @ k.T).masked_fill(~keep, fill).softmax(-1)
         return ((p - p.mean(-1, keepdim=True)) * (r @ s.T)).sum()
 
+    operands = float64_operands()
     with backend.collected() as report:
-        found = compiled(loss)(q, k, r, s)
+        found = compiled(loss)(*operands)
     assert report.num_fused == 1, report
-    torch.testing.assert_close(found, loss(q, k, r, s), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, loss(*operands), rtol=1e-12, atol=1e-12)
 
 
 def test_a_fill_keeps_its_digits():
     """Of float64 scores, -1.2 is no number of float32: a softcap makes it of -inf."""
-    make = torch.Generator().manual_seed(0)
-    q, k, r, s = (
-        torch.randn(*n, generator=make, dtype=torch.float64) for n in ((5, 4), (7, 4)) * 2
-    )
 
     def loss(q, k, r, s):
         keep = torch.arange(7) <= 3
@@ -147,7 +145,8 @@ def test_a_fill_keeps_its_digits():
         )
         return torch.nn.functional.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="sum")
 
+    operands = float64_operands()
     with backend.collected() as report:
-        found = compiled(loss)(q, k, r, s)
+        found = compiled(loss)(*operands)
     assert report.num_fused == 1, report
-    torch.testing.assert_close(found, loss(q, k, r, s), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(found, loss(*operands), rtol=1e-13, atol=1e-13)

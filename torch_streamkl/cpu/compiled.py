@@ -75,9 +75,10 @@ def _compiled_or_none(key: Key) -> Run | None:
     try:
         return compile_body(key)
     except Exception as error:  # whatever is wrong with a compiler: there is another way
+        said = str(error).strip().partition("\n")[0]
         _warn_once(
             "Inductor cannot compile the CPU's blocks, which run in eager mode instead: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            f"{type(error).__name__}: {said}"
         )
         _log.debug("what Inductor said", exc_info=True)
         return None

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,9 +89,7 @@ def store(path: Path, compiled: Any) -> None:
     source = getattr(compiled, "source_code", None)
     if not source or getattr(compiled, "constants", None):
         return
+    from torch._inductor.codecache import write_atomic  # no other process reads half of it
+
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        Path(temporary).replace(path)  # at once: no other process reads half of it
+        write_atomic(str(path), source, make_dirs=True)

@@ -186,12 +186,8 @@ def _sum(axis: Axis, body: Node) -> Node | None:
     if c != 1.0:
         return scaled(c, reduced(SUM, axis, x))
     if _is_softmax(x, axis):
-        kept = has_score(x.args[0].args[0])
-        return (
-            const(1.0)
-            if kept is TRUE
-            else choose(reduced(ANY, axis, kept), const(1.0), const(0.0))
-        )
+        kept = reduced(ANY, axis, has_score(x.args[0].args[0]))
+        return choose(kept, const(1.0), const(0.0))
     if x.op == "reduce" and x.value.kind == SUM:  # over heads, and then over keys: the keys first
         free = fresh_axis(x.value.axis.size)
         inside = opened(x, free)
