@@ -33,11 +33,13 @@ class Facts:
 
     ``why_repeated`` says why a row of ids may have one twice. ``logarithms`` are expressions of
     logarithms of probabilities, which are -inf in eager code where a probability underflows;
-    ``made_of_products`` are captured tensors that are computed from matmuls.
+    ``log_softmaxes`` are numbers there; ``made_of_products`` are captured tensors that are computed
+    from matmuls.
     """
 
     why_repeated: Callable[[Node, Axis, Axis], str] = _always
     logarithms: tuple[Node, ...] = ()
+    log_softmaxes: tuple[Node, ...] = ()
     made_of_products: Collection[Any] = ()
     dtypes: Callable[[Any], Any] | None = None  # of captured tensors
     extent: Callable[[Any, int], Any] | None = None  # of their dimensions

@@ -245,7 +245,7 @@ class _Planner:
         numbers: dict[Node, int],
         groups: RowAxes,
         detached: dict[Node, Node],
-        logs: set[Node],
+        logs: dict[Node, bool],
         are_exact: bool,
     ) -> tuple[Tracer, Leaves, list[Node]]:
         heads = groups.numbers
@@ -260,12 +260,15 @@ class _Planner:
         # what a program detaches is made of the same numbers: one check of both
         bare = {detached.get(x, x): y for x, y in steps.nodes.items() if y.op == "detach"}
         bare |= {detached.get(x, x): y for x, y in steps.nodes.items() if y.op != "detach"}
-        roots, logs = [detached.get(x, x) for x in self.opened], {detached.get(x, x) for x in logs}
-        check_readers_inside(Elements(roots, bare, logs, dtypes), are_exact=are_exact)
+        roots = [detached.get(x, x) for x in self.opened]
+        of_logs = {detached.get(x, x) for x in logs}
+        check_readers_inside(Elements(roots, bare, of_logs, dtypes), are_exact=are_exact)
         return tracer, leaves, outputs
 
-    def _logarithms(self, detached: dict[Node, Node]) -> set[Node]:
+    def _logarithms(self, detached: dict[Node, Node]) -> dict[Node, bool]:
         """The log-softmaxes that eager code computes as the logarithm of a probability.
+
+        True: it computes them as log-softmaxes, too.
 
         Raises NoForm if another logarithm of them, which is none of these, may be -inf.
         """
@@ -273,7 +276,9 @@ class _Planner:
         _check_chosen(every, detached)
         forms = Forms(bare=True)
         wanted = set(map(forms.of, every))
-        return {x for x in detached if x.op == "log_softmax" and forms.of(x) in wanted}
+        both = wanted.intersection(map(forms.of, self.facts.log_softmaxes))
+        found = ((x, forms.of(x)) for x in detached if x.op == "log_softmax")
+        return {x: form in both for x, form in found if form in wanted}
 
     def _check_gradients(
         self, program: Program, products: Sequence[Product], leaves: Leaves

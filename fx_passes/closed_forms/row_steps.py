@@ -12,7 +12,7 @@ The normal form is one over real numbers. What is computed of it:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Leaves
@@ -55,7 +55,7 @@ class Steps:
         products: Mapping[Node, int],
         whole: Axis,
         twins: Mapping[Node, Node],
-        logarithms: Collection[Node],
+        logarithms: Mapping[Node, bool],
         *,
         are_exact: bool,
     ) -> None:
@@ -357,9 +357,12 @@ class Steps:
             raise NoForm("softmaxes over different axes", x)
         score = cast(score, FLOAT)
         log = apply("sub", score, self.tracer.reduce(LOGSUMEXP, score))
-        if x in self.logarithms:
-            return self._log(apply("exp", log))
-        return log
+        if x not in self.logarithms:
+            return log
+        made = self._log(apply("exp", log))
+        if self.logarithms[x] and made is not log:
+            raise NoForm("the logarithm of a masked softmax, and its log-softmax", x)
+        return made
 
     def _log(self, x: Node) -> Node:
         """The logarithm of a probability is what its score gives it, or -inf where it is masked.

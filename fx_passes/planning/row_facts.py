@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
+from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.selections import top_of
 from torch_streamkl.program.canonical import terms_of
@@ -20,14 +21,19 @@ from torch_streamkl.program.walks import walk
 aten = torch.ops.aten
 LOGARITHMS = {
     aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default,
-    aten.kl_div.default, aten.xlogy.Tensor, aten.special_entr.default,
+    aten.xlogy.Tensor,
 }  # fmt: skip
 
 
 def facts_of(reading: Reading) -> Facts:
     """Returns the facts of a graph, without the logarithms, which are those of a program."""
-    made = reading.reads_products
-    return Facts(why_repeated, (), made, dtype_of, reading.sizes.extent, is_ranked=is_ranked)
+    return Facts(
+        why_repeated,
+        made_of_products=reading.reads_products,
+        dtypes=dtype_of,
+        extent=reading.sizes.extent,
+        is_ranked=is_ranked,
+    )
 
 
 def logarithms_of(reading: Reading) -> dict[fx.Node, list[Node]]:
@@ -46,11 +52,45 @@ def logarithms_in(
     return tuple(dict.fromkeys(x for n, own in every.items() if n in nodes for x in own))
 
 
+def log_softmaxes_in(nodes: Collection[fx.Node], reading: Reading) -> tuple[Node, ...]:
+    """Returns the log-softmaxes that these nodes read as such: eager code has numbers there."""
+    found = dict[Node, None]()
+    for n in nodes:
+        x = reading.expression(n)
+        if x is None or x.op != "log_softmax" or _is_logarithm(n, reading):
+            continue
+        if any(u in nodes and not _is_the_same(u, x, reading) for u in n.users):
+            found[x] = None
+    return tuple(found)
+
+
+def _is_the_same(node: fx.Node, x: Node, reading: Reading) -> bool:
+    """Whether a node is a view of a log-softmax, or its exponential."""
+    y = reading.expression(node)
+    return y is not None and (y.op == x.op or (y.op == "exp" and y.args[0].op == x.op))
+
+
+def _is_logarithm(node: fx.Node, reading: Reading) -> bool:
+    """Whether a log-softmax is the logarithm of a probability, or a view of it."""
+    while node.target not in LOGARITHMS:
+        same = [a for a in node.all_input_nodes if _is_log_softmax(reading.expression(a))]
+        if not same:
+            return False
+        node = same[0]
+    return True
+
+
+def _is_log_softmax(x: Node | None) -> bool:
+    return x is not None and x.op == "log_softmax"
+
+
 def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
-    """The exponents of probabilities that an operation takes the logarithm of."""
-    is_loss = node.target == aten.kl_div.default
-    argument = node.args[1] if is_loss or node.target == aten.xlogy.Tensor else node.args[0]
-    if is_loss and node.kwargs.get("log_target", False):
+    """The exponents of probabilities that an operation takes the logarithm of.
+
+    ``x log x`` is 0 where x is, so the logarithms inside of `kl_div` and `entr` show nowhere.
+    """
+    argument = node.args[-1]
+    if node.target == aten.xlogy.Tensor and _are_equal(*node.args, reading):
         return []
     x = reading.expression(argument)
     found, todo = list[Node](), [x] if x is not None else []
@@ -64,6 +104,11 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
             constant, terms = terms_of(y)
             todo += [t for _, t in terms] if constant == 0.0 and len(terms) == 1 else []
     return [z for z in found if any(s.op == "log_softmax" for s in walk([z]))]
+
+
+def _are_equal(a: Any, b: Any, reading: Reading) -> bool:
+    x, y = reading.arrays.get(a), reading.arrays.get(b)
+    return isinstance(x, Array) and isinstance(y, Array) and (x.expr, x.dims) == (y.expr, y.dims)
 
 
 def _top_of(ids: Node) -> tuple[fx.Node, int] | None:

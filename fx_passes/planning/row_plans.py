@@ -29,7 +29,12 @@ from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
-from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
+from torch_streamkl.fx_passes.planning.row_facts import (
+    facts_of,
+    log_softmaxes_in,
+    logarithms_in,
+    logarithms_of,
+)
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.reader import Reading, trained
@@ -127,7 +132,11 @@ class RowPlanner:
         arrays = _with_shared_rows([self.reading.array(r) for r in roots])
         order = [a for x in arrays for d in x.dims for a in d]
         inside = {a for r in roots for a in ancestors(r)}
-        facts = replace(self.facts, logarithms=logarithms_in(inside, self._logarithms))
+        facts = replace(
+            self.facts,
+            logarithms=logarithms_in(inside, self._logarithms),
+            log_softmaxes=log_softmaxes_in(inside, self.reading),
+        )
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), facts)
         if isinstance(form, NotClosed):
             raise NoForm(form.reason, form.at)

@@ -433,6 +433,23 @@ def multiples_of_a_probability_are_one(z, t, keep):
     return F.kl_div(z.log_softmax(-1), 0.9 * p + 0.1 * p.detach(), reduction="none").sum(-1)
 
 
+@PROGRAMS.each({"together": True, "apart": False}, trained="qk")
+def a_log_softmax_next_to_the_logarithm_of_a_softmax(is_one, z, t, keep):
+    """Its numbers stay where the probability is 0, of which x log x is 0."""
+    x = t.masked_fill(~keep, -1e4)
+    first = F.kl_div(z, x.softmax(-1), reduction="none")
+    second = (t - z) * x.log_softmax(-1)
+    return (first + second).sum(-1) if is_one else first.sum() - 0.5 * second.sum(-1)
+
+
+@PROGRAMS.each({"with numbers": True, "alone": False})
+def infinity_of_the_logarithm_of_a_softmax(has_numbers, z, t, keep):
+    """The loss is infinite where the softmax is 0, and what stands next to it is not."""
+    x = t.masked_fill(~keep, -1e4)
+    first, second = torch.xlogy(z.softmax(-1), x.softmax(-1)), t * x.log_softmax(-1)
+    return first.sum(-1), second.sum(-1) if has_numbers else second.sum(-1) * 0
+
+
 @PROGRAMS.each({"bare": False, "masked": True})
 def products_of_no_width(masked, q, k, t, w, keep):
     x = student(q[..., :0], k[..., :0])
