@@ -12,9 +12,9 @@ from torch_streamkl.distributed import agreement, collectives
 from torch_streamkl.distributed.arguments import Own, on_group
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
 from torch_streamkl.distributed.vocab_ranges import BY_RANK, ranges_of
-from torch_streamkl.linear.problem import row_bytes, workspace_bytes
+from torch_streamkl.linear.problem import row_bytes
 from torch_streamkl.topk.arguments import Options
-from torch_streamkl.topk.chunks import Exchange
+from torch_streamkl.topk.chunks import Exchange, workspace_of
 from torch_streamkl.topk.problem import RowParts, TopkProblem
 
 # weight and bias are this rank's vocabulary shard; the operator compares where they begin
@@ -71,7 +71,7 @@ def shard(
         {
             "vocab": head.vocab_size,
             "vocab_start": vocab_start,
-            "workspace": workspace_bytes(linear, max_workspace_mib),
+            "workspace": workspace_of(problem, max_workspace_mib),
             "row_bytes": row_bytes(linear)[0],
         },
     )

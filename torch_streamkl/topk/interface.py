@@ -104,7 +104,7 @@ def linear_topk_kl(
             without waiting.
         return_log_probs: True also returns the student's log-probabilities of the entries
             ``[..., k]``, for metrics: -inf for padding, and without gradients.
-        max_workspace_mib: bounds the memory for logits, as in `linear_kl`.
+        max_workspace_mib: bounds the memory for logits, as in `linear_kl`. None is 640 on a GPU.
         impl: ``"auto"``, ``"triton"``, ``"torch"`` or ``"reference"``, as in `linear_kl`.
         group: a process group, or a device mesh of one dimension, whose ranks share the
             vocabulary. Weight and bias are then this rank's vocabulary shard. All else is the same
