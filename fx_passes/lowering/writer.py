@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.bounds import LABELS
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, products_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
@@ -27,6 +28,7 @@ from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import (
     Positions,
     is_signed,
+    key_of,
     moves_around,
     repeats,
     undivided,
@@ -450,9 +452,14 @@ class Writer:
             raise Unsupported("gather or reshape that mixes the axes of the scores")
         self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)
-        if placed.value.dtype in (torch.int64, torch.int32):
-            return placed
-        return Placed(self.build.method("long", placed.node), placed.dims)
+        node = placed.node
+        if placed.value.dtype not in (torch.int64, torch.int32):
+            node = self.build.method("long", node)
+        of, _ = self.reading.indices.get(key_of(at), ("", 0))
+        if of.startswith(LABELS):  # what is ignored reads nothing in eager code: here the first
+            ignored = self.build.call(torch.eq, node, int(of.removeprefix(LABELS)))
+            node = self.build.method("masked_fill", node, ignored, 0)
+        return Placed(node, placed.dims)
 
     def _flattened(self, tensor: fx.Node, at: Sequence[Node]) -> tuple[fx.Node, Sequence[Node]]:
         """A tensor with one dimension for those that are read at the digits of a position."""

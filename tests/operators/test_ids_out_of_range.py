@@ -20,6 +20,9 @@ TOKENS, DIM, VOCAB = 5, 8, 12
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+BIAS = torch.linspace(-1.0, 1.0, VOCAB)
+
+
 def p_of(s: Tensor, y: Tensor) -> Tensor:
     return s.softmax(-1).gather(1, y[:, None])
 
@@ -45,6 +48,9 @@ FUSED: dict[str, Loss] = {
         kl(s, t) + F.cross_entropy(s, y, ignore_index=3, reduction="none").sum()
     ),
     "nll_loss next to": lambda s, t, y: kl(s, t) + F.nll_loss(s.log_softmax(-1), y),
+    "cross_entropy and z-loss, with a bias": lambda s, t, y: (
+        kl(s + BIAS, t) + (s + BIAS).logsumexp(-1).square().mean() + F.cross_entropy(s + BIAS, y)
+    ),
     "index_select of rows": lambda s, t, y: kl(s.index_select(0, y), t.index_select(0, y)),
     "rows by position": lambda s, t, y: kl(s[y], t[y]),
 }
