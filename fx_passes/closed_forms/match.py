@@ -57,6 +57,7 @@ from torch_streamkl.fx_passes.closed_forms.score_form import (
     read,
 )
 from torch_streamkl.fx_passes.closed_forms.sums import joined
+from torch_streamkl.fx_passes.closed_forms.underflow import asks_for_zero
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import ADDED, negation, scaled
 from torch_streamkl.program.divergences import Functional
@@ -153,6 +154,8 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
         raise NoForm("no softmax over the keys that are summed", site)
     forms = variables.forms()
     judgement = judged(expr, forms, key)
+    masks = frozenset[Node]().union(*(form.mask for form in forms))
+    is_guarded = asks_for_zero(expr, judgement.expr, variables.parts, masks, key)
     calls = list[Call]()
     for factor, polynomial in by_factor(judgement.expr, key).items():
         polynomial, parts = without_twins(polynomial, variables.parts)
@@ -164,7 +167,7 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
         raise NoForm("the sum over keys is a known constant", site)
     for call in calls:
         check_call(call)
-    return ClosedForm(site, tuple(calls), tuple(names.items()))
+    return ClosedForm(site, tuple(calls), tuple(names.items()), is_guarded)
 
 
 @dataclass(frozen=True)

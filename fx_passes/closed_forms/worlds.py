@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, is_of_products
 from torch_streamkl.fx_passes.closed_forms.masks import meets_some_key
@@ -29,6 +29,7 @@ from torch_streamkl.program.walks import rebuilt, walk
 
 LOG = "logP"
 LARGEST_SPREAD = 60.0  # of what is added to scores: exp(-60) and scores are far from underflow
+UNDERFLOWN = -800.0  # the logarithm of a probability that is 0 in every dtype
 _HIDDEN = -1e8  # scores that are compared with a lower number are asked whether they are masked
 
 
@@ -270,6 +271,8 @@ def judged(x: Node, forms: Sequence[ScoreForm], key: Axis) -> Judgement:
     masks = [form.mask for form in forms]
     every = frozenset[Node]().union(*masks)
     unbounded = frozenset(i for i, form in enumerate(forms) if has_infinite_bias(form))
+    if unbounded and _are_hidden_together(x, forms, World(key, every)):
+        unbounded = frozenset()
     if all(mask == every for mask in masks):
         return _judged_alike(x, forms, every, key, unbounded)
     allowed = World(key, holds=every, is_allowed=True, unbounded=unbounded)
@@ -288,6 +291,16 @@ def judged(x: Node, forms: Sequence[ScoreForm], key: Axis) -> Judgement:
                 _check_empty(x, forms[i], World(key, unmet=(every,), empty=(every,)))
             return Judgement(on, within=i, is_zero_outside=value_at(on, removed) == 0.0)
     raise NoForm("teacher and student are masked differently", x)
+
+
+def _are_hidden_together(x: Node, forms: Sequence[ScoreForm], world: World) -> bool:
+    """Whether the same tensors hide keys of all distributions, and an expression is 0 there."""
+    every = {(form.biases, form.inner_biases) for form in forms}
+    numbers = range(len(forms))
+    return len(every) == 1 and all(
+        value_at(x, replace(world, logs=dict.fromkeys(numbers, log))) == 0.0
+        for log in (-math.inf, UNDERFLOWN)
+    )
 
 
 def _check_empty(x: Node, form: ScoreForm, empty: World) -> None:

@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
+from torch_streamkl.fx_passes.planning.row_facts import logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import SUM, Node, Source
 
@@ -149,6 +150,10 @@ def _planned(node: fx.Node, reading: Reading) -> Matched | str:
     reasons = [form.reason for form in matched.found.values() if isinstance(form, NotClosed)]
     if reasons:
         return reasons[0]
+    if any(form.is_guarded for form in matched.closed.values()):
+        inside = {node, *ancestors(node)}
+        if logarithms_in(inside, logarithms_of(reading)):
+            return "a condition asks for the logarithm of a probability that is 0 by underflow"
     return matched if matched.closed else "the sum over keys is a known constant"
 
 

@@ -15,6 +15,7 @@ one by the other has to know that nothing observes the difference (fx_passes/pla
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, tim
 
 ONE_OR_ZERO = [("const", 1.0), ("const", 0.0)]
 ADDED = "added"  # the value of a `where`: NOTE [Masks that are added]
+LARGEST_NUMBER = 1e4  # next to a larger one, scores have lost their digits already: shifts.py
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled
 
 
@@ -77,9 +79,14 @@ def terms_of(x: Node) -> tuple[float, list[tuple[float, Node]]]:
 
 
 def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
-    """Returns ``constant + sum of coefficient * expression``: the form of + - and scales."""
+    """Returns ``constant + sum of coefficient * expression``: the form of + - and scales.
+
+    A sum inside of it becomes part of it, unless their numbers become one that has lost the digits
+    of the smaller: ``(1 - p) + 1e-8`` is not ``1.00000001 - p``, which is 0 where p is 1.
+    """
     total: dict[Node, float] = {}
     largest: dict[Node, float] = {}
+    is_apart = _loses_digits([constant, *(k for c, x in terms for k in _numbers_of(c, x))])
     todo = list(terms)
     while todo:
         c, x = todo.pop()
@@ -87,7 +94,7 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
             continue
         if x.op == "const":
             constant += c * x.value
-        elif x.op == "linear":
+        elif x.op == "linear" and not (is_apart and x.value[0]):
             constant += c * x.value[0]
             todo += [(c * k, y) for k, y in zip(x.value[1], x.args, strict=True)]
         else:
@@ -111,6 +118,25 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
         return items[0][0]
     value = (float(constant) + 0.0, tuple(float(c) for _, c in items))
     return node("linear", [x for x, _ in items], value, dtype, _linear_range(constant, items))
+
+
+def _numbers_of(c: float, x: Node) -> list[float]:
+    """The numbers that a term adds to a sum."""
+    if x.op == "const":
+        return [c * float(x.value)]
+    if x.op != "linear":
+        return []
+    inside = zip(x.value[1], x.args, strict=True)
+    return [c * x.value[0], *(n for k, y in inside for n in _numbers_of(c * k, y))]
+
+
+def _loses_digits(numbers: Sequence[float]) -> bool:
+    """Whether the sum of numbers has less than three digits of the smallest, in float32."""
+    parts = [abs(x) for x in numbers if x]
+    if len(parts) < 2 or max(parts) > LARGEST_NUMBER or _is_whole(*parts):
+        return False
+    (rounded,) = struct.unpack("f", struct.pack("f", math.fsum(numbers)))
+    return abs(math.fsum([rounded, *(-x for x in numbers)])) > 1e-3 * min(parts)
 
 
 def _undivided(constant: float, total: Mapping[Node, float]) -> Node | None:
