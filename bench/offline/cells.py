@@ -314,7 +314,7 @@ def name_of(launch: Launch) -> str:
     student, config = launch.args.get("STUDENT"), launch.args.get("CONFIG")
     name = launch.kernel.__name__.removesuffix("_kernel")
     if name == "row":
-        parts = {"values": config.VALUES, "gradient": config.S_GRAD}  # type: ignore[union-attr]
+        parts = {"values": config.VALUES, "gradient": config.STUDENT.GRAD}  # type: ignore[union-attr]
         return " ".join([name, *(part for part, is_there in parts.items() if is_there)])
     return name if student is None else f"{name} {'student' if student else 'teacher'}"
 

@@ -43,20 +43,21 @@ def gradient_tile(
         row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
         delta = tl.load(sum_ptr + row, mask=inside, other=0.0)
         d = tl.where(allowed, dh - tl.math.exp2(log_s) * delta[:, None], 0.0)
-        if CONFIG.S_SOFTCAP:
+        if CONFIG.STUDENT.SOFTCAP:
             d *= s_slope
         return d, qs, ks
     else:
         x, t_slope, qt, kt = side_tile(
-            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature, False, CONFIG
-        )
+            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature,
+            False, CONFIG,
+        )  # fmt: skip
         teacher_heads = num_heads * ratio
         log_head = x - load_lse(t_stats_ptr, masks, seq, b, head, teacher_heads, offs_m)[:, None]
         row = row_offset(b * teacher_heads + head, head, seq, masks) + offs_m
         delta = tl.load(sum_ptr + row, mask=inside, other=0.0)
         d = split_of_mean(log_head, log_t, ratio) * dg - tl.math.exp2(log_head) * delta[:, None]
         d = tl.where(allowed, d, 0.0)
-        if CONFIG.T_SOFTCAP:
+        if CONFIG.TEACHER.SOFTCAP:
             d *= t_slope
         return d, qt, kt
 
@@ -71,8 +72,8 @@ def mean_dq_kernel(
     """Computes dQ of a block of rows of one head of one side, from one share of the keys."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
+    BLOCK_D: tl.constexpr = SIDE.BLOCK_D
     own_ratio = 1
     if not STUDENT:
         own_ratio = ratio
@@ -104,7 +105,7 @@ def mean_dq_kernel(
     out = gradient_ptrs(
         dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, head, seq.start_q + offs_m, BLOCK_D
     )
-    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < SIDE.DIM)
     tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
@@ -122,8 +123,8 @@ def mean_dk_kernel(
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
+    BLOCK_D: tl.constexpr = SIDE.BLOCK_D
     own_ratio = 1
     if not STUDENT:
         own_ratio = ratio
@@ -162,7 +163,7 @@ def mean_dk_kernel(
     out = gradient_ptrs(
         dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, split, b, kv, sizes.start_k + offs_n, BLOCK_D
     )
-    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < SIDE.DIM)
     acc *= dk_scale
     if first_block > 0:
         acc += tl.load(out, mask=inside, other=0.0)

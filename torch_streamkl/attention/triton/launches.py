@@ -44,7 +44,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             fwd.forward_kernel,
             (stage.programs, 1, 1),
             (
-                *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
+                *plan.arguments(problem), plan.outputs(value, stats),
                 stage.num_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
             ),
             (plan.form, plan.helper, stage.config),
@@ -66,7 +66,7 @@ def _split_forward(
         torch.empty(programs, dtype=torch.int32, device=value.device) if config.GUARDED else None
     )
     heads = (stage.num_blocks, problem.num_heads)
-    outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    outputs = plan.outputs(value, stats)
     one_warp_group = {"num_warps": 4}
     plan.run(
         "state",
@@ -81,7 +81,7 @@ def _split_forward(
         "merge",
         splits_of_keys.merge_kernel,
         (programs, 1, 1),
-        (*arguments, state, *state_strides, splits, *outputs, again, *heads, plan.fill),
+        (*arguments, state, *state_strides, splits, outputs, again, *heads, plan.fill),
         (plan.form, config),
         one_warp_group,
         aligned,
@@ -106,7 +106,7 @@ def _split_forward(
         "merge_sums",
         splits_of_keys.merge_sums_kernel,
         (programs, 1, 1),
-        (arguments[2], sums, *sums_strides, splits, again, *outputs, *heads, plan.fill),
+        (arguments[2], sums, *sums_strides, splits, again, outputs, *heads, plan.fill),
         (plan.helper, config),
         one_warp_group,
         aligned,

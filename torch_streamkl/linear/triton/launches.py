@@ -13,6 +13,7 @@ from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowVal
 from torch_streamkl.linear.triton.rows import (
     Config,
     HeadArgs,
+    HeadConfig,
     RowArgs,
     row_kernel,
 )
@@ -90,20 +91,20 @@ def config_of(
         LANES=lanes,
         WIDTH=TILE_WIDTH,
         NUM_STAGES=num_stages,
-        S_SOFTCAP=problem.student.softcap != 0.0,
-        T_SOFTCAP=problem.teacher.softcap != 0.0,
-        S_BIAS=problem.student.bias is not None,
-        T_BIAS=problem.teacher.bias is not None,
+        STUDENT=_head_config(problem.student, needs_grad.student),
+        TEACHER=_head_config(problem.teacher, needs_grad.teacher),
         VALUES=compute_values,
         BILINEAR=problem.functional.bilinear is not None,
         HARD=problem.labels is not None,
         TEMPERED=problem.temperature != 1.0,
-        S_GRAD=needs_grad.student,
-        T_GRAD=needs_grad.teacher,
         VALUE_GRAD=weights.value is not None,
         HARD_GRAD=weights.hard is not None,
     )
     return config, num_warps
+
+
+def _head_config(head: Head, needs_grad: bool) -> HeadConfig:
+    return HeadConfig(SOFTCAP=head.softcap != 0.0, BIAS=head.bias is not None, GRAD=needs_grad)
 
 
 def tile_of(num_rows: int, item_size: int) -> tuple[int, int, int]:

@@ -15,7 +15,6 @@ from torch_streamkl.kernels.arguments import State
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
 from torch_streamkl.kernels.row_state import empty_state as no_vocab
-from torch_streamkl.kernels.scores import tanh
 from torch_streamkl.kernels.tiles import ceil_div
 from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues
 from torch_streamkl.linear.triton.launches import (
@@ -26,7 +25,7 @@ from torch_streamkl.linear.triton.launches import (
     head_args,
     row_args,
 )
-from torch_streamkl.linear.triton.rows import label_of, pointwise_sums, rest_of, state_of_row
+from torch_streamkl.linear.triton.rows import label_score, pointwise_sums, rest_of, state_of_row
 from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.launch import launch
 
@@ -104,23 +103,10 @@ def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.
             high = tl.max(hard_high, 0)
             row_sum = tl.sum(hard_row_sum * tl.math.exp2(hard_high - high), 0)
         tl.store(out + 6 * stride, high + tl.math.log2(row_sum))
-        tl.store(out + 7 * stride, label_score(student, rows, row, CONFIG))
-
-
-@triton.jit
-def label_score(student, rows, row, CONFIG: tl.constexpr):
-    """Returns y of the row's label, -inf if the label is none of the given vocabulary entries."""
-    vocab_entry, _ = label_of(rows, row)
-    is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
-    z = tl.load(
-        student.logits + row * student.stride + vocab_entry, mask=is_in_vocab, other=0.0
-    ).to(tl.float32)
-    if CONFIG.S_BIAS:
-        z += tl.load(student.bias + vocab_entry, mask=is_in_vocab, other=0.0).to(tl.float32)
-    y = z * student.scale
-    if CONFIG.S_SOFTCAP:
-        y = tanh(y / student.softcap) * student.softcap
-    return tl.where(is_in_vocab, y, -float("inf"))
+        place = out + 7 * stride
+        y, is_in_vocab, _ = label_score(student, rows, row, CONFIG)
+        # another rank has a label that is none of the given vocabulary entries
+        tl.store(place, tl.where(is_in_vocab, y, -float("inf")))
 
 
 @triton.jit
