@@ -159,7 +159,7 @@ def _launch_lm_head(cell: Cell) -> None:
     weights = RowWeights(each, None if p.labels is None else each)
     out, both = RowValues.allocate(p), OfHeads(student_hidden=True, student_weight=True)
     row_kernels.values(p, *logits, out)
-    row_kernels.values_and_gradient(p, *logits, out, weights, both)
+    row_kernels.values(p, *logits, out, weights, both)
     row_kernels.gradient(p, *logits, out, weights, both)
     if p.functional.bilinear is not None:
         shard_kernels.state(p, *logits, torch.empty(8, 512, device="cuda"))

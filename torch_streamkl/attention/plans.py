@@ -23,7 +23,6 @@ from torch_streamkl.caches import Bounded
 from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, Outputs, SideArgs, SideConfig
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
-from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime import capture, launch_table
 from torch_streamkl.runtime.devices import dot_precision, matmul_precision
 from torch_streamkl.runtime.launch import APART, launch
@@ -53,8 +52,7 @@ class Plan:
 
     def __init__(self, problem: AttentionProblem) -> None:
         functional = problem.functional
-        form = functional.closed_form or Bilinear()
-        self.form = Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)
+        self.form = Form.of(functional.closed_form)
         pointwise = functional.bilinear is None or problem.head_mean
         self.helper = helper(functional.text) if pointwise else None
         # of Hopper's forward alone (launch.sums_squares)

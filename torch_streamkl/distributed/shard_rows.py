@@ -202,7 +202,7 @@ def forward_with_gradients(
 ) -> tuple[RowValues, Gradients]:
     """Returns values, statistics and this rank's gradients of the weighted sum."""
     problem = shard.problem
-    if not (needs_grad.student or needs_grad.teacher):
+    if not needs_grad.any:
         return forward(shard), (None,) * 6
     # of the student two buffers, and of the teacher two if they become a gradient
     student_bytes, teacher_bytes = shard.row_bytes

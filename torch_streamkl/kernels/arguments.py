@@ -8,7 +8,10 @@ never read.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any, NamedTuple
+
+from torch_streamkl.program.divergence_forms import Bilinear
 
 
 class SideArgs(NamedTuple):
@@ -111,6 +114,11 @@ class Form(NamedTuple):
     T: float
     S: float
     SQUARES: float = 0.0  # of (P - S)^2; all others are 0 then
+
+    @staticmethod
+    def of(form: Bilinear | None) -> Form:
+        """Returns the coefficients of a form, 0 without one."""
+        return Form(*astuple(form or Bilinear()))
 
 
 class State(NamedTuple):

@@ -129,7 +129,7 @@ def forward_with_gradients(
     rows: ModuleType = linear_rows,
 ) -> tuple[RowValues, Gradients]:
     """Returns values, statistics and the gradients of the weighted sum."""
-    if not (needs_grad.student or needs_grad.teacher):
+    if not needs_grad.any:
         return forward(problem, max_workspace_mib, rows), (None,) * len(fields(NeedsGrad))
     chunks = gradient_chunks(problem, needs_grad, max_workspace_mib)
     if -(-problem.num_tokens // chunks.tokens) > max_sums(problem):  # NOTE [Sums over chunks]
@@ -151,7 +151,7 @@ def forward_with_gradients(
             if part is parts[0]:
                 side.join()  # the last chunk's weight gradient reads the student's buffer
                 s = logits_of(problem.of_tokens(chunk).student, student)
-            rows.values_and_gradient(
+            rows.values(
                 rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), needs_grad
             )
             teacher_sums.add(t, tokens, whole_vocab)

@@ -11,22 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_streamkl.kernels.arguments import State
+from torch_streamkl.kernels.arguments import Form, State
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
 from torch_streamkl.kernels.row_state import empty_state as no_vocab
 from torch_streamkl.kernels.tiles import ceil_div
-from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues
-from torch_streamkl.linear.triton.launches import (
-    NO_WEIGHTS,
-    config_of,
-    form_args,
-    gradient,
-    head_args,
-    row_args,
-)
+from torch_streamkl.linear.problem import LinearProblem, RowValues
+from torch_streamkl.linear.triton.launches import arguments_of, config_of, gradient, row_args
 from torch_streamkl.linear.triton.rows import label_score, pointwise_sums, rest_of, state_of_row
-from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime.launch import launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
@@ -36,11 +28,9 @@ MERGED_ROWS = 128  # of a program
 
 def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
     """Writes the state of rows from both sides' logits of the rank's vocabulary shard."""
-    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
-    rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
-    arguments = head_args(problem.student, student), head_args(problem.teacher, teacher), rows
-    constants = form_args(problem.functional.bilinear or Bilinear()), config
-    options = {"num_warps": num_warps}
+    config, options = config_of(problem, student, teacher)
+    arguments = arguments_of(problem, student, teacher, RowValues(parts, parts, parts))
+    constants = Form.of(problem.functional.bilinear), config
     launch(state_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
@@ -54,28 +44,23 @@ def empty_state(parts: Tensor) -> None:
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
     """Merges states to statistics of whole rows, cross-entropies, and values of the state."""
-    config, _ = config_of(problem, parts, parts, NO_WEIGHTS, NeedsGrad(), True)
+    config, _ = config_of(problem, parts, parts)
     arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
-        row_args(problem, out, NO_WEIGHTS), problem.num_tokens, vocab_size,
+        row_args(problem, out), problem.num_tokens, vocab_size,
     )  # fmt: skip
-    constants = form_args(problem.functional.bilinear or Bilinear()), config, MERGED_ROWS
-    options = {"num_warps": 4}
+    constants = Form.of(problem.functional.bilinear), config, MERGED_ROWS
     grid = (ceil_div(problem.num_tokens, MERGED_ROWS), 1, 1)
-    launch(merge_kernel, grid, arguments, constants, options)
+    launch(merge_kernel, grid, arguments, constants, {"num_warps": 4})
 
 
 def sums(
     problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
 ) -> None:
     """Writes value and deltas over the rank's shard [3, num_tokens], from merged log-sum-exps."""
-    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
-    arguments = (
-        head_args(problem.student, student), head_args(problem.teacher, teacher),
-        row_args(problem, out, NO_WEIGHTS), totals, totals.stride(0),
-    )  # fmt: skip
+    config, options = config_of(problem, student, teacher)
+    arguments = (*arguments_of(problem, student, teacher, out), totals, totals.stride(0))
     constants = helper(problem.functional.text), config
-    options = {"num_warps": num_warps}
     launch(sums_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
