@@ -55,8 +55,8 @@ from torch_streamkl.attention.hopper.warp_groups import (
 from torch_streamkl.attention.triton.forward import (
     finite_lse,
     row_offset,
+    store_fields,
     store_rows,
-    store_state,
 )
 from torch_streamkl.kernels.arguments import MaskArgs
 from torch_streamkl.kernels.row_state import finish
@@ -77,7 +77,7 @@ def store(state, launch, block, rows, TASK: gl.constexpr):
         row = row_offset(block.bh, block.h, block.seq, launch.masks) + rows
         finish_rows(state, row, inside, outputs, COEFFICIENTS, CONFIG)
     else:
-        store_state(outputs.state + rows, outputs.field_stride, state, inside)
+        store_fields(outputs.state + rows, outputs.field_stride, state, inside, 9)
 
 
 @gluon.jit

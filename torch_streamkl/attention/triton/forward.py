@@ -304,14 +304,7 @@ def forward_block(
 
 
 @triton.jit
-def store_state(ptr, field_stride, state, inside):
-    """Writes the nine fields of the state of rows."""
-    tl.store(ptr, state.m_t, mask=inside)
-    tl.store(ptr + field_stride, state.l_t, mask=inside)
-    tl.store(ptr + 2 * field_stride, state.m_s, mask=inside)
-    tl.store(ptr + 3 * field_stride, state.l_s, mask=inside)
-    tl.store(ptr + 4 * field_stride, state.a, mask=inside)
-    tl.store(ptr + 5 * field_stride, state.b, mask=inside)
-    tl.store(ptr + 6 * field_stride, state.low_t, mask=inside)
-    tl.store(ptr + 7 * field_stride, state.low_s, mask=inside)
-    tl.store(ptr + 8 * field_stride, state.count, mask=inside)
+def store_fields(ptr, field_stride, fields, inside, NUM: tl.constexpr):
+    """Writes what there is of rows, one field after the other."""
+    for i in tl.static_range(NUM):
+        tl.store(ptr + i * field_stride, fields[i], mask=inside)

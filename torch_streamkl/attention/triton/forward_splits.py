@@ -12,8 +12,8 @@ from torch_streamkl.attention.triton.forward import (
     load_rows,
     row_offset,
     state_between,
+    store_fields,
     store_rows,
-    store_state,
     sums_between,
     with_masked_sums,
 )
@@ -41,12 +41,12 @@ def state_kernel(
     lo = split * keys_per_split
     state = state_between(lo, lo + keys_per_split, m0, rows, problem, COEFFICIENTS, CONFIG)
     out = state_ptr + split.to(tl.int64) * split_stride + row_offset(bh, h, seq, masks) + rows.offs
-    store_state(out, field_stride, state, inside)
+    store_fields(out, field_stride, state, inside, 9)
 
 
 @triton.jit
 def load_state(ptr, field_stride, inside):
-    """Loads what store_state wrote."""
+    """Loads the state of rows that `store_fields` wrote."""
     return State(
         tl.load(ptr, mask=inside, other=0.0),
         tl.load(ptr + field_stride, mask=inside, other=0.0),
@@ -123,10 +123,7 @@ def sums_kernel(
         lo, lo + keys_per_split, m0, lse_t, lse_s, rows, problem, POINTWISE_FN, CONFIG
     )
     out = sums_ptr + split.to(tl.int64) * split_stride + row
-    tl.store(out, sums.value, mask=inside)
-    tl.store(out + field_stride, sums.h, mask=inside)
-    tl.store(out + 2 * field_stride, sums.g, mask=inside)
-    tl.store(out + 3 * field_stride, sums.count, mask=inside)
+    store_fields(out, field_stride, sums, inside, 4)
 
 
 @triton.jit

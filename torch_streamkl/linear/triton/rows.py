@@ -283,13 +283,9 @@ def row_kernel(
                 )
             tl.store(rows.hard + row, hard_value(student, rows, row, hard_lse, CONFIG))
         tl.store(rows.value + row, value)
-        tl.store(stats, lse_s)
-        tl.store(stats + stride, lse_t)
-        tl.store(stats + 2 * stride, student_delta)
-        tl.store(stats + 3 * stride, teacher_delta)
-        tl.store(stats + 4 * stride, hard_lse)
-        tl.store(stats + 5 * stride, rest_s)
-        tl.store(stats + 6 * stride, rest_t)
+        stored = (lse_s, lse_t, student_delta, teacher_delta, hard_lse, rest_s, rest_t)
+        for i in tl.static_range(7):
+            tl.store(stats + i * stride, stored[i])
     else:
         lse_s = tl.load(stats)
         lse_t = tl.load(stats + stride)

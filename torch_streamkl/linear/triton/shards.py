@@ -75,12 +75,8 @@ def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.
     )
     stride = tl.cast(rows.statistics_stride, tl.int64)
     out = rows.statistics + row
-    tl.store(out, total.m_t)
-    tl.store(out + stride, total.l_t)
-    tl.store(out + 2 * stride, total.m_s)
-    tl.store(out + 3 * stride, total.l_s)
-    tl.store(out + 4 * stride, total.a)
-    tl.store(out + 5 * stride, total.b)
+    for i in tl.static_range(6):
+        tl.store(out + i * stride, total[i])
     if CONFIG.HARD:
         high = total.m_s
         row_sum = total.l_s
@@ -139,11 +135,9 @@ def merge_kernel(
         hard = tl.where((label >= 0) & (label < vocab_size), hard, float("nan"))
         tl.store(rows.hard + row, tl.where(label != rows.ignore_index, hard, 0.0), mask=inside)
     tl.store(rows.value + row, value, mask=inside)
-    tl.store(rows.statistics + row, lse_s, mask=inside)
-    tl.store(rows.statistics + stride + row, lse_t, mask=inside)
-    tl.store(rows.statistics + 2 * stride + row, student_delta, mask=inside)
-    tl.store(rows.statistics + 3 * stride + row, teacher_delta, mask=inside)
-    tl.store(rows.statistics + 4 * stride + row, hard_lse, mask=inside)
+    stored = (lse_s, lse_t, student_delta, teacher_delta, hard_lse)
+    for i in tl.static_range(5):
+        tl.store(rows.statistics + i * stride + row, stored[i], mask=inside)
     rest_s = rest_of(total.m_s, total.l_s, lse_s)
     rest_t = rest_of(total.m_t, total.l_t, lse_t)
     tl.store(rows.statistics + 5 * stride + row, rest_s, mask=inside)
@@ -167,6 +161,6 @@ def sums_kernel(
         rest_t, POINTWISE_FN, CONFIG,
     )  # fmt: skip
     step = tl.cast(totals_stride, tl.int64)
-    tl.store(totals + row, value)
-    tl.store(totals + step + row, student_delta)
-    tl.store(totals + 2 * step + row, teacher_delta)
+    stored = (value, student_delta, teacher_delta)
+    for i in tl.static_range(3):
+        tl.store(totals + i * step + row, stored[i])
