@@ -22,9 +22,8 @@ from torch_streamkl.registration import (
     contiguous,
     define,
     fake_gradients,
-    only_needed,
     register,
-    register_autograd,
+    register_recomputing,
     without_none,
 )
 from torch_streamkl.spec import Spec
@@ -113,27 +112,4 @@ _forward_flops = functools.partial(_of_ring, ops.forward_flops)
 _backward_flops = functools.partial(_of_ring, ops.backward_flops)
 register(_lib, "attention_kl_ring", _forward, _forward_fake, _forward_flops)
 register(_lib, "attention_kl_ring_backward", _backward, _backward_fake, _backward_flops)
-
-
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:], *inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
-    ctx.set_materialize_grads(False)
-
-
-def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    needs_grad = list(ctx.needs_input_grad[:4])
-    num_inputs = _NUM_TENSORS + len(ctx.options)
-    if grad is None:
-        return (None,) * num_inputs
-    student_stats, teacher_stats, *tensors = ctx.saved_tensors
-    grads = attention_kl_ring_backward(
-        grad, student_stats, teacher_stats, needs_grad, *tensors, *ctx.options
-    )
-    return (*only_needed(grads, needs_grad), *(None,) * (num_inputs - 4))
-
-
-register_autograd(_lib, "attention_kl_ring", _autograd, _setup_context)
+register_recomputing(_lib, "attention_kl_ring", _NUM_TENSORS, slice(1, 3))

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from torch_streamkl.cpu import elementwise
 from torch_streamkl.divergences.row_state import (
+    DELTAS,
+    LSES,
     RowState,
     finish,
     merge,
@@ -63,13 +65,10 @@ def values(
     functional = problem.functional
     state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
     sums = finish(state, functional.bilinear or Bilinear())
-    out.student_lse.copy_(sums.student_lse)
-    out.teacher_lse.copy_(sums.teacher_lse)
+    sums.copy_to(out, *LSES)
     copy_rests(state, out)
     if functional.bilinear is not None:
-        out.value.copy_(sums.value)
-        out.student_delta.copy_(sums.student_delta)
-        out.teacher_delta.copy_(sums.teacher_delta)
+        sums.copy_to(out, "value", *DELTAS)
     else:
         second_pass(problem, student, teacher, out)
     if problem.labels is not None:
