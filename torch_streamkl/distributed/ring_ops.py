@@ -19,9 +19,7 @@ from torch_streamkl.distributed import collectives, ring
 from torch_streamkl.distributed.ring import Ring
 from torch_streamkl.registration import (
     NAMESPACE,
-    contiguous,
     define,
-    fake_gradients,
     register,
     register_recomputing,
     without_none,
@@ -92,17 +90,6 @@ def _backward(
     return without_none(grads, args[0])
 
 
-def _backward_fake(
-    grad: Tensor,
-    student_stats: Tensor,
-    teacher_stats: Tensor,
-    needs_grad: list[bool],
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, ...]:
-    return fake_gradients(args[:4], needs_grad, args[0], contiguous)
-
-
 def _of_ring(flops: Callable[[dict[str, Any]], int], given: dict[str, Any]) -> int:
     """Counts what a rank computes with the keys of all ranks."""
     return flops(given) * collectives.resolve(given["group_name"]).size()
@@ -111,5 +98,5 @@ def _of_ring(flops: Callable[[dict[str, Any]], int], given: dict[str, Any]) -> i
 _forward_flops = functools.partial(_of_ring, ops.forward_flops)
 _backward_flops = functools.partial(_of_ring, ops.backward_flops)
 register(_lib, "attention_kl_ring", _forward, _forward_fake, _forward_flops)
-register(_lib, "attention_kl_ring_backward", _backward, _backward_fake, _backward_flops)
+register(_lib, "attention_kl_ring_backward", _backward, ops.backward_fake, _backward_flops)
 register_recomputing(_lib, "attention_kl_ring", _NUM_TENSORS, slice(1, 3))

@@ -178,6 +178,17 @@ class Outputs(NamedTuple):
     stats_stride: Any
 
 
+class GradientArgs(NamedTuple):
+    """Holds pointer and strides of (splits of) a gradient to q or k, and its factor."""
+
+    ptr: Any
+    split: Any
+    b: Any
+    h: Any
+    n: Any
+    scale: Any
+
+
 class Rows(NamedTuple):
     """Holds a block of query rows: what stays while the keys stream past."""
 

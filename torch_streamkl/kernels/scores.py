@@ -120,18 +120,13 @@ def key_tile(
 
 
 @triton.jit
-def gradient_ptrs(
-    ptr, stride_split, stride_b, stride_h, stride, masks, share, b, head, rows,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Returns where rows of a gradient to q or k are written [rows, BLOCK_D], with splits.py's
-    strides.
-    """
+def gradient_ptrs(gradient, masks, share, b, head, rows, BLOCK_D: tl.constexpr):
+    """Returns where rows of a gradient to q or k are written [rows, BLOCK_D]."""
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
-    out = ptr + share.to(tl.int64) * stride_split
-    out += b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    return out + (rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :])
+    out = gradient.ptr + share.to(tl.int64) * gradient.split
+    out += b.to(tl.int64) * gradient.b + head.to(tl.int64) * gradient.h
+    return out + (rows.to(tl.int64)[:, None] * gradient.n + tl.arange(0, BLOCK_D)[None, :])
 
 
 @triton.jit

@@ -116,8 +116,7 @@ def dq_over(
 
 @triton.jit
 def dq_kernel(
-    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale,
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, dq,
     num_blocks, num_heads, keys_per_split, inv_temperature,
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -156,13 +155,10 @@ def dq_kernel(
         acc, tl.maximum(right, lo), tl.minimum(stop, hi), rows, lse_t, lse_s, delta,
         problem, STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
     )  # fmt: skip
-    acc *= (grad * dq_scale)[:, None]
-    out = gradient_ptrs(
-        dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, h, seq.start_q + rows.offs,
-        SIDE.BLOCK_D,
-    )  # fmt: skip
+    acc *= (grad * dq.scale)[:, None]
+    out = gradient_ptrs(dq, masks, split, b, h, seq.start_q + rows.offs, SIDE.BLOCK_D)
     inside = inside[:, None] & (tl.arange(0, SIDE.BLOCK_D)[None, :] < SIDE.DIM)
-    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, acc.to(dq.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -191,23 +187,17 @@ def dk_over(
 
 
 @triton.jit
-def store_keys(
-    acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, seq, share, b, head, n0, DIM: tl.constexpr
-):
+def store_keys(acc, dk, masks, seq, share, b, head, n0, DIM: tl.constexpr):
     """Writes the gradient of the keys at n0."""
     offs_n = n0 + tl.arange(0, acc.shape[0])
-    out = gradient_ptrs(
-        dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, share, b, head, seq.start_k + offs_n,
-        acc.shape[1],
-    )  # fmt: skip
+    out = gradient_ptrs(dk, masks, share, b, head, seq.start_k + offs_n, acc.shape[1])
     inside = (offs_n[:, None] < seq.num_keys) & (tl.arange(0, acc.shape[1])[None, :] < DIM)
-    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, acc.to(dk.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def dk_kernel(
-    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dk_ptr, dk_split, dk_b, dk_h, dk_n, dk_scale,
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, dk,
     num_blocks, num_heads, group, heads_of_split, inv_temperature,
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
@@ -229,9 +219,7 @@ def dk_kernel(
     acc = tl.full([CONFIG.BLOCK_N, SIDE.BLOCK_D], 0.0, tl.float32)
     if CONFIG.KEY_MASK:
         if tl.max(admitted(masks, sizes, offs_n).to(tl.int32), 0) == 0:
-            store_keys(
-                acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, SIDE.DIM
-            )
+            store_keys(acc, dk, masks, sizes, share, b, kv, n0, SIDE.DIM)
             return
     # without the option address arithmetic is hoisted out of this loop until registers spill
     for member in tl.range(0, heads_of_split, num_stages=1, disable_licm=True):
@@ -263,7 +251,7 @@ def dk_kernel(
             first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
             STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
         )  # fmt: skip
-    acc *= dk_scale
+    acc *= dk.scale
     if CONFIG.KEY_MASK:  # a key's sums are of that key alone
         acc = tl.where(admitted(masks, sizes, offs_n)[:, None], acc, 0.0)
-    store_keys(acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, SIDE.DIM)
+    store_keys(acc, dk, masks, sizes, share, b, kv, n0, SIDE.DIM)

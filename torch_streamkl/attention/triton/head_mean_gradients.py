@@ -65,8 +65,7 @@ def gradient_tile(
 @triton.jit(do_not_specialize=["first_block"])
 def mean_dq_kernel(
     student, teacher, masks, mean, first_block, grad_ptr, s_stats_ptr, t_stats_ptr, sum_ptr,
-    dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale, num_blocks, num_heads, ratio, keys_of_split,
-    inv_temperature,
+    dq, num_blocks, num_heads, ratio, keys_of_split, inv_temperature,
     STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of a block of rows of one head of one side, from one share of the keys."""
@@ -101,25 +100,23 @@ def mean_dq_kernel(
     row = row_offset(bh, h, seq, masks) + offs_m
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0)
     # a row that does not count adds nothing, even where its own gradient is not finite
-    acc = tl.where((grad == 0.0)[:, None], 0.0, acc * (grad * dq_scale)[:, None])
-    out = gradient_ptrs(
-        dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, head, seq.start_q + offs_m, BLOCK_D
-    )
+    acc = tl.where((grad == 0.0)[:, None], 0.0, acc * (grad * dq.scale)[:, None])
+    out = gradient_ptrs(dq, masks, split, b, head, seq.start_q + offs_m, BLOCK_D)
     inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < SIDE.DIM)
-    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, acc.to(dq.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_block", "stop_block"])
 def mean_dk_kernel(
     student, teacher, masks, mean, first_block, stop_block, grad_ptr, s_stats_ptr, t_stats_ptr,
-    sum_ptr, dk_ptr, dk_split, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_key_blocks, num_heads,
-    ratio, num_kv_heads, group, rows_of_split, inv_temperature,
+    sum_ptr, dk, num_blocks, num_key_blocks, num_heads, ratio, num_kv_heads, group,
+    rows_of_split, inv_temperature,
     STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes dK of a block of keys of one key head, from one share of the rows of its query
     heads.
 
-    Only rows whose mean is in memory count. What those before them gave is in dk_ptr.
+    Only rows whose mean is in memory count. What those before them gave is in dk.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
@@ -160,11 +157,9 @@ def mean_dk_kernel(
             grad = tl.load(grad_ptr + row, mask=offs_m < seq.num_rows, other=0.0)
             d = tl.where((grad == 0.0)[:, None], 0.0, d * grad[:, None])
             acc = tl.dot(tl.trans(d.to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION)
-    out = gradient_ptrs(
-        dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, split, b, kv, sizes.start_k + offs_n, BLOCK_D
-    )
+    out = gradient_ptrs(dk, masks, split, b, kv, sizes.start_k + offs_n, BLOCK_D)
     inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < SIDE.DIM)
-    acc *= dk_scale
+    acc *= dk.scale
     if first_block > 0:
         acc += tl.load(out, mask=inside, other=0.0)
-    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, acc.to(dk.ptr.dtype.element_ty), mask=inside)

@@ -25,7 +25,7 @@ from torch_streamkl.attention.problem import AttentionProblem, Gradients, NeedsG
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
 from torch_streamkl.attention.triton import forward_splits as splits_of_keys
-from torch_streamkl.kernels.splits import combine_splits, new_splits, split_strides
+from torch_streamkl.kernels.splits import combine_splits, gradient_args, new_splits
 
 
 @packs_rows
@@ -158,13 +158,12 @@ def _gradient(
         grid = (programs * splits, 1, 1)
         sizes = (stage.num_key_blocks, problem.num_heads, group, group // splits)
     partials = new_splits(x, splits)
-    scale = side.scale / problem.temperature
     plan.run(
         (name, student),
         kernel,
         grid,
         (
-            *shared.arguments, partials, *split_strides(partials), scale, *sizes,
+            *shared.arguments, gradient_args(partials, side.scale / problem.temperature), *sizes,
             plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),
