@@ -113,6 +113,42 @@ def register_autograd(
         )
 
 
+def register_recomputing(
+    lib: Library,
+    name: str,
+    num_tensors: int,
+    saved: slice,
+    kept: Callable[[tuple[Any, ...], tuple[Tensor, ...]], Sequence[Tensor | None]] | None = None,
+) -> None:
+    """Registers the gradient of an operator of tensors, then options, whose first result has one.
+
+    ``<name>_backward(grad, *results[saved], needs_grad, *tensors, *options)`` computes those to
+    the first tensors. It gets the operator's tensors, or ``kept(inputs, results)``.
+    """
+    compute = _operator(f"{name}_backward")
+    num_grads = len(compute._schema.returns)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*results[1:])
+        tensors = inputs[:num_tensors] if kept is None else kept(inputs, results)
+        ctx.save_for_backward(*results[saved], *tensors)
+        ctx.options = inputs[num_tensors:]
+        ctx.set_materialize_grads(False)
+
+    def autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        given = ctx.saved_tensors
+        results, tensors = given[:-num_tensors], given[-num_tensors:]
+        needs = list(ctx.needs_input_grad[:num_grads])
+        found: list[Any] = [None] * (num_tensors + len(ctx.options))
+        if grad is not None and any(needs):
+            grads = compute(grad, *results, needs, *tensors, *ctx.options)
+            found[:num_grads] = only_needed(grads, needs)
+        return tuple(found)
+
+    register_autograd(lib, name, autograd, setup_context)
+
+
 def refuse_autograd(lib: Library, name: str, message: str) -> None:
     """Makes the gradient of an operator raise ``message``."""
     torch.library.register_autograd(f"{NAMESPACE}::{name}", _refusal(message), lib=lib)

@@ -159,7 +159,7 @@ def _launch_lm_head(cell: Cell) -> None:
     weights = RowWeights(each, None if p.labels is None else each)
     out, both = RowValues.allocate(p), OfHeads(student_hidden=True, student_weight=True)
     row_kernels.values(p, *logits, out)
-    row_kernels.values_and_gradient(p, *logits, out, weights, both)
+    row_kernels.values(p, *logits, out, weights, both)
     row_kernels.gradient(p, *logits, out, weights, both)
     if p.functional.bilinear is not None:
         shard_kernels.state(p, *logits, torch.empty(8, 512, device="cuda"))
@@ -314,7 +314,7 @@ def name_of(launch: Launch) -> str:
     student, config = launch.args.get("STUDENT"), launch.args.get("CONFIG")
     name = launch.kernel.__name__.removesuffix("_kernel")
     if name == "row":
-        parts = {"values": config.VALUES, "gradient": config.S_GRAD}  # type: ignore[union-attr]
+        parts = {"values": config.VALUES, "gradient": config.STUDENT.GRAD}  # type: ignore[union-attr]
         return " ".join([name, *(part for part, is_there in parts.items() if is_there)])
     return name if student is None else f"{name} {'student' if student else 'teacher'}"
 

@@ -32,6 +32,7 @@ from torch_streamkl.attention.plans import NUM_STATE_FIELDS, clear_plans, plan_o
 from torch_streamkl.attention.problem import RowStatistics
 from torch_streamkl.attention.triton import launches as portable
 from torch_streamkl.kernels import tiles
+from torch_streamkl.kernels.arguments import Outputs
 from torch_streamkl.program.divergences import named
 
 pytestmark = quiet
@@ -248,8 +249,8 @@ def test_only_blocks_with_nan_are_computed_again(
     blocks = tiles.ceil_div(p.longest[0], config.BLOCK_M)
     works = blocks * 2 * plan.num_sequences
     attention_forward.recompute_kernel[(tiles.ceil_div(works, each), 1, 1)](
-        *plan.arguments(p), *found, plan.stats_stride, blocks, 2, works, plan.inv_temperature,
-        plan.fill, each, plan.form, plan.helper, config,
+        *plan.arguments(p), Outputs(*found, plan.stats_stride), blocks, 2, works,
+        plan.inv_temperature, plan.fill, each, plan.form, plan.helper, config,
     )  # fmt: skip
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(
@@ -347,7 +348,7 @@ def test_denominators_of_any_two_sizes() -> None:
     state[0, 1], state[0, 3] = l_t, l_s
     value, stats = RowStatistics.allocate(problem)
     hopper_parts.combine_kernel[(1,)](
-        state, n, state.numel(), 0, n, value, stats.student, stats.teacher, plan.stats_stride,
+        state, n, state.numel(), 0, n, plan.outputs(value, stats),
         1, 1024, plan.form, plan.stage(problem, "forward").config,
     )  # fmt: skip
     check_denominators(value.flatten(), expected)
@@ -387,8 +388,7 @@ def test_parts_of_rows_are_united(
         x.fill_(-1.0)
     hopper_parts.combine_kernel[(-(-last.shape[2] // block),)](
         last, last.stride(1), last.stride(0), first_row, last.shape[2],
-        value, stats.student, stats.teacher, plan.stats_stride,
-        parts, block, plan.form, stage.config,
+        plan.outputs(value, stats), parts, block, plan.form, stage.config,
     )  # fmt: skip
 
     log_s, log_t = (

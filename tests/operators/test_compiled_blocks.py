@@ -156,7 +156,7 @@ def test_without_a_compiler_it_says_so_once_and_runs_the_blocks(
             value, _, grads = query_tiles.forward_with_gradients(problem, None, STUDENT)
             rows = RowValues.allocate(vocab)
             copies = [x.clone() for x in logits]
-            token_tiles.values_and_gradient(vocab, *copies, rows, weights, LinearNeedsGrad(True))
+            token_tiles.values(vocab, *copies, rows, weights, LinearNeedsGrad(True))
     compiled._runs.clear()
     messages = [r.message for r in caplog.records if "Inductor cannot compile" in r.message]
     assert len(messages) == 1 and "eager mode instead" in messages[0], messages
@@ -185,7 +185,7 @@ def test_rows_of_words(dtype: torch.dtype) -> None:
         for x, y in zip(logits, wide, strict=True):
             x.copy_(y)
         out = RowValues.allocate(problem_of_rows)
-        rows.values_and_gradient(
+        rows.values(
             problem_of_rows, *logits, out, weights, LinearNeedsGrad(True, True, True, True)
         )
         results.append([x.double() for x in (out.value, out.hard, out.statistics, *logits)])

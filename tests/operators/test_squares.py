@@ -77,7 +77,7 @@ def _kernel(
 @pytest.mark.parametrize("text", TEXTS)
 def test_running_sums(text: str, near: bool, split: int) -> None:
     """Maxima that move by hundreds, keys that are gone, a student next to its teacher."""
-    from torch_streamkl.kernels.arguments import Config
+    from torch_streamkl.kernels.arguments import Config, SideConfig
 
     torch.manual_seed(0)
     t = torch.randn(8, 64) * torch.tensor([1.0, 1, 1, 30, 30, 300, 1, 1])[:, None]
@@ -88,7 +88,8 @@ def test_running_sums(text: str, near: bool, split: int) -> None:
     factor = Functional.of(text).squares
     assert factor is not None
     form = Form(*[0.0] * 6, factor)
-    off = dict.fromkeys(Config._fields, False)
+    side = SideConfig(*[False] * len(SideConfig._fields))
+    off = {**dict.fromkeys(Config._fields, False), "STUDENT": side, "TEACHER": side}
     log2e = 1.4426950408889634
     out = torch.empty(3, 8)
     _kernel[(1,)](t * log2e, s * log2e, out, SPLIT=split, COEFFICIENTS=form, CONFIG=Config(**off))

@@ -403,7 +403,7 @@ FAULTS = (
     ),
     Fault(
         FORWARD,
-        "above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR",
+        "above &= (state.low_s - lse_s) * LN2 >= CONFIG.STUDENT.FLOOR",
         "above &= True",
         _triton("clamp_reached", "split_keys_clamp"),
         True,
@@ -427,8 +427,8 @@ FAULTS = (
     ),
     Fault(
         "torch_streamkl/attention/plans.py",
-        "return constant._replace(S_TOGETHER=1, T_TOGETHER=1)",
-        "return constant",
+        "STUDENT=student._replace(TOGETHER=1), TEACHER=teacher._replace(TOGETHER=1)",
+        "",
         "kernels/test_offline_compile.py::test_elements_that_lie_together",
     ),
     # -------------------------------------------------------------------------------- launches

@@ -14,7 +14,7 @@ from torch_streamkl.attention.plans import LOG2E, Plan, Stage, plan_of, tensors_
 from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics, Side
 from torch_streamkl.attention.triton import head_mean, head_mean_gradients, head_mean_sums
 from torch_streamkl.kernels.arguments import Mean
-from torch_streamkl.kernels.splits import combine_splits, new_splits, num_splits, split_strides
+from torch_streamkl.kernels.splits import combine_splits, gradient_args, new_splits, num_splits
 from torch_streamkl.kernels.tiles import ceil_div
 
 MEAN_BYTES = 64 << 20  # of the mean in memory, unless one block of rows takes more
@@ -169,9 +169,10 @@ class Launcher:
             ((chunk.stop - chunk.first) * own_ratio, splits, 1),
             (
                 self.student, self.teacher, self.masks, chunk.mean, chunk.first, grad,
-                self.stats.student, self.stats.teacher, sums, partials, *split_strides(partials),
-                side.scale / self.problem.temperature, self.num_blocks, self.problem.num_heads,
-                self.ratio, self.keys_of(splits), self.plan.inv_temperature,
+                self.stats.student, self.stats.teacher, sums,
+                gradient_args(partials, side.scale / self.problem.temperature), self.num_blocks,
+                self.problem.num_heads, self.ratio, self.keys_of(splits),
+                self.plan.inv_temperature,
             ),
             (student, self.plan.helper, self.stage.config),
             self.stage.options,
@@ -191,9 +192,9 @@ class Launcher:
             (self.key_programs(side), splits, 1),
             (
                 self.student, self.teacher, self.masks, chunk.mean, chunk.first, chunk.stop, grad,
-                self.stats.student, self.stats.teacher, sums, partials, *split_strides(partials),
-                side.scale / self.problem.temperature, self.num_blocks, self.stage.num_key_blocks,
-                self.problem.num_heads, self.ratio, side.num_kv_heads,
+                self.stats.student, self.stats.teacher, sums,
+                gradient_args(partials, side.scale / self.problem.temperature), self.num_blocks,
+                self.stage.num_key_blocks, self.problem.num_heads, self.ratio, side.num_kv_heads,
                 side.group, rows_of_split, self.plan.inv_temperature,
             ),
             (student, self.plan.helper, self.stage.config),

@@ -161,7 +161,7 @@ def allocated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return value, stats.student, stats.teacher
 
 
-def _backward_fake(
+def backward_fake(
     grad: Tensor,
     student_stats: Tensor,
     teacher_stats: Tensor,
@@ -169,8 +169,8 @@ def _backward_fake(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    problem, _ = problem_of(*args, **kwargs)
-    return fake_gradients(problem.queries_and_keys, needs_grad, problem.student.q, contiguous)
+    """Returns empty gradients: what a fake call returns."""
+    return fake_gradients(args[:4], needs_grad, args[0], contiguous)
 
 
 def _matmul_flops(given: dict[str, Any], side: str) -> int:
@@ -196,7 +196,7 @@ register(
     _lib,
     "attention_kl_backward",
     run_backward,
-    _backward_fake,
+    backward_fake,
     backward_flops,
     run_compiled_backward,
 )

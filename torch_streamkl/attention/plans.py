@@ -18,12 +18,11 @@ from torch.nn import Parameter
 
 from torch_streamkl.attention.heuristics import triton_launch
 from torch_streamkl.attention.hopper_tiles import HopperLaunch, has_one_bias
-from torch_streamkl.attention.problem import AttentionProblem, Side
+from torch_streamkl.attention.problem import AttentionProblem, RowStatistics, Side
 from torch_streamkl.caches import Bounded
-from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, SideArgs
+from torch_streamkl.kernels.arguments import Config, Form, MaskArgs, Outputs, SideArgs, SideConfig
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
-from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.runtime import capture, launch_table
 from torch_streamkl.runtime.devices import dot_precision, matmul_precision
 from torch_streamkl.runtime.launch import APART, launch
@@ -53,8 +52,7 @@ class Plan:
 
     def __init__(self, problem: AttentionProblem) -> None:
         functional = problem.functional
-        form = functional.closed_form or Bilinear()
-        self.form = Form(form.tt, form.ts, form.st, form.ss, form.t, form.s)
+        self.form = Form.of(functional.closed_form)
         pointwise = functional.bilinear is None or problem.head_mean
         self.helper = helper(functional.text) if pointwise else None
         # of Hopper's forward alone (launch.sums_squares)
@@ -94,6 +92,10 @@ class Plan:
         masks = self._masks or _masks(problem, self._mask_strides)
         student, teacher = self._sides
         return _side(problem.student, student), _side(problem.teacher, teacher), masks
+
+    def outputs(self, value: Tensor, stats: RowStatistics) -> Outputs:
+        """Returns the grouped arguments of values and statistics."""
+        return Outputs(value, stats.student, stats.teacher, self.stats_stride)
 
     def run(
         self,
@@ -183,7 +185,10 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
 def _of_any_address(constant: Any) -> Any:
     """Sets a kernel's constant for tensors that may begin at any address."""
     if isinstance(constant, Config):
-        return constant._replace(S_TOGETHER=1, T_TOGETHER=1)
+        student, teacher = constant.STUDENT, constant.TEACHER
+        return constant._replace(
+            STUDENT=student._replace(TOGETHER=1), TEACHER=teacher._replace(TOGETHER=1)
+        )
     return constant
 
 
@@ -272,25 +277,13 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
 
 def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) -> Config:
     """Returns compile-time choices of a kernel."""
-    functional, student, teacher = problem.functional, problem.student, problem.teacher
+    functional = problem.functional
     guarded = functional.guarded
     return Config(
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
-        S_DIM=student.head_dim,
-        S_BLOCK_D=padded_dim(student.head_dim),
-        T_DIM=teacher.head_dim,
-        T_BLOCK_D=padded_dim(teacher.head_dim),
-        S_TOGETHER=_together(student),
-        T_TOGETHER=_together(teacher),
-        S_SOFTCAP=student.softcap != 0.0,
-        T_SOFTCAP=teacher.softcap != 0.0,
-        S_BIAS=student.bias is not None,
-        T_BIAS=teacher.bias is not None,
-        S_ALIBI=student.alibi_slopes is not None,
-        T_ALIBI=teacher.alibi_slopes is not None,
-        S_SINK=student.sink is not None,
-        T_SINK=teacher.sink is not None,
+        STUDENT=_side_config(problem.student, guarded.student_floor if guarded else 0.0),
+        TEACHER=_side_config(problem.teacher, guarded.teacher_floor if guarded else 0.0),
         HAS_MASK=problem.mask is not None,
         KEY_MASK=_is_of_keys(problem),
         HAS_LEFT=problem.window_left is not None,
@@ -300,9 +293,20 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         FILL_VANISHES=functional.absent == 0.0,
         TWO_PASS=functional.bilinear is None,
         GUARDED=guarded is not None,
-        T_FLOOR=guarded.teacher_floor if guarded else 0.0,
-        S_FLOOR=guarded.student_floor if guarded else 0.0,
-        PRECISION=dot_precision(student.q),
+        PRECISION=dot_precision(problem.student.q),
+    )
+
+
+def _side_config(side: Side, floor: float) -> SideConfig:
+    return SideConfig(
+        DIM=side.head_dim,
+        BLOCK_D=padded_dim(side.head_dim),
+        TOGETHER=_together(side),
+        SOFTCAP=side.softcap != 0.0,
+        BIAS=side.bias is not None,
+        ALIBI=side.alibi_slopes is not None,
+        SINK=side.sink is not None,
+        FLOOR=floor,
     )
 
 

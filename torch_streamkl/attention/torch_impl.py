@@ -33,6 +33,8 @@ from torch_streamkl.attention.torch_scores import (
 )
 from torch_streamkl.cpu import elementwise
 from torch_streamkl.divergences.row_state import (
+    DELTAS,
+    LSES,
     RowState,
     far_below,
     finish,
@@ -112,15 +114,13 @@ def _first_pass(
         low_t.masked_fill_(below, -math.inf)
         low_s.masked_fill_(below, -math.inf)
     sums = finish(state, form, _sink_of(problem.student), _sink_of(problem.teacher))
-    stats.student_lse.copy_(sums.student_lse)
-    stats.teacher_lse.copy_(sums.teacher_lse)
+    sums.copy_to(stats, *LSES)
     rests.student.copy_(sums.student_rest)
     rests.teacher.copy_(sums.teacher_rest)
     if functional.closed_form is None:
         return row_blocks
     value.copy_(sums.value)
-    stats.student_delta.copy_(sums.student_delta)
-    stats.teacher_delta.copy_(sums.teacher_delta)
+    sums.copy_to(stats, *DELTAS)
     if guard is None:
         return []
     above = low_t - sums.teacher_lse >= guard.teacher_floor

@@ -21,10 +21,9 @@ from torch_streamkl.registration import (
     contiguous,
     define,
     fake_gradients,
-    only_needed,
     refuse_vmap,
     register,
-    register_autograd,
+    register_recomputing,
     without_none,
 )
 from torch_streamkl.runtime.devices import runs_kernels
@@ -130,28 +129,15 @@ for _name, _function, _fake, _flops in (
     register(_lib, _name, _function, _fake, _flops)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, stats, lse = output
-    ctx.mark_non_differentiable(stats, lse)
+def _kept(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> list[Any]:
+    """Returns the tensors of the backward, which needs the teacher's log-sum-exps."""
     tensors = list(inputs[:NUM_TENSORS])
     if tensors[LSE] is None:
-        tensors[LSE] = lse
-    ctx.save_for_backward(stats, *tensors)
-    ctx.options = inputs[NUM_TENSORS:]
-    ctx.set_materialize_grads(False)
+        tensors[LSE] = output[2]
+    return tensors
 
 
-def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    stats, *tensors = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    found: list[Any] = [None] * (NUM_TENSORS + len(ctx.options))
-    if grad is not None and any(needs):
-        grads = attention_topk_backward(grad, stats, needs, *tensors, *ctx.options)
-        found[:3] = only_needed(grads, needs)
-    return tuple(found)
-
-
-register_autograd(_lib, "attention_topk", _autograd, _setup_context)
+register_recomputing(_lib, "attention_topk", NUM_TENSORS, slice(1, 2), _kept)
 refuse_vmap(
     _lib,
     "attention_topk",

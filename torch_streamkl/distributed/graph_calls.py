@@ -32,16 +32,9 @@ from torch_streamkl.distributed.dtensors import (
     vocab_dim_of,
 )
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.linear.problem import SPEC
 
-_TENSORS = (
-    "student_hidden",
-    "student_weight",
-    "teacher_hidden",
-    "teacher_weight",
-    "student_bias",
-    "teacher_bias",
-    "labels",
-)
+_TENSORS = SPEC.tensor_names
 
 
 def linear_kl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

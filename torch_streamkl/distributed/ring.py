@@ -24,7 +24,7 @@ from torch_streamkl.attention.heuristics import LSE_UNIT, select_implementation
 from torch_streamkl.attention.problem import AttentionProblem, RowStatistics
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.sequence import HEAD_TAIL, chunks_of
-from torch_streamkl.divergences.row_state import RowState, finish, merge
+from torch_streamkl.divergences.row_state import DELTAS, LSES, RowState, finish, merge
 from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.program.divergences import Functional
 
@@ -188,10 +188,7 @@ def forward(ring: Ring) -> tuple[Tensor, RowStatistics]:
             circle.receive(moving)
     sums = finish(state, form)
     value.copy_(sums.value)
-    stats.student_lse.copy_(sums.student_lse)
-    stats.student_delta.copy_(sums.student_delta)
-    stats.teacher_lse.copy_(sums.teacher_lse)
-    stats.teacher_delta.copy_(sums.teacher_delta)
+    sums.copy_to(stats, *LSES, *DELTAS)
     return value, stats
 
 

@@ -19,12 +19,9 @@ from torch_streamkl.distributed import collectives, ring
 from torch_streamkl.distributed.ring import Ring
 from torch_streamkl.registration import (
     NAMESPACE,
-    contiguous,
     define,
-    fake_gradients,
-    only_needed,
     register,
-    register_autograd,
+    register_recomputing,
     without_none,
 )
 from torch_streamkl.spec import Spec
@@ -93,17 +90,6 @@ def _backward(
     return without_none(grads, args[0])
 
 
-def _backward_fake(
-    grad: Tensor,
-    student_stats: Tensor,
-    teacher_stats: Tensor,
-    needs_grad: list[bool],
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, ...]:
-    return fake_gradients(args[:4], needs_grad, args[0], contiguous)
-
-
 def _of_ring(flops: Callable[[dict[str, Any]], int], given: dict[str, Any]) -> int:
     """Counts what a rank computes with the keys of all ranks."""
     return flops(given) * collectives.resolve(given["group_name"]).size()
@@ -112,28 +98,5 @@ def _of_ring(flops: Callable[[dict[str, Any]], int], given: dict[str, Any]) -> i
 _forward_flops = functools.partial(_of_ring, ops.forward_flops)
 _backward_flops = functools.partial(_of_ring, ops.backward_flops)
 register(_lib, "attention_kl_ring", _forward, _forward_fake, _forward_flops)
-register(_lib, "attention_kl_ring_backward", _backward, _backward_fake, _backward_flops)
-
-
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:], *inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
-    ctx.set_materialize_grads(False)
-
-
-def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    needs_grad = list(ctx.needs_input_grad[:4])
-    num_inputs = _NUM_TENSORS + len(ctx.options)
-    if grad is None:
-        return (None,) * num_inputs
-    student_stats, teacher_stats, *tensors = ctx.saved_tensors
-    grads = attention_kl_ring_backward(
-        grad, student_stats, teacher_stats, needs_grad, *tensors, *ctx.options
-    )
-    return (*only_needed(grads, needs_grad), *(None,) * (num_inputs - 4))
-
-
-register_autograd(_lib, "attention_kl_ring", _autograd, _setup_context)
+register(_lib, "attention_kl_ring_backward", _backward, ops.backward_fake, _backward_flops)
+register_recomputing(_lib, "attention_kl_ring", _NUM_TENSORS, slice(1, 3))

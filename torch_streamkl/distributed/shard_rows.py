@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.distributed import collectives
-from torch_streamkl.divergences.row_state import RowState, finish, merge
+from torch_streamkl.divergences.row_state import DELTAS, LSES, RowState, finish, merge
 from torch_streamkl.linear import chunks as linear_chunks
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.chunks import Gradients, GradientSums, logits_buffer, logits_of
@@ -80,12 +80,8 @@ def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValue
     for other in states[1:]:
         total = merge(total, other, form)
     row_sums = finish(total, form)
-    out.student_lse.copy_(row_sums.student_lse)
-    out.teacher_lse.copy_(row_sums.teacher_lse)
+    row_sums.copy_to(out, *LSES, "value", *DELTAS)
     linear_rows.copy_rests(total, out)
-    out.value.copy_(row_sums.value)
-    out.student_delta.copy_(row_sums.student_delta)
-    out.teacher_delta.copy_(row_sums.teacher_delta)
     if problem.labels is None:
         out.hard_lse.zero_()
         return
@@ -202,7 +198,7 @@ def forward_with_gradients(
 ) -> tuple[RowValues, Gradients]:
     """Returns values, statistics and this rank's gradients of the weighted sum."""
     problem = shard.problem
-    if not (needs_grad.student or needs_grad.teacher):
+    if not needs_grad.any:
         return forward(shard), (None,) * 6
     # of the student two buffers, and of the teacher two if they become a gradient
     student_bytes, teacher_bytes = shard.row_bytes

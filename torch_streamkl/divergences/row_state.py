@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch_streamkl.cpu import elementwise
 from torch_streamkl.program.divergence_forms import Bilinear
 
+LSES, DELTAS = ("student_lse", "teacher_lse"), ("student_delta", "teacher_delta")
 FAR = 1e3  # nats: the exponential of its negative is 0 in every dtype we compute in
 
 
@@ -192,6 +194,11 @@ class RowSums:
     teacher_delta: Tensor
     student_rest: Tensor
     teacher_rest: Tensor
+
+    def copy_to(self, out: Any, *names: str) -> None:
+        """Copies those of these names to where an operator returns them."""
+        for name in names:
+            getattr(out, name).copy_(getattr(self, name))
 
 
 def finish(

@@ -8,7 +8,10 @@ never read.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any, NamedTuple
+
+from torch_streamkl.program.divergence_forms import Bilinear
 
 
 class SideArgs(NamedTuple):
@@ -69,25 +72,26 @@ class Mean(NamedTuple):
     stride: Any  # of a row
 
 
+class SideConfig(NamedTuple):
+    """Holds the compile-time choices of one side; SIDE inside of the kernels."""
+
+    DIM: int  # head_dim, and the power of two that holds it
+    BLOCK_D: int
+    TOGETHER: int  # known vector alignment in elements, if strides are no multiples of 16
+    SOFTCAP: bool
+    BIAS: bool
+    ALIBI: bool
+    SINK: bool
+    FLOOR: float  # log-probabilities above which no clamp is reached
+
+
 class Config(NamedTuple):
     """Holds the compile-time choices of one kernel; CONFIG inside of the kernels."""
 
     BLOCK_M: int  # query rows of a tile
     BLOCK_N: int  # keys of a tile
-    S_DIM: int  # head_dim of the student, and the power of two that holds it
-    S_BLOCK_D: int
-    T_DIM: int
-    T_BLOCK_D: int
-    S_TOGETHER: int  # known vector alignment in elements, if strides are no multiples of 16
-    T_TOGETHER: int
-    S_SOFTCAP: bool
-    T_SOFTCAP: bool
-    S_BIAS: bool
-    T_BIAS: bool
-    S_ALIBI: bool
-    T_ALIBI: bool
-    S_SINK: bool
-    T_SINK: bool
+    STUDENT: SideConfig
+    TEACHER: SideConfig
     HAS_MASK: bool
     KEY_MASK: bool  # ... that is the same for all heads and rows, as one of padding is
     HAS_LEFT: bool  # a window bound on that side
@@ -97,8 +101,6 @@ class Config(NamedTuple):
     FILL_VANISHES: bool  # ... but not where they have no probability: NOTE in row_state.py
     TWO_PASS: bool  # the functional is not linear in the log-probabilities
     GUARDED: bool  # ... but is where the clamps are not reached
-    T_FLOOR: float  # log-probabilities above which they are not
-    S_FLOOR: float
     PRECISION: str  # of float32 dot products
 
 
@@ -112,6 +114,11 @@ class Form(NamedTuple):
     T: float
     S: float
     SQUARES: float = 0.0  # of (P - S)^2; all others are 0 then
+
+    @staticmethod
+    def of(form: Bilinear | None) -> Form:
+        """Returns the coefficients of a form, 0 without one."""
+        return Form(*astuple(form or Bilinear()))
 
 
 class State(NamedTuple):
@@ -150,6 +157,36 @@ class Sequence(NamedTuple):
     num_valid: Any  # keys that key_lengths admits
     offset: Any  # key position that query 0 is aligned with
     mask_offset: Any
+
+
+class Problem(NamedTuple):
+    """Holds what all tiles of a sequence share."""
+
+    student: Any  # SideArgs
+    teacher: Any
+    masks: Any  # MaskArgs
+    seq: Any  # Sequence
+    inv_temperature: Any  # times log2(e)
+
+
+class Outputs(NamedTuple):
+    """Holds pointers to values and statistics of rows."""
+
+    value: Any
+    s_stats: Any  # log-sum-exps, and stats_stride after them the deltas
+    t_stats: Any
+    stats_stride: Any
+
+
+class GradientArgs(NamedTuple):
+    """Holds pointer and strides of (splits of) a gradient to q or k, and its factor."""
+
+    ptr: Any
+    split: Any
+    b: Any
+    h: Any
+    n: Any
+    scale: Any
 
 
 class Rows(NamedTuple):

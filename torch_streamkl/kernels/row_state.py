@@ -206,8 +206,8 @@ def masked_fill_value(count, fill, HAS_SINK: tl.constexpr):
 def with_masked_keys(state, num_keys, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """Adds the keys that are not allowed to a state, at the score they were filled with."""
     absent = num_keys - state.count
-    fill_t = masked_fill_value(state.count, fill, CONFIG.T_SINK)
-    fill_s = masked_fill_value(state.count, fill, CONFIG.S_SINK)
+    fill_t = masked_fill_value(state.count, fill, CONFIG.TEACHER.SINK)
+    fill_s = masked_fill_value(state.count, fill, CONFIG.STUDENT.SINK)
     if CONFIG.FILL_VANISHES:  # NOTE [Masked keys far below] in divergences/row_state.py
         far = ((state.m_t - fill_t) * LN2 >= FAR) & ((state.m_s - fill_s) * LN2 >= FAR)
         absent = tl.where(far, 0.0, absent)
@@ -233,23 +233,27 @@ def denominator(row_sum, m, sink, HAS_SINK: tl.constexpr):
 @triton.jit
 def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """Returns lse_t and lse_s in log2 units, and value and deltas in nats, as the torch twin."""
-    if CONFIG.T_SINK or CONFIG.S_SINK:
+    if CONFIG.TEACHER.SINK or CONFIG.STUDENT.SINK:
         # a sink above every key becomes the maximum: exp2(sink - m) must not overflow
         zero = state.l_t * 0.0
         fill_t = zero + LOW
         fill_s = zero + LOW
         # one of -inf is none: 0 keys at a distance of -inf would be NaN
-        if CONFIG.T_SINK:
+        if CONFIG.TEACHER.SINK:
             fill_t = tl.maximum(zero + sink_t, LOW)
-        if CONFIG.S_SINK:
+        if CONFIG.STUDENT.SINK:
             fill_s = tl.maximum(zero + sink_s, LOW)
         state = merge(
             state,
             State(fill_t, zero, fill_s, zero, zero, zero, state.low_t, state.low_s, zero),
             COEFFICIENTS,
         )
-    total_t, log_normalizer_t, lse_t = denominator(state.l_t, state.m_t, sink_t, CONFIG.T_SINK)
-    total_s, log_normalizer_s, lse_s = denominator(state.l_s, state.m_s, sink_s, CONFIG.S_SINK)
+    total_t, log_normalizer_t, lse_t = denominator(
+        state.l_t, state.m_t, sink_t, CONFIG.TEACHER.SINK
+    )
+    total_s, log_normalizer_s, lse_s = denominator(
+        state.l_s, state.m_s, sink_s, CONFIG.STUDENT.SINK
+    )
     # Where P is nearly S, one logarithm: two that are nearly equal would leave their roundings.
     # Elsewhere a ratio may overflow, and their difference is good.
     ratio = total_t / tl.where(total_s == 0.0, 1.0, total_s)
@@ -259,8 +263,8 @@ def finish(state, sink_t, sink_s, COEFFICIENTS: tl.constexpr, CONFIG: tl.constex
     )
     scale_t = tl.math.exp2(-log_normalizer_t)
     scale_s = tl.math.exp2(-log_normalizer_s)
-    row_sum_t = total_row_sum(state.l_t, scale_t, CONFIG.T_SINK)
-    row_sum_s = total_row_sum(state.l_s, scale_s, CONFIG.S_SINK)
+    row_sum_t = total_row_sum(state.l_t, scale_t, CONFIG.TEACHER.SINK)
+    row_sum_s = total_row_sum(state.l_s, scale_s, CONFIG.STUDENT.SINK)
     e_t = row_sum_t * 0.0
     e_s = row_sum_s * 0.0
     if COEFFICIENTS.TT != 0.0 or COEFFICIENTS.TS != 0.0:

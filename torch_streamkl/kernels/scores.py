@@ -46,17 +46,10 @@ def bind_rows(masks, block, bh, num_heads, ratio, CONFIG: tl.constexpr):
 
 @triton.jit
 def bind_side(
-    side,
-    masks,
-    seq,
-    b,
-    h,
-    inv_temperature,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SINK: tl.constexpr,
+    side, masks, seq, b, h, inv_temperature, STUDENT: tl.constexpr, CONFIG: tl.constexpr
 ):
     """Moves one side's pointers to query head h."""
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     b = b.to(tl.int64)
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
@@ -70,30 +63,14 @@ def bind_side(
     )
     slope = 0.0
     sink = 0.0
-    if HAS_ALIBI:
+    if SIDE.ALIBI:
         slope = tl.load(side.slopes + h).to(tl.float32) * inv_temperature
-    if HAS_SINK:
+    if SIDE.SINK:
         sink = tl.load(side.sink + h).to(tl.float32) * LOG2E
     bias_offset = b * 0
-    if HAS_BIAS:
+    if SIDE.BIAS:
         bias_offset = b * side.bias_b + head * side.bias_h
     return Bound(q, k, bias_offset, slope, sink)
-
-
-@triton.jit
-def bind_student(student, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
-    """Moves the student's pointers to query head h."""
-    return bind_side(
-        student, masks, seq, b, h, inv_temperature, CONFIG.S_BIAS, CONFIG.S_ALIBI, CONFIG.S_SINK
-    )
-
-
-@triton.jit
-def bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG: tl.constexpr):
-    """Moves the teacher's pointers to query head h."""
-    return bind_side(
-        teacher, masks, seq, b, h, inv_temperature, CONFIG.T_BIAS, CONFIG.T_ALIBI, CONFIG.T_SINK
-    )
 
 
 @triton.jit
@@ -119,34 +96,37 @@ def load_tile(
 
 
 @triton.jit
-def student_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
-    """Loads rows of the student's q or k."""
+def query_tile(
+    side, bound, offs, seq, CHECK: tl.constexpr, STUDENT: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Loads rows of a side's q."""
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     return load_tile(
-        ptr, offs, num, stride, stride_d, CONFIG.S_DIM, CONFIG.S_BLOCK_D, CHECK, CONFIG.S_TOGETHER
-    )
+        bound.q, offs, seq.num_rows, side.q_m, side.q_d, SIDE.DIM, SIDE.BLOCK_D, CHECK,
+        SIDE.TOGETHER,
+    )  # fmt: skip
 
 
 @triton.jit
-def teacher_tile(ptr, offs, num, stride, stride_d, CHECK: tl.constexpr, CONFIG: tl.constexpr):
-    """Loads rows of the teacher's q or k."""
+def key_tile(
+    side, bound, offs, seq, CHECK: tl.constexpr, STUDENT: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Loads rows of a side's k."""
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     return load_tile(
-        ptr, offs, num, stride, stride_d, CONFIG.T_DIM, CONFIG.T_BLOCK_D, CHECK, CONFIG.T_TOGETHER
-    )
+        bound.k, offs, seq.num_keys, side.k_n, side.k_d, SIDE.DIM, SIDE.BLOCK_D, CHECK,
+        SIDE.TOGETHER,
+    )  # fmt: skip
 
 
 @triton.jit
-def gradient_ptrs(
-    ptr, stride_split, stride_b, stride_h, stride, masks, share, b, head, rows,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Returns where rows of a gradient to q or k are written [rows, BLOCK_D], with splits.py's
-    strides.
-    """
+def gradient_ptrs(gradient, masks, share, b, head, rows, BLOCK_D: tl.constexpr):
+    """Returns where rows of a gradient to q or k are written [rows, BLOCK_D]."""
     if masks.cu_seqlens_q is not None:
         b = b * 0  # packed tensors have one batch element
-    out = ptr + share.to(tl.int64) * stride_split
-    out += b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    return out + (rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :])
+    out = gradient.ptr + share.to(tl.int64) * gradient.split
+    out += b.to(tl.int64) * gradient.b + head.to(tl.int64) * gradient.h
+    return out + (rows.to(tl.int64)[:, None] * gradient.n + tl.arange(0, BLOCK_D)[None, :])
 
 
 @triton.jit
@@ -158,23 +138,32 @@ def tanh(x):
 
 @triton.jit
 def transformed(
-    dot, side, bound, seq, rows, cols, inside, inv_temperature,
-    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
-):  # fmt: skip
+    dot,
+    side,
+    bound,
+    seq,
+    rows,
+    cols,
+    inside,
+    inv_temperature,
+    STUDENT: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """Returns scores in units of log2(e) / temperature, and d(capped)/d(scaled dot) with a
     softcap.
 
     ``inv_temperature`` is log2(e) / temperature, and ``side.scale`` includes it unless a softcap
     stands between the two.
     """
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     slope = dot
-    if HAS_SOFTCAP:
+    if SIDE.SOFTCAP:
         capped = tanh(dot * (side.scale / side.softcap))
         x = capped * (side.softcap * inv_temperature)
         slope = 1.0 - capped * capped
     else:
         x = dot * side.scale
-    if HAS_BIAS:
+    if SIDE.BIAS:
         ptrs = (
             side.bias
             + bound.bias_offset
@@ -182,49 +171,9 @@ def transformed(
             + cols.to(tl.int64) * side.bias_n
         )
         x += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * inv_temperature
-    if HAS_ALIBI:
+    if SIDE.ALIBI:
         x -= tl.abs(rows + seq.offset - cols).to(tl.float32) * bound.slope
     return x, slope
-
-
-@triton.jit
-def student_scores(
-    dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
-):
-    """Applies the student's score transform to dot products."""
-    return transformed(
-        dot,
-        side,
-        bound,
-        seq,
-        rows,
-        cols,
-        inside,
-        inv_temperature,
-        CONFIG.S_SOFTCAP,
-        CONFIG.S_BIAS,
-        CONFIG.S_ALIBI,
-    )
-
-
-@triton.jit
-def teacher_scores(
-    dot, side, bound, seq, rows, cols, inside, inv_temperature, CONFIG: tl.constexpr
-):
-    """Applies the teacher's score transform to dot products."""
-    return transformed(
-        dot,
-        side,
-        bound,
-        seq,
-        rows,
-        cols,
-        inside,
-        inv_temperature,
-        CONFIG.T_SOFTCAP,
-        CONFIG.T_BIAS,
-        CONFIG.T_ALIBI,
-    )
 
 
 @triton.jit

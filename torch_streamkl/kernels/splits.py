@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_streamkl.kernels.arguments import GradientArgs
+
 
 def new_splits(x: Tensor, splits: int, adds: bool = False) -> Tensor:
     """Allocates the splits to which a gradient to x is written.
@@ -23,10 +25,11 @@ def new_splits(x: Tensor, splits: int, adds: bool = False) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
 
 
-def split_strides(splits: Tensor) -> tuple[int, ...]:
-    """Returns the strides of splits, batch, heads and sequence."""
-    strides = splits.stride()
-    return (0, *strides[:3]) if splits.dim() == 4 else (strides[2], *strides[:2], strides[3])
+def gradient_args(splits: Tensor, scale: float) -> GradientArgs:
+    """Groups a kernel's arguments of a gradient that it writes."""
+    s = splits.stride()
+    strides = (0, *s[:3]) if splits.dim() == 4 else (s[2], *s[:2], s[3])
+    return GradientArgs(splits, *strides, scale)
 
 
 def num_splits(splits: Tensor) -> int:

@@ -37,7 +37,7 @@ from torch_streamkl.linear.problem import (
     row_bytes,
     workspace_bytes,
 )
-from torch_streamkl.runtime.streams import SideStream
+from torch_streamkl.runtime.streams import NO_SIDE, SideStream
 from torch_streamkl.runtime.workspace import MIB, Chunks, even_ranges, even_step, padded, ranges
 from torch_streamkl.spec import SIDES
 
@@ -129,7 +129,7 @@ def forward_with_gradients(
     rows: ModuleType = linear_rows,
 ) -> tuple[RowValues, Gradients]:
     """Returns values, statistics and the gradients of the weighted sum."""
-    if not (needs_grad.student or needs_grad.teacher):
+    if not needs_grad.any:
         return forward(problem, max_workspace_mib, rows), (None,) * len(fields(NeedsGrad))
     chunks = gradient_chunks(problem, needs_grad, max_workspace_mib)
     if -(-problem.num_tokens // chunks.tokens) > max_sums(problem):  # NOTE [Sums over chunks]
@@ -141,7 +141,7 @@ def forward_with_gradients(
     teacher = logits_buffer(problem.teacher, chunks.teacher_tokens)
     whole_vocab = slice(0, max(head.vocab_size for head in problem.heads))
     has_room = workspace_bytes(problem, max_workspace_mib) >= SIDE_STREAM_MIB * MIB
-    side = SideStream(student.device, has_room and not isinstance(student, FakeTensor))
+    side = SideStream(student, has_room)
     for chunk in even_ranges(problem.num_tokens, chunks.tokens, token_multiple(problem)):
         parts = list(ranges(chunk.stop - chunk.start, chunks.teacher_tokens))
         for part in parts:
@@ -151,15 +151,11 @@ def forward_with_gradients(
             if part is parts[0]:
                 side.join()  # the last chunk's weight gradient reads the student's buffer
                 s = logits_of(problem.of_tokens(chunk).student, student)
-            rows.values_and_gradient(
+            rows.values(
                 rows_of, s[part], t, out.of_tokens(tokens), weights.of_tokens(tokens), needs_grad
             )
             teacher_sums.add(t, tokens, whole_vocab)
-        side.fork()
-        student_sums.add_to_hidden(s, chunk, whole_vocab)
-        with side:
-            student_sums.add_to_weight(s, chunk, whole_vocab)
-        student_sums.add_to_bias(s, whole_vocab)
+        student_sums.add(s, chunk, whole_vocab, side)
     side.join()
     return out, gradients_of([student_sums, teacher_sums])
 
@@ -274,13 +270,18 @@ class GradientSums:
             of_bias = torch.zeros_like(x, dtype=problem.compute_dtype) if name == "bias" else None
             self.sums[name] = like(x) if of_bias is None else of_bias
 
-    def add(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:
+    def add(
+        self, d_logits: Tensor, tokens: slice, vocab: slice, side: SideStream = NO_SIDE
+    ) -> None:
         """Adds a block of tokens and of the vocabulary; blocks come in order.
 
         The block has as many columns as this side has of that part of the vocabulary, maybe none.
+        The weight's gradient is summed on the side stream.
         """
+        side.fork()
         self.add_to_hidden(d_logits, tokens, vocab)
-        self.add_to_weight(d_logits, tokens, vocab)
+        with side:
+            self.add_to_weight(d_logits, tokens, vocab)
         self.add_to_bias(d_logits, vocab)
 
     def add_to_hidden(self, d_logits: Tensor, tokens: slice, vocab: slice) -> None:

@@ -216,10 +216,15 @@ class NeedsGrad:
     def teacher(self) -> bool:
         return self._of("teacher")
 
+    @property
+    def any(self) -> bool:
+        return self.student or self.teacher
+
     def _of(self, side: str) -> bool:
         return any(getattr(self, f"{side}_{part}") for part in PARTS)
 
 
+NO_WEIGHTS, NOTHING = RowWeights(None, None), NeedsGrad()  # of values without gradients
 PARTS = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight")  # of a `Head`
 OUTPUTS = tuple((x.name.split("_", 1)[0], x.name.split("_", 1)[1]) for x in fields(NeedsGrad))
 

@@ -16,13 +16,23 @@ from torch import Tensor
 
 from torch_streamkl.cpu import elementwise
 from torch_streamkl.divergences.row_state import (
+    DELTAS,
+    LSES,
     RowState,
     finish,
     merge,
     state_of_scores,
     without_infinity,
 )
-from torch_streamkl.linear.problem import Head, LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.linear.problem import (
+    NO_WEIGHTS,
+    NOTHING,
+    Head,
+    LinearProblem,
+    NeedsGrad,
+    RowValues,
+    RowWeights,
+)
 from torch_streamkl.program.divergence_forms import Bilinear
 from torch_streamkl.program.divergences import evaluate, variables_of
 from torch_streamkl.program.graph import Node
@@ -41,20 +51,24 @@ class Block:
     slope: Tensor | float
 
 
-def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
+def values(
+    problem: LinearProblem,
+    student: Tensor,
+    teacher: Tensor,
+    out: RowValues,
+    weights: RowWeights = NO_WEIGHTS,
+    needs_grad: NeedsGrad = NOTHING,
+) -> None:
     """Computes values and statistics of rows from both sides' whole logits [num_tokens,
-    vocab_size].
+    vocab_size], and overwrites these by gradients that are needed.
     """
     functional = problem.functional
     state, hard_lse = partial_state(problem, student, teacher, functional.bilinear or Bilinear())
     sums = finish(state, functional.bilinear or Bilinear())
-    out.student_lse.copy_(sums.student_lse)
-    out.teacher_lse.copy_(sums.teacher_lse)
+    sums.copy_to(out, *LSES)
     copy_rests(state, out)
     if functional.bilinear is not None:
-        out.value.copy_(sums.value)
-        out.student_delta.copy_(sums.student_delta)
-        out.teacher_delta.copy_(sums.teacher_delta)
+        sums.copy_to(out, "value", *DELTAS)
     else:
         second_pass(problem, student, teacher, out)
     if problem.labels is not None:
@@ -65,6 +79,8 @@ def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowVal
         out.hard.copy_(hard_values(problem, label_y, hard_lse))
     else:
         out.hard_lse.zero_()
+    if needs_grad.any:
+        gradient(problem, student, teacher, out, weights, needs_grad)
 
 
 def copy_rests(state: RowState, out: RowValues) -> None:
@@ -164,19 +180,6 @@ def _store(d_score: Tensor, block: Block, logits: Tensor) -> None:
     if isinstance(block.slope, Tensor) or block.slope != 1.0:
         d_score = d_score.mul_(block.slope)
     logits[:, block.vocab].copy_(d_score)
-
-
-def values_and_gradient(
-    problem: LinearProblem,
-    student: Tensor,
-    teacher: Tensor,
-    out: RowValues,
-    weights: RowWeights,
-    needs_grad: NeedsGrad,
-) -> None:
-    """Computes values and gradients, from whole rows of logits."""
-    values(problem, student, teacher, out)
-    gradient(problem, student, teacher, out, weights, needs_grad)
 
 
 def _weighted(grad: Tensor, weight: Tensor | None, temperature: float = 1.0) -> Tensor:

@@ -15,32 +15,30 @@ from torch_streamkl.cpu import compiled
 from torch_streamkl.cpu.compiled import Described
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear.compiled_rows import VocabForm, vocab_backward, vocab_forward
-from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues, RowWeights
+from torch_streamkl.linear.problem import (
+    NO_WEIGHTS,
+    NOTHING,
+    LinearProblem,
+    NeedsGrad,
+    RowValues,
+    RowWeights,
+)
 from torch_streamkl.runtime.workspace import ranges
 
 BLOCK_ELEMENTS = 2**18  # logits of one side: with exponentials four tiles, in the cores' caches
-NOTHING = NeedsGrad()
 
 
-def values(problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues) -> None:
-    """Computes values and statistics of rows from both sides' whole logits [num_tokens,
-    vocab_size].
-    """
-    if not _forward(problem, student, teacher, out, None, NOTHING):
-        linear_rows.values(problem, student, teacher, out)
-
-
-def values_and_gradient(
+def values(
     problem: LinearProblem,
     student: Tensor,
     teacher: Tensor,
     out: RowValues,
-    weights: RowWeights,
-    needs_grad: NeedsGrad,
+    weights: RowWeights = NO_WEIGHTS,
+    needs_grad: NeedsGrad = NOTHING,
 ) -> None:
-    """Computes values and gradients, from whole rows of logits."""
+    """Computes values, statistics and gradients as the function of linear/rows.py."""
     if not _forward(problem, student, teacher, out, weights, needs_grad):
-        linear_rows.values_and_gradient(problem, student, teacher, out, weights, needs_grad)
+        linear_rows.values(problem, student, teacher, out, weights, needs_grad)
 
 
 def gradient(
@@ -52,7 +50,7 @@ def gradient(
     needs_grad: NeedsGrad,
 ) -> None:
     """Overwrites logits by their gradients; the teacher's only if it needs one."""
-    form, numbers = _form(problem, weights, needs_grad), _numbers(problem)
+    form, numbers = _form(problem, needs_grad), _numbers(problem)
     for part, s, t in _parts(problem, student, teacher):
         inputs = _inputs(problem.of_tokens(part), s, t, numbers) | _weights(problem, weights, part)
         inputs["statistics"] = (rows.statistics[:, part].t(), "r7")
@@ -68,7 +66,7 @@ def _forward(
     student: Tensor,
     teacher: Tensor,
     out: RowValues,
-    weights: RowWeights | None,
+    weights: RowWeights,
     needs_grad: NeedsGrad,
 ) -> bool:
     """Computes the forward, or returns False and changes nothing."""
@@ -77,10 +75,10 @@ def _forward(
     label_y = None
     if problem.labels is not None:  # before gradients replace the logits
         label_y = linear_rows.label_scores(problem, student, problem.compute_dtype)
-    form, numbers = _form(problem, weights, needs_grad), _numbers(problem)
+    form, numbers = _form(problem, needs_grad), _numbers(problem)
     for part, s, t in _parts(problem, student, teacher):
         inputs = _inputs(problem.of_tokens(part), s, t, numbers)
-        if weights is not None:
+        if needs_grad.any:
             inputs |= _weights(problem, weights, part)
         run = compiled.find(vocab_forward, form, inputs)
         if run is None:
@@ -109,15 +107,15 @@ def _parts(
         yield part, student[part], teacher[part]
 
 
-def _form(problem: LinearProblem, weights: RowWeights | None, needs_grad: NeedsGrad) -> VocabForm:
+def _form(problem: LinearProblem, needs_grad: NeedsGrad) -> VocabForm:
     return VocabForm(
         functional=problem.functional.text,
         dtype=problem.compute_dtype,
         softcaps=(bool(problem.student.softcap), bool(problem.teacher.softcap)),
         has_temperature=problem.temperature != 1.0,
         has_labels=problem.labels is not None,
-        student=weights is not None and needs_grad.student,
-        teacher=weights is not None and needs_grad.teacher,
+        student=needs_grad.student,
+        teacher=needs_grad.teacher,
     )
 
 

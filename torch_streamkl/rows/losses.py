@@ -27,7 +27,7 @@ from torch_streamkl.rows.tile import RowValue
 class LossResult:
     """Holds what each row adds to a loss, the loss's gradients, and the program's outputs."""
 
-    values: Tensor
+    values: Tensor  # [batch, 1, rows]
     grads: list[Tensor | None]
     outputs: list[Tensor]
 
@@ -86,17 +86,17 @@ class RowLoss:
         return not any(nodes[i].op == "reduction" for i in used_by(nodes, found.values()))
 
 
-def values(
+def result_of(
     problem: RowProblem,
     loss: RowLoss,
     reductions: dict[int, Tensor],
     tensors: Sequence[Tensor],
-    at: Slices,
-) -> Tensor:
-    """Computes what each row of a block adds, [batch, 1, rows]; ``reductions`` are of the
-    block.
-    """
-    return _evaluated(problem, loss.nodes, [len(loss.nodes) - 1], reductions, tensors, at)[0]
+    grads: list[Tensor | None],
+) -> LossResult:
+    """Returns the result of a problem with these reductions and gradients."""
+    roots, at = [len(loss.nodes) - 1], tile.whole(problem)
+    (values,) = _evaluated(problem, loss.nodes, roots, reductions, tensors, at)
+    return LossResult(values, grads, [reductions[c] for c in problem.program.outputs])
 
 
 def gradients(
@@ -106,7 +106,9 @@ def gradients(
     tensors: Sequence[Tensor],
     at: Slices,
 ) -> dict[int, Tensor]:
-    """Returns the derivative of that by each reduction that it depends on."""
+    """Returns the derivative of what each row of a block adds by each reduction that it depends
+    on; ``reductions`` are of the block.
+    """
     nodes, found = loss.slopes
     computed = _evaluated(problem, nodes, list(found.values()), reductions, tensors, at)
     return dict(zip(found, computed, strict=True))

@@ -137,9 +137,7 @@ def loss_and_gradients(
         if flag:
             n = 2 * s.dot + i
             out[n] = gradient.view(problem.operands[s.dot][i].shape)
-    value = {output: every[1].view(1, 1, -1)}
-    values = losses.values(problem, loss, value, tensors, at)
-    return losses.LossResult(values, out, [value[output]])
+    return losses.result_of(problem, loss, {output: every[1].view(1, 1, -1)}, tensors, out)
 
 
 def _gradients(

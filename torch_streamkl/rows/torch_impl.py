@@ -441,8 +441,7 @@ def loss_and_gradients(
                 problem, i, whole, logits[i], sums.out[2 * i], sums.out[2 * i + 1]
             )
     reductions = dict(enumerate(result.reductions))
-    values = losses.values(problem, loss, reductions, tensors, tile.whole(problem))
-    return losses.LossResult(values, sums.finished, [reductions[c] for c in program.outputs])
+    return losses.result_of(problem, loss, reductions, tensors, sums.finished)
 
 
 def _tokens_of_chunk(problem: RowProblem) -> int:

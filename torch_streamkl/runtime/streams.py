@@ -6,19 +6,23 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_streamkl.runtime.launch import active_observer
 
 
 class SideStream:
-    """Provides a second stream of a GPU if it is wanted, and does nothing on a CPU.
+    """Provides a second stream of a tensor's GPU if it is wanted, and does nothing on a CPU.
 
     Two matmuls of a chunk run side by side: one fills the multiprocessors that the last tiles of
     the other leave idle, and hides the memory traffic of the running sum.
     """
 
-    def __init__(self, device: torch.device, is_needed: bool) -> None:
-        self.stream = _side_stream(device) if is_needed and device.type == "cuda" else None
+    def __init__(self, x: Tensor | None, is_needed: bool = True) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        if x is not None and is_needed and x.is_cuda and not isinstance(x, FakeTensor):
+            self.stream = _side_stream(x.device)
         self.is_busy = False
 
     def _notify(self, what: str) -> None:
@@ -50,6 +54,9 @@ class SideStream:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.is_busy = False
             self._notify("join")
+
+
+NO_SIDE = SideStream(None)
 
 
 @functools.cache

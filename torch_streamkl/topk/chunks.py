@@ -17,7 +17,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_streamkl.linear.chunks import (
     SIDE_STREAM_MIB,
@@ -157,7 +156,7 @@ def forward_with_gradients(
     buffer = logits_buffer(problem.head, longest)
     whole = slice(0, problem.head.vocab_size)
     has_room = exchange.workspace >= SIDE_STREAM_MIB * MIB
-    side = SideStream(buffer.device, has_room and not isinstance(buffer, FakeTensor))
+    side = SideStream(buffer, has_room)
     for chunk in chunks:
         part, results = problem.of_tokens(chunk), out.of_tokens(chunk)
         places = Places.of(part)
@@ -168,11 +167,7 @@ def forward_with_gradients(
         entries.results(part, merged, results)
         weighted = results.times(weight[chunk])
         _gradient_(part, rows, logits, entry_logits, places, weighted)
-        side.fork()
-        sums.add_to_hidden(logits, chunk, whole)
-        with side:
-            sums.add_to_weight(logits, chunk, whole)
-        sums.add_to_bias(logits, whole)
+        sums.add(logits, chunk, whole, side)
     side.join()
     return out, _gradients_of(sums)
 

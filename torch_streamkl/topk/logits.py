@@ -18,9 +18,8 @@ from torch_streamkl.registration import (
     NAMESPACE,
     define,
     fake_gradients,
-    only_needed,
     register,
-    register_autograd,
+    register_recomputing,
     without_none,
 )
 from torch_streamkl.topk import sparse
@@ -75,19 +74,4 @@ def _backward_flops(given: dict[str, Any]) -> int:
 
 register(_lib, "entry_logits", _forward, _forward_fake, _flops)
 register(_lib, "entry_logits_backward", _backward, _backward_fake, _backward_flops)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-
-
-def _autograd(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    needs = list(ctx.needs_input_grad[:2])
-    if grad is None or not any(needs):
-        return None, None, None
-    found = entry_logits_backward(grad, needs, *ctx.saved_tensors)
-    return *only_needed(found, needs), None
-
-
-register_autograd(_lib, "entry_logits", _autograd, _setup_context)
+register_recomputing(_lib, "entry_logits", 3, slice(0, 0))

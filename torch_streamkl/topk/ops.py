@@ -24,10 +24,10 @@ from torch_streamkl.registration import (
     NAMESPACE,
     define,
     fake_gradients,
-    only_needed,
     refuse_vmap,
     register,
     register_autograd,
+    register_recomputing,
     without_none,
 )
 from torch_streamkl.runtime.devices import runs_kernels
@@ -192,28 +192,15 @@ for _name, _implementation, _fake in (
     register(_lib, _name, _implementation, _fake, _flops)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, log_s, entry_grad, factors, local_ids = output
-    ctx.mark_non_differentiable(log_s, entry_grad, factors, local_ids)
+def _kept(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> list[Any]:
+    """Returns the tensors of the backward: with a group, ids are those of this rank's shard."""
     tensors = list(inputs[:NUM_TENSORS])
     if inputs[GROUP_NAME]:
-        tensors[3] = local_ids
-    ctx.save_for_backward(entry_grad, factors, *tensors)
-    ctx.options = inputs[NUM_TENSORS:]
-    ctx.set_materialize_grads(False)
+        tensors[3] = output[4]
+    return tensors
 
 
-def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    entry_grad, factors, *tensors = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    found: list[Any] = [None] * (NUM_TENSORS + len(ctx.options))
-    if grad is not None and any(needs):
-        grads = linear_topk_backward(grad, entry_grad, factors, needs, *tensors, *ctx.options)
-        found[:3] = only_needed(grads, needs)
-    return tuple(found)
-
-
-register_autograd(_lib, "linear_topk", _autograd, _setup_context)
+register_recomputing(_lib, "linear_topk", NUM_TENSORS, slice(2, 4), _kept)
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

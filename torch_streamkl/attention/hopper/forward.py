@@ -55,8 +55,8 @@ from torch_streamkl.attention.hopper.warp_groups import (
 from torch_streamkl.attention.triton.forward import (
     finite_lse,
     row_offset,
+    store_fields,
     store_rows,
-    store_state,
 )
 from torch_streamkl.kernels.arguments import MaskArgs
 from torch_streamkl.kernels.row_state import finish
@@ -74,13 +74,10 @@ def store(state, launch, block, rows, TASK: gl.constexpr):
     if TASK.PARTS == 1 or block.beyond < 0:
         COEFFICIENTS: gl.constexpr = TASK.COEFFICIENTS
         CONFIG: gl.constexpr = TASK.CONFIG
-        finish_rows(
-            state, row_offset(block.bh, block.h, block.seq, launch.masks) + rows, inside,
-            outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride, COEFFICIENTS,
-            CONFIG,
-        )  # fmt: skip
+        row = row_offset(block.bh, block.h, block.seq, launch.masks) + rows
+        finish_rows(state, row, inside, outputs, COEFFICIENTS, CONFIG)
     else:
-        store_state(outputs.state + rows, outputs.field_stride, state, inside)
+        store_fields(outputs.state + rows, outputs.field_stride, state, inside, 9)
 
 
 @gluon.jit
@@ -153,8 +150,7 @@ def reduce_next_block(
         skip_stages(tiles, used + (end + 1) // 2, used + block.num_pairs, TASK.SLOTS)
         used += block.num_pairs
         store_rows(
-            outputs.value, outputs.s_stats, outputs.t_stats, outputs.stats_stride,
-            row_offset(block.bh, block.h, block.seq, launch.masks) + rows,
+            outputs, row_offset(block.bh, block.h, block.seq, launch.masks) + rows,
             rows < block.seq.num_rows, lse_t, lse_s, gl.where(again, float("nan"), value),
             student_delta, teacher_delta,
         )  # fmt: skip

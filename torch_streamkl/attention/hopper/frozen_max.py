@@ -297,7 +297,7 @@ def has_bases(state, rows, num_rows):
 def reduce_block(tiles, place, zero, TASK: gl.constexpr):
     """Returns the state of a warp group's rows after every tile of a block."""
     CONFIG: gl.constexpr = TASK.CONFIG
-    BIASED: gl.constexpr = CONFIG.S_BIAS or CONFIG.T_BIAS
+    BIASED: gl.constexpr = CONFIG.STUDENT.BIAS or CONFIG.TEACHER.BIAS
     block, rows = place.block, place.rows
     STEP: gl.constexpr = CONFIG.BLOCK_N if TASK.WIDE else 2 * CONFIG.BLOCK_N
     start, stop = steps_without_mask(block, place.first_row, STEP, CONFIG)

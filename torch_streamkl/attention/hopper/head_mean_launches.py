@@ -5,17 +5,15 @@ The portable kernels read the mean, and compute the student's log-sum-exps.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from torch_streamkl.attention import head_mean_launches as portable
 from torch_streamkl.attention.hopper import head_mean
 from torch_streamkl.attention.hopper.descriptors import descriptor
 from torch_streamkl.attention.hopper_tiles import HOPPER_HEAD_LSE, HOPPER_HEAD_MEAN, HopperLaunch
 from torch_streamkl.attention.plans import LOG2E, Stage, config_of
-from torch_streamkl.attention.problem import AttentionProblem, NeedsGrad, RowStatistics
 from torch_streamkl.kernels.arguments import Mean
 from torch_streamkl.kernels.tiles import ceil_div
 
@@ -110,13 +108,7 @@ class Launcher(portable.Launcher):
         )  # fmt: skip
 
 
-def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
-    """Returns per-row values and statistics, float32."""
-    return portable.forward(problem, Launcher)
-
-
-def backward(
-    problem: AttentionProblem, stats: RowStatistics, grad: Tensor, needs_grad: NeedsGrad
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the needed gradients, each summed in a fixed order."""
-    return portable.backward(problem, stats, grad, needs_grad, Launcher)
+forward, backward = (
+    functools.partial(function, kernels=Launcher)
+    for function in (portable.forward, portable.backward)
+)

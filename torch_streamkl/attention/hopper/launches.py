@@ -46,6 +46,7 @@ from torch_streamkl.attention.problem import (
     Side,
 )
 from torch_streamkl.attention.triton import forward as portable
+from torch_streamkl.kernels.arguments import Outputs
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.splits import as_heads, combine_splits, new_splits
 from torch_streamkl.kernels.tiles import ceil_div
@@ -75,7 +76,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
         return head_mean_launches.forward(problem)
     value, stats = RowStatistics.allocate(problem)
     plan = plan_of(problem)
-    outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    outputs = plan.outputs(value, stats)
     _launch_forward(problem, plan, outputs)
     again = HOPPER_WIDE_AGAIN if is_wide(problem) else HOPPER_AGAIN
     recompute_config = plan.kept("again", lambda: config_of(problem, again))
@@ -87,7 +88,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
         portable.recompute_kernel,
         (ceil_div(works, each), 1, 1),
         (
-            *plan.arguments(problem), *outputs,
+            *plan.arguments(problem), outputs,
             recompute_blocks, problem.num_heads, works, plan.inv_temperature, plan.fill,
         ),
         (each, plan.form, plan.helper, recompute_config),
@@ -97,13 +98,13 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
     return value, stats
 
 
-def _launch_forward(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, ...]) -> None:
+def _launch_forward(problem: AttentionProblem, plan: Plan, outputs: Outputs) -> None:
     """Launches forward.py, and split_kv.py if its last blocks are split along the keys.
 
     A mask tensor is prepared first.
     """
     _, other, weight = sides_of(problem, plan)
-    value, launch = outputs[0], hopper_launch(problem)
+    value, launch = outputs.value, hopper_launch(problem)
     is_tiled = by_tiles(problem)
     blocks = plan.kept("blocks", lambda: _blocks(problem, plan, launch))
     task = plan.kept("task", lambda: forward_task(problem, plan, launch, blocks.parts))
@@ -144,7 +145,7 @@ def _launch_forward(problem: AttentionProblem, plan: Plan, outputs: tuple[Any, .
             "unite",
             combine_kernel,
             (ceil_div(blocks.num_rows, UNITED_ROWS), 1, 1),
-            (state, *strides, blocks.first_row, blocks.num_rows, *outputs),
+            (state, *strides, blocks.first_row, blocks.num_rows, outputs),
             (blocks.parts, UNITED_ROWS, task.COEFFICIENTS, task.CONFIG),
             {"num_warps": 4},
             (),

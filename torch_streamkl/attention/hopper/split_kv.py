@@ -32,10 +32,7 @@ def tiles_of_split(num_tiles, beyond, PARTS: gl.constexpr):
 
 
 @triton.jit
-def finish_rows(
-    state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
+def finish_rows(state, row, inside, outputs, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """Writes values and statistics; NaN for rows to be recomputed (NOTE [Frozen row max])."""
     lse_t, lse_s, value, student_delta, teacher_delta = finish(
         state, 0.0, 0.0, COEFFICIENTS, CONFIG
@@ -44,16 +41,12 @@ def finish_rows(
     if CONFIG.GUARDED:
         again |= below_clamps(state, finite_lse(lse_t), finite_lse(lse_s), CONFIG)
     value = tl.where(again, float("nan"), value)
-    store_rows(
-        value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-        row, inside, lse_t, lse_s, value, student_delta, teacher_delta,
-    )  # fmt: skip
+    store_rows(outputs, row, inside, lse_t, lse_s, value, student_delta, teacher_delta)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def combine_kernel(
-    state_ptr, field_stride, split_stride, first_row, num_rows,
-    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    state_ptr, field_stride, split_stride, first_row, num_rows, outputs,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes values and statistics of the last rows from the states of their splits.
@@ -70,6 +63,4 @@ def combine_kernel(
             COEFFICIENTS,
         )
     row = first_row + offs.to(tl.int64)
-    finish_rows(
-        state, row, inside, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, COEFFICIENTS, CONFIG
-    )
+    finish_rows(state, row, inside, outputs, COEFFICIENTS, CONFIG)

@@ -46,8 +46,11 @@ def forward_task(
     second = persistent and config.TWO_PASS and not config.GUARDED
     form = plan.form if wide or persistent else plan.squares or plan.form
     columns = padded(max(side.head_dim for side in sides))
-    teacher = (form.TT, config.T_FLOOR), (form.TS, config.S_FLOOR)  # of `weight`, `other`
-    student = (form.SS, config.S_FLOOR), (form.ST, config.T_FLOOR)
+    teacher = (
+        (form.TT, config.TEACHER.FLOOR),
+        (form.TS, config.STUDENT.FLOOR),
+    )  # of `weight`, `other`
+    student = (form.SS, config.STUDENT.FLOOR), (form.ST, config.TEACHER.FLOOR)
     of_weight, of_other = (
         forward_config.SideTask(
             DIM=columns if wide else side.head_dim,

@@ -133,7 +133,7 @@ def place_of_program(beyond, num_whole, grid, table, TASK: gl.constexpr):
     """Returns batch element, head and first row of a program's only block."""
     CONFIG: gl.constexpr = TASK.CONFIG
     # heads may share a bias: those that run at once read the same rows of it
-    INTERLEAVED: gl.constexpr = CONFIG.HAS_RIGHT or CONFIG.S_BIAS or CONFIG.T_BIAS
+    INTERLEAVED: gl.constexpr = CONFIG.HAS_RIGHT or CONFIG.STUDENT.BIAS or CONFIG.TEACHER.BIAS
     number = grid.program
     if TASK.PARTS > 1:
         number = block_of(beyond, num_whole, TASK.PARTS)

@@ -9,8 +9,14 @@ the bits are the same on every run. STUDENT chooses whose gradient a launch comp
 import triton
 import triton.language as tl
 
-from torch_streamkl.attention.triton.forward import finite_lse, load_rows, row_offset
-from torch_streamkl.kernels.arguments import Rows
+from torch_streamkl.attention.triton.forward import (
+    bind_sides,
+    finite_lse,
+    load_queries,
+    load_rows,
+    row_offset,
+)
+from torch_streamkl.kernels.arguments import Problem
 from torch_streamkl.kernels.row_state import score_gradient, tile_coordinates
 from torch_streamkl.kernels.scores import (
     admitted,
@@ -18,39 +24,36 @@ from torch_streamkl.kernels.scores import (
     allowed_tile,
     bind_rows,
     bind_sequence,
-    bind_student,
-    bind_teacher,
     gradient_ptrs,
     key_range,
+    key_tile,
     row_range,
-    student_scores,
-    student_tile,
-    teacher_scores,
-    teacher_tile,
+    transformed,
 )
 
 
 @triton.jit
 def gradient_tile(
-    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, delta, student, teacher, masks, seq,
-    inv_temperature, STUDENT: tl.constexpr, MASKED: tl.constexpr,
-    COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
-    KEYS: tl.constexpr = True,
+    rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, delta, problem,
+    STUDENT: tl.constexpr, MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr,
+    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr, KEYS: tl.constexpr = True,
 ):  # fmt: skip
     """Computes d(value)/d(q.k) of one side for a tile [BLOCK_M, BLOCK_N], up to the scale.
 
     Without ``KEYS`` it is undefined at keys that a mask of keys removes.
     """
+    student, teacher, masks, seq, inv_temperature = problem
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     i = rows.offs[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
     dot_s = tl.dot(rows.qs, ks_trans, input_precision=CONFIG.PRECISION)
     dot_t = tl.dot(rows.qt, kt_trans, input_precision=CONFIG.PRECISION)
-    s, s_slope = student_scores(
-        dot_s, student, rows.student, seq, i, j, inside, inv_temperature, CONFIG
+    s, s_slope = transformed(
+        dot_s, student, rows.student, seq, i, j, inside, inv_temperature, True, CONFIG
     )
-    t, t_slope = teacher_scores(
-        dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, CONFIG
+    t, t_slope = transformed(
+        dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, False, CONFIG
     )
     d = score_gradient(
         t - lse_t[:, None],
@@ -67,12 +70,8 @@ def gradient_tile(
         else:
             allowed = allowed_pairs(masks, seq, i, j, inside, CONFIG)
         d = tl.where(allowed, d, 0.0)
-    if STUDENT:
-        if CONFIG.S_SOFTCAP:
-            d *= s_slope
-    else:
-        if CONFIG.T_SOFTCAP:
-            d *= t_slope
+    if SIDE.SOFTCAP:
+        d *= s_slope if STUDENT else t_slope
     return d
 
 
@@ -97,24 +96,18 @@ def load_statistics(
 
 @triton.jit
 def dq_over(
-    acc, start, stop, rows, lse_t, lse_s, delta, student, teacher, masks, seq, inv_temperature,
+    acc, start, stop, rows, lse_t, lse_s, delta, problem,
     STUDENT: tl.constexpr, MASKED: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Accumulates sum_j dscore_j k_j over the tiles in [start, stop)."""
-    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    for n0 in tl.range(start, stop, BLOCK_N):
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        ks = student_tile(
-            rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
-        )
-        kt = teacher_tile(
-            rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
-        )
+    for n0 in tl.range(start, stop, CONFIG.BLOCK_N):
+        offs_n = n0 + tl.arange(0, CONFIG.BLOCK_N)
+        ks = key_tile(problem.student, rows.student, offs_n, problem.seq, MASKED, True, CONFIG)
+        kt = key_tile(problem.teacher, rows.teacher, offs_n, problem.seq, MASKED, False, CONFIG)
         d = gradient_tile(
-            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, delta,
-            student, teacher, masks, seq, inv_temperature, STUDENT, MASKED, COEFFICIENTS,
-            POINTWISE_FN, CONFIG,
+            rows, offs_n, tl.trans(ks), tl.trans(kt), lse_t, lse_s, delta, problem,
+            STUDENT, MASKED, COEFFICIENTS, POINTWISE_FN, CONFIG,
         )  # fmt: skip
         k = ks if STUDENT else kt
         acc = tl.dot(d.to(k.dtype), k, acc, input_precision=CONFIG.PRECISION)
@@ -123,16 +116,13 @@ def dq_over(
 
 @triton.jit
 def dq_kernel(
-    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale,
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, dq,
     num_blocks, num_heads, keys_per_split, inv_temperature,
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of a block of rows over one split of the keys."""
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     split = tl.program_id(1)
     block, bh = tile_coordinates(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     if CONFIG.HAS_RIGHT:
@@ -140,7 +130,8 @@ def dq_kernel(
     b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
-    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    problem = Problem(student, teacher, masks, seq, inv_temperature)
+    rows = load_rows(problem, b, h, m0, CONFIG)
     inside = rows.offs < seq.num_rows
     row = row_offset(bh, h, seq, masks) + rows.offs
     lse_t, lse_s, delta, grad = load_statistics(
@@ -149,96 +140,71 @@ def dq_kernel(
     first, left, right, stop = key_range(masks, seq, m0, CONFIG)
     lo = split * keys_per_split
     hi = lo + keys_per_split
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.full([CONFIG.BLOCK_M, SIDE.BLOCK_D], 0.0, tl.float32)
     if not CONFIG.DENSE:
         if CONFIG.HAS_LEFT or CONFIG.KEY_MASK:
             acc = dq_over(
                 acc, tl.maximum(first, lo), tl.minimum(left, hi), rows, lse_t, lse_s, delta,
-                student, teacher, masks, seq, inv_temperature, STUDENT, True, COEFFICIENTS,
-                POINTWISE_FN, CONFIG,
+                problem, STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
         acc = dq_over(
             acc, tl.maximum(left, lo), tl.minimum(right, hi), rows, lse_t, lse_s, delta,
-            student, teacher, masks, seq, inv_temperature, STUDENT, False, COEFFICIENTS,
-            POINTWISE_FN, CONFIG,
+            problem, STUDENT, False, COEFFICIENTS, POINTWISE_FN, CONFIG,
         )  # fmt: skip
     acc = dq_over(
         acc, tl.maximum(right, lo), tl.minimum(stop, hi), rows, lse_t, lse_s, delta,
-        student, teacher, masks, seq, inv_temperature, STUDENT, True, COEFFICIENTS, POINTWISE_FN,
-        CONFIG,
+        problem, STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
     )  # fmt: skip
-    acc *= (grad * dq_scale)[:, None]
-    out = gradient_ptrs(
-        dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, h, seq.start_q + rows.offs, BLOCK_D
-    )
-    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < DIM)
-    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
+    acc *= (grad * dq.scale)[:, None]
+    out = gradient_ptrs(dq, masks, split, b, h, seq.start_q + rows.offs, SIDE.BLOCK_D)
+    inside = inside[:, None] & (tl.arange(0, SIDE.BLOCK_D)[None, :] < SIDE.DIM)
+    tl.store(out, acc.to(dq.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def dk_over(
-    acc, start, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
-    student, teacher, masks, seq, first_row,
-    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+    acc, start, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound, problem, first_row,
+    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
     STUDENT: tl.constexpr, MASKED: tl.constexpr,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Accumulates sum_i dscore_i q_i over the row tiles in [start, stop)."""
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    for m0 in tl.range(start, stop, BLOCK_M):
-        offs_m = m0 + tl.arange(0, BLOCK_M)
-        qs = student_tile(
-            s_bound.q, offs_m, seq.num_rows, student.q_m, student.q_d, MASKED, CONFIG
-        )
-        qt = teacher_tile(
-            t_bound.q, offs_m, seq.num_rows, teacher.q_m, teacher.q_d, MASKED, CONFIG
-        )
+    for m0 in tl.range(start, stop, CONFIG.BLOCK_M):
+        offs_m = m0 + tl.arange(0, CONFIG.BLOCK_M)
+        rows = load_queries(problem, s_bound, t_bound, offs_m, MASKED, CONFIG)
         lse_t, lse_s, delta, grad = load_statistics(
-            grad_ptr,
-            s_stats_ptr,
-            t_stats_ptr,
-            stats_stride,
-            first_row + offs_m,
-            offs_m < seq.num_rows,
-            STUDENT,
-        )
-        d = gradient_tile(
-            Rows(qs, qt, s_bound, t_bound, offs_m), offs_n, ks_trans, kt_trans,
-            lse_t, lse_s, delta, student, teacher, masks, seq,
-            inv_temperature, STUDENT, MASKED, COEFFICIENTS, POINTWISE_FN, CONFIG, False,
+            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, first_row + offs_m,
+            offs_m < problem.seq.num_rows, STUDENT,
         )  # fmt: skip
-        q = qs if STUDENT else qt
+        d = gradient_tile(
+            rows, offs_n, ks_trans, kt_trans, lse_t, lse_s, delta, problem,
+            STUDENT, MASKED, COEFFICIENTS, POINTWISE_FN, CONFIG, False,
+        )  # fmt: skip
+        q = rows.qs if STUDENT else rows.qt
         weighted = tl.trans((d * grad[:, None]).to(q.dtype))
         acc = tl.dot(weighted, q, acc, input_precision=CONFIG.PRECISION)
     return acc
 
 
 @triton.jit
-def store_keys(
-    acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, seq, share, b, head, n0, DIM: tl.constexpr
-):
+def store_keys(acc, dk, masks, seq, share, b, head, n0, DIM: tl.constexpr):
     """Writes the gradient of the keys at n0."""
     offs_n = n0 + tl.arange(0, acc.shape[0])
-    out = gradient_ptrs(
-        dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, share, b, head, seq.start_k + offs_n,
-        acc.shape[1],
-    )  # fmt: skip
+    out = gradient_ptrs(dk, masks, share, b, head, seq.start_k + offs_n, acc.shape[1])
     inside = (offs_n[:, None] < seq.num_keys) & (tl.arange(0, acc.shape[1])[None, :] < DIM)
-    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, acc.to(dk.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def dk_kernel(
-    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    dk_ptr, dk_split, dk_b, dk_h, dk_n, dk_scale,
+    student, teacher, masks, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, dk,
     num_blocks, num_heads, group, heads_of_split, inv_temperature,
     STUDENT: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes dK of a block of keys of one key head, summed over (a split of) its query heads."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     block, sequence = tile_coordinates(tl.program_id(0), num_blocks, CONFIG.HAS_RIGHT)
     num_splits = num_heads // heads_of_split  # of all key heads
     b = sequence // num_splits
@@ -250,26 +216,20 @@ def dk_kernel(
     if n0 >= sizes.num_keys:
         return
     offs_n = n0 + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc = tl.full([CONFIG.BLOCK_N, SIDE.BLOCK_D], 0.0, tl.float32)
     if CONFIG.KEY_MASK:
         if tl.max(admitted(masks, sizes, offs_n).to(tl.int32), 0) == 0:
-            store_keys(
-                acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM
-            )
+            store_keys(acc, dk, masks, sizes, share, b, kv, n0, SIDE.DIM)
             return
     # without the option address arithmetic is hoisted out of this loop until registers spill
     for member in tl.range(0, heads_of_split, num_stages=1, disable_licm=True):
         h = first_head + member
         seq = bind_sequence(masks, b, h, CONFIG)
-        s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
-        t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
+        problem = Problem(student, teacher, masks, seq, inv_temperature)
+        s_bound, t_bound = bind_sides(problem, b, h, CONFIG)
         # transposed out here: inside the loop over rows they would go to shared memory every time
-        ks_trans = tl.trans(
-            student_tile(s_bound.k, offs_n, seq.num_keys, student.k_n, student.k_d, True, CONFIG)
-        )
-        kt_trans = tl.trans(
-            teacher_tile(t_bound.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, True, CONFIG)
-        )
+        ks_trans = tl.trans(key_tile(student, s_bound, offs_n, seq, True, True, CONFIG))
+        kt_trans = tl.trans(key_tile(teacher, t_bound, offs_n, seq, True, False, CONFIG))
         first_row = row_offset(b * num_heads + h, h, seq, masks)
         first, left, right, stop = row_range(masks, seq, n0, CONFIG)
         if CONFIG.KEY_MASK:
@@ -277,24 +237,21 @@ def dk_kernel(
         elif not CONFIG.DENSE:
             if CONFIG.HAS_RIGHT or CONFIG.HAS_LEFT:
                 acc = dk_over(
-                    acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound,
-                    student, teacher, masks, seq, first_row,
-                    grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                    acc, first, left, offs_n, ks_trans, kt_trans, s_bound, t_bound, problem,
+                    first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
                     STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
                 )  # fmt: skip
             acc = dk_over(
-                acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound,
-                student, teacher, masks, seq, first_row,
-                grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+                acc, left, right, offs_n, ks_trans, kt_trans, s_bound, t_bound, problem,
+                first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
                 STUDENT, False, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
         acc = dk_over(
-            acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound,
-            student, teacher, masks, seq, first_row,
-            grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride, inv_temperature,
+            acc, right, stop, offs_n, ks_trans, kt_trans, s_bound, t_bound, problem,
+            first_row, grad_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
             STUDENT, True, COEFFICIENTS, POINTWISE_FN, CONFIG,
         )  # fmt: skip
-    acc *= dk_scale
+    acc *= dk.scale
     if CONFIG.KEY_MASK:  # a key's sums are of that key alone
         acc = tl.where(admitted(masks, sizes, offs_n)[:, None], acc, 0.0)
-    store_keys(acc, dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, sizes, share, b, kv, n0, DIM)
+    store_keys(acc, dk, masks, sizes, share, b, kv, n0, SIDE.DIM)

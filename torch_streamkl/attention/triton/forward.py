@@ -9,7 +9,7 @@ sums.
 import triton
 import triton.language as tl
 
-from torch_streamkl.kernels.arguments import Rows, Sums
+from torch_streamkl.kernels.arguments import Problem, Rows, Sums
 from torch_streamkl.kernels.row_state import (
     LN2,
     empty_state,
@@ -22,45 +22,34 @@ from torch_streamkl.kernels.row_state import (
 from torch_streamkl.kernels.scores import (
     allowed_tile,
     bind_rows,
-    bind_student,
-    bind_teacher,
+    bind_side,
     key_range,
-    student_scores,
-    student_tile,
-    teacher_scores,
-    teacher_tile,
+    key_tile,
+    query_tile,
+    transformed,
 )
 
 
 @triton.jit
-def score_tile(
-    rows,
-    n0,
-    student,
-    teacher,
-    masks,
-    seq,
-    inv_temperature,
-    MASKED: tl.constexpr,
-    CONFIG: tl.constexpr,
-):
+def score_tile(rows, n0, problem, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Returns teacher and student scores [BLOCK_M, BLOCK_N] in log2 units, and which keys take
     part.
     """
+    student, teacher, masks, seq, inv_temperature = problem
     offs_n = n0 + tl.arange(0, CONFIG.BLOCK_N)
-    ks = student_tile(
-        rows.student.k, offs_n, seq.num_keys, student.k_n, student.k_d, MASKED, CONFIG
-    )
-    kt = teacher_tile(
-        rows.teacher.k, offs_n, seq.num_keys, teacher.k_n, teacher.k_d, MASKED, CONFIG
-    )
+    ks = key_tile(student, rows.student, offs_n, seq, MASKED, True, CONFIG)
+    kt = key_tile(teacher, rows.teacher, offs_n, seq, MASKED, False, CONFIG)
     dot_s = tl.dot(rows.qs, tl.trans(ks), input_precision=CONFIG.PRECISION)
     dot_t = tl.dot(rows.qt, tl.trans(kt), input_precision=CONFIG.PRECISION)
     i = rows.offs[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
-    s, _ = student_scores(dot_s, student, rows.student, seq, i, j, inside, inv_temperature, CONFIG)
-    t, _ = teacher_scores(dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, CONFIG)
+    s, _ = transformed(
+        dot_s, student, rows.student, seq, i, j, inside, inv_temperature, True, CONFIG
+    )
+    t, _ = transformed(
+        dot_t, teacher, rows.teacher, seq, i, j, inside, inv_temperature, False, CONFIG
+    )
     allowed = inside
     if MASKED:
         allowed = allowed_tile(masks, seq, i, j, inside, CONFIG)
@@ -70,87 +59,79 @@ def score_tile(
 
 
 @triton.jit
-def load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG: tl.constexpr):
-    """Returns the block of rows that starts at m0: queries of both sides and all that no key
-    changes.
-    """
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    s_bound = bind_student(student, masks, seq, b, h, inv_temperature, CONFIG)
-    t_bound = bind_teacher(teacher, masks, seq, b, h, inv_temperature, CONFIG)
-    offs = m0 + tl.arange(0, BLOCK_M)
-    qs = student_tile(s_bound.q, offs, seq.num_rows, student.q_m, student.q_d, True, CONFIG)
-    qt = teacher_tile(t_bound.q, offs, seq.num_rows, teacher.q_m, teacher.q_d, True, CONFIG)
+def bind_sides(problem, b, h, CONFIG: tl.constexpr):
+    """Moves the pointers of both sides to query head h."""
+    student, teacher, masks, seq, inv_temperature = problem
+    return (
+        bind_side(student, masks, seq, b, h, inv_temperature, True, CONFIG),
+        bind_side(teacher, masks, seq, b, h, inv_temperature, False, CONFIG),
+    )
+
+
+@triton.jit
+def load_queries(problem, s_bound, t_bound, offs, CHECK: tl.constexpr, CONFIG: tl.constexpr):
+    """Returns a block of rows: queries of both sides and all that no key changes."""
+    qs = query_tile(problem.student, s_bound, offs, problem.seq, CHECK, True, CONFIG)
+    qt = query_tile(problem.teacher, t_bound, offs, problem.seq, CHECK, False, CONFIG)
     return Rows(qs, qt, s_bound, t_bound, offs)
 
 
 @triton.jit
+def load_rows(problem, b, h, m0, CONFIG: tl.constexpr):
+    """Returns the block of rows of a head that starts at m0."""
+    s_bound, t_bound = bind_sides(problem, b, h, CONFIG)
+    offs = m0 + tl.arange(0, CONFIG.BLOCK_M)
+    return load_queries(problem, s_bound, t_bound, offs, True, CONFIG)
+
+
+@triton.jit
 def state_over(
-    state, start, stop, rows, student, teacher, masks, seq, inv_temperature,
+    state, start, stop, rows, problem,
     MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Returns the row state after the tiles in [start, stop)."""
-    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    for n0 in tl.range(start, stop, BLOCK_N):
-        t, s, allowed = score_tile(
-            rows, n0, student, teacher, masks, seq, inv_temperature, MASKED, CONFIG
-        )
+    for n0 in tl.range(start, stop, CONFIG.BLOCK_N):
+        t, s, allowed = score_tile(rows, n0, problem, MASKED, CONFIG)
         state = update(state, t, s, allowed, MASKED, COEFFICIENTS, CONFIG)
     return state
 
 
 @triton.jit
-def state_between(
-    lo,
-    hi,
-    m0,
-    rows,
-    student,
-    teacher,
-    masks,
-    seq,
-    inv_temperature,
-    COEFFICIENTS: tl.constexpr,
-    CONFIG: tl.constexpr,
-):
+def state_between(lo, hi, m0, rows, problem, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr):
     """Returns the row state over the keys in [lo, hi), masks applied only to the tiles that need
     them.
     """
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    first, left, right, stop = key_range(masks, seq, m0, CONFIG)
-    state = empty_state(BLOCK_M)
+    first, left, right, stop = key_range(problem.masks, problem.seq, m0, CONFIG)
+    state = empty_state(CONFIG.BLOCK_M)
     if not CONFIG.DENSE:
         if CONFIG.HAS_LEFT or CONFIG.KEY_MASK:
             state = state_over(
-                state, tl.maximum(first, lo), tl.minimum(left, hi), rows, student, teacher, masks,
-                seq, inv_temperature, True, COEFFICIENTS, CONFIG,
+                state, tl.maximum(first, lo), tl.minimum(left, hi), rows, problem,
+                True, COEFFICIENTS, CONFIG,
             )  # fmt: skip
         state = state_over(
-            state, tl.maximum(left, lo), tl.minimum(right, hi), rows, student, teacher, masks, seq,
-            inv_temperature, False, COEFFICIENTS, CONFIG,
+            state, tl.maximum(left, lo), tl.minimum(right, hi), rows, problem,
+            False, COEFFICIENTS, CONFIG,
         )  # fmt: skip
     return state_over(
-        state, tl.maximum(right, lo), tl.minimum(stop, hi), rows, student, teacher, masks, seq,
-        inv_temperature, True, COEFFICIENTS, CONFIG,
+        state, tl.maximum(right, lo), tl.minimum(stop, hi), rows, problem,
+        True, COEFFICIENTS, CONFIG,
     )  # fmt: skip
 
 
 @triton.jit
 def sums_between(
-    lo, hi, m0, lse_t, lse_s, rows, student, teacher, masks, seq, inv_temperature,
-    POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
+    lo, hi, m0, lse_t, lse_s, rows, problem, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
+):
     """Runs the second pass: f, h and g summed over the keys in [lo, hi)."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    first, _, _, stop = key_range(masks, seq, m0, CONFIG)
+    first, _, _, stop = key_range(problem.masks, problem.seq, m0, CONFIG)
     value = tl.zeros([BLOCK_M], tl.float32)
     student_delta = tl.zeros([BLOCK_M], tl.float32)
     teacher_delta = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.float32)
-    for n0 in tl.range(tl.maximum(first, lo), tl.minimum(stop, hi), BLOCK_N):
-        t, s, allowed = score_tile(
-            rows, n0, student, teacher, masks, seq, inv_temperature, True, CONFIG
-        )
+    for n0 in tl.range(tl.maximum(first, lo), tl.minimum(stop, hi), CONFIG.BLOCK_N):
+        t, s, allowed = score_tile(rows, n0, problem, True, CONFIG)
         f, h, g = deltas(t - lse_t[:, None], s - lse_s[:, None], POINTWISE_FN)
         value += tl.sum(tl.where(allowed, f, 0.0), 1)
         student_delta += tl.sum(tl.where(allowed, h, 0.0), 1)
@@ -177,8 +158,8 @@ def with_masked_sums(
     sums, lse_t, lse_s, num_keys, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr
 ):
     """Adds the keys that are not allowed to the second pass's sums: they all have one score."""
-    log_t = masked_fill_value(sums.count, fill, CONFIG.T_SINK) - lse_t
-    log_s = masked_fill_value(sums.count, fill, CONFIG.S_SINK) - lse_s
+    log_t = masked_fill_value(sums.count, fill, CONFIG.TEACHER.SINK) - lse_t
+    log_s = masked_fill_value(sums.count, fill, CONFIG.STUDENT.SINK) - lse_s
     f, h, g = sums_of_equal_keys(log_t, log_s, num_keys - sums.count, POINTWISE_FN)
     return Sums(sums.value + f, sums.h + h, sums.g + g, sums.count)
 
@@ -197,8 +178,8 @@ def sums_of_equal_keys(log_t, log_s, count, POINTWISE_FN: tl.constexpr):
 @triton.jit
 def below_clamps(state, lse_t, lse_s, CONFIG: tl.constexpr):
     """Marks rows with a probability below a clamp, for which the closed form does not hold."""
-    above = (state.low_t - lse_t) * LN2 >= CONFIG.T_FLOOR
-    above &= (state.low_s - lse_s) * LN2 >= CONFIG.S_FLOOR
+    above = (state.low_t - lse_t) * LN2 >= CONFIG.TEACHER.FLOOR
+    above &= (state.low_s - lse_s) * LN2 >= CONFIG.STUDENT.FLOOR
     empty = (state.l_t == 0.0) & (state.l_s == 0.0)
     return (above == 0) & (empty == 0)
 
@@ -220,31 +201,18 @@ def row_offset(bh, h, seq, masks):
 
 
 @triton.jit
-def store_rows(
-    value_ptr,
-    s_stats_ptr,
-    t_stats_ptr,
-    stats_stride,
-    row,
-    inside,
-    lse_t,
-    lse_s,
-    value,
-    student_delta,
-    teacher_delta,
-):
+def store_rows(outputs, row, inside, lse_t, lse_s, value, student_delta, teacher_delta):
     """Writes values and statistics of a block of rows."""
-    tl.store(value_ptr + row, value, mask=inside)
-    tl.store(s_stats_ptr + row, lse_s, mask=inside)
-    tl.store(s_stats_ptr + stats_stride + row, student_delta, mask=inside)
-    tl.store(t_stats_ptr + row, lse_t, mask=inside)
-    tl.store(t_stats_ptr + stats_stride + row, teacher_delta, mask=inside)
+    tl.store(outputs.value + row, value, mask=inside)
+    tl.store(outputs.s_stats + row, lse_s, mask=inside)
+    tl.store(outputs.s_stats + outputs.stats_stride + row, student_delta, mask=inside)
+    tl.store(outputs.t_stats + row, lse_t, mask=inside)
+    tl.store(outputs.t_stats + outputs.stats_stride + row, teacher_delta, mask=inside)
 
 
 @triton.jit
 def forward_kernel(
-    student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_blocks, num_heads, inv_temperature, fill,
+    student, teacher, masks, outputs, num_blocks, num_heads, inv_temperature, fill,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes values and statistics of a block of rows."""
@@ -252,15 +220,14 @@ def forward_kernel(
     if CONFIG.HAS_RIGHT:
         block = num_blocks - 1 - block  # causal rows grow: the longest first
     forward_block(
-        block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-        num_heads, inv_temperature, fill, COEFFICIENTS, POINTWISE_FN, CONFIG,
+        block, bh, student, teacher, masks, outputs, num_heads, inv_temperature, fill,
+        COEFFICIENTS, POINTWISE_FN, CONFIG,
     )  # fmt: skip
 
 
 @triton.jit
 def recompute_kernel(
-    student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_blocks, num_heads, num_works, inv_temperature, fill,
+    student, teacher, masks, outputs, num_blocks, num_heads, num_works, inv_temperature, fill,
     EACH: tl.constexpr, COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -275,7 +242,7 @@ def recompute_kernel(
         at = tl.minimum(work, num_works - 1)
         _b, h, m0, seq = bind_rows(masks, at % num_blocks, at // num_blocks, num_heads, 1, CONFIG)
         rows = m0 + tl.arange(0, BLOCK_M)
-        values = value_ptr + row_offset(at // num_blocks, h, seq, masks) + rows
+        values = outputs.value + row_offset(at // num_blocks, h, seq, masks) + rows
         stop = tl.where(work < num_works, seq.num_rows, 0)
         value = tl.load(values, mask=rows < stop, other=0.0)
         found |= tl.max((value != value).to(tl.int32), 0) << i
@@ -285,37 +252,24 @@ def recompute_kernel(
         if (found >> i) & 1 != 0:
             work = tl.program_id(0) + i * tl.num_programs(0)
             forward_block(
-                work % num_blocks, work // num_blocks, student, teacher, masks,
-                value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+                work % num_blocks, work // num_blocks, student, teacher, masks, outputs,
                 num_heads, inv_temperature, fill, COEFFICIENTS, POINTWISE_FN, CONFIG,
             )  # fmt: skip
 
 
 @triton.jit
 def forward_block(
-    block, bh, student, teacher, masks, value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
-    num_heads, inv_temperature, fill,
+    block, bh, student, teacher, masks, outputs, num_heads, inv_temperature, fill,
     COEFFICIENTS: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes values and statistics of one block of query rows."""
     b, h, m0, seq = bind_rows(masks, block, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
-    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    problem = Problem(student, teacher, masks, seq, inv_temperature)
+    rows = load_rows(problem, b, h, m0, CONFIG)
     inside = rows.offs < seq.num_rows
-    state = state_between(
-        0,
-        seq.num_keys,
-        m0,
-        rows,
-        student,
-        teacher,
-        masks,
-        seq,
-        inv_temperature,
-        COEFFICIENTS,
-        CONFIG,
-    )
+    state = state_between(0, seq.num_keys, m0, rows, problem, COEFFICIENTS, CONFIG)
     if CONFIG.FILLED:
         state = with_masked_keys(state, seq.num_keys, fill, COEFFICIENTS, CONFIG)
     lse_t, lse_s, value, student_delta, teacher_delta = finish(
@@ -327,8 +281,8 @@ def forward_block(
             again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
         if again:
             sums = sums_between(
-                0, seq.num_keys, m0, finite_lse(lse_t), finite_lse(lse_s), rows,
-                student, teacher, masks, seq, inv_temperature, POINTWISE_FN, CONFIG,
+                0, seq.num_keys, m0, finite_lse(lse_t), finite_lse(lse_s), rows, problem,
+                POINTWISE_FN, CONFIG,
             )  # fmt: skip
             if CONFIG.FILLED:
                 sums = with_masked_sums(
@@ -346,30 +300,11 @@ def forward_block(
                     student_delta,
                 )
     out = row_offset(bh, h, seq, masks) + rows.offs
-    store_rows(
-        value_ptr,
-        s_stats_ptr,
-        t_stats_ptr,
-        stats_stride,
-        out,
-        inside,
-        lse_t,
-        lse_s,
-        value,
-        student_delta,
-        teacher_delta,
-    )
+    store_rows(outputs, out, inside, lse_t, lse_s, value, student_delta, teacher_delta)
 
 
 @triton.jit
-def store_state(ptr, field_stride, state, inside):
-    """Writes the nine fields of the state of rows."""
-    tl.store(ptr, state.m_t, mask=inside)
-    tl.store(ptr + field_stride, state.l_t, mask=inside)
-    tl.store(ptr + 2 * field_stride, state.m_s, mask=inside)
-    tl.store(ptr + 3 * field_stride, state.l_s, mask=inside)
-    tl.store(ptr + 4 * field_stride, state.a, mask=inside)
-    tl.store(ptr + 5 * field_stride, state.b, mask=inside)
-    tl.store(ptr + 6 * field_stride, state.low_t, mask=inside)
-    tl.store(ptr + 7 * field_stride, state.low_s, mask=inside)
-    tl.store(ptr + 8 * field_stride, state.count, mask=inside)
+def store_fields(ptr, field_stride, fields, inside, NUM: tl.constexpr):
+    """Writes what there is of rows, one field after the other."""
+    for i in tl.static_range(NUM):
+        tl.store(ptr + i * field_stride, fields[i], mask=inside)

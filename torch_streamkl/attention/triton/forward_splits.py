@@ -6,19 +6,20 @@ import triton
 import triton.language as tl
 
 from torch_streamkl.attention.triton.forward import (
+    bind_sides,
     clamps_reached,
     finite_lse,
     load_rows,
     row_offset,
     state_between,
+    store_fields,
     store_rows,
-    store_state,
     sums_between,
     with_masked_sums,
 )
-from torch_streamkl.kernels.arguments import State, Sums
+from torch_streamkl.kernels.arguments import Problem, State, Sums
 from torch_streamkl.kernels.row_state import empty_state, finish, merge, with_masked_keys
-from torch_streamkl.kernels.scores import bind_rows, bind_student, bind_teacher
+from torch_streamkl.kernels.scores import bind_rows
 
 
 @triton.jit
@@ -34,29 +35,18 @@ def state_kernel(
     b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
-    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    problem = Problem(student, teacher, masks, seq, inv_temperature)
+    rows = load_rows(problem, b, h, m0, CONFIG)
     inside = rows.offs < seq.num_rows
     lo = split * keys_per_split
-    state = state_between(
-        lo,
-        lo + keys_per_split,
-        m0,
-        rows,
-        student,
-        teacher,
-        masks,
-        seq,
-        inv_temperature,
-        COEFFICIENTS,
-        CONFIG,
-    )
+    state = state_between(lo, lo + keys_per_split, m0, rows, problem, COEFFICIENTS, CONFIG)
     out = state_ptr + split.to(tl.int64) * split_stride + row_offset(bh, h, seq, masks) + rows.offs
-    store_state(out, field_stride, state, inside)
+    store_fields(out, field_stride, state, inside, 9)
 
 
 @triton.jit
 def load_state(ptr, field_stride, inside):
-    """Loads what store_state wrote."""
+    """Loads the state of rows that `store_fields` wrote."""
     return State(
         tl.load(ptr, mask=inside, other=0.0),
         tl.load(ptr + field_stride, mask=inside, other=0.0),
@@ -73,8 +63,8 @@ def load_state(ptr, field_stride, inside):
 @triton.jit
 def merge_kernel(
     student, teacher, masks, state_ptr, field_stride, split_stride, num_splits,
-    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride, recompute_ptr,
-    num_blocks, num_heads, fill, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
+    outputs, recompute_ptr, num_blocks, num_heads, fill,
+    COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Combines the splits of a block of rows; recompute_ptr marks blocks that need a second
     pass.
@@ -85,8 +75,8 @@ def merge_kernel(
     b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
-    s_bound = bind_student(student, masks, seq, b, h, 1.0, CONFIG)
-    t_bound = bind_teacher(teacher, masks, seq, b, h, 1.0, CONFIG)
+    problem = Problem(student, teacher, masks, seq, 1.0)
+    s_bound, t_bound = bind_sides(problem, b, h, CONFIG)
     offs = m0 + tl.arange(0, BLOCK_M)
     inside = offs < seq.num_rows
     out = row_offset(bh, h, seq, masks) + offs
@@ -103,19 +93,7 @@ def merge_kernel(
     if CONFIG.GUARDED:
         again = clamps_reached(state, finite_lse(lse_t), finite_lse(lse_s), inside, CONFIG)
         tl.store(recompute_ptr + pid, again.to(tl.int32))
-    store_rows(
-        value_ptr,
-        s_stats_ptr,
-        t_stats_ptr,
-        stats_stride,
-        out,
-        inside,
-        lse_t,
-        lse_s,
-        value,
-        student_delta,
-        teacher_delta,
-    )
+    store_rows(outputs, out, inside, lse_t, lse_s, value, student_delta, teacher_delta)
 
 
 @triton.jit
@@ -134,27 +112,23 @@ def sums_kernel(
     b, h, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, 1, CONFIG)
     if m0 >= seq.num_rows:
         return
-    rows = load_rows(student, teacher, masks, seq, b, h, m0, inv_temperature, CONFIG)
+    problem = Problem(student, teacher, masks, seq, inv_temperature)
+    rows = load_rows(problem, b, h, m0, CONFIG)
     inside = rows.offs < seq.num_rows
     row = row_offset(bh, h, seq, masks) + rows.offs
     lse_t = finite_lse(tl.load(t_stats_ptr + row, mask=inside, other=0.0))
     lse_s = finite_lse(tl.load(s_stats_ptr + row, mask=inside, other=0.0))
     lo = split * keys_per_split
     sums = sums_between(
-        lo, lo + keys_per_split, m0, lse_t, lse_s, rows, student, teacher, masks, seq,
-        inv_temperature, POINTWISE_FN, CONFIG,
-    )  # fmt: skip
+        lo, lo + keys_per_split, m0, lse_t, lse_s, rows, problem, POINTWISE_FN, CONFIG
+    )
     out = sums_ptr + split.to(tl.int64) * split_stride + row
-    tl.store(out, sums.value, mask=inside)
-    tl.store(out + field_stride, sums.h, mask=inside)
-    tl.store(out + 2 * field_stride, sums.g, mask=inside)
-    tl.store(out + 3 * field_stride, sums.count, mask=inside)
+    store_fields(out, field_stride, sums, inside, 4)
 
 
 @triton.jit
 def merge_sums_kernel(
-    masks, sums_ptr, field_stride, split_stride, num_splits, recompute_ptr,
-    value_ptr, s_stats_ptr, t_stats_ptr, stats_stride,
+    masks, sums_ptr, field_stride, split_stride, num_splits, recompute_ptr, outputs,
     num_blocks, num_heads, fill, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Adds up the splits of the second pass."""
@@ -182,9 +156,9 @@ def merge_sums_kernel(
         )
         share += split_stride
     if CONFIG.FILLED:
-        lse_t = tl.load(t_stats_ptr + out, mask=inside, other=0.0)
-        lse_s = tl.load(s_stats_ptr + out, mask=inside, other=0.0)
+        lse_t = tl.load(outputs.t_stats + out, mask=inside, other=0.0)
+        lse_s = tl.load(outputs.s_stats + out, mask=inside, other=0.0)
         sums = with_masked_sums(sums, lse_t, lse_s, seq.num_keys, fill, POINTWISE_FN, CONFIG)
-    tl.store(value_ptr + out, sums.value, mask=inside)
-    tl.store(s_stats_ptr + stats_stride + out, sums.h, mask=inside)
-    tl.store(t_stats_ptr + stats_stride + out, sums.g, mask=inside)
+    tl.store(outputs.value + out, sums.value, mask=inside)
+    tl.store(outputs.s_stats + outputs.stats_stride + out, sums.h, mask=inside)
+    tl.store(outputs.t_stats + outputs.stats_stride + out, sums.g, mask=inside)

@@ -18,34 +18,14 @@ from torch_streamkl.kernels.row_state import LOW, masked_fill_value
 from torch_streamkl.kernels.scores import (
     allowed_tile,
     bind_rows,
-    bind_student,
-    bind_teacher,
+    bind_side,
     key_range,
-    student_scores,
-    student_tile,
-    teacher_scores,
-    teacher_tile,
+    key_tile,
+    query_tile,
+    transformed,
 )
 
 SMALLEST_MEAN = tl.constexpr(2.0**-90)  # of a sum of probabilities: NOTE [Small means]
-
-
-@triton.jit
-def bind(side, masks, seq, b, head, inv_temperature, STUDENT: tl.constexpr, CONFIG: tl.constexpr):
-    """Moves a side's pointers to a query head."""
-    if STUDENT:
-        return bind_student(side, masks, seq, b, head, inv_temperature, CONFIG)
-    else:
-        return bind_teacher(side, masks, seq, b, head, inv_temperature, CONFIG)
-
-
-@triton.jit
-def query_tile(side, bound, seq, offs_m, STUDENT: tl.constexpr, CONFIG: tl.constexpr):
-    """Loads a tile of queries."""
-    if STUDENT:
-        return student_tile(bound.q, offs_m, seq.num_rows, side.q_m, side.q_d, True, CONFIG)
-    else:
-        return teacher_tile(bound.q, offs_m, seq.num_rows, side.q_m, side.q_d, True, CONFIG)
 
 
 @triton.jit
@@ -57,14 +37,9 @@ def scores_of(
     i = offs_m[:, None]
     j = offs_n[None, :]
     inside = (i < seq.num_rows) & (j < seq.num_keys)
-    if STUDENT:
-        k = student_tile(bound.k, offs_n, seq.num_keys, side.k_n, side.k_d, True, CONFIG)
-        dot = tl.dot(q, tl.trans(k), input_precision=CONFIG.PRECISION)
-        x, slope = student_scores(dot, side, bound, seq, i, j, inside, inv_temperature, CONFIG)
-    else:
-        k = teacher_tile(bound.k, offs_n, seq.num_keys, side.k_n, side.k_d, True, CONFIG)
-        dot = tl.dot(q, tl.trans(k), input_precision=CONFIG.PRECISION)
-        x, slope = teacher_scores(dot, side, bound, seq, i, j, inside, inv_temperature, CONFIG)
+    k = key_tile(side, bound, offs_n, seq, True, STUDENT, CONFIG)
+    dot = tl.dot(q, tl.trans(k), input_precision=CONFIG.PRECISION)
+    x, slope = transformed(dot, side, bound, seq, i, j, inside, inv_temperature, STUDENT, CONFIG)
     return tl.where(allowed, x, -float("inf")), slope, k
 
 
@@ -76,8 +51,8 @@ def side_tile(
     """Returns scores of one head (-inf where not allowed), d(score)/d(dot), and the tiles of q and
     k.
     """
-    bound = bind(side, masks, seq, b, head, inv_temperature, STUDENT, CONFIG)
-    q = query_tile(side, bound, seq, offs_m, STUDENT, CONFIG)
+    bound = bind_side(side, masks, seq, b, head, inv_temperature, STUDENT, CONFIG)
+    q = query_tile(side, bound, offs_m, seq, True, STUDENT, CONFIG)
     x, slope, k = scores_of(
         q, side, bound, seq, offs_m, offs_n, allowed, inv_temperature, STUDENT, CONFIG
     )
@@ -111,15 +86,15 @@ def lse_kernel(
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    HAS_SINK: tl.constexpr = CONFIG.S_SINK if STUDENT else CONFIG.T_SINK
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     pid = tl.program_id(0)
     bh = pid // num_blocks
     b, head, m0, seq = bind_rows(masks, pid % num_blocks, bh, num_heads, ratio, CONFIG)
     if m0 >= seq.num_rows:
         return
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    bound = bind(side, masks, seq, b, head, inv_temperature, STUDENT, CONFIG)
-    q = query_tile(side, bound, seq, offs_m, STUDENT, CONFIG)
+    bound = bind_side(side, masks, seq, b, head, inv_temperature, STUDENT, CONFIG)
+    q = query_tile(side, bound, offs_m, seq, True, STUDENT, CONFIG)
     first, _left, _right, stop = key_range(masks, seq, m0, CONFIG)
     top = tl.full([BLOCK_M], LOW, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -138,11 +113,11 @@ def lse_kernel(
         top = higher
     if CONFIG.FILLED:
         absent = seq.num_keys - count
-        level = tl.where(absent > 0.0, masked_fill_value(count, fill, HAS_SINK), LOW)
+        level = tl.where(absent > 0.0, masked_fill_value(count, fill, SIDE.SINK), LOW)
         higher = tl.maximum(top, level)
         row_sum = row_sum * tl.math.exp2(top - higher) + absent * tl.math.exp2(level - higher)
         top = higher
-    if HAS_SINK:
+    if SIDE.SINK:
         higher = tl.maximum(top, bound.sink)
         row_sum = row_sum * tl.math.exp2(top - higher) + tl.math.exp2(bound.sink - higher)
         top = higher
@@ -200,8 +175,9 @@ def mean_kernel(
     for r in tl.range(0, ratio):
         head = h * ratio + r
         x = side_tile(
-            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature, False, CONFIG
-        )[0]
+            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature,
+            False, CONFIG,
+        )[0]  # fmt: skip
         lse = load_lse(t_stats_ptr, masks, seq, b, head, num_heads * ratio, offs_m)
         top, row_sum = add_head(top, row_sum, x - lse[:, None])
     ptrs = mean_tile(mean, block - first_block, offs_n, CONFIG)

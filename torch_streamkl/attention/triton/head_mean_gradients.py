@@ -43,20 +43,21 @@ def gradient_tile(
         row = row_offset(b * num_heads + h, h, seq, masks) + offs_m
         delta = tl.load(sum_ptr + row, mask=inside, other=0.0)
         d = tl.where(allowed, dh - tl.math.exp2(log_s) * delta[:, None], 0.0)
-        if CONFIG.S_SOFTCAP:
+        if CONFIG.STUDENT.SOFTCAP:
             d *= s_slope
         return d, qs, ks
     else:
         x, t_slope, qt, kt = side_tile(
-            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature, False, CONFIG
-        )
+            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature,
+            False, CONFIG,
+        )  # fmt: skip
         teacher_heads = num_heads * ratio
         log_head = x - load_lse(t_stats_ptr, masks, seq, b, head, teacher_heads, offs_m)[:, None]
         row = row_offset(b * teacher_heads + head, head, seq, masks) + offs_m
         delta = tl.load(sum_ptr + row, mask=inside, other=0.0)
         d = split_of_mean(log_head, log_t, ratio) * dg - tl.math.exp2(log_head) * delta[:, None]
         d = tl.where(allowed, d, 0.0)
-        if CONFIG.T_SOFTCAP:
+        if CONFIG.TEACHER.SOFTCAP:
             d *= t_slope
         return d, qt, kt
 
@@ -64,15 +65,14 @@ def gradient_tile(
 @triton.jit(do_not_specialize=["first_block"])
 def mean_dq_kernel(
     student, teacher, masks, mean, first_block, grad_ptr, s_stats_ptr, t_stats_ptr, sum_ptr,
-    dq_ptr, dq_split, dq_b, dq_h, dq_m, dq_scale, num_blocks, num_heads, ratio, keys_of_split,
-    inv_temperature,
+    dq, num_blocks, num_heads, ratio, keys_of_split, inv_temperature,
     STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of a block of rows of one head of one side, from one share of the keys."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
+    BLOCK_D: tl.constexpr = SIDE.BLOCK_D
     own_ratio = 1
     if not STUDENT:
         own_ratio = ratio
@@ -100,30 +100,28 @@ def mean_dq_kernel(
     row = row_offset(bh, h, seq, masks) + offs_m
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0)
     # a row that does not count adds nothing, even where its own gradient is not finite
-    acc = tl.where((grad == 0.0)[:, None], 0.0, acc * (grad * dq_scale)[:, None])
-    out = gradient_ptrs(
-        dq_ptr, dq_split, dq_b, dq_h, dq_m, masks, split, b, head, seq.start_q + offs_m, BLOCK_D
-    )
-    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < DIM)
-    tl.store(out, acc.to(dq_ptr.dtype.element_ty), mask=inside)
+    acc = tl.where((grad == 0.0)[:, None], 0.0, acc * (grad * dq.scale)[:, None])
+    out = gradient_ptrs(dq, masks, split, b, head, seq.start_q + offs_m, BLOCK_D)
+    inside = inside[:, None] & (tl.arange(0, BLOCK_D)[None, :] < SIDE.DIM)
+    tl.store(out, acc.to(dq.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_block", "stop_block"])
 def mean_dk_kernel(
     student, teacher, masks, mean, first_block, stop_block, grad_ptr, s_stats_ptr, t_stats_ptr,
-    sum_ptr, dk_ptr, dk_split, dk_b, dk_h, dk_n, dk_scale, num_blocks, num_key_blocks, num_heads,
-    ratio, num_kv_heads, group, rows_of_split, inv_temperature,
+    sum_ptr, dk, num_blocks, num_key_blocks, num_heads, ratio, num_kv_heads, group,
+    rows_of_split, inv_temperature,
     STUDENT: tl.constexpr, POINTWISE_FN: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Computes dK of a block of keys of one key head, from one share of the rows of its query
     heads.
 
-    Only rows whose mean is in memory count. What those before them gave is in dk_ptr.
+    Only rows whose mean is in memory count. What those before them gave is in dk.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    DIM: tl.constexpr = CONFIG.S_DIM if STUDENT else CONFIG.T_DIM
-    BLOCK_D: tl.constexpr = CONFIG.S_BLOCK_D if STUDENT else CONFIG.T_BLOCK_D
+    SIDE: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
+    BLOCK_D: tl.constexpr = SIDE.BLOCK_D
     own_ratio = 1
     if not STUDENT:
         own_ratio = ratio
@@ -159,11 +157,9 @@ def mean_dk_kernel(
             grad = tl.load(grad_ptr + row, mask=offs_m < seq.num_rows, other=0.0)
             d = tl.where((grad == 0.0)[:, None], 0.0, d * grad[:, None])
             acc = tl.dot(tl.trans(d.to(q.dtype)), q, acc, input_precision=CONFIG.PRECISION)
-    out = gradient_ptrs(
-        dk_ptr, dk_split, dk_b, dk_h, dk_n, masks, split, b, kv, sizes.start_k + offs_n, BLOCK_D
-    )
-    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < DIM)
-    acc *= dk_scale
+    out = gradient_ptrs(dk, masks, split, b, kv, sizes.start_k + offs_n, BLOCK_D)
+    inside = (offs_n[:, None] < sizes.num_keys) & (tl.arange(0, BLOCK_D)[None, :] < SIDE.DIM)
+    acc *= dk.scale
     if first_block > 0:
         acc += tl.load(out, mask=inside, other=0.0)
-    tl.store(out, acc.to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, acc.to(dk.ptr.dtype.element_ty), mask=inside)

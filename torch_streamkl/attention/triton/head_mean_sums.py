@@ -49,14 +49,14 @@ def terms_of_masked(
     """Returns f, h and g summed over the keys that are not allowed, log2 of their mean, their
     level.
     """
-    fill_t = masked_fill_value(count, fill, CONFIG.T_SINK)
+    fill_t = masked_fill_value(count, fill, CONFIG.TEACHER.SINK)
     top = tl.zeros_like(count) + LOW
     row_sum = tl.zeros_like(count)
     for r in tl.range(0, ratio):
         lse = load_lse(t_stats_ptr, masks, seq, b, h * ratio + r, teacher_heads, offs_m)
         top, row_sum = add_head(top, row_sum, fill_t - lse)
     log_t = log_of_mean(top, row_sum, ratio)
-    log_s = masked_fill_value(count, fill, CONFIG.S_SINK) - lse_s
+    log_s = masked_fill_value(count, fill, CONFIG.STUDENT.SINK) - lse_s
     f, dh, dg = sums_of_equal_keys(log_t, log_s, seq.num_keys - count, POINTWISE_FN)
     return f, dh, dg, log_t, fill_t
 
@@ -134,8 +134,9 @@ def group_sums_kernel(
             POINTWISE_FN, CONFIG,
         )  # fmt: skip
         x = side_tile(
-            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature, False, CONFIG
-        )[0]
+            teacher, masks, seq, b, head, offs_m, offs_n, allowed, inv_temperature,
+            False, CONFIG,
+        )[0]  # fmt: skip
         teacher_delta += tl.sum(split_of_mean(x - lse_t[:, None], log_t, ratio) * dg, 1)
         count += tl.sum(allowed.to(tl.float32), 1)
     if CONFIG.FILLED:

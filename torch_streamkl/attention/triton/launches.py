@@ -25,7 +25,7 @@ from torch_streamkl.attention.problem import AttentionProblem, Gradients, NeedsG
 from torch_streamkl.attention.triton import backward as bwd
 from torch_streamkl.attention.triton import forward as fwd
 from torch_streamkl.attention.triton import forward_splits as splits_of_keys
-from torch_streamkl.kernels.splits import combine_splits, new_splits, split_strides
+from torch_streamkl.kernels.splits import combine_splits, gradient_args, new_splits
 
 
 @packs_rows
@@ -44,7 +44,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, RowStatistics]:
             fwd.forward_kernel,
             (stage.programs, 1, 1),
             (
-                *plan.arguments(problem), value, stats.student, stats.teacher, plan.stats_stride,
+                *plan.arguments(problem), plan.outputs(value, stats),
                 stage.num_blocks, problem.num_heads, plan.inv_temperature, plan.fill,
             ),
             (plan.form, plan.helper, stage.config),
@@ -66,7 +66,7 @@ def _split_forward(
         torch.empty(programs, dtype=torch.int32, device=value.device) if config.GUARDED else None
     )
     heads = (stage.num_blocks, problem.num_heads)
-    outputs = (value, stats.student, stats.teacher, plan.stats_stride)
+    outputs = plan.outputs(value, stats)
     one_warp_group = {"num_warps": 4}
     plan.run(
         "state",
@@ -81,7 +81,7 @@ def _split_forward(
         "merge",
         splits_of_keys.merge_kernel,
         (programs, 1, 1),
-        (*arguments, state, *state_strides, splits, *outputs, again, *heads, plan.fill),
+        (*arguments, state, *state_strides, splits, outputs, again, *heads, plan.fill),
         (plan.form, config),
         one_warp_group,
         aligned,
@@ -106,7 +106,7 @@ def _split_forward(
         "merge_sums",
         splits_of_keys.merge_sums_kernel,
         (programs, 1, 1),
-        (arguments[2], sums, *sums_strides, splits, again, *outputs, *heads, plan.fill),
+        (arguments[2], sums, *sums_strides, splits, again, outputs, *heads, plan.fill),
         (plan.helper, config),
         one_warp_group,
         aligned,
@@ -158,13 +158,12 @@ def _gradient(
         grid = (programs * splits, 1, 1)
         sizes = (stage.num_key_blocks, problem.num_heads, group, group // splits)
     partials = new_splits(x, splits)
-    scale = side.scale / problem.temperature
     plan.run(
         (name, student),
         kernel,
         grid,
         (
-            *shared.arguments, partials, *split_strides(partials), scale, *sizes,
+            *shared.arguments, gradient_args(partials, side.scale / problem.temperature), *sizes,
             plan.inv_temperature,
         ),
         (student, plan.form, plan.helper, stage.config),

@@ -69,56 +69,54 @@ class RowStats(NamedTuple):
     rest_t: Any
 
 
+class HeadConfig(NamedTuple):
+    """Holds the compile-time choices of one side; `finish` reads the last one."""
+
+    SOFTCAP: bool
+    BIAS: bool
+    GRAD: bool
+    SINK: bool = False
+
+
 class Config(NamedTuple):
-    """Holds compile-time choices; the helpers of rows.py read the last four."""
+    """Holds compile-time choices; the helpers of row_state.py read the last two."""
 
     LANES: int
     WIDTH: int  # consecutive vocabulary entries of a lane
     NUM_STAGES: int
-    S_SOFTCAP: bool
-    T_SOFTCAP: bool
-    S_BIAS: bool
-    T_BIAS: bool
+    STUDENT: HeadConfig
+    TEACHER: HeadConfig
     VALUES: bool  # compute values and statistics; else statistics are read
     BILINEAR: bool  # the values come from the row state; else from a second pass
     HARD: bool  # labels are given
     TEMPERED: bool  # the temperature is not 1: labels have a log-sum-exp of their own
-    S_GRAD: bool
-    T_GRAD: bool
     VALUE_GRAD: bool  # the values carry a gradient
     HARD_GRAD: bool
     GUARDED: bool = False
     FILLED: bool = False
-    T_SINK: bool = False
-    S_SINK: bool = False
 
 
 @triton.jit
-def load_bits(head, row, start, MASKED: tl.constexpr, BIAS: tl.constexpr, CONFIG: tl.constexpr):
-    """Loads logits [LANES, WIDTH] with their bias; says which exist, and their entry indices."""
+def scores_of(
+    head, row, start, unit, MASKED: tl.constexpr, STUDENT: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Computes a tile's scores [LANES, WIDTH] (-inf without an entry), d(y)/d(logit), which
+    entries exist, and their indices.
+    """
+    HEAD: tl.constexpr = CONFIG.STUDENT if STUDENT else CONFIG.TEACHER
     lanes = tl.arange(0, CONFIG.LANES)
     vocab = start + lanes[:, None] * CONFIG.WIDTH + tl.arange(0, CONFIG.WIDTH)[None, :]
     inside = vocab < head.vocab_size
     ptrs = head.logits + row * head.stride + vocab
     if MASKED:
         z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-        if BIAS:
+        if HEAD.BIAS:
             z += tl.load(head.bias + vocab, mask=inside, other=0.0).to(tl.float32)
     else:
         z = tl.load(ptrs).to(tl.float32)
-        if BIAS:
+        if HEAD.BIAS:
             z += tl.load(head.bias + vocab).to(tl.float32)
-    return z, inside, vocab
-
-
-@triton.jit
-def scores_of(
-    head, row, start, unit,
-    MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Computes a tile's scores (-inf without an entry), d(y)/d(logit), and existing entries."""
-    z, inside, vocab = load_bits(head, row, start, MASKED, BIAS, CONFIG)
-    if SOFTCAP:
+    if HEAD.SOFTCAP:
         capped = tanh(z * (head.scale / head.softcap))
         score = capped * (head.softcap * unit)
         slope = head.scale * (1.0 - capped * capped)
@@ -136,14 +134,16 @@ def state_of_vocab(
     MASKED: tl.constexpr, COEFFICIENTS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Returns the row state, and (maximum, sum) of the student's y, after one tile."""
-    s, _, in_s, _ = scores_of(
-        student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
-    )
-    t, _, _, _ = scores_of(
-        teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
-    )
+    s, _, in_s, _ = scores_of(student, row, start, unit, MASKED, True, CONFIG)
+    t, _, _, _ = scores_of(teacher, row, start, unit, MASKED, False, CONFIG)
     state = update(
-        state, t, s, in_s, MASKED or CONFIG.S_BIAS or CONFIG.T_BIAS, COEFFICIENTS, CONFIG
+        state,
+        t,
+        s,
+        in_s,
+        MASKED or CONFIG.STUDENT.BIAS or CONFIG.TEACHER.BIAS,
+        COEFFICIENTS,
+        CONFIG,
     )
     if CONFIG.HARD and CONFIG.TEMPERED:
         y = s * temperature
@@ -191,20 +191,29 @@ def label_of(rows, row):
 
 
 @triton.jit
-def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
-    """Returns the cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no
-    vocabulary entry.
+def label_score(student, rows, row, CONFIG: tl.constexpr):
+    """Returns y of the row's label, whether that is one of the given vocabulary entries, and
+    whether the row counts.
     """
     vocab_entry, counted = label_of(rows, row)
     is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
     z = tl.load(
         student.logits + row * student.stride + vocab_entry, mask=is_in_vocab, other=0.0
     ).to(tl.float32)
-    if CONFIG.S_BIAS:
+    if CONFIG.STUDENT.BIAS:
         z += tl.load(student.bias + vocab_entry, mask=is_in_vocab, other=0.0).to(tl.float32)
     y = z * student.scale
-    if CONFIG.S_SOFTCAP:
+    if CONFIG.STUDENT.SOFTCAP:
         y = tanh(y / student.softcap) * student.softcap
+    return y, is_in_vocab, counted
+
+
+@triton.jit
+def hard_value(student, rows, row, hard_lse, CONFIG: tl.constexpr):
+    """Returns the cross-entropy of the label in nats; 0 where it is ignored, NaN where it is no
+    vocabulary entry.
+    """
+    y, is_in_vocab, counted = label_score(student, rows, row, CONFIG)
     value = tl.where(is_in_vocab, (hard_lse - y * LOG2E) * LN2, float("nan"))
     return tl.where(counted, value, 0.0)
 
@@ -274,13 +283,9 @@ def row_kernel(
                 )
             tl.store(rows.hard + row, hard_value(student, rows, row, hard_lse, CONFIG))
         tl.store(rows.value + row, value)
-        tl.store(stats, lse_s)
-        tl.store(stats + stride, lse_t)
-        tl.store(stats + 2 * stride, student_delta)
-        tl.store(stats + 3 * stride, teacher_delta)
-        tl.store(stats + 4 * stride, hard_lse)
-        tl.store(stats + 5 * stride, rest_s)
-        tl.store(stats + 6 * stride, rest_t)
+        stored = (lse_s, lse_t, student_delta, teacher_delta, hard_lse, rest_s, rest_t)
+        for i in tl.static_range(7):
+            tl.store(stats + i * stride, stored[i])
     else:
         lse_s = tl.load(stats)
         lse_t = tl.load(stats + stride)
@@ -289,7 +294,7 @@ def row_kernel(
         hard_lse = tl.load(stats + 4 * stride)
         rest_s = tl.load(stats + 5 * stride)
         rest_t = tl.load(stats + 6 * stride)
-    if CONFIG.S_GRAD or CONFIG.T_GRAD:
+    if CONFIG.STUDENT.GRAD or CONFIG.TEACHER.GRAD:
         if CONFIG.VALUES:
             # the label's logit is read by every thread before any of them overwrites it
             tl.debug_barrier()
@@ -343,12 +348,8 @@ def pointwise_sums(
     h_lanes = tl.zeros([LANES], tl.float32)
     g_lanes = tl.zeros([LANES], tl.float32)
     for start in range(0, vocab_size, TILE):
-        s, _, in_s, _ = scores_of(
-            student, row, start, unit, True, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
-        )
-        t, _, in_t, _ = scores_of(
-            teacher, row, start, unit, True, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
-        )
+        s, _, in_s, _ = scores_of(student, row, start, unit, True, True, CONFIG)
+        t, _, in_t, _ = scores_of(teacher, row, start, unit, True, False, CONFIG)
         log_s = (s - lse_s) - rest_s
         log_t = (t - lse_t) - rest_t
         f, h, g = POINTWISE_FN(tl.math.exp2(log_t), tl.math.exp2(log_s), log_t * LN2, log_s * LN2)
@@ -366,18 +367,14 @@ def store_gradient(
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Overwrites a tile of the row's logits by the gradient to them."""
-    s, s_slope, in_s, vocab = scores_of(
-        student, row, start, unit, MASKED, CONFIG.S_BIAS, CONFIG.S_SOFTCAP, CONFIG
-    )
-    t, t_slope, in_t, _ = scores_of(
-        teacher, row, start, unit, MASKED, CONFIG.T_BIAS, CONFIG.T_SOFTCAP, CONFIG
-    )
+    s, s_slope, in_s, vocab = scores_of(student, row, start, unit, MASKED, True, CONFIG)
+    t, t_slope, in_t, _ = scores_of(teacher, row, start, unit, MASKED, False, CONFIG)
     POINTWISE: tl.constexpr = not CONFIG.BILINEAR
     log_s = (s - stats.lse_s) - stats.rest_s
     log_t = (t - stats.lse_t) - stats.rest_t
     factor = stats.weight * inv_temperature
     # a row that does not count adds nothing, even where its own gradient is not finite
-    if CONFIG.S_GRAD:
+    if CONFIG.STUDENT.GRAD:
         d = tl.zeros_like(s)
         if CONFIG.VALUE_GRAD:
             d = score_gradient(
@@ -394,7 +391,7 @@ def store_gradient(
             )
             d += tl.where(stats.hard_weight == 0.0, 0.0, p)
         store_vocab(student, row, vocab, d, in_s, MASKED)
-    if CONFIG.T_GRAD:
+    if CONFIG.TEACHER.GRAD:
         d = score_gradient(
             log_t, log_s, stats.teacher_delta, False, POINTWISE, COEFFICIENTS, POINTWISE_FN
         )

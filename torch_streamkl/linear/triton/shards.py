@@ -11,23 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_streamkl.kernels.arguments import State
+from torch_streamkl.kernels.arguments import Form, State
 from torch_streamkl.kernels.pointwise import helper
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW, finish, merge
 from torch_streamkl.kernels.row_state import empty_state as no_vocab
-from torch_streamkl.kernels.scores import tanh
 from torch_streamkl.kernels.tiles import ceil_div
-from torch_streamkl.linear.problem import LinearProblem, NeedsGrad, RowValues
-from torch_streamkl.linear.triton.launches import (
-    NO_WEIGHTS,
-    config_of,
-    form_args,
-    gradient,
-    head_args,
-    row_args,
-)
-from torch_streamkl.linear.triton.rows import label_of, pointwise_sums, rest_of, state_of_row
-from torch_streamkl.program.divergence_forms import Bilinear
+from torch_streamkl.linear.problem import LinearProblem, RowValues
+from torch_streamkl.linear.triton.launches import arguments_of, config_of, gradient, row_args
+from torch_streamkl.linear.triton.rows import label_score, pointwise_sums, rest_of, state_of_row
 from torch_streamkl.runtime.launch import launch
 
 __all__ = ["empty_state", "gradient", "merged", "state", "sums"]
@@ -37,11 +28,9 @@ MERGED_ROWS = 128  # of a program
 
 def state(problem: LinearProblem, student: Tensor, teacher: Tensor, parts: Tensor) -> None:
     """Writes the state of rows from both sides' logits of the rank's vocabulary shard."""
-    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
-    rows = row_args(problem, RowValues(parts, parts, parts), NO_WEIGHTS)
-    arguments = head_args(problem.student, student), head_args(problem.teacher, teacher), rows
-    constants = form_args(problem.functional.bilinear or Bilinear()), config
-    options = {"num_warps": num_warps}
+    config, options = config_of(problem, student, teacher)
+    arguments = arguments_of(problem, student, teacher, RowValues(parts, parts, parts))
+    constants = Form.of(problem.functional.bilinear), config
     launch(state_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
@@ -55,28 +44,23 @@ def empty_state(parts: Tensor) -> None:
 
 def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValues) -> None:
     """Merges states to statistics of whole rows, cross-entropies, and values of the state."""
-    config, _ = config_of(problem, parts, parts, NO_WEIGHTS, NeedsGrad(), True)
+    config, _ = config_of(problem, parts, parts)
     arguments = (
         parts, parts.stride(0), parts.stride(1), parts.shape[0],
-        row_args(problem, out, NO_WEIGHTS), problem.num_tokens, vocab_size,
+        row_args(problem, out), problem.num_tokens, vocab_size,
     )  # fmt: skip
-    constants = form_args(problem.functional.bilinear or Bilinear()), config, MERGED_ROWS
-    options = {"num_warps": 4}
+    constants = Form.of(problem.functional.bilinear), config, MERGED_ROWS
     grid = (ceil_div(problem.num_tokens, MERGED_ROWS), 1, 1)
-    launch(merge_kernel, grid, arguments, constants, options)
+    launch(merge_kernel, grid, arguments, constants, {"num_warps": 4})
 
 
 def sums(
     problem: LinearProblem, student: Tensor, teacher: Tensor, out: RowValues, totals: Tensor
 ) -> None:
     """Writes value and deltas over the rank's shard [3, num_tokens], from merged log-sum-exps."""
-    config, num_warps = config_of(problem, student, teacher, NO_WEIGHTS, NeedsGrad(), True)
-    arguments = (
-        head_args(problem.student, student), head_args(problem.teacher, teacher),
-        row_args(problem, out, NO_WEIGHTS), totals, totals.stride(0),
-    )  # fmt: skip
+    config, options = config_of(problem, student, teacher)
+    arguments = (*arguments_of(problem, student, teacher, out), totals, totals.stride(0))
     constants = helper(problem.functional.text), config
-    options = {"num_warps": num_warps}
     launch(sums_kernel, (problem.num_tokens, 1, 1), arguments, constants, options)
 
 
@@ -91,12 +75,8 @@ def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.
     )
     stride = tl.cast(rows.statistics_stride, tl.int64)
     out = rows.statistics + row
-    tl.store(out, total.m_t)
-    tl.store(out + stride, total.l_t)
-    tl.store(out + 2 * stride, total.m_s)
-    tl.store(out + 3 * stride, total.l_s)
-    tl.store(out + 4 * stride, total.a)
-    tl.store(out + 5 * stride, total.b)
+    for i in tl.static_range(6):
+        tl.store(out + i * stride, total[i])
     if CONFIG.HARD:
         high = total.m_s
         row_sum = total.l_s
@@ -104,23 +84,10 @@ def state_kernel(student, teacher, rows, COEFFICIENTS: tl.constexpr, CONFIG: tl.
             high = tl.max(hard_high, 0)
             row_sum = tl.sum(hard_row_sum * tl.math.exp2(hard_high - high), 0)
         tl.store(out + 6 * stride, high + tl.math.log2(row_sum))
-        tl.store(out + 7 * stride, label_score(student, rows, row, CONFIG))
-
-
-@triton.jit
-def label_score(student, rows, row, CONFIG: tl.constexpr):
-    """Returns y of the row's label, -inf if the label is none of the given vocabulary entries."""
-    vocab_entry, _ = label_of(rows, row)
-    is_in_vocab = (vocab_entry >= 0) & (vocab_entry < student.vocab_size)
-    z = tl.load(
-        student.logits + row * student.stride + vocab_entry, mask=is_in_vocab, other=0.0
-    ).to(tl.float32)
-    if CONFIG.S_BIAS:
-        z += tl.load(student.bias + vocab_entry, mask=is_in_vocab, other=0.0).to(tl.float32)
-    y = z * student.scale
-    if CONFIG.S_SOFTCAP:
-        y = tanh(y / student.softcap) * student.softcap
-    return tl.where(is_in_vocab, y, -float("inf"))
+        place = out + 7 * stride
+        y, is_in_vocab, _ = label_score(student, rows, row, CONFIG)
+        # another rank has a label that is none of the given vocabulary entries
+        tl.store(place, tl.where(is_in_vocab, y, -float("inf")))
 
 
 @triton.jit
@@ -168,11 +135,9 @@ def merge_kernel(
         hard = tl.where((label >= 0) & (label < vocab_size), hard, float("nan"))
         tl.store(rows.hard + row, tl.where(label != rows.ignore_index, hard, 0.0), mask=inside)
     tl.store(rows.value + row, value, mask=inside)
-    tl.store(rows.statistics + row, lse_s, mask=inside)
-    tl.store(rows.statistics + stride + row, lse_t, mask=inside)
-    tl.store(rows.statistics + 2 * stride + row, student_delta, mask=inside)
-    tl.store(rows.statistics + 3 * stride + row, teacher_delta, mask=inside)
-    tl.store(rows.statistics + 4 * stride + row, hard_lse, mask=inside)
+    stored = (lse_s, lse_t, student_delta, teacher_delta, hard_lse)
+    for i in tl.static_range(5):
+        tl.store(rows.statistics + i * stride + row, stored[i], mask=inside)
     rest_s = rest_of(total.m_s, total.l_s, lse_s)
     rest_t = rest_of(total.m_t, total.l_t, lse_t)
     tl.store(rows.statistics + 5 * stride + row, rest_s, mask=inside)
@@ -196,6 +161,6 @@ def sums_kernel(
         rest_t, POINTWISE_FN, CONFIG,
     )  # fmt: skip
     step = tl.cast(totals_stride, tl.int64)
-    tl.store(totals + row, value)
-    tl.store(totals + step + row, student_delta)
-    tl.store(totals + 2 * step + row, teacher_delta)
+    stored = (value, student_delta, teacher_delta)
+    for i in tl.static_range(3):
+        tl.store(totals + i * step + row, stored[i])

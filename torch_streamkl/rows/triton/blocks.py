@@ -13,7 +13,6 @@ from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_streamkl.rows import derive, losses, tile, torch_impl
 from torch_streamkl.rows.losses import RowLoss
@@ -225,8 +224,7 @@ def loss_and_gradients(
     chunks = list(even_ranges(problem.num_rows, sizes.tokens, 128))
     longest = problem.of_block(batch, slice(0, max(c.stop - c.start for c in chunks)), keys)
     buffers = {i: new_buffer(longest, problem.operands[i][0].dtype) for i in out.dots}
-    q = problem.like
-    side = SideStream(q.device, not isinstance(q, FakeTensor))
+    side = SideStream(problem.like)
     for chunk in chunks:
         side.join()  # the last chunk's gradients of weights read the logits' place
         rows_of = problem.of_block(batch, chunk, keys)
@@ -246,9 +244,7 @@ def loss_and_gradients(
                 out.add_to_columns(i, d, (batch, chunk, keys))
     side.join()
     reductions = dict(enumerate(result.reductions))
-    values = losses.values(problem, loss, reductions, tensors, tile.whole(problem))
-    outputs = [reductions[c] for c in problem.program.outputs]
-    return losses.LossResult(values, out.finished(None), outputs)
+    return losses.result_of(problem, loss, reductions, tensors, out.finished(None))
 
 
 def _add_rows(
@@ -290,11 +286,10 @@ def _in_two_passes(
     """
     result, at = forward(problem, True), tile.whole(problem)
     reductions = dict(enumerate(result.reductions))
-    values = losses.values(problem, loss, reductions, tensors, at)
     grads = losses.gradients(problem, loss, reductions, tensors, at)
-    outputs = problem.program.outputs
-    found = backward(problem, result, [grads.get(c) for c in outputs], needs_grad)
-    return losses.LossResult(values, found, [reductions[c] for c in outputs])
+    ordered = [grads.get(c) for c in problem.program.outputs]
+    found = backward(problem, result, ordered, needs_grad)
+    return losses.result_of(problem, loss, reductions, tensors, found)
 
 
 def _chunks(problem: RowProblem, out: Gradients) -> Chunks | None:

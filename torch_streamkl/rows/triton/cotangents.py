@@ -52,7 +52,7 @@ def cotangents_of(
         mine = part(x, at[0], slice(None), at[1])
         arguments |= {f"t{i}": mine, f"t{i}_m": 0 if mine.shape[2] == 1 else mine.stride(2)}
     blocks = ceil_div(num_rows, ROWS.block_m)
-    row_kernels.start(source, ROWS, blocks, 1, blocks, arguments)
+    row_kernels.start(source, ROWS, blocks, 1, 1, arguments)
     return dict(enumerate(out.unbind(0)))
 
 

@@ -155,7 +155,7 @@ def slots_of(
 @functools.lru_cache(maxsize=512)
 def _rows(program: Program, dots: tuple[int, ...], is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
-    gradients = {i: _node(plan, i) for i in dots}
+    gradients = {i: node_of(plan, i) for i in dots}
     return row_source.rows_kernel(program, plan.nodes, gradients, {}, is_exact)
 
 
@@ -168,10 +168,11 @@ def _capture(program: Program, node: int, is_exact: bool) -> Source:
 @functools.lru_cache(maxsize=512)
 def _columns(program: Program, dot: int, is_exact: bool) -> Source:
     plan = derive.backward_plan(program)
-    return row_source.columns_kernel(program, plan.nodes, dot, _node(plan, dot), is_exact)
+    return row_source.columns_kernel(program, plan.nodes, dot, node_of(plan, dot), is_exact)
 
 
-def _node(plan: derive.BackwardPlan, dot: int) -> int:
+def node_of(plan: derive.BackwardPlan, dot: int) -> int:
+    """Returns the node of a dot product's gradient, which there is."""
     node = plan.dots[dot]
     assert node is not None
     return node
@@ -361,8 +362,7 @@ def launch_rows(
 ) -> None:
     """Launches a program for each block of rows of each head."""
     num_blocks = ceil_div(problem.num_rows, launch.block_m)
-    programs = num_blocks * problem.batch * num_heads
-    start(source, launch, num_blocks, num_heads, programs, arguments)
+    start(source, launch, num_blocks, num_heads, problem.batch * num_heads, arguments)
 
 
 def launch_columns(
@@ -376,8 +376,7 @@ def launch_columns(
     heads.
     """
     num_blocks = ceil_div(problem.num_keys, launch.block_n)
-    programs = num_blocks * problem.batch * num_heads
-    start(source, launch, num_blocks, num_heads, programs, arguments)
+    start(source, launch, num_blocks, num_heads, problem.batch * num_heads, arguments)
 
 
 def start(
@@ -385,10 +384,10 @@ def start(
     launch: TritonLaunch,
     num_blocks: int,
     num_heads: int,
-    programs: int,
+    each: int,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Launch a kernel with the arguments that it has."""
+    """Launch ``each`` programs for every block of a kernel, with the arguments that it has."""
     every = {
         **arguments,
         "num_blocks": num_blocks,
@@ -398,5 +397,5 @@ def start(
     }
     given = tuple([every[name] for name in source.arguments])
     count = len(given) - source.num_constants
-    kernel, grid, options = compiled(source), (programs, 1, 1), launch.options()
+    kernel, grid, options = compiled(source), (num_blocks * each, 1, 1), launch.options()
     runtime.launch(kernel, grid, given[:count], given[count:], options)

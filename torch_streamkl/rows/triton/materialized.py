@@ -32,7 +32,7 @@ from torch_streamkl.rows.program import COLUMNS, VALUES, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import launches as row_kernels
 from torch_streamkl.rows.triton import source as row_source
-from torch_streamkl.rows.triton.launches import start
+from torch_streamkl.rows.triton.launches import launch_rows, node_of, start
 from torch_streamkl.rows.triton.writer import Source
 from torch_streamkl.runtime.devices import gpu_of
 from torch_streamkl.runtime.workspace import padded
@@ -211,8 +211,7 @@ def rows_source(
     program: Program, dot: int, sums: tuple[tuple[int, int], ...], is_exact: bool
 ) -> Source:
     """Writes a kernel with sums over keys of the same heads, as number and node."""
-    node = derive.backward_plan(program).dots[dot]
-    assert node is not None
+    node = node_of(derive.backward_plan(program), dot)
     every = (node, *(n for _, n in sums))
     nodes = _with_materialized(program, BACKWARD, every, program.dot_heads[dot])[0]
     return row_source.rows_kernel(program, nodes, {dot: node}, dict(sums), is_exact)
@@ -221,8 +220,7 @@ def rows_source(
 @functools.lru_cache(maxsize=512)
 def columns_source(program: Program, dot: int, is_exact: bool) -> Source:
     """Writes a kernel of the gradient to a dot's column operand."""
-    node = derive.backward_plan(program).dots[dot]
-    assert node is not None
+    node = node_of(derive.backward_plan(program), dot)
     nodes = _with_materialized(program, BACKWARD, (node,), program.dot_heads[dot])[0]
     return row_source.columns_kernel(program, nodes, dot, node, is_exact)
 
@@ -377,9 +375,8 @@ class Block:
     ) -> None:
         num_blocks = ceil_div(self.problem.num_rows, launch.block_m)
         num_tiles = ceil_div(self.problem.num_keys, launch.block_n)
-        programs = num_blocks * num_tiles * self.problem.batch
         given = {**self.arguments, **more, "num_tiles": num_tiles}
-        start(source, launch, num_blocks, num_heads, programs, given)
+        start(source, launch, num_blocks, num_heads, num_tiles * self.problem.batch, given)
 
     def sums(self, slots: dict[int, tuple[int, str]], axis: int, out: dict[str, Any]) -> None:
         """Makes one pass over the keys, of the heads of an axis."""
@@ -392,16 +389,7 @@ class Block:
             is_here = not self.problem.is_on_gpu
             launch = INTERPRETED if is_here else self._row_sums()
             given.update(LANES=launch.block_n // ROW_WIDTH, WIDTH=ROW_WIDTH)
-        num_heads = self.whole.num_heads(axis)
-        num_blocks = ceil_div(self.problem.num_rows, launch.block_m)
-        start(
-            source,
-            launch,
-            num_blocks,
-            num_heads,
-            num_blocks * num_heads * self.problem.batch,
-            given,
-        )
+        launch_rows(source, self.problem, self.whole.num_heads(axis), launch, given)
 
     def _row_sums(self) -> TritonLaunch:
         """Chooses a tile no longer than the keys."""
