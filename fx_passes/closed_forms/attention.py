@@ -12,7 +12,6 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Call,
     Masks,
     NoForm,
-    Operand,
     Product,
     Side,
     is_softmax,
@@ -104,7 +103,7 @@ def attention_of(x: Weighted, dims: Dims) -> Attention:
         form.inner_biases,
         form.biases,
     )
-    of_values = Side(Product(queries, Operand(x.values), form.product.value))
+    of_values = Side(Product(queries, x.values, form.product.value))
     rows = ordered_rows(x.axes - {x.key}, [a for own in dims for a in own])
     axes = axes_of((side, of_values), (form.mask,), rows, x.key)
     return Attention(form, side, axes, masks_of(form.mask, axes), x.values, x.width)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
-from torch_streamkl.fx_passes.closed_forms.form import Operand as _Operand
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
@@ -58,11 +57,11 @@ class Entries:
 
     @property
     def flows(self) -> bool:
-        return any(x.requires_grad for x in (self.product.rows, self.product.keys))
+        return self.product.rows.flows or self.product.keys.flows
 
     @property
     def sources(self) -> tuple[Node, ...]:
-        return self.product.rows.element, self.product.keys.element, self.ids
+        return self.product.rows, self.product.keys, self.ids
 
     def number_of(self, row_count: Callable[[Size], int]) -> int:
         """Returns how many entries there are."""
@@ -99,7 +98,7 @@ def without_entries(
             if entries is None:
                 return x
             if not entries.ids.axes & {*entries.rows} and any(back[a].level for a in entries.rows):
-                if _are_of_elements(keys := entries.product.keys.element, entries.ids):
+                if _are_of_elements(keys := entries.product.keys, entries.ids):
                     raise NoForm(SINGLE_ENTRIES, keys)
                 return x  # keys of rows that are selected
             found[same] = len(every)
@@ -143,7 +142,7 @@ def _entries_of(
             return None
         at = [index(key) if i == d else p for i, p in enumerate(keys.args)]
         whole = capture(keys.value, FLOAT, at=at)
-        product = Product(_Operand(rows), _Operand(whole), x.value)
+        product = Product(rows, whole, x.value)
         order = _free_axes(x)
         return Entries(
             product,

@@ -36,6 +36,11 @@ def sources_in(*exprs: Node) -> dict[Source, None]:
     return dict.fromkeys(x.value for x in captured)
 
 
+def captured_source(x: Node) -> Any:
+    """Returns the captured tensor that an operand is; None if it is computed in the graph."""
+    return x.value if x.op == "capture" else None
+
+
 def is_of_products(*exprs: Node) -> bool:
     """Returns whether a product is part of an expression, or of the positions that it reads."""
     return any(x.op == CONTRACT for x in walk(exprs))
@@ -44,33 +49,6 @@ def is_of_products(*exprs: Node) -> bool:
 def is_softmax(x: Node, key: Axis) -> bool:
     """Returns whether an expression is a softmax over an axis."""
     return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == key
-
-
-@dataclass(frozen=True)
-class Operand:
-    """Represents an operand by an element of it: which tensor, and where it is read.
-
-    The positions are expressions of the call's axes, from which a view of the tensor follows. If
-    the element is no capture, the tensor is computed in the graph: probabilities are an operand.
-    """
-
-    element: Node
-
-    @property
-    def source(self) -> Any:
-        return self.element.value if self.element.op == "capture" else None
-
-    @property
-    def at(self) -> tuple[Node, ...]:
-        return self.element.args
-
-    @property
-    def axes(self) -> frozenset[Axis]:
-        return self.element.axes
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.element.flows
 
 
 @dataclass(frozen=True)
@@ -92,10 +70,15 @@ class Bias:
 
 @dataclass(frozen=True)
 class Product:
-    """Represents weight * factors * rows . keys, summed over ``contracted``."""
+    """Represents weight * factors * rows . keys, summed over ``contracted``.
 
-    rows: Operand
-    keys: Operand
+    An operand is an element of it: which tensor, and where it is read. The positions are
+    expressions of the call's axes, from which a view of the tensor follows. If it is no capture,
+    the tensor is computed in the graph: probabilities are an operand.
+    """
+
+    rows: Node
+    keys: Node
     contracted: tuple[Axis, ...]
     weight: float = 1.0
     factors: tuple[Factor, ...] = ()
@@ -103,7 +86,7 @@ class Product:
     @property
     def names(self) -> frozenset[Any]:
         """Returns the names of its operands, without those that are computed in the graph."""
-        sources = (self.rows.source, self.keys.source)
+        sources = (captured_source(x) for x in (self.rows, self.keys))
         return frozenset(x.name for x in sources if x is not None)
 
 
@@ -126,7 +109,7 @@ class Side:
     num_keys: Node | None = None  # of this side, if the other has more
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[Node, ...]:
         products = (self.product, *self.adapters)
         return tuple(x for p in products for x in (p.rows, p.keys))
 
@@ -137,8 +120,7 @@ class Side:
     @property
     def requires_grad(self) -> bool:
         factors = [f.value for p in (self.product, *self.adapters) for f in p.factors]
-        elements = [x.element for x in self.operands]
-        return any(x.flows for x in (*elements, *factors, *(b.value for b in self.added)))
+        return any(x.flows for x in (*self.operands, *factors, *(b.value for b in self.added)))
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def score_of(side: Side, key: Axis) -> Node:
 
 def element_of(x: Product) -> Node:
     """Returns an element of a product, of captured tensors or of what is computed in the graph."""
-    operands = x.rows.element, x.keys.element
+    operands = x.rows, x.keys
     if all(a.op == "capture" for a in operands):
         return contraction(*operands, x.contracted)
     element = product(*operands)

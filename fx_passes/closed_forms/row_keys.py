@@ -33,8 +33,8 @@ class Facts:
 
     ``why_repeated`` says why a row of ids may have one twice. ``logarithms`` are expressions of
     logarithms of probabilities, which are -inf in eager code where a probability underflows;
-    ``log_softmaxes`` are numbers there; ``made_of_products`` are captured tensors that are computed
-    from matmuls.
+    ``log_softmaxes`` are numbers there; ``made_of_products`` are captured tensors that are
+    computed from matmuls.
     """
 
     why_repeated: Callable[[Node, Axis, Axis], str] = _always

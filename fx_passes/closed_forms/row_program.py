@@ -285,7 +285,7 @@ class _Planner:
     ) -> None:
         backward = derive.backward_plan(program)
         for x, of in zip(backward.dots, products, strict=True):
-            if (x is not None) != (of.rows.requires_grad or of.keys.requires_grad):
+            if (x is not None) != (of.rows.flows or of.keys.flows):
                 raise NoForm("the gradient of the scores is a constant")
         for captured, x in zip(leaves.captured.values(), backward.captures, strict=True):
             if x is None and captured.value.flows:
@@ -383,7 +383,7 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
     """Returns the types of a product's operands, and its own, which autocast decides."""
-    found = [y.source for y in (x.rows, x.keys) if y.source is not None]
+    found = [y.value for y in (x.rows, x.keys) if y.op == "capture"]
     of, made = facts.dtypes, facts.product_types.get(x.names)
     own = [of(s) for s in found] if of is not None else []
     return own if made is None else [*own, made]

@@ -97,12 +97,12 @@ class CallTensors:
         if axes.query and axes.query not in x.axes:
             raise Unsupported("the queries of one side do not vary along the query dimension")
         dims = (axes.batch, axes.heads + side.averaged, axes.queries, side.product.contracted)
-        return self.writer.tensor(x.element, dims, expand=(0, 1, 2))
+        return self.writer.tensor(x, dims, expand=(0, 1, 2))
 
     def keys(self, side: Side) -> fx.Node:
         """Returns keys, without the last axes of heads that share them: head h has h // group."""
         heads = self.axes.heads + side.averaged
-        return self.of_keys(side.product.keys.element, heads, side.product.contracted)
+        return self.of_keys(side.product.keys, heads, side.product.contracted)
 
     def of_keys(self, x: Node, heads: Dim, width: Dim) -> fx.Node:
         """Returns a tensor with a vector for each key."""

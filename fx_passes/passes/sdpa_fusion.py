@@ -234,8 +234,7 @@ def _read_by(found: Attention) -> list[Node]:
     side, biases = found.side, (*found.form.biases, *found.form.inner_biases)
     of_biases = [f.value for b in biases for f in b.factors]
     factors = [*(f.value for f in side.product.factors), *of_biases]
-    operands = [x.element for x in side.operands]
-    return [*operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
+    return [*side.operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
 
 
 def _has_diagonal(found: Attention) -> bool:

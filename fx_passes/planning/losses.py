@@ -90,10 +90,7 @@ class Losses:
             for side in call.sides
             for x in side.operands
         ]
-        nodes = (
-            x.source.name if x.source is not None else self.refusals.first_with(x.element)
-            for x in found
-        )
+        nodes = (x.value.name if x.op == "capture" else self.refusals.first_with(x) for x in found)
         return [x for x in nodes if isinstance(x, fx.Node)]
 
     def sharing(self, is_left: Callable[[ProgramPlan], bool]) -> list[Divergence]:
@@ -119,7 +116,7 @@ def needs_no_tensor(divergence: Divergence) -> bool:
         return True
     dense: list[Node] = []
     for call in divergence.calls:
-        if any(_are_gathered(side.product.keys.element) for side in call.sides):
+        if any(_are_gathered(side.product.keys) for side in call.sides):
             return True
         if call.operator == ATTENTION:
             if any(_is_slanted(x) for x in call.masks.tensors):

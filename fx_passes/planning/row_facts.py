@@ -90,7 +90,7 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     ``x log x`` is 0 where x is, so the logarithms inside of `kl_div` and `entr` show nowhere.
     """
     argument = node.args[-1]
-    if node.target == aten.xlogy.Tensor and _are_equal(*node.args, reading):
+    if node.target == aten.xlogy.Tensor and _are_equal(node.args[0], node.args[1], reading):
         return []
     x = reading.expression(argument)
     found, todo = list[Node](), [x] if x is not None else []

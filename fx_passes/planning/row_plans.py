@@ -10,7 +10,13 @@ from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import MATMULS, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
-from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, Product, sources_in
+from torch_streamkl.fx_passes.closed_forms.form import (
+    NoForm,
+    NotClosed,
+    Product,
+    captured_source,
+    sources_in,
+)
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
 from torch_streamkl.fx_passes.closed_forms.row_keys import Facts
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
@@ -80,7 +86,7 @@ class ProgramPlan:
     @property
     def operands(self) -> list[fx.Node]:
         """Returns the tensors of the trace that the products are made of."""
-        every = (x.source for p in self.form.products for x in (p.rows, p.keys))
+        every = (captured_source(x) for p in self.form.products for x in (p.rows, p.keys))
         return [x.name for x in every if x is not None and isinstance(x.name, fx.Node)]
 
     @property
@@ -144,7 +150,7 @@ class RowPlanner:
             RowOutput(r, self.trace.outer[r], around, x.dims)
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
-        every = [x.element for p in form.replaced for x in (p.rows, p.keys)]
+        every = [x for p in form.replaced for x in (p.rows, p.keys)]
         at_ids = [entries.ids for entries in form.entries]
         sources = sources_of([*every, *at_ids, *(c.value for c in form.captures), *form.around])
         dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
@@ -153,7 +159,7 @@ class RowPlanner:
         return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
-        names = tuple(source_of(x.element) for x in (product.rows, product.keys))
+        names = tuple(map(source_of, (product.rows, product.keys)))
         return self._matmuls.get(names) or self._matmuls.get(names[::-1])
 
     # ------------------------------------------------------------------------ choices

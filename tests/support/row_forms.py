@@ -66,12 +66,12 @@ def computed(form, tensors, sizes):
     axes = form.axes
     given = []
     for product, heads in zip(form.products, axes.heads, strict=True):
-        rows = product.rows.element
+        rows = product.rows
         given.append(placed(rows, [axes.batch, heads, axes.rows, product.contracted], (0, 1, 2)))
         shared = list(heads)
         while shared and shared[-1] not in product.keys.axes:
             shared.pop()
-        keys = product.keys.element
+        keys = product.keys
         dims = [axes.batch, tuple(shared), axes.keys, product.contracted]
         given.append(placed(keys, dims, (0, 1)))
     given = [x.double() for x in given]
@@ -94,7 +94,7 @@ def entries_of(form, tensors, sizes):
     """The values of entries at ids, by their sources in `around`."""
     found = {}
     for number, x in enumerate(form.entries):
-        rows, keys = x.product.rows.element, x.product.keys.element
+        rows, keys = x.product.rows, x.product.keys
         element = contraction(rows, substitute(keys, {x.key: x.ids}), x.product.contracted)
         value = evaluate(element, tensors, sizes, x.axes)
         found[Source(EntryValue(number), 0, x.flows)] = value if x.flows else value.detach()
