@@ -75,14 +75,12 @@ class Entries:
 def without_entries(
     roots: Sequence[Node],
     why_repeated: Callable[[Node, Axis, Axis], str],
-    extent: Callable[[object, int], Size | None] | None,
+    extent: Callable[[object, int], Size | None],
 ) -> tuple[list[Node], tuple[Entries, ...]]:
     """Returns expressions of captured entries in place of products at ids, and these entries.
 
     Ids of a top-k of the graph stay: such entries are keys that a row program chooses.
     """
-    if extent is None:
-        return list(roots), ()
     found: dict[Node, int] = {}
     every: list[Entries] = []
 

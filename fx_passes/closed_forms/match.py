@@ -36,7 +36,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Stricter,
     is_of_products,
 )
-from torch_streamkl.fx_passes.closed_forms.formulas import Polynomial, functional_of, value_at
+from torch_streamkl.fx_passes.closed_forms.formulas import functional_of, value_at
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
@@ -159,7 +159,7 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
         for pair in pairs_of(polynomial, parts):
             rows = ordered_rows(site.axes, order)
             site_of = _Site(key, rows, judgement, factor, site.axes.isdisjoint(order))
-            calls.append(_call(site_of, pair, polynomial, parts))
+            calls.append(_call(site_of, pair, parts))
     if not calls:
         raise NoForm("the sum over keys is a known constant", site)
     for call in calls:
@@ -178,7 +178,7 @@ class _Site:
     is_summed: bool  # over all rows, whose order nothing says
 
 
-def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distribution]) -> Call:
+def _call(site: _Site, pair: Pair, parts: Sequence[Distribution]) -> Call:
     key, judgement = site.key, site.judgement
     distributions = [parts[pair.teacher], parts[pair.student]]
     forms = [read(part.score, key) for part in distributions]

@@ -40,7 +40,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
     axes_of_products,
     product_of,
 )
-from torch_streamkl.fx_passes.closed_forms.row_keys import NO_FACTS, Facts, keys_of
+from torch_streamkl.fx_passes.closed_forms.row_keys import Facts, keys_of
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_products import (
@@ -127,9 +127,7 @@ class _Site:
     blocks: Dim  # the axis of blocks of keys
 
 
-def row_form(
-    roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = NO_FACTS
-) -> RowForm | NotClosed:
+def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
     """Returns one program for the sums over keys of all roots, or why there is none."""
     try:
         roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
@@ -384,6 +382,5 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
     """Returns the types of a product's operands, and its own, which autocast decides."""
     found = [y.value for y in (x.rows, x.keys) if y.op == "capture"]
-    of, made = facts.dtypes, facts.product_types.get(x.names)
-    own = [of(s) for s in found] if of is not None else []
-    return own if made is None else [*own, made]
+    own, made = map(facts.dtypes, found), facts.product_types.get(x.names)
+    return [*own] if made is None else [*own, made]

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import Call
-from torch_streamkl.fx_passes.closed_forms.recompute import score_of
+from torch_streamkl.fx_passes.closed_forms.scores import score_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED
 from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_by

@@ -43,7 +43,7 @@ class Divergence:
         return tuple(call for form in self.forms for call in form.calls)
 
 
-def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], Plans]:
+def find_divergences(trace: Trace, reading: Reading) -> list[Divergence]:
     """Finds where to put operators: the earliest nodes whose value they can compute."""
     rows = list(_row_values(trace, reading))
     plans = {node: _planned(node, reading) for node in rows}
@@ -66,7 +66,7 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
     chosen |= _earliest(rows, plans, trace, chosen, covered)
     found = [n for n in rows if n in chosen]
     own = {n: parts.get(n) or frozenset((n,)) for n in found}
-    return [Divergence(n, trace.outer[n], chosen[n], own[n]) for n in found], plans
+    return [Divergence(n, trace.outer[n], chosen[n], own[n]) for n in found]
 
 
 def _earliest(

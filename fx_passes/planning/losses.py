@@ -17,7 +17,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
 from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
     Divergence,
-    Plans,
     ProductType,
     find_divergences,
     product_types,
@@ -49,13 +48,12 @@ class Losses:
     reading: Reading = field(init=False)
     sites: list[fx.Node] = field(init=False)  # where two distributions meet
     divergences: list[Divergence] = field(init=False)
-    plans: Plans = field(init=False)
     refusals: Refusals = field(init=False)
 
     def __post_init__(self) -> None:
         self.reading = read_trace(self.trace)
         self.sites = divergence_sites(self.trace, self.reading)
-        self.divergences, self.plans = find_divergences(self.trace, self.reading)
+        self.divergences = find_divergences(self.trace, self.reading)
         self.refusals = Refusals(self.trace, self.reading)
         self.row_programs = self.row_programs and may_have_programs(self.trace)
 

@@ -27,13 +27,7 @@ LOGARITHMS = {
 
 def facts_of(reading: Reading) -> Facts:
     """Returns the facts of a graph, without the logarithms, which are those of a program."""
-    return Facts(
-        why_repeated,
-        made_of_products=reading.reads_products,
-        dtypes=dtype_of,
-        extent=reading.sizes.extent,
-        is_ranked=is_ranked,
-    )
+    return Facts(why_repeated, reading.reads_products, dtype_of, reading.sizes.extent)
 
 
 def logarithms_of(reading: Reading) -> dict[fx.Node, list[Node]]:
@@ -111,18 +105,9 @@ def _are_equal(a: Any, b: Any, reading: Reading) -> bool:
     return isinstance(x, Array) and isinstance(y, Array) and (x.expr, x.dims) == (y.expr, y.dims)
 
 
-def _top_of(ids: Node) -> tuple[fx.Node, int] | None:
-    return top_of(ids.value.name) if isinstance(ids.value, Source) else None
-
-
-def is_ranked(ids: Node) -> bool:
-    """Returns whether ids are those of a top-k of the graph."""
-    return _top_of(ids) is not None
-
-
 def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
     """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
-    found = _top_of(ids)
+    found = top_of(ids.value.name) if isinstance(ids.value, Source) else None
     if found is None:
         return NOT_RANKED
     top, dim = found

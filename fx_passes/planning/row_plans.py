@@ -18,7 +18,6 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     sources_in,
 )
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
-from torch_streamkl.fx_passes.closed_forms.row_keys import Facts
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
@@ -109,7 +108,7 @@ class RowPlanner:
         self.trace, self.reading, self.region = trace, reading, region
         types = product_types(trace, reading)
         made = {names: found.result for names, found in types.items()}
-        self.facts: Facts = replace(facts_of(reading), product_types=made)
+        self.facts = replace(facts_of(reading), product_types=made)
         self._logarithms = logarithms_of(reading)
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
@@ -153,7 +152,7 @@ class RowPlanner:
         every = [x for p in form.replaced for x in (p.rows, p.keys)]
         at_ids = [entries.ids for entries in form.entries]
         sources = sources_of([*every, *at_ids, *(c.value for c in form.captures), *form.around])
-        dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
+        dtypes = set(map(self.facts.dtypes, sources_in(*every)))
         check_eager(roots, [*(c.value for c in form.captures), *form.around], dtypes, self.reading)
         matmuls = tuple(self._matmul(p) for p in form.replaced)
         return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))

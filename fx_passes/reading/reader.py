@@ -49,7 +49,7 @@ from torch_streamkl.fx_passes.reading.numbering import Numbering
 from torch_streamkl.fx_passes.reading.positions import MaskedRows
 from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
 from torch_streamkl.fx_passes.reading.rules import MODULES
-from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
+from torch_streamkl.fx_passes.reading.sizes import Sizes
 from torch_streamkl.fx_passes.reading.writes import Writes
 from torch_streamkl.program.graph import FLOAT, INT, Extent, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
@@ -82,7 +82,7 @@ class Reading:
     reasons: dict[fx.Node, str] = field(default_factory=dict)
     observers: dict[fx.Node, str] = field(default_factory=dict)
     reads_products: set[fx.Node] = field(default_factory=set)
-    sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
+    sizes: Sizes = field(default_factory=Sizes)
     indices: dict[Node, tuple[str, int]] = field(default_factory=dict)
     vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
 

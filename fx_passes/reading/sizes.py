@@ -17,15 +17,14 @@ from torch import fx
 from torch_streamkl.fx_passes.fx_utils import sizes
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
-from torch_streamkl.fx_passes.reading.arrays import Sizes
 from torch_streamkl.fx_passes.reading.index_values import LARGEST_EXTENT
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.program.canonical import linear
 from torch_streamkl.program.graph import INT, Extent, Node, Size, Source, const, size_of
 
 
-class SymbolicSizes(Sizes):
-    """Holds the extents of one trace, and multiplies and divides them."""
+class Sizes:
+    """Holds the extents of one trace, and multiplies and divides sizes."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Extent] = {}
@@ -98,6 +97,7 @@ class SymbolicSizes(Sizes):
         return statically_known_true(_size(a) == _size(b))
 
     def extent(self, source: object, d: int) -> Size | None:
+        """Returns the size of a dimension of a captured tensor, None if it is not known."""
         name = source.name if isinstance(source, Source) else None
         if isinstance(name, Positions):
             return next((n for n, rows in self.selected.items() if rows == name.rows), None)
@@ -113,6 +113,7 @@ class SymbolicSizes(Sizes):
         return self._products[key]
 
     def quotient(self, a: Size, b: Size) -> Size | None:
+        """Returns a / b where it is provably an integer."""
         if a is b or b == 1:
             return 1 if a is b else a
         if (a, b) not in self._quotients:

@@ -11,7 +11,7 @@ from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import node_of
 from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, Product, Side, Stricter
-from torch_streamkl.fx_passes.closed_forms.recompute import element_of
+from torch_streamkl.fx_passes.closed_forms.scores import element_of
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.user_names import user_name
 from torch_streamkl.fx_passes.planning.refusals import Refusals

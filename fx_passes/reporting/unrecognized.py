@@ -131,7 +131,7 @@ def _sentence(
         return _hinted(f"{where} is overwritten in place at {at}", f"in-place {kind} of scores")
     if kind in WRITES:
         return f"{where} is written into another tensor at {at}"
-    if kind in PRODUCTS and _is_sum_over_keys(node, reader, path):
+    if kind in PRODUCTS and _is_sum_over_keys(node, reader):
         return _hinted(f"{feeds}: {AS_PRODUCT}", AS_PRODUCT)
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
@@ -169,7 +169,7 @@ def _softmax_before(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _is_sum_over_keys(node: fx.Node, reader: fx.Node, path: list[fx.Node]) -> bool:
+def _is_sum_over_keys(node: fx.Node, reader: fx.Node) -> bool:
     """Whether a product sums over the keys of two distributions, as einsum("tv,tv->t", p, q)."""
     sizes = [numel(x) for a in reader.all_input_nodes if isinstance(x := example(a), Tensor)]
     made, value = example(reader), example(node)
