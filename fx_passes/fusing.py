@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-
-from torch import fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.closed_forms.form import Call
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import location_of, tensor_of
 from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
@@ -51,7 +48,7 @@ class Fusing:
     """
 
     losses: Losses
-    builder: Callable[[fx.Node], Builder]
+    builder: MakeBuilder
     aliases: Aliases
     refused: Refused
     outside: Readers

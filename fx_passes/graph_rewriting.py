@@ -10,13 +10,14 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import find_region
-from torch_streamkl.fx_passes.capture.retrace import fake_mode_of, trace_region
+from torch_streamkl.fx_passes.capture.retrace import trace_region
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fusing import Fusing
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view, tensor_of
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
@@ -92,7 +93,7 @@ class _Rewriting:
     def __post_init__(self) -> None:
         losses, graph = self.losses, self.given.graph
         region, trace, reading = losses.region, losses.trace, losses.reading
-        self.mode = fake_mode_of(region)
+        self.mode = fake_mode_of((*region.leaves, *region.nodes))
         self.selections = Selections(masks_of_counts(trace, reading))
         aliases = Aliases(graph, region)
         given = self.given

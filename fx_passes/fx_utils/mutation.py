@@ -87,9 +87,14 @@ def by_storage(graph: fx.Graph) -> Memory:
     return found
 
 
+def written_memory(node: fx.Node) -> set[int | None]:
+    """Returns the memory that a node writes to, as far as it can be compared."""
+    return {storage_of(x) for x in written_by(node)} - {None}
+
+
 def written_storages(graph: fx.Graph) -> set[int | None]:
     """Returns the memory that any node of a graph writes to."""
-    return {storage_of(x) for node in graph.nodes for x in written_by(node)} - {None}
+    return set().union(*map(written_memory, graph.nodes))
 
 
 def _has_body_that_writes(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.lowering.placed import Placed
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
@@ -45,7 +45,7 @@ class LiveTensors:
         stale = set[Node]()
         nodes = self.before.graph.nodes
         there = {n: i for i, n in enumerate(itertools.takewhile(self._is_there, nodes))}
-        writes = [(i, storage_of(x)) for n, i in there.items() for x in written_by(n)]
+        writes = [(i, own) for n, i in there.items() if (own := written_memory(n))]
         for inner, node in self.outer.items():
             x = self.reading.arrays.get(inner)
             if inner.op != "call_function" or node not in there or not isinstance(x, Array):
@@ -56,7 +56,7 @@ class LiveTensors:
                     key = _numbered(x.expr, order)
                     found.setdefault(key, (node, x.dims))
                     memory = self._memory(node, x.expr) if writes else set()
-                    if any(at > there[node] and storage in memory for at, storage in writes):
+                    if any(at > there[node] and memory & written for at, written in writes):
                         stale.add(key)
         return {key: x for key, x in found.items() if key not in stale}
 

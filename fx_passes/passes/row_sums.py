@@ -33,6 +33,14 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     storage_of,
     tensor_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import (
+    COPIES,
+    DIFFERENCES,
+    DTYPES,
+    PRODUCTS,
+    QUOTIENTS,
+    RESHAPES,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
     is_unknown,
@@ -51,14 +59,11 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import dtype_of
 
-# which keep the order of the rows
-VIEWS = {
-    "reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to", "clone",
-}  # fmt: skip
+VIEWS = RESHAPES | COPIES | DTYPES  # which keep the order of the rows
 UNARY = {"neg": "neg", "negative": "neg", "exp": "exp", "log": "log", "abs": "abs", "sqrt": "sqrt"}
 BINARY = {
-    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div",
-    "divide": "div", "truediv": "div", "true_divide": "div",
+    "add": "add", **dict.fromkeys(DIFFERENCES, "sub"), **dict.fromkeys(PRODUCTS, "mul"),
+    **dict.fromkeys(QUOTIENTS, "div"),
 }  # fmt: skip
 
 

@@ -5,13 +5,13 @@ Otherwise such a read would keep scores or probabilities alive that a fused oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import Region
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of, tensor_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import (
@@ -23,9 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.shape_reads import (
 )
 
 
-def shapes_as_sizes(
-    region: Region, quadratic: Container[fx.Node], builder: Callable[[fx.Node], Builder]
-) -> None:
+def shapes_as_sizes(region: Region, quadratic: Container[fx.Node], builder: MakeBuilder) -> None:
     """Replaces ``x.expand_as(scores)`` by ``x.expand(sizes)``, with sizes from the region's
     inputs.
     """

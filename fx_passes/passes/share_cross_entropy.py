@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import Call
 from torch_streamkl.fx_passes.closed_forms.scores import score_of
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED
-from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -56,7 +56,7 @@ NEVER_CAST = {
 
 
 def share_cross_entropy(
-    graph: fx.Graph, trace: Trace, reading: Reading, builder: Callable[[fx.Node], Builder]
+    graph: fx.Graph, trace: Trace, reading: Reading, builder: MakeBuilder
 ) -> list[str]:
     """Replaces cross-entropies of the logits of a `linear_kl` call by the call's second output.
 
@@ -195,7 +195,7 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
         if moved & set(n.all_input_nodes):
             moved.add(n)
     reads = {storage_of(a) for n in (later, *moved) for a in n.all_input_nodes} - {None}
-    if any(storage_of(target) in reads for n in between for target in written_by(n)):
+    if any(reads & written_memory(n) for n in between):
         return None  # the two read it at different times
     if position[_labels(node)] < position[call] < position[node]:
         return call  # the readers of both are after it

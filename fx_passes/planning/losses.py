@@ -8,13 +8,14 @@ from functools import cached_property
 
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
-from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
+from torch_streamkl.fx_passes.planning.divergence_sites import CALLS, divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
     Divergence,
     ProductType,
@@ -32,10 +33,7 @@ from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
 
 # what a divergence reads that is computed besides a planned operator
-DISTRIBUTIONS = MATMULS | {
-    "_softmax", "softmax", "_log_softmax", "log_softmax", "logsumexp", "kl_div",
-    "cross_entropy_loss",
-}  # fmt: skip
+DISTRIBUTIONS = MATMULS | SOFTMAXES | LOG_SOFTMAXES | CALLS
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch_streamkl.fx_passes.closed_forms.row_checks import (
 )
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, named_arguments
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, named_arguments, tensors_read
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading, is_number
 from torch_streamkl.fx_passes.reading.types import is_narrower
@@ -85,8 +85,7 @@ def _check_type(node: fx.Node, operands: Collection[torch.dtype]) -> None:
         raise Unsupported("scores are cast to a complex type")
     if made.dtype == torch.float64 and torch.float64 not in operands:
         raise Unsupported("scores become float64 after their matmul")
-    values = [a.meta.get("val") for a in node.all_input_nodes]
-    dtypes = [v.dtype for v in values if isinstance(v, Tensor)]
+    dtypes = [x.dtype for x in tensors_read(node)]
     if not made.dtype.is_floating_point or any(d.is_floating_point for d in dtypes):
         return
     # what is computed of integers alone has torch's default type, whatever the scores have

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
@@ -27,9 +27,10 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     autograd_modes,
     by_storage,
     is_in_place,
-    written_by,
+    written_memory,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.profitability import why_small
@@ -113,9 +114,7 @@ class RowPlanner:
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
-        self._writes = [
-            (i, storage_of(x)) for n, i in self.position.items() for x in written_by(n)
-        ]
+        self._writes = [(i, written_memory(n)) for n, i in self.position.items()]
         self._matmuls = self._products()
 
     def _products(self) -> dict[object, fx.Node]:
@@ -245,7 +244,7 @@ class RowPlanner:
         """Whether what sums read is written between them: one call reads it before the first."""
         memory = {storage_of(self.trace.outer[n]) for n in read} - {None}
         first, last = (end(self.position[n] for n in nodes) for end in (min, max))
-        return any(first < at < last and storage in memory for at, storage in self._writes)
+        return any(first < at < last and memory & written for at, written in self._writes)
 
     def _merge(self, plans: list[ProgramPlan]) -> None:
         """Joins programs that a later sum has connected: it reads products of both."""
@@ -390,8 +389,7 @@ def describe_program(plan: ProgramPlan) -> str:
 
 def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool:
     """Whether a node writes to memory that only these nodes read, or masks of other writes."""
-    storages = {storage_of(x) for x in written_by(node)} - {None}
-    same = [n for storage in storages for n in memory[storage]]
+    same = [n for storage in written_memory(node) for n in memory[storage]]
 
     def following(reader: fx.Node) -> Iterable[fx.Node]:  # of ``x[x < 0] = 0``
         return () if reader in gone or is_in_place(reader) else reader.users

@@ -20,7 +20,6 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.closed_forms.form import (
     ClosedForm,
     NoForm,
@@ -32,6 +31,7 @@ from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import World, has_infinite_bias, value_at
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     RECORDS,
@@ -39,7 +38,9 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
     reached,
     storage_of,
+    tensors_read,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
@@ -304,8 +305,7 @@ class Reader:
             if name_of(n) not in MATMULS:
                 continue
             made = self.made_as.get(n, n.meta["val"].dtype)
-            inputs = [a.meta["val"] for a in n.all_input_nodes]
-            if made != dtype and any(x.dtype != dtype for x in inputs if isinstance(x, Tensor)):
+            if made != dtype and any(x.dtype != dtype for x in tensors_read(n)):
                 return False
         return True
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import node_of
 from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, Product, Side, Stricter
 from torch_streamkl.fx_passes.closed_forms.scores import element_of
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.user_names import user_name
 from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.spoken import (

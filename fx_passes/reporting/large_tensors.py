@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import BARRIERS, CASTS, MATMULS, OPERAND_VIEWS
+from torch_streamkl.fx_passes.capture.region import BARRIERS
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -27,7 +27,9 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     num_bytes,
     storage_of,
     subgraphs_of,
+    tensors_read,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import CASTS, MATMULS, OF_ROWS, OPERAND_VIEWS
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, hint_of, shown_shape
 from torch_streamkl.fx_passes.reporting.graph_outputs import VOCABULARY_PER_WIDTH
 from torch_streamkl.fx_passes.reporting.report import Remaining
@@ -44,7 +46,6 @@ PRODUCTS = MATMULS | {"cdist", "tensordot", "_scaled_mm", "inner"}
 SCATTERS = {"one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"}
 WRITES = {"setitem", "__setitem__", "index_put", "index_put_"}
 BROADCASTS = {"mul", "sub", "add", "truediv", "div", "minimum", "maximum", "pow"}
-OF_ROWS = {"softmax", "log_softmax", "logsumexp"}
 LOSSES = {"cross_entropy", "kl_div"}  # which make a tensor of their input's size inside
 READS_ROWS = OF_ROWS | LOSSES | {"sort", "topk", "argsort"}
 _VIEWS = OPERAND_VIEWS - {"repeat_interleave"}
@@ -174,9 +175,9 @@ def _written_target(node: fx.Node) -> Tensor | None:
     value = example(target)
     if not isinstance(value, Tensor) or is_vector(value) or target.op == "placeholder":
         return None
-    if any(isinstance(example(a), Tensor) for a in target.all_input_nodes):
+    if tensors_read(target):
         return None
-    given = [x for a in node.all_input_nodes[1:] if isinstance(x := example(a), Tensor)]
+    given = tensors_read(node)[1:]
     is_dense = numel(value) >= EXPANDED * max(map(numel, given), default=numel(value))
     return value if is_dense else None
 
@@ -189,7 +190,7 @@ def is_origin(node: fx.Node) -> bool:
     if not is_call(node) or not isinstance(value, Tensor):
         return False
     name = name_of(node)
-    inputs = [x for a in node.all_input_nodes if isinstance(x := example(a), Tensor)]
+    inputs = tensors_read(node)
     if name in OF_ROWS or _is_softmax_by_hand(node):
         return not is_vector(value) and _is_of_an_input(node)
     if is_vector(value) or not inputs:

@@ -7,7 +7,6 @@ import re
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
@@ -18,12 +17,14 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_tensor,
     location_of,
     name_of,
+    nearest_inputs,
     reached,
     subgraphs_of,
     tensor_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
-from torch_streamkl.fx_passes.planning.refusals import ELSEWHERE, NOT_MADE, Refusals, near
+from torch_streamkl.fx_passes.planning.refusals import ELSEWHERE, NOT_MADE, Refusals
 from torch_streamkl.fx_passes.reporting.graph_breaks import (
     break_after,
     break_before,
@@ -127,7 +128,7 @@ def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
         for n in trace.graph.nodes
         if n in made_of and is_tensor(n) and numel(n.meta["val"]) >= least
     ]
-    for node in near(site, "all_input_nodes"):
+    for node in nearest_inputs(site):
         outer = node_of(trace, node) if node.op == "placeholder" and node in large else None
         if outer is not None and outer.op != "placeholder":
             return outer.all_input_nodes[0] if name_of(outer) == "getitem" else outer

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -16,6 +15,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     num_bytes,
     tensor_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, ORDERED
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal, same_shape, shown_shape
 from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.planning.score_levels import ScoreLevels
@@ -29,7 +29,6 @@ from torch_streamkl.fx_passes.reporting.score_families import (
 )
 from torch_streamkl.fx_passes.reporting.unfused_memory import (
     OF_AN_INPUT,
-    ORDERED,
     SMALLER,
     readers_text,
     unread_nodes,

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view, name_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import expression
-from torch_streamkl.fx_passes.planning.divergence_sites import SOFTMAXES, scores_of
+from torch_streamkl.fx_passes.planning.divergence_sites import scores_of
 from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.program.graph import Source
 

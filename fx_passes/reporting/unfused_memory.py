@@ -10,7 +10,6 @@ from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 from torch_streamkl.fx_passes.fx_utils.nodes import num_bytes, said_name
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
 
-ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}
 OF_AN_INPUT = "made of an input of this size"
 SMALLER = 8  # times, and a tensor is no longer as large as the scores that it is made of
 
