@@ -21,7 +21,6 @@ from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view, tensor_of
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
-from torch_streamkl.fx_passes.passes.late_writes import read_after_writes
 from torch_streamkl.fx_passes.passes.loss_sum import sum_in_forward
 from torch_streamkl.fx_passes.passes.row_sums import sum_rows_in_forward
 from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
@@ -38,10 +37,12 @@ from torch_streamkl.fx_passes.reporting.execution import (
     shared_with,
     sum_in_any_order,
 )
-from torch_streamkl.fx_passes.reporting.remaining import large_tensors_left
 from torch_streamkl.fx_passes.reporting.report import Report, Site
-from torch_streamkl.fx_passes.reporting.savings import savings_of
-from torch_streamkl.fx_passes.reporting.score_families import score_sized_nodes
+from torch_streamkl.fx_passes.reporting.score_tensors import (
+    large_tensors_left,
+    savings_of,
+    score_sized_nodes,
+)
 from torch_streamkl.fx_passes.reporting.unfused import (
     not_fused,
     reasons_of_programs,
@@ -121,7 +122,7 @@ class _Rewriting:
         sizes = {n: i for n, i in sizes.items() if not self._is_of_rows(i)}
         reread_counts(sizes, self.selections, self.builder)
         removed, kept = self._clean(sizes)
-        read_again = read_after_writes(self.given.graph, self.fusing.late)
+        read_again = self.fusing.read_after_writes(self.given.graph)
         if read_again:
             return self.report, read_again
         self._report_fused(sizes, removed)

@@ -105,6 +105,6 @@ def is_needed() -> bool:
 
 def _by_name(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns all arguments, in the order of the schema."""
-    schema = operator._schema.arguments
-    given = {**dict(zip((x.name for x in schema), args, strict=False)), **kwargs}
-    return {x.name: given.get(x.name, x.default_value) for x in schema}
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {x.name: given.get(x.name, x.default_value) for x in operator._schema.arguments}

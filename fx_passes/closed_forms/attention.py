@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.axes import axes_of, operands_of, ordered_rows
+from torch_streamkl.fx_passes.closed_forms.axes import axes_of, ordered_rows
 from torch_streamkl.fx_passes.closed_forms.form import (
     ATTENTION,
     Axes,
@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Product,
     Side,
     is_softmax,
+    operands_of,
 )
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, has_product, read

@@ -20,20 +20,11 @@ from collections.abc import Iterable, Sequence
 from torch_streamkl.fx_passes.closed_forms.form import Axes, NoForm, Side
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import BOUND, Axis, Node
+from torch_streamkl.program.graph import BOUND, Axis
 from torch_streamkl.program.walks import walk
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 _KINDS = {(True, True): BOTH, (True, False): ROW_ONLY, (False, True): KEY_ONLY}
-
-
-def operands_of(product: Node, key: Axis) -> tuple[Node, Node]:
-    """Returns the operands of a product with the rows and with the keys."""
-    keys = [x for x in product.args if key in x.axes]
-    if len(keys) != 1:
-        raise NoForm("the softmax is over a dimension that both operands of the scores have")
-    rows = next((x for x in product.args if x is not keys[0]), keys[0])
-    return rows, keys[0]
 
 
 def kind_of(side: Side, axis: Axis) -> str:

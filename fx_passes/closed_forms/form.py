@@ -51,6 +51,15 @@ def is_softmax(x: Node, key: Axis) -> bool:
     return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == key
 
 
+def operands_of(product: Node, key: Axis) -> tuple[Node, Node]:
+    """Returns the operands of a product of two tensors: that of the rows, and that of the keys."""
+    keys = [x for x in product.args if key in x.axes]
+    if len(keys) != 1:
+        raise NoForm("the softmax is over a dimension that both operands of the scores have")
+    rows = next((x for x in product.args if x is not keys[0]), keys[0])
+    return rows, keys[0]
+
+
 @dataclass(frozen=True)
 class Factor:
     """Represents a tensor that multiplies or divides scores: a scalar, or one value per row."""

@@ -6,12 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.fx_passes.closed_forms.axes import (
-    axes_of,
-    in_memory_order,
-    operands_of,
-    ordered_rows,
-)
+from torch_streamkl.fx_passes.closed_forms.axes import axes_of, in_memory_order, ordered_rows
 from torch_streamkl.fx_passes.closed_forms.divergence import (
     Pair,
     by_factor,
@@ -35,6 +30,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Side,
     Stricter,
     is_of_products,
+    operands_of,
 )
 from torch_streamkl.fx_passes.closed_forms.formulas import functional_of, value_at
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
@@ -275,17 +271,13 @@ def _with_log(pair: Pair, variable: Node, log: float) -> float:
 def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:
     product = Product(*operands_of(form.product, key), form.product.value, factors=form.factors)
     cap = form.softcap or 1.0  # what is inside of a tanh is divided by it
-    adapters = (
-        Product(*operands_of(t.product, key), t.product.value, t.weight * cap, t.factors)
-        for t in form.terms
-    )
     return Side(
         product,
         form.scale * cap,
         form.softcap,
         tuple(replace(b, weight=b.weight * cap) for b in form.inner_biases),
         form.biases,
-        tuple(adapters),
+        tuple(replace(t, weight=t.weight * cap) for t in form.terms),
         part.averaged,
         num_keys,
     )

@@ -5,6 +5,7 @@ Otherwise such a read would keep scores or probabilities alive that a fused oper
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container
 
 import torch
@@ -36,13 +37,9 @@ def shapes_as_sizes(region: Region, quadratic: Container[fx.Node], builder: Make
         if other not in quadratic or not isinstance(value, Tensor):
             continue
         build = builder(node)
-        try:
+        with contextlib.suppress(Unsupported), build.undone_if_unsupported():
             node.replace_all_uses_with(_without(node, value, build, tensors))
-        except Unsupported:
-            for added in reversed(build.added):
-                node.graph.erase_node(added)
-            continue
-        node.graph.erase_node(node)
+            node.graph.erase_node(node)
 
 
 def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node]) -> fx.Node:

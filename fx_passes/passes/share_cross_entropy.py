@@ -78,37 +78,30 @@ def share_cross_entropy(
             temperature = _temperature(call, logits)
             if temperature is None:
                 continue
-            if not _is_plain(inner, node):
-                notes.append(
-                    _note(
-                        node,
-                        "it has class weights, label smoothing or soft labels",
-                    )
-                )
-                break
-            if _may_differ(call, _labels(node)):
-                notes.append(
-                    _note(
-                        node,
-                        "its labels are a plain tensor next to DTensors, and nothing says that "
-                        "ranks have the same",
-                    )
-                )
-                break
-            if _teacher_learns(call) and not _reaches_gradients(call):
-                notes.append(
-                    _note(
-                        node,
-                        "the divergence has no gradient, and its teacher would get zeros of it",
-                    )
-                )
-                break
-            place = _place(graph, call, node)
+            reason = _why_kept(call, node, inner)
+            place = None if reason else _place(graph, call, node)
             if place is not None:
                 _share(call, node, inner, temperature, builder(place))
                 break
-            notes.append(_note(node, "it or what reads it cannot be moved to the divergence"))
+            said = reason or "it or what reads it cannot be moved to the divergence"
+            notes.append(_note(node, said))
+            if reason:
+                break
     return notes
+
+
+def _why_kept(call: fx.Node, node: fx.Node, inner: fx.Node) -> str:
+    """Explains why a divergence's call does not compute a cross-entropy of its logits."""
+    if not _is_plain(inner, node):
+        return "it has class weights, label smoothing or soft labels"
+    if _may_differ(call, _labels(node)):
+        return (
+            "its labels are a plain tensor next to DTensors, and nothing says that ranks have the "
+            "same"
+        )
+    if _teacher_learns(call) and not _reaches_gradients(call):
+        return "the divergence has no gradient, and its teacher would get zeros of it"
+    return ""
 
 
 def _note(node: fx.Node, reason: str) -> str:

@@ -1102,7 +1102,7 @@ FAULTS = (
     ),
     # -------------------------------------------------------------------------------- report
     Fault(
-        "fx_passes/reporting/savings.py",
+        "fx_passes/reporting/score_tensors.py",
         "found[i].num_bytes += share + (rest if i == owners[0] else 0)",
         "found[i].num_bytes += num_bytes(node)",
         "report/test_memory.py -k what_it_saves",
