@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from torch_streamkl.fx_passes.capture.equal_calls import Copied, EqualCalls, may_share
-from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
+from torch_streamkl.fx_passes.capture.region import Region, find_region
 from torch_streamkl.fx_passes.fx_utils.call_keys import NotEqual
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of, without_guards
@@ -185,6 +186,18 @@ class _Recorder(fx.Interpreter):
         if node is not None:
             # what returns its input, such as x.contiguous(), has that one's value
             self.outer.setdefault(node.name, source)
+
+
+def capture(owner: fx.GraphModule, graph: fx.Graph) -> tuple[Trace, Region] | str:
+    """Returns the part of a graph that can be analysed; or why none can, "" if there is none."""
+    reason = why_unsupported(graph)
+    region = None if reason else find_region(graph)
+    if region is None:
+        return reason
+    try:
+        return trace_region(owner, region), region
+    except Unsupported as blocked:
+        return str(blocked)
 
 
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:

@@ -20,10 +20,10 @@ from torch_streamkl.fx_passes.closed_forms.form import (
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, has_product, read
 from torch_streamkl.program.canonical import product
-from torch_streamkl.program.divergences import DIVERGENCES, Functional
+from torch_streamkl.program.divergences import named
 from torch_streamkl.program.graph import ONE, SUM, Axis, Node
 from torch_streamkl.program.reductions import opened
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op
 
 Dims = Sequence[tuple[Axis, ...]]
 
@@ -63,7 +63,7 @@ class Attention:
 
         Its queries, keys, masks and biases are those of attention.
         """
-        functional = Functional.of(DIVERGENCES["forward_kl"])
+        functional = named("forward_kl")
         return Call(ATTENTION, functional, self.side, self.side, self.axes, self.masks, ONE)
 
 
@@ -81,7 +81,7 @@ def weighted_sum(x: Node, dims: Dims) -> Weighted | None:
     values = product(*(f for f in factors if f is not probabilities[0]))
     if key not in values.axes or not has_product(score, key):
         return None
-    if any(y.op == "log_softmax" for y in walk([values])):
+    if has_op(values, "log_softmax"):
         return None
     of_values = [tuple(a for a in own if a not in score.axes) for own in dims]
     own = [(d, axes) for d, axes in enumerate(of_values) if set(axes) & values.axes]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.positions import Positions
@@ -25,7 +26,7 @@ from torch_streamkl.program.graph import (
     capture,
     index,
 )
-from torch_streamkl.program.reductions import remade, substitute
+from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
@@ -59,18 +60,6 @@ class Entries:
     def flows(self) -> bool:
         return self.product.rows.flows or self.product.keys.flows
 
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        return self.product.rows, self.product.keys, self.ids
-
-    def number_of(self, row_count: Callable[[Size], int]) -> int:
-        """Returns how many entries there are."""
-        total = 1
-        for a in self.axes:
-            assert a.size is not None
-            total *= row_count(a.size)
-        return total
-
 
 def without_entries(
     roots: Sequence[Node],
@@ -88,9 +77,9 @@ def without_entries(
         x = remade(x, args)
         if x.op != CONTRACT:
             return x
-        names = {a: Axis(("entry", i), a.size) for i, a in enumerate(_free_axes(x))}
-        same = substitute(x, {a: index(b) for a, b in names.items()})
-        back = {b: a for a, b in names.items()}
+        order = free_axes(x)
+        same, names = numbered(x, order, "entry")
+        back = dict(zip(names, order, strict=True))
         if same not in found:
             entries = _entries_of(same, why_repeated, extent)
             if entries is None:
@@ -107,12 +96,6 @@ def without_entries(
 
     made = rebuilt(roots, change, is_entered)
     return [made[x] for x in roots], tuple(every)
-
-
-def _free_axes(x: Node) -> list[Axis]:
-    """The axes of a product, in the order in which its operands have them."""
-    order = [y.value for y in walk(x.args) if y.op == "index" and y.value in x.axes]
-    return list(dict.fromkeys(order))
 
 
 def _entries_of(
@@ -141,7 +124,7 @@ def _entries_of(
         at = [index(key) if i == d else p for i, p in enumerate(keys.args)]
         whole = capture(keys.value, FLOAT, at=at)
         product = Product(rows, whole, x.value)
-        order = _free_axes(x)
+        order = free_axes(x)
         return Entries(
             product,
             ids,

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.reading.positions import source_name
+from torch_streamkl.program.canonical import product
 from torch_streamkl.program.divergences import Functional
+from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import CONTRACT, FLOAT, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
@@ -36,11 +39,6 @@ def sources_in(*exprs: Node) -> dict[Source, None]:
     return dict.fromkeys(x.value for x in captured)
 
 
-def captured_source(x: Node) -> Any:
-    """Returns the captured tensor that an operand is; None if it is computed in the graph."""
-    return x.value if x.op == "capture" else None
-
-
 def is_of_products(*exprs: Node) -> bool:
     """Returns whether a product is part of an expression, or of the positions that it reads."""
     return any(x.op == CONTRACT for x in walk(exprs))
@@ -66,6 +64,10 @@ class Factor:
 
     value: Node
     divides: bool = False
+
+    def applied(self, x: Node) -> Node:
+        """Returns an expression times or divided by the tensor."""
+        return quotient(x, self.value) if self.divides else product(x, self.value)
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,7 @@ class Product:
     @property
     def names(self) -> frozenset[Any]:
         """Returns the names of its operands, without those that are computed in the graph."""
-        sources = (captured_source(x) for x in (self.rows, self.keys))
-        return frozenset(x.name for x in sources if x is not None)
+        return frozenset(map(source_name, (self.rows, self.keys))) - {None}
 
 
 @dataclass(frozen=True)

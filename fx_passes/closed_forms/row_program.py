@@ -16,7 +16,7 @@ for. What has to be found is which axis is which.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
@@ -24,7 +24,6 @@ from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
 from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
-    NotClosed,
     Product,
     RowValue,
 )
@@ -59,6 +58,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
 from torch_streamkl.fx_passes.closed_forms.row_steps import Steps
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.reading.arrays import position
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.program.derive import HeadJacobianError
 from torch_streamkl.program.graph import (
     CONTRACT,
@@ -104,7 +104,6 @@ class RowForm:
     captures: tuple[Captured, ...]
     values: tuple[RowOutput, ...]
     around: tuple[Node, ...]
-    sites: tuple[Node, ...] = field(repr=False, default=())  # opened, of each value
     entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
 
     @property
@@ -127,32 +126,24 @@ class _Site:
     blocks: Dim  # the axis of blocks of keys
 
 
-def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
-    """Returns one program for the sums over keys of all roots, or why there is none."""
-    try:
-        roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
-    except NoForm as reason:
-        return NotClosed(str(reason), reason.at)
+def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:
+    """Returns one program for the sums over keys of all roots; raises NoForm if there is none."""
+    roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
     if entries and not products_in(roots):
-        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
-    form = _of_sums(roots, order, facts)
-    return form if isinstance(form, NotClosed) else replace(form, entries=entries)
+        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), entries)
+    return replace(_of_sums(roots, order, facts), entries=entries)
 
 
-def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
-    found = places_of_keys(bindings_of(roots))
+def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:
     failed: NoForm | None = None
-    if not found:
-        return NotClosed("a sum of what is not made from scores")
-    for places in found:
+    for places in places_of_keys(bindings_of(roots)):
         try:
             return _Planner(roots, order, facts, places).form()
         except NoForm as reason:
             failed = failed or reason
         except (HeadsError, HeadJacobianError, ValueError) as reason:
             failed = failed or NoForm(str(reason))
-    assert failed is not None
-    return NotClosed(str(failed), failed.at)
+    raise failed or NoForm("a sum of what is not made from scores")
 
 
 class _Planner:
@@ -214,7 +205,6 @@ class _Planner:
             tuple(replace(x, value=with_row_products(x.value)) for x in leaves.captured.values()),
             values,
             tuple(map(with_row_products, around)),
-            tuple(self.opened),
         )
 
     def _has_enough_digits(self, x: Product) -> bool:
@@ -291,8 +281,7 @@ class _Planner:
             kind = leaves.kind_of(captured.value)
             if kind != "row" and (captured.value.flows or kind == "pair"):
                 for y in walk([captured.value]):
-                    name = y.value.name if isinstance(y.value, Source) else None
-                    if name in self.facts.made_of_products:
+                    if source_name(y) in self.facts.made_of_products:
                         raise NoForm("a tensor with keys that is made of scores meets them", y)
 
     def _around(

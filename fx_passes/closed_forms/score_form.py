@@ -40,7 +40,7 @@ from torch_streamkl.program.canonical import (
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, SUM, Axis, Node, intern
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_small
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,
 # unless every key of the row has it: adding it to a score gives the fill itself.
@@ -310,11 +310,9 @@ def _without_comparisons(condition: Node, key: Axis) -> Node:
             raise NoForm("infinite scores are replaced before the softmax", y)
         return negation(all_of(*form.mask)) if math.isinf(form.fill) and form.mask else FALSE
 
-    if not any(y.op in NOT_NUMBERS for y in walk([condition])):
+    if not has_op(condition, *NOT_NUMBERS):
         return condition
-    return rebuilt([condition], change, lambda y: y.dtype == BOOL and y.op not in NOT_NUMBERS)[
-        condition
-    ]
+    return rebuilt_root(condition, change, lambda y: y.dtype == BOOL and y.op not in NOT_NUMBERS)
 
 
 # ------------------------------------------------------------------------ from the product on

@@ -20,7 +20,6 @@ from torch_streamkl.program.canonical import (
 )
 from torch_streamkl.program.functions import (
     function,
-    quotient,
 )
 from torch_streamkl.program.graph import SUM, Axis, Node, const, index
 from torch_streamkl.program.reductions import contraction, reduced
@@ -62,5 +61,5 @@ def _bias(x: Bias) -> Node:
 
 def _multiplied(x: Node, factors: Iterable[Factor]) -> Node:
     for factor in factors:
-        x = quotient(x, factor.value) if factor.divides else product(x, factor.value)
+        x = factor.applied(x)
     return x

@@ -14,6 +14,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_call,
+    memory_of,
     name_of,
     nodes_in,
     storage_of,
@@ -89,7 +90,7 @@ def by_storage(graph: fx.Graph) -> Memory:
 
 def written_memory(node: fx.Node) -> set[int | None]:
     """Returns the memory that a node writes to, as far as it can be compared."""
-    return {storage_of(x) for x in written_by(node)} - {None}
+    return memory_of(written_by(node))
 
 
 def written_storages(graph: fx.Graph) -> set[int | None]:

@@ -126,6 +126,14 @@ def nearest_users(node: fx.Node) -> Iterator[fx.Node]:
     return nearest(node, lambda n: n.users)
 
 
+def following(node: fx.Node, end: fx.Node | None = None) -> Iterator[fx.Node]:
+    """Yields the nodes of a graph after one, up to another; each may be erased meanwhile."""
+    current = node.next
+    while current is not end and current.op != "root":
+        found, current = current, current.next
+        yield found
+
+
 def users_of_body(owner: fx.GraphModule, name: str) -> list[fx.Node]:
     """Returns the higher-order operators that run a body."""
     found = (n for n in owner.graph.nodes if n.op == "get_attr" and n.target == name)
@@ -214,6 +222,11 @@ def storage_of(node: fx.Node) -> int | None:
 def _memory(node: fx.Node, value: Tensor) -> int:
     found: int | None = node.meta.get(MEMORY)
     return address_of(value) if found is None else found
+
+
+def memory_of(nodes: Iterable[fx.Node]) -> set[int | None]:
+    """Returns the memory of tensors, as far as it can be compared."""
+    return {storage_of(x) for x in nodes} - {None}
 
 
 def address_of(value: Tensor) -> int:

@@ -17,7 +17,12 @@ from torch_streamkl.fx_passes.closed_forms.form import Product, Side
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
-from torch_streamkl.fx_passes.lowering.attention_call import DEFAULT, NAMES, CallTensors
+from torch_streamkl.fx_passes.lowering.attention_call import (
+    DEFAULT,
+    NAMES,
+    CallTensors,
+    side_options,
+)
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.canonical import all_of, choose
 from torch_streamkl.program.graph import Axis, Node, const, index
@@ -38,16 +43,12 @@ class HeadTensors(CallTensors):
             hidden = self._hidden(side.product, dtype)
             inputs[f"{name}_hidden"] = hidden
             head = inputs[f"{name}_weight"] = self._matrix(side, side.product.keys, dtype)
-            options[f"{name}_scale"] = side.scale
-            if side.softcap:
-                options[f"{name}_softcap"] = side.softcap
             options |= self._adapter(name, side, dtype)
             bias = self._bias_of(side, dtype)
             if not self.call.masks.is_empty:
                 removed = self._removed_vocab_entries(side, head)
                 bias = removed if bias is None else self.build.call(torch.add, bias, removed)
-            if bias is not None:
-                options[f"{name}_bias"] = bias
+            options |= side_options(name, side, bias)
         if self.call.functional.text != DEFAULT:
             options["functional"] = self.call.functional.text
         order = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")

@@ -20,7 +20,9 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    following,
     is_call,
+    memory_of,
     name_of,
     needs_gradient,
     nodes_in,
@@ -74,12 +76,10 @@ def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
     """Whether weights or masks change after the steps: the sum and the backward read them."""
     if not chain.steps:
         return False
-    order = list(call.graph.nodes)
-    following = order[order.index(chain.steps[0]) :]
     carried = {*call.users, *chain.steps}
     read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
-    reads = {storage_of(a) for a in read} - {None}
-    return any(reads & written_memory(n) for n in following)
+    reads = memory_of(read)
+    return any(reads & written_memory(n) for n in following(chain.steps[0].prev))
 
 
 def _is_eligible(call: fx.Node) -> bool:

@@ -32,11 +32,11 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_call,
     is_tensor,
     location_of,
+    memory_of,
     name_of,
     named_arguments,
     needs_gradient,
     reached,
-    storage_of,
     tensor_of,
 )
 from torch_streamkl.fx_passes.lowering.linear_call import STUDENT
@@ -45,7 +45,7 @@ from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op
 
 MEAN, SUM = 1, 2
 # their results have the types of their operands, under autocast as without
@@ -155,7 +155,7 @@ def _labels(node: fx.Node) -> Any:
 
 def _temperature(call: fx.Node, logits: Array) -> float | None:
     """Returns the number by which the call divides the logits; None if its logits are others."""
-    if "labels" in call.kwargs or any(x.op == "where" for x in walk([logits.expr])):
+    if "labels" in call.kwargs or has_op(logits.expr, "where"):
         return None  # logits that are masked are no tensor of the call
     form: Call = call.meta[STUDENT]
     if not form.masks.is_empty or form.stricter is not None:
@@ -187,7 +187,7 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
     for n in between:
         if moved & set(n.all_input_nodes):
             moved.add(n)
-    reads = {storage_of(a) for n in (later, *moved) for a in n.all_input_nodes} - {None}
+    reads = memory_of(a for n in (later, *moved) for a in n.all_input_nodes)
     if any(reads & written_memory(n) for n in between):
         return None  # the two read it at different times
     if position[_labels(node)] < position[call] < position[node]:

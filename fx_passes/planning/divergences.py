@@ -15,8 +15,9 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import SUM, Node, Source
+from torch_streamkl.program.graph import SUM, Node
 
 Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing does
 
@@ -171,7 +172,7 @@ def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], Pro
         assert isinstance(own, Tensor)
         types = made.dtype if isinstance(made, Tensor) else own.dtype, own.dtype
         for x in products_in([expr]):
-            names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
+            names = frozenset(map(source_name, x.args)) - {None}
             before = found.get(names, ProductType(*types))
             found[names] = ProductType(
                 torch.promote_types(before.result, types[0]),

@@ -28,6 +28,7 @@ from torch_streamkl.fx_passes.planning.row_plans import (
     RowPlanner,
     may_have_programs,
 )
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
 from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
@@ -86,14 +87,25 @@ class Losses:
             for side in call.sides
             for x in side.operands
         ]
-        nodes = (x.value.name if x.op == "capture" else self.refusals.first_with(x) for x in found)
+        nodes = (source_name(x) or self.refusals.first_with(x) for x in found)
         return [x for x in nodes if isinstance(x, fx.Node)]
 
-    def sharing(self, is_left: Callable[[ProgramPlan], bool]) -> list[Divergence]:
-        """Returns divergences of LM heads that one row program computes with other sums.
+    def delayed(
+        self, is_left: Callable[[ProgramPlan], bool]
+    ) -> tuple[list[Divergence], list[Divergence]]:
+        """Returns divergences that wait for row programs, and those that one computes with others.
 
-        ``is_left`` says which programs are not inserted.
+        ``is_left`` says which programs are not inserted. What only elements read waits as well.
         """
+        if self.planner is None:
+            return [], []
+        inside = self.planner.levels.read_by_elements(self.region)
+        alone = [d for d in self.divergences if _needs_no_tensor(d) or d.inner in inside]
+        sharing = [d for d in self._sharing(is_left) if d not in alone]
+        return [d for d in self.divergences if d in alone or d in sharing], sharing
+
+    def _sharing(self, is_left: Callable[[ProgramPlan], bool]) -> list[Divergence]:
+        """Divergences of LM heads that one row program computes with other sums."""
         heads = [d for d in self.divergences if all(c.operator == LINEAR for c in d.calls)]
         if self.planner is None or not heads:
             return []
@@ -102,8 +114,8 @@ class Losses:
         return [d for d in heads if any(d.parts < every for every in outputs)]
 
 
-def needs_no_tensor(divergence: Divergence) -> bool:
-    """Returns whether a row program needs no tensor of scores where an operator does.
+def _needs_no_tensor(divergence: Divergence) -> bool:
+    """Whether a row program needs no tensor of scores where an operator does.
 
     It does for a mask or bias of ids, a slanted mask, keys that are gathered for each row, or
     other sums over keys that multiply the divergence.

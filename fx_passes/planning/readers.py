@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    following,
     is_call,
     name_of,
     nodes_in,
@@ -67,9 +68,8 @@ def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> R
         return NO_READERS
     found, reached = NO_READERS, set(nodes)
     written: set[int | None] = set()
-    following = next(n for n in nodes[0].graph.nodes if n in reached)
-    while following.op != "root":
-        node, following = following, following.next
+    first = next(n for n in nodes[0].graph.nodes if n in reached)
+    for node in following(first.prev):
         if not written and reached.isdisjoint(node.all_input_nodes):
             continue
         sources = [a for a in _inputs(node) if a in reached or storage_of(a) in written]

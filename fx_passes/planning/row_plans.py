@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -14,7 +14,6 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     NotClosed,
     Product,
-    captured_source,
     sources_in,
 )
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
@@ -43,9 +42,9 @@ from torch_streamkl.fx_passes.planning.row_facts import (
 )
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
+from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, trained
 from torch_streamkl.program.graph import Node
-from torch_streamkl.program.walks import walk
 
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
@@ -70,7 +69,6 @@ class ProgramPlan:
     form: RowForm
     outputs: tuple[RowOutput, ...]
     matmuls: tuple[fx.Node | None, ...]  # of the trace, one for each product
-    reads: frozenset[fx.Node] = field(default=frozenset())  # of the trace
     dtypes: frozenset[torch.dtype] = frozenset()
 
     @property
@@ -86,8 +84,8 @@ class ProgramPlan:
     @property
     def operands(self) -> list[fx.Node]:
         """Returns the tensors of the trace that the products are made of."""
-        every = (captured_source(x) for p in self.form.products for x in (p.rows, p.keys))
-        return [x.name for x in every if x is not None and isinstance(x.name, fx.Node)]
+        every = (source_name(x) for p in self.form.products for x in (p.rows, p.keys))
+        return [x for x in every if isinstance(x, fx.Node)]
 
     @property
     def first(self) -> fx.Node:
@@ -142,19 +140,15 @@ class RowPlanner:
             log_softmaxes=log_softmaxes_in(inside, self.reading),
         )
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), facts)
-        if isinstance(form, NotClosed):
-            raise NoForm(form.reason, form.at)
         outputs = tuple(
             RowOutput(r, self.trace.outer[r], around, x.dims)
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
         every = [x for p in form.replaced for x in (p.rows, p.keys)]
-        at_ids = [entries.ids for entries in form.entries]
-        sources = sources_of([*every, *at_ids, *(c.value for c in form.captures), *form.around])
         dtypes = set(map(self.facts.dtypes, sources_in(*every)))
         check_eager(roots, [*(c.value for c in form.captures), *form.around], dtypes, self.reading)
         matmuls = tuple(self._matmul(p) for p in form.replaced)
-        return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
+        return ProgramPlan(form, outputs, matmuls, frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
         names = tuple(map(source_of, (product.rows, product.keys)))
@@ -226,7 +220,7 @@ class RowPlanner:
         if any(x and modes[n] != at_first for n, x in zip(nodes, learned, strict=True)):
             return None
         first = min(self.position[n] for n in nodes)
-        read = sources_of(exprs)
+        read = nodes_read(*exprs)
         outer = self.trace.outer
         if any(n not in outer or self.position[outer[n]] > first for n in read):
             return None
@@ -334,17 +328,6 @@ def _with_shared_rows(arrays: list[Array]) -> list[Array]:
     for x, expr in zip(arrays, exprs, strict=True):
         rest = iter(dims)
         found.append(replace(x, expr=expr, dims=tuple(next(rest) if d else d for d in x.dims)))
-    return found
-
-
-def sources_of(exprs: Sequence[Node]) -> set[fx.Node]:
-    """Returns the nodes of a trace that expressions read."""
-    found = set()
-    for x in walk(exprs):
-        name = getattr(x.value, "name", None) if x.op == "capture" else None
-        node = getattr(name, "mask", name)
-        if isinstance(node, fx.Node):
-            found.add(node)
     return found
 
 

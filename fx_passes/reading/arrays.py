@@ -18,7 +18,7 @@ from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
 from torch_streamkl.program.masks import is_within
 from torch_streamkl.program.reductions import fresh_axis, remade, substitute
-from torch_streamkl.program.walks import rebuilt
+from torch_streamkl.program.walks import rebuilt_root
 
 Dim = tuple[Axis, ...]
 
@@ -122,7 +122,7 @@ def _kept_inside(x: Array, theta: dict[Axis, Node]) -> Node:
                 at[d] = function("clamp_max", function("clamp_min", p, const(0, INT)), last)
         return remade(y, tuple(at))
 
-    return rebuilt([x.expr], change)[x.expr]
+    return rebuilt_root(x.expr, change)
 
 
 def _split(x: Array, axis: Axis, outer: Size, inner: Size) -> Array:

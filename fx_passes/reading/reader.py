@@ -35,6 +35,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    memory_of,
     name_of,
     reached,
     storage_of,
@@ -325,7 +326,7 @@ class Reader:
             self.reading.reads_products.add(node)
         targets = written_by(node)
         if targets and self.records(node) and not self.writes.hides(node):
-            self.writes.flowing |= {storage_of(x) for x in targets} - {None}
+            self.writes.flowing |= memory_of(targets)
         if not has_tensors:
             self.writes.unread(targets)
             return

@@ -78,7 +78,7 @@ class Sizes:
         """Says that a size, of rows that a mask selects, is the same as another one of them."""
         expression = self._expression(size)
         if isinstance(extent, Extent) and isinstance(expression, sympy.Symbol):
-            self._same[expression] = self._expression(_size(extent))
+            self._same[expression] = self._expression(torch_size(extent))
 
     def equal_names(self, extent: Extent) -> list[str]:
         """Returns the texts of the sizes that are this extent."""
@@ -94,7 +94,7 @@ class Sizes:
 
     def are_guarded(self, a: Size, b: Size) -> bool:
         """Returns whether guards of the graph say that sizes are equal."""
-        return statically_known_true(_size(a) == _size(b))
+        return statically_known_true(torch_size(a) == torch_size(b))
 
     def extent(self, source: object, d: int) -> Size | None:
         """Returns the size of a dimension of a captured tensor, None if it is not known."""
@@ -109,7 +109,7 @@ class Sizes:
         if len(key) == 1:
             return key[0]
         if key not in self._products:
-            self._products[key] = self.of(math.prod(map(_size, key)))
+            self._products[key] = self.of(math.prod(map(torch_size, key)))
         return self._products[key]
 
     def quotient(self, a: Size, b: Size) -> Size | None:
@@ -117,7 +117,7 @@ class Sizes:
         if a is b or b == 1:
             return 1 if a is b else a
         if (a, b) not in self._quotients:
-            found = sizes.quotient(_size(a), _size(b))
+            found = sizes.quotient(torch_size(a), torch_size(b))
             self._quotients[a, b] = None if found is None else self.of(found)
         return self._quotients[a, b]
 
@@ -130,7 +130,7 @@ def _bounds(size: torch.SymInt) -> tuple[int, float]:
     return max(low, 0), float(min(high, LARGEST_EXTENT))
 
 
-def _size(x: Size) -> sizes.Size:
-    """The size that was interned."""
+def torch_size(x: Size) -> sizes.Size:
+    """Returns a size as torch has it: the one that was interned."""
     found: sizes.Size = x.size if isinstance(x, Extent) else x
     return found

@@ -29,6 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
 from torch_streamkl.fx_passes.planning.divergence_sites import scores_of
 from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     OF_AN_INPUT,
     SMALLER,
@@ -38,7 +39,6 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
 )
 from torch_streamkl.fx_passes.reporting.report import Remaining
 from torch_streamkl.fx_passes.reporting.wording import as_sentence
-from torch_streamkl.program.graph import Source
 
 ORIGINS = SOFTMAXES | {"log_softmax", "log"}  # also of logits from elsewhere
 
@@ -147,8 +147,7 @@ def operands_of(node: fx.Node, levels: ScoreLevels) -> list[fx.Node]:
     """Returns the tensors of the trace whose product a score matrix is."""
     if levels.of(node) is not Level.SCORES:
         return []
-    sources = [a.value for x in levels.products_of(node) for a in x.args]
-    names = [x.name for x in sources if isinstance(x, Source)]
+    names = [source_name(a) for x in levels.products_of(node) for a in x.args]
     return [x for x in names if isinstance(x, fx.Node)]
 
 

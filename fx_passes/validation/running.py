@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
 from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
@@ -219,12 +219,11 @@ def _dependent(nodes: Sequence[fx.Node], leaves: Mapping[str, Any]) -> frozenset
     found = {n for n, x in leaves.items() if isinstance(x, Tensor) and x.dtype.is_floating_point}
     while True:
         size = len(found)
-        memory = set()
+        memory = set[int | None]()
         for node in nodes:
             if any(a.name in found for a in node.all_input_nodes):
                 found.add(node.name)
-                memory |= {storage_of(target) for target in written_by(node)}
-        memory -= {None}
+                memory |= written_memory(node)
         found |= {n.name for n in nodes if storage_of(n) in memory}
         if len(found) == size:
             return frozenset(found - leaves.keys())

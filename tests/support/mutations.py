@@ -477,14 +477,14 @@ FAULTS = (
     ),
     Fault(
         f"{CLOSED}/divergence.py",
-        "return Functional.of(DIVERGENCES[name]).expr, factor",
-        "return Functional.of(DIVERGENCES[name]).expr, 1.0",
+        "return named(name).expr, factor",
+        "return named(name).expr, 1.0",
         MATCHED,
     ),
     Fault(
         f"{CLOSED}/divergence.py",
-        "pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, -c[a, b])",
-        "pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, c[a, b])",
+        "pair = Pair(named(name).expr, a, b, -c[a, b])",
+        "pair = Pair(named(name).expr, a, b, c[a, b])",
         f"{REWRITE}test_one_distribution_and_two_others_in_one_expression",
     ),
     Fault(

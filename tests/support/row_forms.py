@@ -24,7 +24,7 @@ from tests.support.read_programs import (
     widened,
 )
 from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
-from torch_streamkl.fx_passes.closed_forms.form import NotClosed, RowValue
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.reading.reader import read
@@ -132,7 +132,10 @@ def _of_graph(gm, inputs):
     )
     arrays = [reading.array(n) for n in results]
     for x in arrays:
-        made.forms.append(row_form([x.expr], [a for d in x.dims for a in d], facts))
+        try:
+            made.forms.append(row_form([x.expr], [a for d in x.dims for a in d], facts))
+        except NoForm as reason:
+            made.forms.append(NotClosed(str(reason), reason.at))
     sources = dict.fromkeys(x.value for x in walk([x.expr for x in arrays]) if x.op == "capture")
     torch.manual_seed(0)
     second = _Run(gm, list(sources))

@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
 from torch_streamkl.fx_passes.reading.rules.views import part_written, start_of
+from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative, truth
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import (
@@ -209,7 +210,7 @@ def _selection(
         return known
     number: Any = count
     for size in sizes:
-        number = number // (size.size if isinstance(size, Extent) else size)
+        number = number // torch_size(size)
     known = rows, reader.writes.version(rows.mask), reader.sizes.of(number)
     reader.selections[key] = known
     if isinstance(known[2], Extent):
