@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.closed_forms.form import Call
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import location_of, tensor_of
+from torch_streamkl.fx_passes.fx_utils.nodes import location_of, needs_gradient, tensor_of
 from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
 from torch_streamkl.fx_passes.planning.divergences import Divergence
@@ -36,10 +35,12 @@ from torch_streamkl.fx_passes.planning.special_values import (
     check_replaced,
 )
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
-from torch_streamkl.fx_passes.reporting.execution import mark_site
+from torch_streamkl.fx_passes.reporting.execution import SITE, mark_site
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.fx_passes.validation.refusal import Refused
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.rows import op as row_op
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Fusing:
     """
 
     losses: Losses
-    builder: Callable[[fx.Node], Builder]
+    builder: MakeBuilder
     aliases: Aliases
     refused: Refused
     outside: Readers
@@ -163,3 +164,27 @@ class Fusing:
         mark_site(build.added, name)
         for node, replacement in replacements.items():
             node.replace_all_uses_with(replacement)
+
+    def read_after_writes(self, graph: fx.Graph) -> dict[str, str]:
+        """Finds losses with an operator that reads a tensor after a write, and says why not.
+
+        `linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does
+        not, because it computes its gradients in the forward. Which of the two a divergence
+        becomes is known at the end. So it is fused first, and if it stays `linear_kl`, the graph
+        is rewritten again without it: a teacher that is updated in the step.
+        """
+        position = {node: i for i, node in enumerate(graph.nodes)}
+        found: dict[str, str] = {}
+        for node in graph.nodes:
+            for write in self.late.get(node.meta.get(SITE, ""), ()):
+                is_later = position[write.write] > position[node]
+                if not is_later or _reads_again(node):
+                    found[node.meta[SITE]] = write.reason
+        return found
+
+
+def _reads_again(node: fx.Node) -> bool:
+    """Whether an operator has a backward that reads its inputs."""
+    if node.target in (linear_ops.linear_kl_sum, row_op.row_program_sum):
+        return False
+    return any(map(needs_gradient, node.all_input_nodes))

@@ -8,19 +8,16 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases
-from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
-from torch_streamkl.fx_passes.capture.region import find_region
-from torch_streamkl.fx_passes.capture.retrace import fake_mode_of, trace_region
+from torch_streamkl.fx_passes.capture.retrace import capture
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fusing import Fusing
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view, tensor_of
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
-from torch_streamkl.fx_passes.passes.late_writes import read_after_writes
 from torch_streamkl.fx_passes.passes.loss_sum import sum_in_forward
 from torch_streamkl.fx_passes.passes.row_sums import sum_rows_in_forward
 from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
@@ -28,7 +25,7 @@ from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, rer
 from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
 from torch_streamkl.fx_passes.planning.divergences import Divergence
-from torch_streamkl.fx_passes.planning.losses import Losses, needs_no_tensor
+from torch_streamkl.fx_passes.planning.losses import Losses
 from torch_streamkl.fx_passes.planning.profitability import why_program_is_left
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan
@@ -37,10 +34,12 @@ from torch_streamkl.fx_passes.reporting.execution import (
     shared_with,
     sum_in_any_order,
 )
-from torch_streamkl.fx_passes.reporting.remaining import large_tensors_left
 from torch_streamkl.fx_passes.reporting.report import Report, Site
-from torch_streamkl.fx_passes.reporting.savings import savings_of
-from torch_streamkl.fx_passes.reporting.score_families import score_sized_nodes
+from torch_streamkl.fx_passes.reporting.score_tensors import (
+    large_tensors_left,
+    savings_of,
+    score_sized_nodes,
+)
 from torch_streamkl.fx_passes.reporting.unfused import (
     not_fused,
     reasons_of_programs,
@@ -64,17 +63,10 @@ class Given:
 
 def rewrite_graph(given: Given) -> tuple[Report, dict[str, str]]:
     """Returns the report and losses to refuse; if any, discard this graph, retry without them."""
-    reason = why_unsupported(given.graph)
-    if reason:
-        return not_fused(reason, given.graph), {}
-    region = find_region(given.graph)
-    if region is None:
-        return Report(), {}
-    try:
-        trace = trace_region(given.owner, region)
-    except Unsupported as blocked:
-        return not_fused(str(blocked), given.graph), {}
-    losses = Losses(trace, region, given.options.row_programs)
+    captured = capture(given.owner, given.graph)
+    if isinstance(captured, str):
+        return (not_fused(captured, given.graph) if captured else Report()), {}
+    losses = Losses(*captured, given.options.row_programs)
     return (Report(), {}) if losses.is_empty else _Rewriting(given, losses).run()
 
 
@@ -92,7 +84,7 @@ class _Rewriting:
     def __post_init__(self) -> None:
         losses, graph = self.losses, self.given.graph
         region, trace, reading = losses.region, losses.trace, losses.reading
-        self.mode = fake_mode_of(region)
+        self.mode = fake_mode_of((*region.leaves, *region.nodes))
         self.selections = Selections(masks_of_counts(trace, reading))
         aliases = Aliases(graph, region)
         given = self.given
@@ -120,7 +112,7 @@ class _Rewriting:
         sizes = {n: i for n, i in sizes.items() if not self._is_of_rows(i)}
         reread_counts(sizes, self.selections, self.builder)
         removed, kept = self._clean(sizes)
-        read_again = read_after_writes(self.given.graph, self.fusing.late)
+        read_again = self.fusing.read_after_writes(self.given.graph)
         if read_again:
             return self.report, read_again
         self._report_fused(sizes, removed)
@@ -134,15 +126,9 @@ class _Rewriting:
 
         What one of those may compute as well waits for them, as does what only elements read.
         """
-        divergences, planner = self.losses.divergences, self.losses.planner
-        waiting: list[Divergence] = []
-        sharing: list[Divergence] = []
-        if planner is not None:
-            inside = planner.levels.read_by_elements(self.losses.region)
-            waiting = [d for d in divergences if needs_no_tensor(d) or d.inner in inside]
-            sharing = [d for d in self.losses.sharing(self._is_left) if d not in waiting]
-            waiting = [d for d in divergences if d in waiting or d in sharing]
-        for divergence in divergences:
+        planner = self.losses.planner
+        waiting, sharing = self.losses.delayed(self._is_left)
+        for divergence in self.losses.divergences:
             if divergence not in waiting:
                 self._fuse_divergence(divergence)
         if planner is not None:

@@ -15,10 +15,10 @@ from dataclasses import replace
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import has_seeds
-from torch_streamkl.fx_passes.capture.subgraphs import is_plain_body, owner_of
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.errors import Fatal, Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import users_of_body
 from torch_streamkl.fx_passes.graph_rewriting import Given, rewrite_graph
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
@@ -49,11 +49,11 @@ def rewrite(
         for name, child in gm.named_children():
             if not isinstance(child, fx.GraphModule) or _has_nothing_to_find(child):
                 continue
-            if is_plain_body(gm, name):
+            if _is_plain_body(gm, name):
                 readers = readers_of_body(gm, name, outside)
                 report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
-                reason = f"it is in {owner_of(gm, name)}"
+                reason = f"it is in {_owner_of(gm, name)}"
                 report.extend(not_fused(reason, child.graph, is_body=True))
 
         if has_dtensors(gm.graph):  # which row programs do not run on
@@ -82,6 +82,23 @@ def rewrite(
         log.warning("the analysis failed and the graph is left as it was", exc_info=True)
         report.failures.append(f"{type(error).__name__}: {error}")
     return report
+
+
+def _is_plain_body(gm: fx.GraphModule, name: str) -> bool:
+    """Whether a body runs as it is: checkpoints do; autograd functions and vmap do not."""
+    users = users_of_body(gm, name)
+    return (
+        bool(users)
+        and all("checkpoint" in str(u.target) or "wrap" in str(u.target) for u in users)
+        and not any("autograd_function" in str(u.target) for u in users)
+    )
+
+
+def _owner_of(gm: fx.GraphModule, name: str) -> str:
+    """The higher-order operator that runs a body."""
+    users = users_of_body(gm, name)
+    name = str(users[0].target) if users else "another operator"
+    return "a custom autograd.Function" if "autograd_function" in name else f"the body of {name}"
 
 
 def _has_nothing_to_find(body: fx.GraphModule) -> bool:

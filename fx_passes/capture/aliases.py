@@ -15,7 +15,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by, written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import location_of, needs_gradient, storage_of
 
 
@@ -51,10 +51,8 @@ class Aliases:
         self._note_reads_of_writes(region)
         self.writes: dict[int | None, list[fx.Node]] = {}
         for node in graph.nodes:
-            for target in written_by(node):
-                storage = storage_of(target)
-                if storage is not None:
-                    self.writes.setdefault(storage, []).append(node)
+            for storage in written_memory(node):
+                self.writes.setdefault(storage, []).append(node)
 
     def _note_reads_of_writes(self, region: Region) -> None:
         """Records that later reads by a tensor's earlier names see what an operation wrote.
@@ -66,10 +64,10 @@ class Aliases:
             for source in node.all_input_nodes:
                 reads.setdefault(storage_of(source), []).append(node)
         for written in self.position:
-            for target in written_by(written):
+            for storage in written_memory(written):
                 later = [
                     self.position[n]
-                    for n in reads.get(storage_of(target), [])
+                    for n in reads.get(storage, [])
                     if self.position[n] > self.position[written]
                 ]
                 self.first_use[written] = min([self.first_use[written], *later])

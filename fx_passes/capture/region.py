@@ -14,44 +14,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by, written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
     is_call,
     is_tensor,
     name_of,
+    nodes_in,
     reached,
     storage_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import (
+    CASTS,
+    DIFFERENCES,
+    LAYERS,
+    MATMULS,
+    OF_ROWS,
+    OPERAND_VIEWS,
+    PRODUCTS,
+    QUOTIENTS,
+)
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
 
-SEEDS = {"softmax", "log_softmax", "logsumexp", "kl_div", "cross_entropy"}
-# inputs of these are operands of a score matmul: leaves of the region
-MATMULS = {
-    "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
-}  # fmt: skip
+SEEDS = OF_ROWS | {"kl_div", "cross_entropy"}
 # never part of a score or a mask, and the door to the rest of the network
-BARRIERS = {
-    "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
-    "layer_norm", "rms_norm", "group_norm", "batch_norm", "gelu", "silu",
-    "conv1d", "conv2d", "conv3d", "conv_transpose2d", "checkpoint", "all_reduce", "all_gather",
+BARRIERS = LAYERS | {
+    "gelu", "silu", "checkpoint", "all_reduce", "all_gather",
     f"{opaque.__module__}.{opaque.__name__}",
 }  # fmt: skip
-DTYPES = {"to", "float", "double", "half", "bfloat16"}
-OPERAND_VIEWS = DTYPES | {
-    "transpose", "permute", "swapaxes", "swapdims", "t", "contiguous", "unsqueeze", "expand",
-    "reshape", "view", "repeat_interleave", "getitem", "getattr", "chunk", "split",
-}  # fmt: skip
-PRODUCTS, QUOTIENTS = {"mul", "multiply"}, {"truediv", "div", "divide", "true_divide"}
-DIFFERENCES = {"sub", "subtract"}
 COMPARISONS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity"}
 MEASURES = {"pow", "square", "abs", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
             "linalg_matrix_norm", "linalg_norm"}  # fmt: skip
 ADDITIONS, SCALINGS = {"add", "iadd"} | DIFFERENCES, PRODUCTS | QUOTIENTS | {"neg"}
 ENTRIES = {"gather", "take_along_dim"}
 SUMS = {"sum", "mean", "nansum", "nanmean", "amax", "max", "norm", "var", "std"}
-CASTS = DTYPES | {"_to_copy", "contiguous", "detach"}
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
 
@@ -145,15 +142,12 @@ def _filled_by(node: fx.Node) -> list[fx.Node]:
     """
     if name_of(node) not in ("setitem", "__setitem__"):
         return []
-    frontier, seen = [a for a in node.args[-1:] if isinstance(a, fx.Node)], set[fx.Node]()
-    while frontier:
-        current = frontier.pop()
-        if name_of(current) in ENTRIES:
-            return written_by(node)
-        if current not in seen and name_of(current) not in MATMULS | SEEDS | SUMS:
-            seen.add(current)
-            frontier += current.all_input_nodes
-    return []
+
+    def made_of(n: fx.Node) -> list[fx.Node]:
+        return [] if name_of(n) in MATMULS | SEEDS | SUMS | ENTRIES else n.all_input_nodes
+
+    made = reached(nodes_in(node.args[-1:]), made_of)
+    return written_by(node) if any(name_of(n) in ENTRIES for n in made) else []
 
 
 def _add_shapes(inside: set[fx.Node]) -> None:
@@ -322,10 +316,7 @@ def _add_writes(graph: fx.Graph, inside: set[fx.Node]) -> bool:
         leaves = {a for n in inside for a in n.all_input_nodes if a not in inside}
         storages = {storage_of(n) for n in inside} - {storage_of(n) for n in leaves} - {None}
         missing = [
-            node
-            for node in graph.nodes
-            if node not in inside
-            and any(storage_of(target) in storages for target in written_by(node))
+            node for node in graph.nodes if node not in inside and storages & written_memory(node)
         ]
         if not missing:
             return True

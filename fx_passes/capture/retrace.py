@@ -18,14 +18,15 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from torch_streamkl.fx_passes.capture.equal_calls import Copied, EqualCalls, may_share
-from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
+from torch_streamkl.fx_passes.capture.region import Region, find_region
 from torch_streamkl.fx_passes.fx_utils.call_keys import NotEqual
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
+from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of, without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
-    FakeTensor,
     FakeTensorMode,
     GuardOnDataDependentSymNode,
     free_unbacked_symbols,
@@ -187,6 +188,18 @@ class _Recorder(fx.Interpreter):
             self.outer.setdefault(node.name, source)
 
 
+def capture(owner: fx.GraphModule, graph: fx.Graph) -> tuple[Trace, Region] | str:
+    """Returns the part of a graph that can be analysed; or why none can, "" if there is none."""
+    reason = why_unsupported(graph)
+    region = None if reason else find_region(graph)
+    if region is None:
+        return reason
+    try:
+        return trace_region(owner, region), region
+    except Unsupported as blocked:
+        return str(blocked)
+
+
 def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     """Runs the region's nodes on their recorded fake inputs under make_fx.
 
@@ -194,7 +207,7 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
     """
     graph, copies, tensor_leaves = _copied(region)
     fakes = [example(leaf) for leaf in tensor_leaves]
-    mode = fake_mode_of(region)
+    mode = fake_mode_of((*region.leaves, *region.nodes))
     recorder = _Recorder(owner, graph, {copies[n]: n for n in region.nodes}, mode)
     with mode, without_guards(mode), torch.enable_grad():
         try:
@@ -258,12 +271,3 @@ def _take_symbols(mode: FakeTensorMode, bindings: Mapping[Any, Any], result: obj
         fresh = made.node._expr
         if isinstance(fresh, sympy.Symbol) and free_unbacked_symbols(made) and fresh != symbol:
             mode.shape_env._rename_unbacked_to(fresh, symbol)
-
-
-def fake_mode_of(region: Region) -> FakeTensorMode:
-    """Returns the mode the recorded values live in; another one could not mix with them."""
-    for node in (*region.leaves, *region.nodes):
-        value = example(node)
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    raise ValueError("no fake tensor is recorded in the graph")

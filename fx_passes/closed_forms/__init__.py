@@ -14,6 +14,6 @@ user called, so there is nothing to search for but the form itself.
 5. `limits.py` says what the operators do not compute. It is a step of its own: everything before
    it is about what the program means.
 
-`recompute.py` makes the program again from the arguments alone. Tests compare both: this holds the
-matcher from accepting what it should not.
+Tests make the program again from the arguments alone, and compare both: this holds the matcher
+from accepting what it should not (tests/support/closed_forms.py).
 """

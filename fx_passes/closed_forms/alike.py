@@ -1,13 +1,28 @@
-"""Compares expressions that are equal but for the names of their axes."""
+"""Finds and compares expressions that are equal but for the names of their axes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of
-from torch_streamkl.program.graph import CONTRACT, Node
+from torch_streamkl.program.graph import CONTRACT, Axis, Node, index
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.walks import walk
 
 UNORDERED = ("product", CONTRACT, "and", "or")
+
+
+def numbered(x: Node, order: Sequence[Axis], kind: str) -> tuple[Node, tuple[Axis, ...]]:
+    """Returns an expression whose axes are numbered in an order, and these: equal ones are one."""
+    names = tuple(Axis((kind, i), a.size) for i, a in enumerate(order))
+    return substitute(x, dict(zip(order, map(index, names), strict=True))), names
+
+
+def free_axes(product: Node) -> list[Axis]:
+    """Returns the axes of a product, in the order in which its operands have them."""
+    order = [y.value for y in walk(product.args) if y.op == "index" and y.value in product.axes]
+    return list(dict.fromkeys(order))
 
 
 class Forms:

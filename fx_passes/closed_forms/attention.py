@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.axes import axes_of, operands_of, ordered_rows
+from torch_streamkl.fx_passes.closed_forms.axes import axes_of, ordered_rows
 from torch_streamkl.fx_passes.closed_forms.form import (
     ATTENTION,
     Axes,
     Call,
     Masks,
     NoForm,
-    Operand,
     Product,
     Side,
     is_softmax,
+    operands_of,
 )
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, has_product, read
 from torch_streamkl.program.canonical import product
-from torch_streamkl.program.divergences import DIVERGENCES, Functional
+from torch_streamkl.program.divergences import named
 from torch_streamkl.program.graph import ONE, SUM, Axis, Node
 from torch_streamkl.program.reductions import opened
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op
 
 Dims = Sequence[tuple[Axis, ...]]
 
@@ -63,7 +63,7 @@ class Attention:
 
         Its queries, keys, masks and biases are those of attention.
         """
-        functional = Functional.of(DIVERGENCES["forward_kl"])
+        functional = named("forward_kl")
         return Call(ATTENTION, functional, self.side, self.side, self.axes, self.masks, ONE)
 
 
@@ -81,7 +81,7 @@ def weighted_sum(x: Node, dims: Dims) -> Weighted | None:
     values = product(*(f for f in factors if f is not probabilities[0]))
     if key not in values.axes or not has_product(score, key):
         return None
-    if any(y.op == "log_softmax" for y in walk([values])):
+    if has_op(values, "log_softmax"):
         return None
     of_values = [tuple(a for a in own if a not in score.axes) for own in dims]
     own = [(d, axes) for d, axes in enumerate(of_values) if set(axes) & values.axes]
@@ -104,7 +104,7 @@ def attention_of(x: Weighted, dims: Dims) -> Attention:
         form.inner_biases,
         form.biases,
     )
-    of_values = Side(Product(queries, Operand(x.values), form.product.value))
+    of_values = Side(Product(queries, x.values, form.product.value))
     rows = ordered_rows(x.axes - {x.key}, [a for own in dims for a in own])
     axes = axes_of((side, of_values), (form.mask,), rows, x.key)
     return Attention(form, side, axes, masks_of(form.mask, axes), x.values, x.width)

@@ -17,23 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch_streamkl.fx_passes.closed_forms.form import Axes, NoForm, Operand, Side
+from torch_streamkl.fx_passes.closed_forms.form import Axes, NoForm, Side
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import BOUND, Axis, Node
+from torch_streamkl.program.graph import BOUND, Axis
 from torch_streamkl.program.walks import walk
 
 BOTH, ROW_ONLY, KEY_ONLY, ABSENT = "both", "row", "key", "absent"
 _KINDS = {(True, True): BOTH, (True, False): ROW_ONLY, (False, True): KEY_ONLY}
-
-
-def operands_of(product: Node, key: Axis) -> tuple[Operand, Operand]:
-    """Returns the operands of a product with the rows and with the keys."""
-    keys = [x for x in product.args if key in x.axes]
-    if len(keys) != 1:
-        raise NoForm("the softmax is over a dimension that both operands of the scores have")
-    rows = next((x for x in product.args if x is not keys[0]), keys[0])
-    return Operand(rows), Operand(keys[0])
 
 
 def kind_of(side: Side, axis: Axis) -> str:
@@ -66,7 +57,7 @@ def ordered_rows(axes: Iterable[Axis], order: Sequence[Axis] = ()) -> list[Axis]
 
 def in_memory_order(rows: list[Axis], side: Side, key: Axis) -> list[Axis]:
     """Returns the rows of an LM head in the order of the hidden states' dimensions."""
-    x, keys = side.product.rows.element, side.product.keys.axes - set(side.product.contracted)
+    x, keys = side.product.rows, side.product.keys.axes - set(side.product.contracted)
     if keys != {key} or x.op != "capture" or not set(rows) <= x.axes:
         return rows
     strides = {
@@ -158,5 +149,5 @@ def _is_one_dim(sides: Sequence[Side], *axes: Axis) -> bool:
     """Whether the queries of both sides have these axes in one dimension."""
     return all(
         x.op == "capture" and any(set(axes) <= at.axes for at in x.args)
-        for x in (side.product.rows.element for side in sides)
+        for x in (side.product.rows for side in sides)
     )

@@ -26,16 +26,12 @@ from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, norma
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.fx_passes.reading.reader import trained
 from torch_streamkl.program.canonical import choose, product
-from torch_streamkl.program.divergences import (
-    DIVERGENCES,
-    FLOOR_OF_EXP,
-    Functional,
-)
+from torch_streamkl.program.divergences import FLOOR_OF_EXP, named
 from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import BOOL, ONE, Axis, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S, variable
 from torch_streamkl.program.reductions import remade
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import rebuilt_root, walk
 
 TINY = 1e-12
 AFTER_SOFTMAX = "a mask on keys is applied after the softmax"
@@ -234,7 +230,7 @@ def _renumbered(x: Node, number: Mapping[int, int]) -> Node:
             return variable(LOG, number.get(int(y.value), int(y.value)))
         return remade(y, args)
 
-    return rebuilt([x], change)[x]
+    return rebuilt_root(x, change)
 
 
 # ------------------------------------------------------------------------ divergences
@@ -320,7 +316,7 @@ def _bilinear(
         pairs = list(zip((tt, ts, st, ss), form, strict=True))
         factor = next(x / y for x, y in pairs if y)
         if all(math.isclose(x, factor * y, rel_tol=TINY) for x, y in pairs):
-            return Functional.of(DIVERGENCES[name]).expr, factor
+            return named(name).expr, factor
     total = const(0.0)
     for x, term in ((tt, P * LOG_P), (ts, P * LOG_S), (st, S * LOG_P), (ss, S * LOG_S)):
         if x:
@@ -345,10 +341,10 @@ def _split(
             )
         for b in others:
             name = "forward_kl" if own else "cross_entropy"
-            pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, -c[a, b])
+            pair = Pair(named(name).expr, a, b, -c[a, b])
             if parts[a].requires_grad and not parts[b].requires_grad:
                 # the trained side is the student: swap the roles
-                reverse = Functional.of(DIVERGENCES["reverse_kl"]).expr if own else -(S * LOG_P)
+                reverse = named("reverse_kl").expr if own else -(S * LOG_P)
                 pair = Pair(reverse, b, a, -c[a, b])
             pairs.append(pair)
     return pairs

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
-from torch_streamkl.fx_passes.closed_forms.form import Operand as _Operand
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
@@ -26,7 +26,7 @@ from torch_streamkl.program.graph import (
     capture,
     index,
 )
-from torch_streamkl.program.reductions import remade, substitute
+from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.walks import rebuilt, walk
 
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
@@ -58,32 +58,18 @@ class Entries:
 
     @property
     def flows(self) -> bool:
-        return any(x.requires_grad for x in (self.product.rows, self.product.keys))
-
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        return self.product.rows.element, self.product.keys.element, self.ids
-
-    def number_of(self, row_count: Callable[[Size], int]) -> int:
-        """Returns how many entries there are."""
-        total = 1
-        for a in self.axes:
-            assert a.size is not None
-            total *= row_count(a.size)
-        return total
+        return self.product.rows.flows or self.product.keys.flows
 
 
 def without_entries(
     roots: Sequence[Node],
     why_repeated: Callable[[Node, Axis, Axis], str],
-    extent: Callable[[object, int], Size | None] | None,
+    extent: Callable[[object, int], Size | None],
 ) -> tuple[list[Node], tuple[Entries, ...]]:
     """Returns expressions of captured entries in place of products at ids, and these entries.
 
     Ids of a top-k of the graph stay: such entries are keys that a row program chooses.
     """
-    if extent is None:
-        return list(roots), ()
     found: dict[Node, int] = {}
     every: list[Entries] = []
 
@@ -91,15 +77,15 @@ def without_entries(
         x = remade(x, args)
         if x.op != CONTRACT:
             return x
-        names = {a: Axis(("entry", i), a.size) for i, a in enumerate(_free_axes(x))}
-        same = substitute(x, {a: index(b) for a, b in names.items()})
-        back = {b: a for a, b in names.items()}
+        order = free_axes(x)
+        same, names = numbered(x, order, "entry")
+        back = dict(zip(names, order, strict=True))
         if same not in found:
             entries = _entries_of(same, why_repeated, extent)
             if entries is None:
                 return x
             if not entries.ids.axes & {*entries.rows} and any(back[a].level for a in entries.rows):
-                if _are_of_elements(keys := entries.product.keys.element, entries.ids):
+                if _are_of_elements(keys := entries.product.keys, entries.ids):
                     raise NoForm(SINGLE_ENTRIES, keys)
                 return x  # keys of rows that are selected
             found[same] = len(every)
@@ -110,12 +96,6 @@ def without_entries(
 
     made = rebuilt(roots, change, is_entered)
     return [made[x] for x in roots], tuple(every)
-
-
-def _free_axes(x: Node) -> list[Axis]:
-    """The axes of a product, in the order in which its operands have them."""
-    order = [y.value for y in walk(x.args) if y.op == "index" and y.value in x.axes]
-    return list(dict.fromkeys(order))
 
 
 def _entries_of(
@@ -143,8 +123,8 @@ def _entries_of(
             return None
         at = [index(key) if i == d else p for i, p in enumerate(keys.args)]
         whole = capture(keys.value, FLOAT, at=at)
-        product = Product(_Operand(rows), _Operand(whole), x.value)
-        order = _free_axes(x)
+        product = Product(rows, whole, x.value)
+        order = free_axes(x)
         return Entries(
             product,
             ids,

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.reading.positions import source_name
+from torch_streamkl.program.canonical import product
 from torch_streamkl.program.divergences import Functional
+from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import CONTRACT, FLOAT, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
@@ -46,31 +49,13 @@ def is_softmax(x: Node, key: Axis) -> bool:
     return x.op == "exp" and x.args[0].op == "log_softmax" and x.args[0].value == key
 
 
-@dataclass(frozen=True)
-class Operand:
-    """Represents an operand by an element of it: which tensor, and where it is read.
-
-    The positions are expressions of the call's axes, from which a view of the tensor follows. If
-    the element is no capture, the tensor is computed in the graph: probabilities are an operand.
-    """
-
-    element: Node
-
-    @property
-    def source(self) -> Any:
-        return self.element.value if self.element.op == "capture" else None
-
-    @property
-    def at(self) -> tuple[Node, ...]:
-        return self.element.args
-
-    @property
-    def axes(self) -> frozenset[Axis]:
-        return self.element.axes
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.element.flows
+def operands_of(product: Node, key: Axis) -> tuple[Node, Node]:
+    """Returns the operands of a product of two tensors: that of the rows, and that of the keys."""
+    keys = [x for x in product.args if key in x.axes]
+    if len(keys) != 1:
+        raise NoForm("the softmax is over a dimension that both operands of the scores have")
+    rows = next((x for x in product.args if x is not keys[0]), keys[0])
+    return rows, keys[0]
 
 
 @dataclass(frozen=True)
@@ -79,6 +64,10 @@ class Factor:
 
     value: Node
     divides: bool = False
+
+    def applied(self, x: Node) -> Node:
+        """Returns an expression times or divided by the tensor."""
+        return quotient(x, self.value) if self.divides else product(x, self.value)
 
 
 @dataclass(frozen=True)
@@ -92,10 +81,15 @@ class Bias:
 
 @dataclass(frozen=True)
 class Product:
-    """Represents weight * factors * rows . keys, summed over ``contracted``."""
+    """Represents weight * factors * rows . keys, summed over ``contracted``.
 
-    rows: Operand
-    keys: Operand
+    An operand is an element of it: which tensor, and where it is read. The positions are
+    expressions of the call's axes, from which a view of the tensor follows. If it is no capture,
+    the tensor is computed in the graph: probabilities are an operand.
+    """
+
+    rows: Node
+    keys: Node
     contracted: tuple[Axis, ...]
     weight: float = 1.0
     factors: tuple[Factor, ...] = ()
@@ -103,8 +97,7 @@ class Product:
     @property
     def names(self) -> frozenset[Any]:
         """Returns the names of its operands, without those that are computed in the graph."""
-        sources = (self.rows.source, self.keys.source)
-        return frozenset(x.name for x in sources if x is not None)
+        return frozenset(map(source_name, (self.rows, self.keys))) - {None}
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ class Side:
     num_keys: Node | None = None  # of this side, if the other has more
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[Node, ...]:
         products = (self.product, *self.adapters)
         return tuple(x for p in products for x in (p.rows, p.keys))
 
@@ -137,8 +130,7 @@ class Side:
     @property
     def requires_grad(self) -> bool:
         factors = [f.value for p in (self.product, *self.adapters) for f in p.factors]
-        elements = [x.element for x in self.operands]
-        return any(x.flows for x in (*elements, *factors, *(b.value for b in self.added)))
+        return any(x.flows for x in (*self.operands, *factors, *(b.value for b in self.added)))
 
 
 @dataclass(frozen=True)

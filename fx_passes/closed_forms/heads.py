@@ -14,7 +14,7 @@ from torch_streamkl.program.functions import exponential
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.identities import variable
 from torch_streamkl.program.reductions import detached, fresh_axis, reduced, remade, substitute
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import rebuilt_root, walk
 
 LEAVES = ("log_softmax", CONTRACT, "capture", "reduce", "index")
 SELECTED = "keys are selected after the softmax"
@@ -59,7 +59,7 @@ class Variables:
         def change(x: Node, args: tuple[Node, ...]) -> Node:
             return _without_shift(remade(x, args)) if enter(x) else self._changed(x)
 
-        return rebuilt([body], change, enter)[body]
+        return rebuilt_root(body, change, enter)
 
     def _check_terms(self, x: Node) -> None:
         """Raises NoForm where an operation says more than the part of it that is no divergence."""

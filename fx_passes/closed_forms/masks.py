@@ -18,7 +18,7 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.masks import is_within, shift_of
 from torch_streamkl.program.reductions import substitute
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op, walk
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def masks_of(conditions: Iterable[Node], axes: Axes, fill: float | None = None) 
 
 
 def _with(masks: Masks, condition: Node, axes: Axes) -> Masks:
-    if is_of_products(condition) or any(x.op == "log_softmax" for x in walk([condition])):
+    if is_of_products(condition) or has_op(condition, "log_softmax"):
         raise NoForm("a mask that is computed from scores", condition)
     band = band_of(condition, axes)
     if axes.key not in condition.axes:
@@ -106,7 +106,7 @@ def _tighter(a: Node | None, b: Node) -> Node:
 
 def _is_of_position(condition: Node, key: Axis) -> bool:
     """Whether a condition asks for the key's position alone, as entries of a vocabulary."""
-    return condition.axes == {key} and not any(x.op == "capture" for x in walk([condition]))
+    return condition.axes == {key} and not has_op(condition, "capture")
 
 
 def _is_of_segments(condition: Node, axes: Axes) -> bool:

@@ -6,12 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch_streamkl.fx_passes.closed_forms.axes import (
-    axes_of,
-    in_memory_order,
-    operands_of,
-    ordered_rows,
-)
+from torch_streamkl.fx_passes.closed_forms.axes import axes_of, in_memory_order, ordered_rows
 from torch_streamkl.fx_passes.closed_forms.divergence import (
     Pair,
     by_factor,
@@ -35,8 +30,9 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Side,
     Stricter,
     is_of_products,
+    operands_of,
 )
-from torch_streamkl.fx_passes.closed_forms.formulas import Polynomial, functional_of, value_at
+from torch_streamkl.fx_passes.closed_forms.formulas import functional_of, value_at
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
@@ -162,7 +158,7 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
         for pair in pairs_of(polynomial, parts):
             rows = ordered_rows(site.axes, order)
             site_of = _Site(key, rows, judgement, factor, site.axes.isdisjoint(order))
-            calls.append(_call(site_of, pair, polynomial, parts))
+            calls.append(_call(site_of, pair, parts))
     if not calls:
         raise NoForm("the sum over keys is a known constant", site)
     for call in calls:
@@ -181,7 +177,7 @@ class _Site:
     is_summed: bool  # over all rows, whose order nothing says
 
 
-def _call(site: _Site, pair: Pair, polynomial: Polynomial, parts: Sequence[Distribution]) -> Call:
+def _call(site: _Site, pair: Pair, parts: Sequence[Distribution]) -> Call:
     key, judgement = site.key, site.judgement
     distributions = [parts[pair.teacher], parts[pair.student]]
     forms = [read(part.score, key) for part in distributions]
@@ -278,17 +274,13 @@ def _with_log(pair: Pair, variable: Node, log: float) -> float:
 def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:
     product = Product(*operands_of(form.product, key), form.product.value, factors=form.factors)
     cap = form.softcap or 1.0  # what is inside of a tanh is divided by it
-    adapters = (
-        Product(*operands_of(t.product, key), t.product.value, t.weight * cap, t.factors)
-        for t in form.terms
-    )
     return Side(
         product,
         form.scale * cap,
         form.softcap,
         tuple(replace(b, weight=b.weight * cap) for b in form.inner_biases),
         form.biases,
-        tuple(adapters),
+        tuple(replace(t, weight=t.weight * cap) for t in form.terms),
         part.averaged,
         num_keys,
     )

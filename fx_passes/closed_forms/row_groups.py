@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.form import NoForm, Operand, Product
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.program.graph import Axis, Node
 
 Dim = tuple[Axis, ...]
@@ -39,7 +39,7 @@ def product_of(x: Node, keys: Dim) -> Product:
     if sorted(map(len, found)) != [0, len(keys)]:
         raise NoForm("the sum is not over an axis of one operand of the matmul", x)
     columns = 0 if found[0] else 1
-    return Product(Operand(x.args[1 - columns]), Operand(x.args[columns]), x.value)
+    return Product(x.args[1 - columns], x.args[columns], x.value)
 
 
 def axes_of_products(products: Sequence[Product], common: Sequence[Axis], keys: Dim) -> RowAxes:
@@ -87,7 +87,7 @@ def axes_of_products(products: Sequence[Product], common: Sequence[Axis], keys: 
 def _place(axis: Axis, product: Product) -> tuple[int, str]:
     """In which dimension of an operand an axis is."""
     for operand in (product.rows, product.keys):
-        for d, at in enumerate(operand.at):
+        for d, at in enumerate(operand.args):
             if axis in at.axes:
                 return d, repr(axis)
-    return len(product.rows.at), repr(axis)
+    return len(product.rows.args), repr(axis)

@@ -19,14 +19,6 @@ NOT_RANKED = (
 )
 
 
-def _never(ids: Node) -> bool:
-    return False
-
-
-def _always(ids: Node, entries: Axis, keys: Axis) -> str:
-    return NOT_RANKED
-
-
 @dataclass(frozen=True)
 class Facts:
     """Says what expressions do not: of the user's graph that they were read from.
@@ -37,17 +29,13 @@ class Facts:
     computed from matmuls.
     """
 
-    why_repeated: Callable[[Node, Axis, Axis], str] = _always
+    why_repeated: Callable[[Node, Axis, Axis], str]
+    made_of_products: Collection[Any]
+    dtypes: Callable[[Any], Any]  # of captured tensors
+    extent: Callable[[Any, int], Any]  # of their dimensions
     logarithms: tuple[Node, ...] = ()
     log_softmaxes: tuple[Node, ...] = ()
-    made_of_products: Collection[Any] = ()
-    dtypes: Callable[[Any], Any] | None = None  # of captured tensors
-    extent: Callable[[Any, int], Any] | None = None  # of their dimensions
     product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
-    is_ranked: Callable[[Node], bool] = _never  # ids of a top-k of the graph
-
-
-NO_FACTS = Facts()
 
 
 def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
@@ -66,7 +54,7 @@ def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tu
                 blocks[size] = _num_keys(at)
             elif at.op != "capture":
                 plain.append(b.axis.size)
-            elif facts.extent is not None:  # all keys are those of the operand
+            else:  # all keys are those of the operand
                 chosen.append(facts.extent(product.args[place[0]].value, place[1]))
     if blocks:
         return _split_keys(blocks)

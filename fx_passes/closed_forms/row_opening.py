@@ -39,7 +39,7 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, remade, substitute
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import rebuilt, rebuilt_root, walk
 
 SOME_KEYS = "only some of the keys are used after the softmax"
 
@@ -346,13 +346,14 @@ def with_whole_rows(root: Node, places: frozenset[Place], keys: tuple[Axis, ...]
         whole = {p: _at_position(p, key_position(p, places), index(free)) for p in every}
         constant, terms = terms_of(x)
         made = [(c, t) for c, t in terms if has_products(t)]
-        body = rebuilt([linear(0.0, made)], lambda y, a: whole.get(y) or remade(y, a), is_inner)
-        inside = body[linear(0.0, made)]
+        inside = rebuilt_root(
+            linear(0.0, made), lambda y, a: whole.get(y) or remade(y, a), is_inner
+        )
         total = reduced(SUM, free, choose(compare("eq", at, index(free)), inside, const(0.0)))
         rest = [(c, t) for c, t in terms if not has_products(t)]
         return linear(constant, [*rest, (1.0, total)])
 
-    return rebuilt([root], changed, is_inner)[root]
+    return rebuilt_root(root, changed, is_inner)
 
 
 def _at(product: Node, place: tuple[int, int] | None) -> Node:
@@ -383,7 +384,7 @@ def _at_all_keys(root: Node, ids: Node, position: Node, hit: Node, entries: Axis
             return log_softmax(choose(hit, args[0], const(-math.inf)), position.value)
         return with_args(x, args) if x.op == CONTRACT else remade(x, args)
 
-    return rebuilt([root], change)[root]
+    return rebuilt_root(root, change)
 
 
 def detached_in(roots: list[Node]) -> dict[Node, Node]:

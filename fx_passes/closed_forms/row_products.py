@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.row_sites import Place, is_entered, key_position
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.program.graph import CONTRACT, FLOAT, Axis, Node, Source, capture, index
 from torch_streamkl.program.reductions import detached, remade, substitute
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import rebuilt, rebuilt_root, walk
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,8 @@ def without_row_products(roots: Sequence[Node], places: frozenset[Place]) -> lis
             return remade(x, args)
         if key_position(x, places) is not None or any(y.op == "capture" for y in _positions(x)):
             return x
-        axes = dict.fromkeys(y.value for y in walk(x.args) if y.op == "index")
-        free = [a for a in axes if a in x.axes]
-        names = {a: Axis(("row", i), a.size) for i, a in enumerate(free)}
-        same = substitute(x, {a: index(b) for a, b in names.items()})
-        source = Source(RowProduct(same, tuple(names.values())), 0, x.flows)
+        free = free_axes(x)
+        source = Source(RowProduct(*numbered(x, free, "row")), 0, x.flows)
         return capture(source, FLOAT, at=[index(a) for a in free])
 
     made = rebuilt(roots, change, is_entered)
@@ -50,10 +49,10 @@ def with_row_products(root: Node) -> Node:
     """Returns an expression in which those products stand again."""
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
-        name = x.value.name if x.op == "capture" and isinstance(x.value, Source) else None
+        name = source_name(x)
         if not isinstance(name, RowProduct):
             return remade(x, args) if is_entered(x) else x
         product = name.product if x.value.grad_flows else detached(name.product)
         return substitute(product, dict(zip(name.axes, x.args, strict=True)))
 
-    return rebuilt([root], change, is_entered)[root]
+    return rebuilt_root(root, change, is_entered)

@@ -16,7 +16,7 @@ for. What has to be found is which axis is which.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
@@ -24,7 +24,6 @@ from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
 from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
-    NotClosed,
     Product,
     RowValue,
 )
@@ -40,7 +39,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
     axes_of_products,
     product_of,
 )
-from torch_streamkl.fx_passes.closed_forms.row_keys import NO_FACTS, Facts, keys_of
+from torch_streamkl.fx_passes.closed_forms.row_keys import Facts, keys_of
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_products import (
@@ -59,6 +58,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
 from torch_streamkl.fx_passes.closed_forms.row_steps import Steps
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.reading.arrays import position
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.program.derive import HeadJacobianError
 from torch_streamkl.program.graph import (
     CONTRACT,
@@ -104,7 +104,6 @@ class RowForm:
     captures: tuple[Captured, ...]
     values: tuple[RowOutput, ...]
     around: tuple[Node, ...]
-    sites: tuple[Node, ...] = field(repr=False, default=())  # opened, of each value
     entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
 
     @property
@@ -127,34 +126,24 @@ class _Site:
     blocks: Dim  # the axis of blocks of keys
 
 
-def row_form(
-    roots: Sequence[Node], order: Sequence[Axis] = (), facts: Facts = NO_FACTS
-) -> RowForm | NotClosed:
-    """Returns one program for the sums over keys of all roots, or why there is none."""
-    try:
-        roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
-    except NoForm as reason:
-        return NotClosed(str(reason), reason.at)
+def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:
+    """Returns one program for the sums over keys of all roots; raises NoForm if there is none."""
+    roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
     if entries and not products_in(roots):
-        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), (), entries)
-    form = _of_sums(roots, order, facts)
-    return form if isinstance(form, NotClosed) else replace(form, entries=entries)
+        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), entries)
+    return replace(_of_sums(roots, order, facts), entries=entries)
 
 
-def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm | NotClosed:
-    found = places_of_keys(bindings_of(roots))
+def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:
     failed: NoForm | None = None
-    if not found:
-        return NotClosed("a sum of what is not made from scores")
-    for places in found:
+    for places in places_of_keys(bindings_of(roots)):
         try:
             return _Planner(roots, order, facts, places).form()
         except NoForm as reason:
             failed = failed or reason
         except (HeadsError, HeadJacobianError, ValueError) as reason:
             failed = failed or NoForm(str(reason))
-    assert failed is not None
-    return NotClosed(str(failed), failed.at)
+    raise failed or NoForm("a sum of what is not made from scores")
 
 
 class _Planner:
@@ -216,7 +205,6 @@ class _Planner:
             tuple(replace(x, value=with_row_products(x.value)) for x in leaves.captured.values()),
             values,
             tuple(map(with_row_products, around)),
-            tuple(self.opened),
         )
 
     def _has_enough_digits(self, x: Product) -> bool:
@@ -285,7 +273,7 @@ class _Planner:
     ) -> None:
         backward = derive.backward_plan(program)
         for x, of in zip(backward.dots, products, strict=True):
-            if (x is not None) != (of.rows.requires_grad or of.keys.requires_grad):
+            if (x is not None) != (of.rows.flows or of.keys.flows):
                 raise NoForm("the gradient of the scores is a constant")
         for captured, x in zip(leaves.captured.values(), backward.captures, strict=True):
             if x is None and captured.value.flows:
@@ -293,8 +281,7 @@ class _Planner:
             kind = leaves.kind_of(captured.value)
             if kind != "row" and (captured.value.flows or kind == "pair"):
                 for y in walk([captured.value]):
-                    name = y.value.name if isinstance(y.value, Source) else None
-                    if name in self.facts.made_of_products:
+                    if source_name(y) in self.facts.made_of_products:
                         raise NoForm("a tensor with keys that is made of scores meets them", y)
 
     def _around(
@@ -383,7 +370,6 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
     """Returns the types of a product's operands, and its own, which autocast decides."""
-    found = [y.source for y in (x.rows, x.keys) if y.source is not None]
-    of, made = facts.dtypes, facts.product_types.get(x.names)
-    own = [of(s) for s in found] if of is not None else []
-    return own if made is None else [*own, made]
+    found = [y.value for y in (x.rows, x.keys) if y.op == "capture"]
+    own, made = map(facts.dtypes, found), facts.product_types.get(x.names)
+    return [*own] if made is None else [*own, made]

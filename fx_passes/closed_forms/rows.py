@@ -10,7 +10,7 @@ from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE
 from torch_streamkl.program.canonical import product, scaled, terms_of
 from torch_streamkl.program.graph import BOUND, CONTRACT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import rebuilt_root, walk
 
 
 def is_outside(x: Node) -> bool:
@@ -46,7 +46,7 @@ def keys_first(root: Node) -> Node:
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         return _swapped(remade(x, args)) if x in wanted else remade(x, args)
 
-    return rebuilt([root], change, is_outside)[root]
+    return rebuilt_root(root, change, is_outside)
 
 
 def _swapped(x: Node) -> Node:
@@ -88,7 +88,7 @@ def shortened(root: Node) -> Node:
         return reduced(LOGSUMEXP, own, substitute(body.args[1], {key: index(own)}))
 
     is_there = (x.op == "reduce" and x.value.kind == LOGSUMEXP for x in walk([root]))
-    return rebuilt([root], change, is_outside)[root] if any(is_there) else root
+    return rebuilt_root(root, change, is_outside) if any(is_there) else root
 
 
 def distributed(site: Node) -> Node | None:
@@ -138,4 +138,4 @@ def replaced(root: Node, changes: Mapping[Node, Node]) -> Node:
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         return changes[x] if x in changes else remade(x, args)
 
-    return rebuilt([root], change, lambda x: is_outside(x) and x not in changes)[root]
+    return rebuilt_root(root, change, lambda x: is_outside(x) and x not in changes)

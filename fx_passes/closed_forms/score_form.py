@@ -18,7 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch_streamkl.fx_passes.closed_forms.form import Bias, Factor, NoForm, is_of_products
+from torch_streamkl.fx_passes.closed_forms.form import (
+    Bias,
+    Factor,
+    NoForm,
+    Product,
+    is_of_products,
+    operands_of,
+)
 from torch_streamkl.fx_passes.closed_forms.joined_products import joined_products
 from torch_streamkl.program.canonical import (
     FALSE,
@@ -33,7 +40,7 @@ from torch_streamkl.program.canonical import (
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, SUM, Axis, Node, intern
 from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_small
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,
 # unless every key of the row has it: adding it to a score gives the fill itself.
@@ -55,15 +62,6 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Term:
-    """Represents weight * factors * (a second product), added before a tanh."""
-
-    product: Node
-    weight: float = 1.0
-    factors: tuple[Factor, ...] = ()
-
-
-@dataclass(frozen=True)
 class ScoreForm:
     """Holds a score as the arguments of an operator.
 
@@ -77,7 +75,7 @@ class ScoreForm:
     softcap: float = 0.0  # 0: no tanh
     inner_biases: tuple[Bias, ...] = ()  # added before the tanh
     biases: tuple[Bias, ...] = ()
-    terms: tuple[Term, ...] = ()
+    terms: tuple[Product, ...] = ()  # further products, added before a tanh
     mask: Condition = frozenset()
     fill: float = 0.0
     exact_fill: bool = True
@@ -201,7 +199,8 @@ def _inside_sum(x: Node, key: Axis, steps: list[Step]) -> Node:
         cores.sort(key=lambda core: _width(core[1]), reverse=True)
         for c, t in cores[1:]:
             product, factors = _plain(t, key)
-            steps.append(partial(_with_term, term=Term(product, c, factors)))
+            own = Product(*operands_of(product, key), product.value, c, factors)
+            steps.append(partial(_with_term, term=own))
         _plain(cores[0][1], key)
     steps.append(partial(_scaled, number=cores[0][0]))
     return cores[0][1]
@@ -311,11 +310,9 @@ def _without_comparisons(condition: Node, key: Axis) -> Node:
             raise NoForm("infinite scores are replaced before the softmax", y)
         return negation(all_of(*form.mask)) if math.isinf(form.fill) and form.mask else FALSE
 
-    if not any(y.op in NOT_NUMBERS for y in walk([condition])):
+    if not has_op(condition, *NOT_NUMBERS):
         return condition
-    return rebuilt([condition], change, lambda y: y.dtype == BOOL and y.op not in NOT_NUMBERS)[
-        condition
-    ]
+    return rebuilt_root(condition, change, lambda y: y.dtype == BOOL and y.op not in NOT_NUMBERS)
 
 
 # ------------------------------------------------------------------------ from the product on
@@ -398,7 +395,7 @@ def _with_bias(form: ScoreForm, bias: Bias, has_key: bool) -> ScoreForm:
     return replace(form, biases=(*form.biases, bias), exact_fill=exact, added=True)
 
 
-def _with_term(form: ScoreForm, term: Term) -> ScoreForm:
+def _with_term(form: ScoreForm, term: Product) -> ScoreForm:
     if form.softcap or form.mask:
         raise NoForm("a product is added to scores after a tanh or a mask")
     return replace(form, terms=(*form.terms, term))

@@ -25,7 +25,7 @@ from torch_streamkl.program import operations
 from torch_streamkl.program.canonical import all_of, literals, negation
 from torch_streamkl.program.graph import ANY, BOOL, CONTRACT, Axis, Node
 from torch_streamkl.program.reductions import assume, opened, remade
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 LOG = "logP"
 LARGEST_SPREAD = 60.0  # of what is added to scores: exp(-60) and scores are far from underflow
@@ -48,7 +48,7 @@ class World:
 
 def mentions_variables(x: Node) -> bool:
     """Returns whether an expression has probabilities."""
-    return any(y.op == LOG for y in walk([x]))
+    return has_op(x, LOG)
 
 
 def decided(condition: Node, world: World) -> bool | None:
@@ -182,7 +182,7 @@ def settled(x: Node, world: World) -> Node:
                 return args[1] if holds else args[2]
         return remade(y, args)
 
-    return rebuilt([x], change, is_formula)[x]
+    return rebuilt_root(x, change, is_formula)
 
 
 def is_formula(x: Node) -> bool:

@@ -28,11 +28,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_call,
     is_tensor,
     name_of,
+    named_arguments,
     reached,
     run,
 )
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.results import set_memory
+from torch_streamkl.fx_passes.fx_utils.shape_reads import WITH_SIZES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, enable_python_dispatcher
 from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
@@ -222,7 +224,7 @@ class Restore:
             self._of_dtensors(node)
 
     def _call_together(self, node: fx.Node) -> None:
-        given = _arguments_of(node)
+        given = named_arguments(node, linear_ops.linear_kl)
         own = [side for side in SIDES if self._is_own(side, given)]
         if own:
             node.kwargs = {**node.kwargs, "own_rows": own}
@@ -281,7 +283,7 @@ class Restore:
         for call in descendants([node]):
             if call.target not in OPERATORS:
                 continue
-            given = _arguments_of(call)
+            given = named_arguments(call, linear_ops.linear_kl)
             if not any(node in self._steps_to(given[f"{side}_hidden"]) for side in SIDES):
                 return set()
             heads = {
@@ -419,12 +421,6 @@ class Restore:
         return node
 
 
-def _arguments_of(call: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of an operator on LM heads, by name."""
-    names = [argument.name for argument in linear_ops.linear_kl._schema.arguments]
-    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-
-
 def _dtensor(node: fx.Node) -> DTensor:
     value = example(node)
     assert is_dtensor(value)
@@ -432,7 +428,7 @@ def _dtensor(node: fx.Node) -> DTensor:
 
 
 def _reads_sizes(node: fx.Node) -> bool:
-    return name_of(node) in ("size", "numel", "reshape_as", "expand_as", "view_as", "type_as")
+    return name_of(node) in {"size", "numel", "type_as", *WITH_SIZES}
 
 
 def _said(error: Exception) -> str:

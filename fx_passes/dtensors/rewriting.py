@@ -10,7 +10,8 @@ from torch import fx
 
 from torch_streamkl.fx_passes.dtensors.agreement import Agreement
 from torch_streamkl.fx_passes.dtensors.restore import DoesNotFit, Restore
-from torch_streamkl.fx_passes.dtensors.unshard import fake_mode, whole_graph
+from torch_streamkl.fx_passes.dtensors.unshard import whole_graph
+from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.validation.check import PASSED
@@ -54,7 +55,7 @@ def rewrite_sharded(
             fused = frozenset(s.node for s in report.sites if s.fused)
             if not fused:
                 return graph, report
-            back = Restore(gm.graph, whole, graph, fake_mode(gm.graph))
+            back = Restore(gm.graph, whole, graph, fake_mode_of(gm.graph.nodes))
             new: dict[str, str] = {}
             try:
                 back.run()

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED, dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
+from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of, without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     address_of,
@@ -32,8 +32,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque, same, same_detached
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal, same_shape
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
-    FakeTensor,
-    FakeTensorMode,
     enable_python_dispatcher,
     tree_leaves,
     tree_map,
@@ -50,7 +48,7 @@ def whole_graph(graph: fx.Graph) -> fx.Graph:
     """Returns a copy of the graph with whole tensors; nodes have the names that they had."""
     _check_writes(graph)
     result = copied(graph)
-    mode = fake_mode(graph)
+    mode = fake_mode_of(graph.nodes)
     values: dict[fx.Node, Any] = {}
     copies = dict(zip(graph.nodes, result.nodes, strict=True))
     heads = {copies[n]: _head_of_own_vocab(n) for n in graph.nodes}
@@ -101,16 +99,6 @@ def _check_writes(graph: fx.Graph) -> None:
 
 def _storage(x: Tensor) -> int:
     return address_of(x._local_tensor if is_dtensor(x) else x)
-
-
-def fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    """Returns the mode that the recorded values live in."""
-    for node in graph.nodes:
-        for x in tree_leaves(example(node)):
-            local = x._local_tensor if is_dtensor(x) else x
-            if isinstance(local, FakeTensor):
-                return local.fake_mode
-    raise ValueError("no fake tensor is recorded in the graph")
 
 
 def _opaque_node(node: fx.Node, recorded: Any, values: dict[fx.Node, Any]) -> Any:

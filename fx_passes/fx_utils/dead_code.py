@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     is_in_place,
     written_by,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import is_call, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import is_call, reached, storage_of
 
 
 def remove_dead(
@@ -65,16 +65,16 @@ def _writes_to_dead(
 
 def _ends_in_writes(node: fx.Node, storage: object, alive: set[fx.Node]) -> bool:
     """Whether only writes to this memory read a node: `x[x < 0] = 0` reads a mask of its own."""
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if storage_of(n) == storage:
-            continue
-        if is_in_place(n):
-            if n.users or any(storage_of(target) != storage for target in written_by(n)):
-                return False
-        elif n not in alive or not is_call(n) or not n.users:
-            return False
-        else:
-            todo += n.users
-    return True
+
+    def is_end(n: fx.Node) -> bool:
+        return storage_of(n) == storage or is_in_place(n)
+
+    found = reached([node], lambda n: () if is_end(n) else n.users)
+    return all(_is_write_or_removed(n, storage, alive) for n in found if storage_of(n) != storage)
+
+
+def _is_write_or_removed(node: fx.Node, storage: object, alive: set[fx.Node]) -> bool:
+    """Whether a node writes to this memory alone, or goes with those that read it."""
+    if is_in_place(node):
+        return not node.users and all(storage_of(x) == storage for x in written_by(node))
+    return node in alive and is_call(node) and bool(node.users)

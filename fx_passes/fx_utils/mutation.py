@@ -14,6 +14,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_call,
+    memory_of,
     name_of,
     nodes_in,
     storage_of,
@@ -87,9 +88,14 @@ def by_storage(graph: fx.Graph) -> Memory:
     return found
 
 
+def written_memory(node: fx.Node) -> set[int | None]:
+    """Returns the memory that a node writes to, as far as it can be compared."""
+    return memory_of(written_by(node))
+
+
 def written_storages(graph: fx.Graph) -> set[int | None]:
     """Returns the memory that any node of a graph writes to."""
-    return {storage_of(x) for node in graph.nodes for x in written_by(node)} - {None}
+    return set().union(*map(written_memory, graph.nodes))
 
 
 def _has_body_that_writes(node: fx.Node) -> bool:

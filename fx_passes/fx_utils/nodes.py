@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,13 @@ def said_name(node: fx.Node) -> str:
     return name_of(node).split(".")[-1]
 
 
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns arguments of an ATen operation by schema name; defaults are left out."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return dict(node.kwargs)
-    names = [argument.name for argument in node.target._schema.arguments]
+def named_arguments(node: fx.Node, operator: object = None) -> dict[str, Any]:
+    """Returns arguments of an operation by schema name; defaults are left out.
+
+    ``operator`` has the schema, where another one with the same arguments is called.
+    """
+    schema: Any = getattr(node.target if operator is None else operator, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
@@ -99,6 +102,36 @@ def reached(
             found.add(node)
             stack += following(node)
     return found
+
+
+def nearest(node: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yields the node and all that ``following`` leads to from it, the nearest first."""
+    queue, seen = deque([node]), {node}
+    while queue:
+        current = queue.popleft()
+        yield current
+        for other in following(current):
+            if other not in seen:
+                seen.add(other)
+                queue.append(other)
+
+
+def nearest_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the node and what it is computed from, the nearest first."""
+    return nearest(node, lambda n: n.all_input_nodes)
+
+
+def nearest_users(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the node and what is computed from it, the nearest first."""
+    return nearest(node, lambda n: n.users)
+
+
+def following(node: fx.Node, end: fx.Node | None = None) -> Iterator[fx.Node]:
+    """Yields the nodes of a graph after one, up to another; each may be erased meanwhile."""
+    current = node.next
+    while current is not end and current.op != "root":
+        found, current = current, current.next
+        yield found
 
 
 def users_of_body(owner: fx.GraphModule, name: str) -> list[fx.Node]:
@@ -155,6 +188,11 @@ def tensor_of(node: Any) -> Tensor:
     return value
 
 
+def tensors_read(node: fx.Node) -> list[Tensor]:
+    """Returns what is recorded of the inputs of a node that are tensors, in their order."""
+    return [x for x in map(example, node.all_input_nodes) if isinstance(x, Tensor)]
+
+
 def needs_gradient(x: object) -> bool:
     """Returns whether an argument is a node with a tensor that has a gradient."""
     value = example(x) if isinstance(x, fx.Node) else None
@@ -184,6 +222,11 @@ def storage_of(node: fx.Node) -> int | None:
 def _memory(node: fx.Node, value: Tensor) -> int:
     found: int | None = node.meta.get(MEMORY)
     return address_of(value) if found is None else found
+
+
+def memory_of(nodes: Iterable[fx.Node]) -> set[int | None]:
+    """Returns the memory of tensors, as far as it can be compared."""
+    return {storage_of(x) for x in nodes} - {None}
 
 
 def address_of(value: Tensor) -> int:

@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    following,
     is_call,
     is_view,
     run,
@@ -80,9 +81,10 @@ def strides_are_seen(
         return False
     changed: dict[fx.Node, Tensor] = {node: tensor_of(other)}
     runs = build.selections.runs
-    following, waiting = node.next, set(node.users)
-    while waiting and following.op != "root":
-        reader, following = following, following.next
+    waiting = set(node.users)
+    for reader in following(node):
+        if not waiting:
+            break
         if reader not in waiting:
             continue
         waiting.remove(reader)

@@ -22,11 +22,10 @@ from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.program.canonical import all_of, choose, product
-from torch_streamkl.program.divergences import DIVERGENCES, Functional
-from torch_streamkl.program.functions import quotient
+from torch_streamkl.program.divergences import named
 from torch_streamkl.program.graph import Node, const
 
-DEFAULT = Functional.of(DIVERGENCES["forward_kl"]).text
+DEFAULT = named("forward_kl").text
 PARTLY = "a mask varies along some of the dimensions that are flattened into one"
 NAMES = ("teacher", "student")
 Types = Mapping[frozenset[object], ProductType]  # by the names of products' operands
@@ -47,16 +46,12 @@ class CallTensors:
         biases: list[fx.Node] = []
         for number, side in enumerate(call.sides):
             name = NAMES[number]
-            options[f"{name}_scale"] = side.scale
-            if side.softcap:
-                options[f"{name}_softcap"] = side.softcap
             bias = self.bias(side.biases, dtype)
             biases += [bias] if bias is not None else []
             removed = self._removed(number)
             if removed is not None:
                 bias = removed if bias is None else build.call(torch.add, bias, removed)
-            if bias is not None:
-                options[f"{name}_bias"] = bias
+            options |= side_options(name, side, bias)
         if call.head_mean:
             options["head_mean"] = True
         options |= self._mask_options(call.masks)
@@ -97,12 +92,12 @@ class CallTensors:
         if axes.query and axes.query not in x.axes:
             raise Unsupported("the queries of one side do not vary along the query dimension")
         dims = (axes.batch, axes.heads + side.averaged, axes.queries, side.product.contracted)
-        return self.writer.tensor(x.element, dims, expand=(0, 1, 2))
+        return self.writer.tensor(x, dims, expand=(0, 1, 2))
 
     def keys(self, side: Side) -> fx.Node:
         """Returns keys, without the last axes of heads that share them: head h has h // group."""
         heads = self.axes.heads + side.averaged
-        return self.of_keys(side.product.keys.element, heads, side.product.contracted)
+        return self.of_keys(side.product.keys, heads, side.product.contracted)
 
     def of_keys(self, x: Node, heads: Dim, width: Dim) -> fx.Node:
         """Returns a tensor with a vector for each key."""
@@ -138,8 +133,7 @@ class CallTensors:
         for bias in biases:
             value, least = bias.value, None
             for factor in bias.factors:
-                by = quotient if factor.divides else product
-                value = by(value, factor.value)
+                value = factor.applied(value)
             if bias.weight != 1.0 or bias.factors:
                 value, least = product(const(bias.weight), value), dtype
             x = self._tensor(value, self.axes.scores, least)
@@ -194,6 +188,16 @@ class CallTensors:
         assert alive is not None
         alive = build.method("squeeze", alive, -1)
         return build.call(torch.where, alive, value, build.method("detach", value))
+
+
+def side_options(name: str, side: Side, bias: fx.Node | None) -> dict[str, Any]:
+    """Returns the arguments of one side that any operator has."""
+    options: dict[str, Any] = {f"{name}_scale": side.scale}
+    if side.softcap:
+        options[f"{name}_softcap"] = side.softcap
+    if bias is not None:
+        options[f"{name}_bias"] = bias
+    return options
 
 
 def widest_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import expression, hint_of, is_one,
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import scaled_index
-from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
+from torch_streamkl.fx_passes.reading.sizes import Sizes
 from torch_streamkl.program.canonical import linear, terms_of
 from torch_streamkl.program.graph import INT, Axis, Node, Size, Source, const, constant, size_of
 
@@ -61,7 +61,7 @@ class Captures:
     """Reads tensors of the user's graph at positions."""
 
     def __init__(
-        self, arranging: Arranging, sizes: SymbolicSizes, outer: Mapping[fx.Node, fx.Node]
+        self, arranging: Arranging, sizes: Sizes, outer: Mapping[fx.Node, fx.Node]
     ) -> None:
         self.arranging, self.build = arranging, arranging.build
         self.sizes, self.outer = sizes, outer

@@ -22,8 +22,8 @@ def emit(writer: Writer, every: Sequence[Entries]) -> dict[object, fx.Node]:
 
 def _emit(writer: Writer, entries: Entries) -> fx.Node:
     build, product = writer.build, entries.product
-    hidden = writer.tensor(product.rows.element, (entries.rows, product.contracted), expand=(0,))
-    weight = writer.tensor(product.keys.element, ((entries.key,), product.contracted))
+    hidden = writer.tensor(product.rows, (entries.rows, product.contracted), expand=(0,))
+    weight = writer.tensor(product.keys, ((entries.key,), product.contracted))
     ids = writer.tensor(entries.ids, (entries.rows, entries.places), expand=(0, 1))
     dtypes = {tensor_of(x).dtype for x in (hidden, weight)}
     if len(dtypes) > 1 or not all(d.is_floating_point and d.itemsize > 1 for d in dtypes):

@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.closed_forms.form import Operand, Product, Side
+from torch_streamkl.fx_passes.closed_forms.form import Product, Side
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
-from torch_streamkl.fx_passes.lowering.attention_call import DEFAULT, NAMES, CallTensors
+from torch_streamkl.fx_passes.lowering.attention_call import (
+    DEFAULT,
+    NAMES,
+    CallTensors,
+    side_options,
+)
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.canonical import all_of, choose
 from torch_streamkl.program.graph import Axis, Node, const, index
@@ -38,16 +43,12 @@ class HeadTensors(CallTensors):
             hidden = self._hidden(side.product, dtype)
             inputs[f"{name}_hidden"] = hidden
             head = inputs[f"{name}_weight"] = self._matrix(side, side.product.keys, dtype)
-            options[f"{name}_scale"] = side.scale
-            if side.softcap:
-                options[f"{name}_softcap"] = side.softcap
             options |= self._adapter(name, side, dtype)
             bias = self._bias_of(side, dtype)
             if not self.call.masks.is_empty:
                 removed = self._removed_vocab_entries(side, head)
                 bias = removed if bias is None else self.build.call(torch.add, bias, removed)
-            if bias is not None:
-                options[f"{name}_bias"] = bias
+            options |= side_options(name, side, bias)
         if self.call.functional.text != DEFAULT:
             options["functional"] = self.call.functional.text
         order = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
@@ -59,21 +60,21 @@ class HeadTensors(CallTensors):
         """The type of the user's product; without a record of it, that of both operands."""
         operands = side.product.rows, side.product.keys
         found = self.types.get(side.product.names)
-        if found is not None and all(x.source is not None for x in operands):
+        if found is not None and all(x.op == "capture" for x in operands):
             return found.result
-        dtypes = [self.writer.value(x.element).value.dtype for x in operands]
+        dtypes = [self.writer.value(x).value.dtype for x in operands]
         return torch.promote_types(*dtypes)
 
     def _hidden(self, product: Product, dtype: torch.dtype) -> fx.Node:
         """Rows as [tokens, hidden_size], times what multiplies all logits of a row."""
         dims = (self.axes.rows, product.contracted)
-        x = self.writer.tensor(product.rows.element, dims, expand=(0,))
+        x = self.writer.tensor(product.rows, dims, expand=(0,))
         return self.build.cast(self.multiplied(x, product.factors, dims[:1]), dtype)
 
-    def _matrix(self, side: Side, x: Operand, dtype: torch.dtype) -> fx.Node:
+    def _matrix(self, side: Side, x: Node, dtype: torch.dtype) -> fx.Node:
         """Keys as [vocab_size, hidden_size]: those that this side has."""
         key = self._key(side)
-        element = self._of_side(x.element, side)
+        element = self._of_side(x, side)
         (contracted,) = (a for a in x.axes if a != self.axes.key)
         return self.build.cast(self.writer.tensor(element, ((key,), (contracted,))), dtype)
 

@@ -8,13 +8,13 @@ from functools import cached_property
 
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
+from torch_streamkl.fx_passes.closed_forms.alike import numbered
+from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
+from torch_streamkl.fx_passes.fx_utils.nodes import memory_of
 from torch_streamkl.fx_passes.lowering.placed import Placed
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import Axis, Node, index
-from torch_streamkl.program.reductions import substitute
+from torch_streamkl.program.graph import Node
 
 MOST_AXES = 5
 
@@ -45,7 +45,7 @@ class LiveTensors:
         stale = set[Node]()
         nodes = self.before.graph.nodes
         there = {n: i for i, n in enumerate(itertools.takewhile(self._is_there, nodes))}
-        writes = [(i, storage_of(x)) for n, i in there.items() for x in written_by(n)]
+        writes = [(i, own) for n, i in there.items() if (own := written_memory(n))]
         for inner, node in self.outer.items():
             x = self.reading.arrays.get(inner)
             if inner.op != "call_function" or node not in there or not isinstance(x, Array):
@@ -53,10 +53,10 @@ class LiveTensors:
             if inner in self.reading.reads_products and inner not in self.reading.reasons:
                 order = [a for dim in x.dims for a in dim]
                 if x.expr.axes <= set(order):
-                    key = _numbered(x.expr, order)
+                    key = numbered(x.expr, order, "live")[0]
                     found.setdefault(key, (node, x.dims))
                     memory = self._memory(node, x.expr) if writes else set()
-                    if any(at > there[node] and storage in memory for at, storage in writes):
+                    if any(at > there[node] and memory & written for at, written in writes):
                         stale.add(key)
         return {key: x for key, x in found.items() if key not in stale}
 
@@ -65,14 +65,14 @@ class LiveTensors:
 
     def _memory(self, node: fx.Node, expr: Node) -> set[int | None]:
         """The memory of a tensor, and of those that its expression captures."""
-        return {storage_of(n) for n in (node, *self.tensors_of(expr))} - {None}
+        return memory_of((node, *self.tensors_of(expr)))
 
     def find(self, x: Node) -> Placed | None:
         """Returns the user's tensor with the values of an expression."""
         if len(x.axes) > MOST_AXES:
             return None
         for order in itertools.permutations(sorted(x.axes, key=repr)):
-            found = self._known.get(_numbered(x, order))
+            found = self._known.get(numbered(x, order, "live")[0])
             if found is None:
                 continue
             node, dims = found
@@ -81,8 +81,3 @@ class LiveTensors:
                 names = dict(zip(own, order, strict=True))
                 return Placed(node, tuple(tuple(names[a] for a in dim) for dim in dims))
         return None
-
-
-def _numbered(x: Node, order: tuple[Axis, ...] | list[Axis]) -> Node:
-    names = {a: index(Axis(("live", i), a.size)) for i, a in enumerate(order)}
-    return substitute(x, names)

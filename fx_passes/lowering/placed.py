@@ -12,10 +12,9 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
-from torch_streamkl.fx_passes.fx_utils.sizes import Size
 from torch_streamkl.fx_passes.reading.arrays import Dim
-from torch_streamkl.program.graph import Axis
-from torch_streamkl.program.graph import Size as Extents
+from torch_streamkl.fx_passes.reading.sizes import torch_size
+from torch_streamkl.program.graph import Axis, Size
 
 NO_PLACE = "an operand varies along a dimension that its place in the operator cannot have"
 
@@ -50,14 +49,9 @@ class Arranging:
     def __init__(self, build: Builder, tensors: Sequence[fx.Node]) -> None:
         self.build, self.tensors = build, list(tensors)  # where symbolic sizes are read
 
-    def size(self, size: Extents | None) -> Size:
-        """Returns the extent of an axis as torch has it."""
+    def inserted_size(self, size: Size | None) -> int | fx.Node:
         assert size is not None
-        found: Size = size if isinstance(size, int) else size.size
-        return found
-
-    def inserted_size(self, size: Extents | None) -> int | fx.Node:
-        return self.build.size(self.size(size), self.tensors)
+        return self.build.size(torch_size(size), self.tensors)
 
     # ------------------------------------------------------------------------- dimensions
 

@@ -41,7 +41,7 @@ def emit(
     code gets a copy. Outputs never alias each other.
     """
     form = plan.form
-    inputs = [x.element for p in form.replaced for x in (p.rows, p.keys)]
+    inputs = [x for p in form.replaced for x in (p.rows, p.keys)]
     inputs += [c.value for c in form.captures]
     inputs += [entries.ids for entries in form.entries]
     writer = Writer(build, reading, outer, [*inputs, *form.around])
@@ -75,14 +75,12 @@ def _of_program(writer: Writer, form: RowForm) -> dict[object, fx.Node]:
 def _operands(writer: Writer, form: RowForm, product: Product, heads: Dim) -> list[fx.Node]:
     """The operand of the rows, and that of the keys, which query heads may share."""
     axes, along = form.axes, product.contracted
-    rows = writer.tensor(
-        product.rows.element, [axes.batch, heads, axes.rows, along], expand=(0, 1, 2)
-    )
+    rows = writer.tensor(product.rows, [axes.batch, heads, axes.rows, along], expand=(0, 1, 2))
     shared = list(heads)
     while shared and shared[-1] not in product.keys.axes:
         shared.pop()
     keys = writer.tensor(
-        product.keys.element, [axes.batch, tuple(shared), axes.keys, along], expand=(0, 1)
+        product.keys, [axes.batch, tuple(shared), axes.keys, along], expand=(0, 1)
     )
     return [rows, keys]
 

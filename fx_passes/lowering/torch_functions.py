@@ -22,6 +22,9 @@ TURNED: dict[str, Callable[..., Any]] = {
     "eq": torch.eq, "gt": torch.lt, "ge": torch.le,
     "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
 }  # fmt: skip
-OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "div": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
+# of numbers what torch functions are of tensors
+OF_NUMBERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.add: operator.add, torch.sub: operator.sub, torch.mul: operator.mul,
+    torch.div: operator.truediv, torch.pow: operator.pow, torch.remainder: operator.mod,
+    torch.floor_divide: operator.floordiv,
 }  # fmt: skip

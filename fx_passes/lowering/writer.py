@@ -7,7 +7,6 @@ for. Sums over keys of scores are not written: operators compute them.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch_streamkl.bounds import LABELS
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, products_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example, tensor_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, tensor_of
 from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
@@ -30,6 +29,7 @@ from torch_streamkl.fx_passes.reading.positions import (
     is_signed,
     key_of,
     moves_around,
+    nodes_read,
     repeats,
     undivided,
 )
@@ -45,10 +45,9 @@ from torch_streamkl.program.graph import (
     SUM,
     Axis,
     Node,
-    Source,
     size_of,
 )
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op, walk
 
 OF_FLOAT8 = torch.bfloat16  # has all their numbers; torch promotes and computes with none of them
 COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
@@ -81,16 +80,8 @@ class Writer:
 
     def tensors_of(self, *exprs: Node) -> list[fx.Node]:
         """Returns the user's tensors that expressions read."""
-        found: dict[fx.Node, None] = {}
-        for x in walk(exprs):
-            if x.op != "capture" or not isinstance(x.value, Source):
-                continue
-            name = x.value.name
-            inner = name.mask if isinstance(name, Positions) else name
-            node = self.outer.get(inner) if isinstance(inner, fx.Node) else None
-            if node is not None and isinstance(example(node), Tensor):
-                found[node] = None
-        return list(found)
+        found = (self.outer.get(x) for x in nodes_read(*exprs))
+        return list(dict.fromkeys(x for x in found if x is not None and is_tensor(x)))
 
     # ------------------------------------------------------------------------- what is asked for
 
@@ -132,7 +123,7 @@ class Writer:
 
     def value(self, x: Node, least: torch.dtype | None = None) -> Placed:
         """Returns an expression as a tensor, in the dimensions that it has anyhow."""
-        if any(y.op in COMPUTED for y in walk([x])):
+        if has_op(x, *COMPUTED):
             self._find_live(x, least)
         stack = [x]
         while stack:
@@ -192,16 +183,16 @@ class Writer:
                 if not args:
                     return Placed(x.op == "and")
                 call = torch.logical_and if x.op == "and" else torch.logical_or
-                return self._folded(call, call, args)
+                return self._folded(call, args)
             case "nonnegative":
                 return self._not_negative(x.args[0], args)
             case "where":
                 return self._pointwise(torch.where, args)
             case "pow":
-                return self._joined(torch.pow, operator.pow, args[0], Placed(x.value))
+                return self._joined(torch.pow, args[0], Placed(x.value))
             case "logaddexp":
                 args = [Placed(self._scalar(a.node, FLOAT)) if a.is_number else a for a in args]
-                return self._folded(torch.logaddexp, torch.logaddexp, args)
+                return self._folded(torch.logaddexp, args)
             case "norm":
                 return self._norm(args[0])
             case "round":
@@ -213,8 +204,8 @@ class Writer:
             case "reduce":
                 return self._reduced(x.value.kind, _axes_of(x), args[0])
         if x.op in FUNCTIONS:
-            if all(a.is_number for a in args) and x.op in OF_NUMBERS:
-                return Placed(self._of_numbers(OF_NUMBERS[x.op], *(a.node for a in args)))
+            if all(a.is_number for a in args) and FUNCTIONS[x.op] in OF_NUMBERS:
+                return Placed(self._of_numbers(FUNCTIONS[x.op], *(a.node for a in args)))
             if x.op in ("minimum", "maximum", "clamp_min", "clamp_max"):  # take no number first
                 args = [Placed(self._scalar(a.node, x.dtype)) if a.is_number else a for a in args]
             elif args[0].is_number and x.op in TURNED:
@@ -279,19 +270,18 @@ class Writer:
         return Placed(self.build.call(call, *given), dims)
 
     def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:
+        call = OF_NUMBERS.get(call, call)
         if any(isinstance(n, fx.Node) for n in numbers):
             return self.build.call(call, *numbers)
         return call(*numbers)
 
-    def _folded(
-        self, call: Callable[..., Any], of_numbers: Callable[..., Any], args: Sequence[Placed]
-    ) -> Placed:
+    def _folded(self, call: Callable[..., Any], args: Sequence[Placed]) -> Placed:
         """An operation that joins its arguments: numbers first, then the narrower tensors."""
         numbers = [a for a in args if a.is_number]
         tensors = sorted((a for a in args if not a.is_number), key=lambda a: len(a.axes))
         total: Placed | None = None
         for a in numbers:
-            both = None if total is None else self._of_numbers(of_numbers, total.node, a.node)
+            both = None if total is None else self._of_numbers(call, total.node, a.node)
             total = a if total is None else Placed(both)
         for a in reversed(tensors) if len(tensors) < 3 else tensors:
             total = a if total is None else self._pointwise_ordered(call, total, a)
@@ -306,9 +296,9 @@ class Writer:
         logs = [i for i, y in enumerate(x.args) if y.op == "log"]
         inside = self._made.get((x.args[logs[0]].args[0], least)) if len(logs) == 1 else None
         if inside is None or inside.is_number:
-            return self._folded(torch.mul, operator.mul, args)
+            return self._folded(torch.mul, args)
         rest = [a for i, a in enumerate(args) if i != logs[0]]
-        return self._pointwise(torch.xlogy, [self._folded(torch.mul, operator.mul, rest), inside])
+        return self._pointwise(torch.xlogy, [self._folded(torch.mul, rest), inside])
 
     def _not_negative(self, x: Node, args: Sequence[Placed]) -> Placed:
         """Whether a sum of integers is at least 0, as a comparison of two sums.
@@ -322,7 +312,7 @@ class Writer:
         has_tensors = [False, False]
         for c, a, y in zip(coefficients, args, x.args, strict=True):
             sides[c < 0.0].append((abs(c), a))
-            has_tensors[c < 0.0] |= any(z.op == "capture" for z in walk([y]))
+            has_tensors[c < 0.0] |= has_op(y, "capture")
         is_left = not sides[0] or (bool(sides[1]) and not has_tensors[0])
         numbers = (constant, 0.0) if is_left else (0.0, -constant)
         left, right = map(self._sum, numbers, sides, (INT, INT))
@@ -345,25 +335,22 @@ class Writer:
             if total is None:
                 total = term
                 continue
-            add = (torch.add, operator.add) if sign > 0 else (torch.sub, operator.sub)
-            total = self._joined(*add, total, term)
+            total = self._joined(torch.add if sign > 0 else torch.sub, total, term)
         number = int(constant) if is_int else constant
         if total is None:
             return Placed(number)
         if constant:
-            total = self._joined(torch.add, operator.add, total, Placed(number))
+            total = self._joined(torch.add, total, Placed(number))
         return total
 
     def _scaled(self, a: Placed, c: Any) -> Placed:
         if isinstance(c, float) and not a.is_number and not a.value.is_floating_point():
             a = self._floating(a)
-        return self._joined(torch.mul, operator.mul, a, Placed(c))
+        return self._joined(torch.mul, a, Placed(c))
 
-    def _joined(
-        self, call: Callable[..., Any], of_numbers: Callable[..., Any], a: Placed, b: Placed
-    ) -> Placed:
+    def _joined(self, call: Callable[..., Any], a: Placed, b: Placed) -> Placed:
         if a.is_number and b.is_number:
-            return Placed(self._of_numbers(of_numbers, a.node, b.node))
+            return Placed(self._of_numbers(call, a.node, b.node))
         if a.is_number and call is torch.sub:  # torch.sub takes no number first
             return self._pointwise(torch.rsub, [b, a])
         return self._pointwise_ordered(call, a, b)

@@ -26,16 +26,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     nodes_in,
     storage_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import COPIES, DTYPES, PARTS, RESHAPES, SWAPS
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.rows import op as row_op
 from torch_streamkl.rows.program import Program
 
 SUMS = (linear_ops.linear_kl_sum, row_op.row_program_sum)
-VIEWS = {
-    "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "transpose",
-    "permute", "t", "getattr", "getitem", "narrow", "select", "chunk", "split", "expand",
-    "movedim", "clone", "to", "float", "double", "bfloat16",
-}  # fmt: skip
+VIEWS = RESHAPES | SWAPS | PARTS | COPIES | DTYPES | {"narrow", "select", "expand", "movedim"}
 # of whose backwards each factor is read by those of the others, and a term by none
 TERMS = {"add", "sub", "neg", "sum", "mean"}
 LINEAR = TERMS | {"mul", "div", "truediv", "matmul", "mm", "bmm", "linear"}

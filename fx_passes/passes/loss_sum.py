@@ -17,43 +17,33 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    following,
     is_call,
+    memory_of,
     name_of,
     needs_gradient,
     nodes_in,
     storage_of,
     tensor_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import (
+    COPIES,
+    DTYPES,
+    PERMUTATIONS,
+    PRODUCTS,
+    QUOTIENTS,
+    RESHAPES,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal, same_shape
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 
-SAME_SHAPE = {"contiguous", "clone", "float", "to"}
-VIEWS = {
-    "reshape",
-    "view",
-    "unflatten",
-    "unsqueeze",
-    "squeeze",
-    "flatten",
-    *SAME_SHAPE,
-}
-PERMUTATIONS = {"transpose", "permute", "t"}
-PRODUCTS = {
-    "mul",
-    "truediv",
-    "div",
-    "neg",
-    "multiply",
-    "divide",
-    "mul_",
-    "div_",
-    "imul",
-    "itruediv",
-}
+SAME_SHAPE = COPIES | DTYPES
+VIEWS = RESHAPES | SAME_SHAPE
+SCALINGS = PRODUCTS | QUOTIENTS | {"neg", "mul_", "div_", "imul", "itruediv"}
 REDUCTIONS = {"sum", "mean"}
 GRADIENTS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
 BIASES = ("student_bias", "teacher_bias")
@@ -86,12 +76,10 @@ def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
     """Whether weights or masks change after the steps: the sum and the backward read them."""
     if not chain.steps:
         return False
-    order = list(call.graph.nodes)
-    following = order[order.index(chain.steps[0]) :]
     carried = {*call.users, *chain.steps}
     read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
-    reads = {storage_of(a) for a in read} - {None}
-    return any(storage_of(x) in reads for n in following for x in written_by(n))
+    reads = memory_of(read)
+    return any(reads & written_memory(n) for n in following(chain.steps[0].prev))
 
 
 def _is_eligible(call: fx.Node) -> bool:
@@ -139,12 +127,12 @@ def _is_linear(node: fx.Node, x: fx.Node) -> bool:
         return False  # `_undone` reads the dimensions by position
     if name in VIEWS | PERMUTATIONS:
         return node.args[0] is x and provably_equal(value.numel(), tensor_of(x).numel())
-    if name not in (*PRODUCTS, "masked_fill", "masked_fill_", "where") or not same_shape(
+    if name not in (*SCALINGS, "masked_fill", "masked_fill_", "where") or not same_shape(
         value.shape, tensor_of(x).shape
     ):
         return False
-    if name in PRODUCTS:
-        in_numerator = node.args[0] is x or name in ("mul", "multiply")
+    if name in SCALINGS:
+        in_numerator = node.args[0] is x or name in PRODUCTS
         return in_numerator and "rounding_mode" not in node.kwargs
     if name in ("masked_fill", "masked_fill_"):
         return node.args[0] is x and node.args[2:] == (0,)

@@ -27,11 +27,21 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
     example,
+    following,
     is_call,
+    memory_of,
     name_of,
     needs_gradient,
     storage_of,
     tensor_of,
+)
+from torch_streamkl.fx_passes.fx_utils.op_names import (
+    COPIES,
+    DIFFERENCES,
+    DTYPES,
+    PRODUCTS,
+    QUOTIENTS,
+    RESHAPES,
 )
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     Size,
@@ -51,14 +61,11 @@ from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import dtype_of
 
-# which keep the order of the rows
-VIEWS = {
-    "reshape", "view", "unsqueeze", "squeeze", "flatten", "contiguous", "float", "to", "clone",
-}  # fmt: skip
+VIEWS = RESHAPES | COPIES | DTYPES  # which keep the order of the rows
 UNARY = {"neg": "neg", "negative": "neg", "exp": "exp", "log": "log", "abs": "abs", "sqrt": "sqrt"}
 BINARY = {
-    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div",
-    "divide": "div", "truediv": "div", "true_divide": "div",
+    "add": "add", **dict.fromkeys(DIFFERENCES, "sub"), **dict.fromkeys(PRODUCTS, "mul"),
+    **dict.fromkeys(QUOTIENTS, "div"),
 }  # fmt: skip
 
 
@@ -116,7 +123,7 @@ def _weights(node: fx.Node) -> set[int | None]:
         given = [x for x in node.args[0] if tensor_of(x).requires_grad]  # type: ignore[union-attr]
     else:
         return set()
-    return {storage_of(x) for x in given} - {None}
+    return memory_of(given)
 
 
 def _is_eligible(call: fx.Node) -> bool:
@@ -161,9 +168,7 @@ class _Reader:
             if tensor_of(part).requires_grad:
                 self.terms[part] = Term(row_value(number, head), False)
                 self.followed.append(part)
-        following = self.call.next
-        while following.op != "root":
-            node, following = following, following.next
+        for node in following(self.call):
             if node in self.terms or not any(a in self.terms for a in node.all_input_nodes):
                 continue
             term = self._term(node)
@@ -392,14 +397,9 @@ def _is_factor(x: Any) -> bool:
 def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
     """Whether an in-place write changes an input between the call and the sum."""
     read = {*call.all_input_nodes, *(k.node for k in chain.known if k.node is not None)}
-    reads = {storage_of(x) for x in read} - {None}
-    following = call.next
-    while following is not chain.total:
-        node, following = following, following.next
-        for x in written_by(node):
-            if storage_of(x) is None or storage_of(x) in reads:
-                return True
-    return False
+    reads = memory_of(read)
+    written = (x for node in following(call, chain.total) for x in written_by(node))
+    return any(storage_of(x) is None or storage_of(x) in reads for x in written)
 
 
 def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
@@ -459,11 +459,7 @@ def _moved_with(chain: Chain, call: fx.Node) -> list[fx.Node]:
     """
     inside = {*chain.before, chain.total}
     later = descendants(u for m in chain.metrics for u in {m, *m.users} - inside)
-    between: list[fx.Node] = []
-    following = call.next
-    while following is not chain.total:
-        between.append(following)
-        following = following.next
+    between = list(following(call, chain.total))
     moved = [n for n in between if n in later and n not in chain.metrics]
     others = {a for n in moved for a in n.all_input_nodes} - {*later, *chain.before}
     if moved and (

@@ -8,7 +8,7 @@ Only graphs with a fused KL are changed. Scores with a softcap go to FlexAttenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import fx
 from torch.torch_version import TorchVersion
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.closed_forms.attention import (
     Attention,
     Weighted,
@@ -27,10 +26,11 @@ from torch_streamkl.fx_passes.closed_forms.attention import (
 )
 from torch_streamkl.fx_passes.closed_forms.masks import offset_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ABSORBING
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import location_of, name_of, tensor_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, provably_equal, quotient, same_shape
 from torch_streamkl.fx_passes.fx_utils.strides import strides_are_seen, with_strides_of
 from torch_streamkl.fx_passes.lowering.attention_call import PARTLY, CallTensors
@@ -52,7 +52,7 @@ def replace_attention(
     graph: fx.Graph,
     losses: Losses,
     aliases: Aliases,
-    builder: Callable[[fx.Node], Builder],
+    builder: MakeBuilder,
     refused: Mapping[str, str],
     min_mib: float | None,
 ) -> list[str]:
@@ -234,8 +234,7 @@ def _read_by(found: Attention) -> list[Node]:
     side, biases = found.side, (*found.form.biases, *found.form.inner_biases)
     of_biases = [f.value for b in biases for f in b.factors]
     factors = [*(f.value for f in side.product.factors), *of_biases]
-    operands = [x.element for x in side.operands]
-    return [*operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
+    return [*side.operands, found.values, *found.form.mask, *(b.value for b in biases), *factors]
 
 
 def _has_diagonal(found: Attention) -> bool:

@@ -6,13 +6,13 @@ logits, which would keep these alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.fx_utils.builder import Builder, Selections
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder, Selections
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression, is_unknown
@@ -51,7 +51,7 @@ def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, tuple[MaskedRow
 
 
 def reread_counts(
-    quadratic: Iterable[fx.Node], selections: Selections, builder: Callable[[fx.Node], Builder]
+    quadratic: Iterable[fx.Node], selections: Selections, builder: MakeBuilder
 ) -> None:
     """Makes run-time checks of row counts read the positions, not large tensors."""
     for node in quadratic:

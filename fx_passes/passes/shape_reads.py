@@ -5,13 +5,14 @@ Otherwise such a read would keep scores or probabilities alive that a fused oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import contextlib
+from collections.abc import Container
 
 import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import Region
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, name_of, tensor_of
 from torch_streamkl.fx_passes.fx_utils.shape_reads import (
@@ -23,9 +24,7 @@ from torch_streamkl.fx_passes.fx_utils.shape_reads import (
 )
 
 
-def shapes_as_sizes(
-    region: Region, quadratic: Container[fx.Node], builder: Callable[[fx.Node], Builder]
-) -> None:
+def shapes_as_sizes(region: Region, quadratic: Container[fx.Node], builder: MakeBuilder) -> None:
     """Replaces ``x.expand_as(scores)`` by ``x.expand(sizes)``, with sizes from the region's
     inputs.
     """
@@ -38,13 +37,9 @@ def shapes_as_sizes(
         if other not in quadratic or not isinstance(value, Tensor):
             continue
         build = builder(node)
-        try:
+        with contextlib.suppress(Unsupported), build.undone_if_unsupported():
             node.replace_all_uses_with(_without(node, value, build, tensors))
-        except Unsupported:
-            for added in reversed(build.added):
-                node.graph.erase_node(added)
-            continue
-        node.graph.erase_node(node)
+            node.graph.erase_node(node)
 
 
 def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node]) -> fx.Node:

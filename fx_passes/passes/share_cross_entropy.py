@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,21 +22,21 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import Call
-from torch_streamkl.fx_passes.closed_forms.recompute import score_of
-from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.closed_forms.scores import score_of
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED
-from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
     is_call,
     is_tensor,
     location_of,
+    memory_of,
     name_of,
     named_arguments,
     needs_gradient,
     reached,
-    storage_of,
     tensor_of,
 )
 from torch_streamkl.fx_passes.lowering.linear_call import STUDENT
@@ -45,7 +45,7 @@ from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op
 
 MEAN, SUM = 1, 2
 # their results have the types of their operands, under autocast as without
@@ -56,7 +56,7 @@ NEVER_CAST = {
 
 
 def share_cross_entropy(
-    graph: fx.Graph, trace: Trace, reading: Reading, builder: Callable[[fx.Node], Builder]
+    graph: fx.Graph, trace: Trace, reading: Reading, builder: MakeBuilder
 ) -> list[str]:
     """Replaces cross-entropies of the logits of a `linear_kl` call by the call's second output.
 
@@ -78,37 +78,30 @@ def share_cross_entropy(
             temperature = _temperature(call, logits)
             if temperature is None:
                 continue
-            if not _is_plain(inner, node):
-                notes.append(
-                    _note(
-                        node,
-                        "it has class weights, label smoothing or soft labels",
-                    )
-                )
-                break
-            if _may_differ(call, _labels(node)):
-                notes.append(
-                    _note(
-                        node,
-                        "its labels are a plain tensor next to DTensors, and nothing says that "
-                        "ranks have the same",
-                    )
-                )
-                break
-            if _teacher_learns(call) and not _reaches_gradients(call):
-                notes.append(
-                    _note(
-                        node,
-                        "the divergence has no gradient, and its teacher would get zeros of it",
-                    )
-                )
-                break
-            place = _place(graph, call, node)
+            reason = _why_kept(call, node, inner)
+            place = None if reason else _place(graph, call, node)
             if place is not None:
                 _share(call, node, inner, temperature, builder(place))
                 break
-            notes.append(_note(node, "it or what reads it cannot be moved to the divergence"))
+            said = reason or "it or what reads it cannot be moved to the divergence"
+            notes.append(_note(node, said))
+            if reason:
+                break
     return notes
+
+
+def _why_kept(call: fx.Node, node: fx.Node, inner: fx.Node) -> str:
+    """Explains why a divergence's call does not compute a cross-entropy of its logits."""
+    if not _is_plain(inner, node):
+        return "it has class weights, label smoothing or soft labels"
+    if _may_differ(call, _labels(node)):
+        return (
+            "its labels are a plain tensor next to DTensors, and nothing says that ranks have the "
+            "same"
+        )
+    if _teacher_learns(call) and not _reaches_gradients(call):
+        return "the divergence has no gradient, and its teacher would get zeros of it"
+    return ""
 
 
 def _note(node: fx.Node, reason: str) -> str:
@@ -162,7 +155,7 @@ def _labels(node: fx.Node) -> Any:
 
 def _temperature(call: fx.Node, logits: Array) -> float | None:
     """Returns the number by which the call divides the logits; None if its logits are others."""
-    if "labels" in call.kwargs or any(x.op == "where" for x in walk([logits.expr])):
+    if "labels" in call.kwargs or has_op(logits.expr, "where"):
         return None  # logits that are masked are no tensor of the call
     form: Call = call.meta[STUDENT]
     if not form.masks.is_empty or form.stricter is not None:
@@ -194,8 +187,8 @@ def _place(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node | None:
     for n in between:
         if moved & set(n.all_input_nodes):
             moved.add(n)
-    reads = {storage_of(a) for n in (later, *moved) for a in n.all_input_nodes} - {None}
-    if any(storage_of(target) in reads for n in between for target in written_by(n)):
+    reads = memory_of(a for n in (later, *moved) for a in n.all_input_nodes)
+    if any(reads & written_memory(n) for n in between):
         return None  # the two read it at different times
     if position[_labels(node)] < position[call] < position[node]:
         return call  # the readers of both are after it

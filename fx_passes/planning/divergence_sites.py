@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
+from torch_streamkl.fx_passes.capture.region import compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 
-SOFTMAXES = {"softmax", "_softmax"}
-LOG_SOFTMAXES = {"log_softmax", "_log_softmax", "logsumexp"}
 CALLS = {"kl_div", "cross_entropy_loss"}
 
 

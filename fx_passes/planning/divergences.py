@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.planning.row_facts import logarithms_in, logarithms_of
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import SUM, Node, Source
+from torch_streamkl.program.graph import SUM, Node
 
 Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing does
 
@@ -44,7 +45,7 @@ class Divergence:
         return tuple(call for form in self.forms for call in form.calls)
 
 
-def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], Plans]:
+def find_divergences(trace: Trace, reading: Reading) -> list[Divergence]:
     """Finds where to put operators: the earliest nodes whose value they can compute."""
     rows = list(_row_values(trace, reading))
     plans = {node: _planned(node, reading) for node in rows}
@@ -67,7 +68,7 @@ def find_divergences(trace: Trace, reading: Reading) -> tuple[list[Divergence], 
     chosen |= _earliest(rows, plans, trace, chosen, covered)
     found = [n for n in rows if n in chosen]
     own = {n: parts.get(n) or frozenset((n,)) for n in found}
-    return [Divergence(n, trace.outer[n], chosen[n], own[n]) for n in found], plans
+    return [Divergence(n, trace.outer[n], chosen[n], own[n]) for n in found]
 
 
 def _earliest(
@@ -176,7 +177,7 @@ def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], Pro
         assert isinstance(own, Tensor)
         types = made.dtype if isinstance(made, Tensor) else own.dtype, own.dtype
         for x in products_in([expr]):
-            names = frozenset(a.value.name for a in x.args if isinstance(a.value, Source))
+            names = frozenset(map(source_name, x.args)) - {None}
             before = found.get(names, ProductType(*types))
             found[names] = ProductType(
                 torch.promote_types(before.result, types[0]),

@@ -8,16 +8,16 @@ from functools import cached_property
 
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
-from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
+from torch_streamkl.fx_passes.planning.divergence_sites import CALLS, divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
     Divergence,
-    Plans,
     ProductType,
     find_divergences,
     product_types,
@@ -28,15 +28,13 @@ from torch_streamkl.fx_passes.planning.row_plans import (
     RowPlanner,
     may_have_programs,
 )
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
 from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
 
 # what a divergence reads that is computed besides a planned operator
-DISTRIBUTIONS = MATMULS | {
-    "_softmax", "softmax", "_log_softmax", "log_softmax", "logsumexp", "kl_div",
-    "cross_entropy_loss",
-}  # fmt: skip
+DISTRIBUTIONS = MATMULS | SOFTMAXES | LOG_SOFTMAXES | CALLS
 
 
 @dataclass
@@ -49,13 +47,12 @@ class Losses:
     reading: Reading = field(init=False)
     sites: list[fx.Node] = field(init=False)  # where two distributions meet
     divergences: list[Divergence] = field(init=False)
-    plans: Plans = field(init=False)
     refusals: Refusals = field(init=False)
 
     def __post_init__(self) -> None:
         self.reading = read_trace(self.trace)
         self.sites = divergence_sites(self.trace, self.reading)
-        self.divergences, self.plans = find_divergences(self.trace, self.reading)
+        self.divergences = find_divergences(self.trace, self.reading)
         self.refusals = Refusals(self.trace, self.reading)
         self.row_programs = self.row_programs and may_have_programs(self.trace)
 
@@ -90,17 +87,25 @@ class Losses:
             for side in call.sides
             for x in side.operands
         ]
-        nodes = (
-            x.source.name if x.source is not None else self.refusals.first_with(x.element)
-            for x in found
-        )
+        nodes = (source_name(x) or self.refusals.first_with(x) for x in found)
         return [x for x in nodes if isinstance(x, fx.Node)]
 
-    def sharing(self, is_left: Callable[[ProgramPlan], bool]) -> list[Divergence]:
-        """Returns divergences of LM heads that one row program computes with other sums.
+    def delayed(
+        self, is_left: Callable[[ProgramPlan], bool]
+    ) -> tuple[list[Divergence], list[Divergence]]:
+        """Returns divergences that wait for row programs, and those that one computes with others.
 
-        ``is_left`` says which programs are not inserted.
+        ``is_left`` says which programs are not inserted. What only elements read waits as well.
         """
+        if self.planner is None:
+            return [], []
+        inside = self.planner.levels.read_by_elements(self.region)
+        alone = [d for d in self.divergences if _needs_no_tensor(d) or d.inner in inside]
+        sharing = [d for d in self._sharing(is_left) if d not in alone]
+        return [d for d in self.divergences if d in alone or d in sharing], sharing
+
+    def _sharing(self, is_left: Callable[[ProgramPlan], bool]) -> list[Divergence]:
+        """Divergences of LM heads that one row program computes with other sums."""
         heads = [d for d in self.divergences if all(c.operator == LINEAR for c in d.calls)]
         if self.planner is None or not heads:
             return []
@@ -109,8 +114,8 @@ class Losses:
         return [d for d in heads if any(d.parts < every for every in outputs)]
 
 
-def needs_no_tensor(divergence: Divergence) -> bool:
-    """Returns whether a row program needs no tensor of scores where an operator does.
+def _needs_no_tensor(divergence: Divergence) -> bool:
+    """Whether a row program needs no tensor of scores where an operator does.
 
     It does for a mask or bias of ids, a slanted mask, keys that are gathered for each row, or
     other sums over keys that multiply the divergence.
@@ -119,7 +124,7 @@ def needs_no_tensor(divergence: Divergence) -> bool:
         return True
     dense: list[Node] = []
     for call in divergence.calls:
-        if any(_are_gathered(side.product.keys.element) for side in call.sides):
+        if any(_are_gathered(side.product.keys) for side in call.sides):
             return True
         if call.operator == ATTENTION:
             if any(_is_slanted(x) for x in call.masks.tensors):

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, hint_of
-from torch_streamkl.program.graph import Axis, Extent, Size, num_positions
+from torch_streamkl.fx_passes.reading.sizes import torch_size
+from torch_streamkl.program.graph import Axis, Size, num_positions
 from torch_streamkl.rows.program import COLUMNS
 
 MIB = 2**20
@@ -136,4 +137,4 @@ def axes_of(product: Product) -> frozenset[Axis]:
 
 def _hint(size: Size | None) -> int | None:
     """A size as it is now, without a guard."""
-    return hint_of(size.size) if isinstance(size, Extent) else size
+    return None if size is None else hint_of(torch_size(size))

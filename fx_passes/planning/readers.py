@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
+    following,
     is_call,
     name_of,
     nodes_in,
@@ -22,6 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     subgraphs_of,
     users_of_body,
 )
+from torch_streamkl.fx_passes.fx_utils.shape_reads import LIKE, WITH_SIZES
 
 ASK = {"nan_to_num", "isnan", "isfinite", "isinf", "isneginf", "isposinf", "equal", "allclose"}
 ASK |= {"nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign", "sgn", "copysign"}
@@ -37,9 +39,8 @@ BOUNDED |= {"nextafter", "sinc", "logaddexp", "logsumexp", "__rtruediv__", "rtru
 DIVISIONS = {"div", "divide", "true_divide", "truediv", "floordiv", "floor_divide", "fmod"}
 DIVISIONS |= {"remainder", "mod", "__truediv__", "__floordiv__"}
 # a result without the values of the arguments, and one with those of the first alone
-NO_VALUES = {f"{x}_like" for x in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")}
-NO_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
-OF_FIRST = {"expand_as", "view_as", "reshape_as", "type_as"}
+NO_VALUES = {*LIKE, "rand_like", "randn_like", "randint_like", "new_tensor"}
+OF_FIRST = {*WITH_SIZES, "type_as"}
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,8 @@ def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> R
         return NO_READERS
     found, reached = NO_READERS, set(nodes)
     written: set[int | None] = set()
-    following = next(n for n in nodes[0].graph.nodes if n in reached)
-    while following.op != "root":
-        node, following = following, following.next
+    first = next(n for n in nodes[0].graph.nodes if n in reached)
+    for node in following(first.prev):
         if not written and reached.isdisjoint(node.all_input_nodes):
             continue
         sources = [a for a in _inputs(node) if a in reached or storage_of(a) in written]
@@ -77,7 +77,7 @@ def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> R
             continue
         if node.op == "output":
             return found | outside
-        written |= {storage_of(x) for x in written_by(node)} - {None}
+        written |= written_memory(node)
         if is_call(node):
             found |= _of_operation(node, sources)
         if _has_values(example(node)):

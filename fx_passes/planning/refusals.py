@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,8 +21,8 @@ from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of
-from torch_streamkl.fx_passes.planning.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -96,7 +96,7 @@ class Refusals:
 
     def before(self, node: fx.Node) -> Refusal | None:
         """Returns why the nearest operation before a node has no form, the node included."""
-        for earlier in near(node, "all_input_nodes"):
+        for earlier in nearest_inputs(node):
             found = (
                 self.captured(earlier)
                 or self._of_keys(earlier)
@@ -132,7 +132,7 @@ class Refusals:
 
     def _of_steps(self, root: fx.Node) -> Refusal | None:
         """The nearest function without a gradient that is applied to scores."""
-        for node in near(root, "all_input_nodes"):
+        for node in nearest_inputs(root):
             if node.op == "call_function" and name_of(node) in STEPS:
                 if self.levels.of(node) in (Level.SCORES, Level.PROBABILITIES):
                     return Refusal(f"{name_of(node)} of scores", node)
@@ -148,19 +148,19 @@ class Refusals:
 
     def captured(self, node: fx.Node) -> Refusal | None:
         """Returns why an operation on scores is not read, or one that it is computed from."""
-        queue, seen = [node], {node}
-        while queue:
-            current = queue.pop(0)
+        for current in nearest(node, self._unread_sources):
             if current not in self._captured:
                 self._captured[current] = self._of_operation(current)
             found = self._captured[current]
             if found is not None:
                 return found
-            if current in self.reading.reasons:
-                sources = self.levels.sources_of(current.all_input_nodes)
-                queue += [x for x in sources if x not in seen and x in self.reading.reasons]
-                seen.update(queue)
         return None
+
+    def _unread_sources(self, node: fx.Node) -> list[fx.Node]:
+        """What is not read either, of the tensors that an operation which is not read captures."""
+        reasons = self.reading.reasons
+        sources = self.levels.sources_of(node.all_input_nodes) if node in reasons else []
+        return [x for x in sources if x in reasons]
 
     def _of_operation(self, node: fx.Node) -> Refusal | None:
         """Why an operation on scores is not read, in terms of scores."""
@@ -323,15 +323,3 @@ class Refusals:
                     seen.add(x)
                     self._first.setdefault(forms.of(x), node)
         return forms
-
-
-def near(node: fx.Node, direction: str) -> Iterator[fx.Node]:
-    """Yields nodes in one direction, the nearest first, the node itself included."""
-    queue, seen = [node], {node}
-    while queue:
-        current = queue.pop(0)
-        yield current
-        for other in getattr(current, direction):
-            if other not in seen:
-                seen.add(other)
-                queue.append(other)

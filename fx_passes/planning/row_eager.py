@@ -19,12 +19,13 @@ from torch_streamkl.fx_passes.closed_forms.row_checks import (
 )
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, named_arguments
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, named_arguments, tensors_read
 from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, is_number
 from torch_streamkl.fx_passes.reading.types import is_narrower
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Node, Source
+from torch_streamkl.program.graph import Node
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
@@ -61,7 +62,7 @@ def check_eager(
         _check_log_sum_exp(node, reading)
         _check_power(node, operands, reading)
     for x in walk(captured):
-        name = x.value.name if x.op == "capture" and isinstance(x.value, Source) else None
+        name = source_name(x)
         if isinstance(name, fx.Node) and name in reading.reads_products:
             if name in reading.reasons:
                 raise Unsupported(reading.reasons[name])
@@ -85,8 +86,7 @@ def _check_type(node: fx.Node, operands: Collection[torch.dtype]) -> None:
         raise Unsupported("scores are cast to a complex type")
     if made.dtype == torch.float64 and torch.float64 not in operands:
         raise Unsupported("scores become float64 after their matmul")
-    values = [a.meta.get("val") for a in node.all_input_nodes]
-    dtypes = [v.dtype for v in values if isinstance(v, Tensor)]
+    dtypes = [x.dtype for x in tensors_read(node)]
     if not made.dtype.is_floating_point or any(d.is_floating_point for d in dtypes):
         return
     # what is computed of integers alone has torch's default type, whatever the scores have

@@ -12,28 +12,25 @@ from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 from torch_streamkl.fx_passes.reading.arrays import Array
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.selections import top_of
+from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Axis, Extent, Node, Source
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.graph import Axis, Node, Source
+from torch_streamkl.program.walks import has_op
 
 aten = torch.ops.aten
+# of which argument an operation takes the logarithm, and where that is -inf
 LOGARITHMS = {
-    aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default,
-    aten.xlogy.Tensor,
+    aten.log.default: (0, 0.0), aten.log2.default: (0, 0.0), aten.log10.default: (0, 0.0),
+    aten.log1p.default: (0, -1.0), aten.xlogy.Tensor: (1, 0.0), aten.xlogy.Scalar_Self: (1, 0.0),
 }  # fmt: skip
 
 
 def facts_of(reading: Reading) -> Facts:
     """Returns the facts of a graph, without the logarithms, which are those of a program."""
-    return Facts(
-        why_repeated,
-        made_of_products=reading.reads_products,
-        dtypes=dtype_of,
-        extent=reading.sizes.extent,
-        is_ranked=is_ranked,
-    )
+    return Facts(why_repeated, reading.reads_products, dtype_of, reading.sizes.extent)
 
 
 def logarithms_of(reading: Reading) -> dict[fx.Node, list[Node]]:
@@ -90,7 +87,7 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     ``x log x`` is 0 where x is, so the logarithms inside of `kl_div` and `entr` show nowhere.
     """
     argument = node.args[-1]
-    if node.target == aten.xlogy.Tensor and _are_equal(*node.args, reading):
+    if node.target == aten.xlogy.Tensor and _are_equal(node.args[0], node.args[1], reading):
         return []
     x = reading.expression(argument)
     found, todo = list[Node](), [x] if x is not None else []
@@ -103,7 +100,7 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
         elif y.op == "linear":
             constant, terms = terms_of(y)
             todo += [t for _, t in terms] if constant == 0.0 and len(terms) == 1 else []
-    return [z for z in found if any(s.op == "log_softmax" for s in walk([z]))]
+    return [z for z in found if has_op(z, "log_softmax")]
 
 
 def _are_equal(a: Any, b: Any, reading: Reading) -> bool:
@@ -111,18 +108,9 @@ def _are_equal(a: Any, b: Any, reading: Reading) -> bool:
     return isinstance(x, Array) and isinstance(y, Array) and (x.expr, x.dims) == (y.expr, y.dims)
 
 
-def _top_of(ids: Node) -> tuple[fx.Node, int] | None:
-    return top_of(ids.value.name) if isinstance(ids.value, Source) else None
-
-
-def is_ranked(ids: Node) -> bool:
-    """Returns whether ids are those of a top-k of the graph."""
-    return _top_of(ids) is not None
-
-
 def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
     """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
-    found = _top_of(ids)
+    found = top_of(source_name(ids))
     if found is None:
         return NOT_RANKED
     top, dim = found
@@ -132,7 +120,8 @@ def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
     if entries.size == 0:
         return "no entry of a row is gathered"  # their mean has no gradient, not NaN
     length: Any = tensor_of(top.args[0]).shape[dim]
-    whole: Any = keys.size.size if isinstance(keys.size, Extent) else keys.size
+    assert keys.size is not None
+    whole = torch_size(keys.size)
     is_within = isinstance(length, int) and isinstance(whole, int) and length <= whole
     if not is_within and not provably_equal(length, whole):
         return "ids of more keys than there are"  # eager code raises

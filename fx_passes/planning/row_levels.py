@@ -24,6 +24,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     sites_of,
 )
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
+from torch_streamkl.fx_passes.fx_utils.nodes import reached
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.views import RESHAPES, SAME
 from torch_streamkl.program.graph import CONTRACT, Node
@@ -174,13 +175,10 @@ def _leaves(
     What is inside and no node of the trace returns its input: its users count.
     """
     if node not in known:
-        stack, same = [node], {node}
-        known[node] = False
-        while stack and not known[node]:
-            for user in stack.pop().users:
-                if user not in inside:
-                    known[node] = True
-                elif user not in mapped and user not in same:
-                    same.add(user)
-                    stack.append(user)
+
+        def same(n: fx.Node) -> list[fx.Node]:
+            return [user for user in n.users if user in inside and user not in mapped]
+
+        users = (user for n in reached([node], same) for user in n.users)
+        known[node] = any(user not in inside for user in users)
     return known[node]

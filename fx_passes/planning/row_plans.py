@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, Region
+from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
-from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, Product, sources_in
+from torch_streamkl.fx_passes.closed_forms.form import (
+    NoForm,
+    NotClosed,
+    Product,
+    sources_in,
+)
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
-from torch_streamkl.fx_passes.closed_forms.row_keys import Facts
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
@@ -22,9 +26,10 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     autograd_modes,
     by_storage,
     is_in_place,
-    written_by,
+    written_memory,
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.profitability import why_small
@@ -37,9 +42,9 @@ from torch_streamkl.fx_passes.planning.row_facts import (
 )
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
+from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, trained
 from torch_streamkl.program.graph import Node
-from torch_streamkl.program.walks import walk
 
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
@@ -64,7 +69,6 @@ class ProgramPlan:
     form: RowForm
     outputs: tuple[RowOutput, ...]
     matmuls: tuple[fx.Node | None, ...]  # of the trace, one for each product
-    reads: frozenset[fx.Node] = field(default=frozenset())  # of the trace
     dtypes: frozenset[torch.dtype] = frozenset()
 
     @property
@@ -80,8 +84,8 @@ class ProgramPlan:
     @property
     def operands(self) -> list[fx.Node]:
         """Returns the tensors of the trace that the products are made of."""
-        every = (x.source for p in self.form.products for x in (p.rows, p.keys))
-        return [x.name for x in every if x is not None and isinstance(x.name, fx.Node)]
+        every = (source_name(x) for p in self.form.products for x in (p.rows, p.keys))
+        return [x for x in every if isinstance(x, fx.Node)]
 
     @property
     def first(self) -> fx.Node:
@@ -103,14 +107,12 @@ class RowPlanner:
         self.trace, self.reading, self.region = trace, reading, region
         types = product_types(trace, reading)
         made = {names: found.result for names, found in types.items()}
-        self.facts: Facts = replace(facts_of(reading), product_types=made)
+        self.facts = replace(facts_of(reading), product_types=made)
         self._logarithms = logarithms_of(reading)
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
-        self._writes = [
-            (i, storage_of(x)) for n, i in self.position.items() for x in written_by(n)
-        ]
+        self._writes = [(i, written_memory(n)) for n, i in self.position.items()]
         self._matmuls = self._products()
 
     def _products(self) -> dict[object, fx.Node]:
@@ -138,22 +140,18 @@ class RowPlanner:
             log_softmaxes=log_softmaxes_in(inside, self.reading),
         )
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), facts)
-        if isinstance(form, NotClosed):
-            raise NoForm(form.reason, form.at)
         outputs = tuple(
             RowOutput(r, self.trace.outer[r], around, x.dims)
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
-        every = [x.element for p in form.replaced for x in (p.rows, p.keys)]
-        at_ids = [entries.ids for entries in form.entries]
-        sources = sources_of([*every, *at_ids, *(c.value for c in form.captures), *form.around])
-        dtypes = {self.facts.dtypes(s) for s in sources_in(*every)} if self.facts.dtypes else set()
+        every = [x for p in form.replaced for x in (p.rows, p.keys)]
+        dtypes = set(map(self.facts.dtypes, sources_in(*every)))
         check_eager(roots, [*(c.value for c in form.captures), *form.around], dtypes, self.reading)
         matmuls = tuple(self._matmul(p) for p in form.replaced)
-        return ProgramPlan(form, outputs, matmuls, frozenset(sources), frozenset(dtypes))
+        return ProgramPlan(form, outputs, matmuls, frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
-        names = tuple(source_of(x.element) for x in (product.rows, product.keys))
+        names = tuple(map(source_of, (product.rows, product.keys)))
         return self._matmuls.get(names) or self._matmuls.get(names[::-1])
 
     # ------------------------------------------------------------------------ choices
@@ -222,7 +220,7 @@ class RowPlanner:
         if any(x and modes[n] != at_first for n, x in zip(nodes, learned, strict=True)):
             return None
         first = min(self.position[n] for n in nodes)
-        read = sources_of(exprs)
+        read = nodes_read(*exprs)
         outer = self.trace.outer
         if any(n not in outer or self.position[outer[n]] > first for n in read):
             return None
@@ -240,7 +238,7 @@ class RowPlanner:
         """Whether what sums read is written between them: one call reads it before the first."""
         memory = {storage_of(self.trace.outer[n]) for n in read} - {None}
         first, last = (end(self.position[n] for n in nodes) for end in (min, max))
-        return any(first < at < last and storage in memory for at, storage in self._writes)
+        return any(first < at < last and memory & written for at, written in self._writes)
 
     def _merge(self, plans: list[ProgramPlan]) -> None:
         """Joins programs that a later sum has connected: it reads products of both."""
@@ -333,17 +331,6 @@ def _with_shared_rows(arrays: list[Array]) -> list[Array]:
     return found
 
 
-def sources_of(exprs: Sequence[Node]) -> set[fx.Node]:
-    """Returns the nodes of a trace that expressions read."""
-    found = set()
-    for x in walk(exprs):
-        name = getattr(x.value, "name", None) if x.op == "capture" else None
-        node = getattr(name, "mask", name)
-        if isinstance(node, fx.Node):
-            found.add(node)
-    return found
-
-
 def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collection[str]) -> str:
     """Explains why code after the sums sees another number: it makes some of NaN or infinity.
 
@@ -385,8 +372,7 @@ def describe_program(plan: ProgramPlan) -> str:
 
 def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool:
     """Whether a node writes to memory that only these nodes read, or masks of other writes."""
-    storages = {storage_of(x) for x in written_by(node)} - {None}
-    same = [n for storage in storages for n in memory[storage]]
+    same = [n for storage in written_memory(node) for n in memory[storage]]
 
     def following(reader: fx.Node) -> Iterable[fx.Node]:  # of ``x[x < 0] = 0``
         return () if reader in gone or is_in_place(reader) else reader.users

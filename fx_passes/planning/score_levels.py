@@ -8,9 +8,10 @@ from enum import Enum
 from torch import fx
 
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
+from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.types import is_of_positions
-from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node, Source
+from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node
 from torch_streamkl.program.walks import walk
 
 Pair = tuple[frozenset[Axis], frozenset[Axis]]  # axes that one operand of a product has alone
@@ -58,8 +59,7 @@ class ScoreLevels:
     def sources_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Returns the captured nodes that nodes are computed from."""
         inside = walk(x for x in map(self.reading.expression, nodes) if x is not None)
-        names = (x.value.name for x in inside if isinstance(x.value, Source))
-        return [x for x in dict.fromkeys(names) if isinstance(x, fx.Node)]
+        return [x for x in dict.fromkeys(map(source_name, inside)) if isinstance(x, fx.Node)]
 
     def keys_of(self, node: object) -> frozenset[Axis]:
         """Returns the axes that softmaxes inside of a node are over, if it still has them."""

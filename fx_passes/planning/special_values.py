@@ -20,7 +20,6 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.closed_forms.form import (
     ClosedForm,
     NoForm,
@@ -32,19 +31,15 @@ from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import World, has_infinite_bias, value_at
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
+from torch_streamkl.fx_passes.planning.row_facts import LOGARITHMS
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import Axis, Node
 from torch_streamkl.program.shifts import HIDES
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op, walk
 
-aten = torch.ops.aten
-# of which argument an operation takes the logarithm, and where that is -inf
-LOGARITHMS = {
-    aten.log.default: (0, 0.0), aten.log2.default: (0, 0.0), aten.log10.default: (0, 0.0),
-    aten.log1p.default: (0, -1.0), aten.xlogy.Tensor: (1, 0.0), aten.xlogy.Scalar_Self: (1, 0.0),
-}  # fmt: skip
 ASKS = {"nan_to_num", "isnan", "isinf", "isfinite"}  # they tell what is infinite or NaN
 
 
@@ -237,7 +232,7 @@ def at_absent_keys(x: Node, axes: set[Axis]) -> float:
 
 def _is_score(x: Node) -> bool:
     """Whether an expression is made of a product, and of no softmax, exponential or sum of it."""
-    return not any(y.op in ("log_softmax", "exp", "reduce") for y in walk([x]))
+    return not has_op(x, "log_softmax", "exp", "reduce")
 
 
 def _is_product(node: fx.Node) -> bool:

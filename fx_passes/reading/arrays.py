@@ -8,17 +8,17 @@ that is split elsewhere becomes two axes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.reading.positions import is_view
+from torch_streamkl.fx_passes.reading.sizes import Sizes
 from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative, product
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
 from torch_streamkl.program.masks import is_within
-from torch_streamkl.program.reductions import contraction, fresh_axis, remade, substitute
-from torch_streamkl.program.walks import rebuilt
+from torch_streamkl.program.reductions import fresh_axis, remade, substitute
+from torch_streamkl.program.walks import rebuilt_root
 
 Dim = tuple[Axis, ...]
 
@@ -27,31 +27,7 @@ class NoView(ValueError):
     """Raised for a view that no substitution of whole axes is."""
 
 
-class Sizes:
-    """Multiplies and divides sizes. A reader of symbolic sizes has its own, with its extents."""
-
-    def product(self, sizes: Iterable[Size]) -> Size:
-        return math.prod(sizes)  # type: ignore[arg-type]  # of numbers
-
-    def quotient(self, a: Size, b: Size) -> Size | None:
-        """Returns a / b where it is provably an integer."""
-        if a is b:
-            return 1
-        if not (isinstance(a, int) and isinstance(b, int)):
-            return a if b == 1 else None
-        return a // b if b and a % b == 0 else None
-
-    def are_guarded(self, a: Size, b: Size) -> bool:
-        """Returns whether sizes are equal, by guards of the graph if they vary."""
-        return a == b
-
-    def extent(self, source: object, d: int) -> Size | None:
-        """Returns the size of a dimension of a captured tensor, None if it is not known."""
-        del source, d
-        return None
-
-
-NUMBERS = Sizes()
+NUMBERS = Sizes()  # of tensors whose sizes are all known
 
 
 @dataclass(frozen=True)
@@ -71,11 +47,6 @@ class Array:
 
     def map(self, function: Callable[[Node], Node]) -> Array:
         return replace(self, expr=function(self.expr))
-
-
-def new_dims(shape: Sequence[Size]) -> tuple[Dim, ...]:
-    """Returns a new axis for each dimension that has an index."""
-    return tuple(() if size == 1 else (fresh_axis(size),) for size in shape)
 
 
 def _placed(place: int, size: Size | None) -> Axis:
@@ -151,7 +122,7 @@ def _kept_inside(x: Array, theta: dict[Axis, Node]) -> Node:
                 at[d] = function("clamp_max", function("clamp_min", p, const(0, INT)), last)
         return remade(y, tuple(at))
 
-    return rebuilt([x.expr], change)[x.expr]
+    return rebuilt_root(x.expr, change)
 
 
 def _split(x: Array, axis: Axis, outer: Size, inner: Size) -> Array:
@@ -255,14 +226,6 @@ def met(*arrays: Array) -> tuple[list[Node], tuple[Dim, ...]]:
             names |= dict(zip(x.dims[d], own, strict=False)) if x.dims[d] else {}
         exprs.append(substitute(x.expr, {a: index(b) for a, b in names.items() if a != b}))
     return exprs, tuple(dims)
-
-
-def matmul(a: Array, b: Array) -> Array:
-    """Returns the product of captured tensors [..., m, d] and [..., d, n], batches broadcast."""
-    a = replace(a, dims=(*a.dims[:-1], (), a.dims[-1]))
-    b = replace(b, dims=(*b.dims[:-2], (), b.dims[-1], b.dims[-2]))
-    (x, y), dims = met(a, b)
-    return Array(contraction(x, y, dims[-1]), dims[:-1], a.sizes)
 
 
 def with_one_axis(x: Array, d: int, size: Size | None = None) -> Array:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Axis, Node, index
+from torch_streamkl.program.graph import Axis, Node, Source, index
 from torch_streamkl.program.reductions import substitute
+from torch_streamkl.program.walks import walk
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,18 @@ class Positions:
 
     def __repr__(self) -> str:
         return f"{self.mask}.nonzero[{self.dim}]"
+
+
+def source_name(x: Node) -> Any:
+    """Returns the name of the tensor that an expression captures; None of anything else."""
+    return x.value.name if x.op == "capture" and isinstance(x.value, Source) else None
+
+
+def nodes_read(*exprs: Node) -> dict[fx.Node, None]:
+    """Returns the nodes of a trace that expressions read, masks among them, in a fixed order."""
+    names = map(source_name, walk(exprs))
+    nodes = (x.mask if isinstance(x, Positions) else x for x in names)
+    return dict.fromkeys(x for x in nodes if isinstance(x, fx.Node))
 
 
 def key_of(at: Node) -> Node:

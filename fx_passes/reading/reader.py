@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     RECORDS,
@@ -36,10 +35,13 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
+    memory_of,
     name_of,
     reached,
     storage_of,
+    tensors_read,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
@@ -49,7 +51,7 @@ from torch_streamkl.fx_passes.reading.numbering import Numbering
 from torch_streamkl.fx_passes.reading.positions import MaskedRows
 from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
 from torch_streamkl.fx_passes.reading.rules import MODULES
-from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
+from torch_streamkl.fx_passes.reading.sizes import Sizes
 from torch_streamkl.fx_passes.reading.writes import Writes
 from torch_streamkl.program.graph import FLOAT, INT, Extent, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
@@ -82,7 +84,7 @@ class Reading:
     reasons: dict[fx.Node, str] = field(default_factory=dict)
     observers: dict[fx.Node, str] = field(default_factory=dict)
     reads_products: set[fx.Node] = field(default_factory=set)
-    sizes: SymbolicSizes = field(default_factory=SymbolicSizes)
+    sizes: Sizes = field(default_factory=Sizes)
     indices: dict[Node, tuple[str, int]] = field(default_factory=dict)
     vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
 
@@ -304,8 +306,7 @@ class Reader:
             if name_of(n) not in MATMULS:
                 continue
             made = self.made_as.get(n, n.meta["val"].dtype)
-            inputs = [a.meta["val"] for a in n.all_input_nodes]
-            if made != dtype and any(x.dtype != dtype for x in inputs if isinstance(x, Tensor)):
+            if made != dtype and any(x.dtype != dtype for x in tensors_read(n)):
                 return False
         return True
 
@@ -325,7 +326,7 @@ class Reader:
             self.reading.reads_products.add(node)
         targets = written_by(node)
         if targets and self.records(node) and not self.writes.hides(node):
-            self.writes.flowing |= {storage_of(x) for x in targets} - {None}
+            self.writes.flowing |= memory_of(targets)
         if not has_tensors:
             self.writes.unread(targets)
             return

@@ -17,15 +17,14 @@ from torch import fx
 from torch_streamkl.fx_passes.fx_utils import sizes
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
-from torch_streamkl.fx_passes.reading.arrays import Sizes
 from torch_streamkl.fx_passes.reading.index_values import LARGEST_EXTENT
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.program.canonical import linear
 from torch_streamkl.program.graph import INT, Extent, Node, Size, Source, const, size_of
 
 
-class SymbolicSizes(Sizes):
-    """Holds the extents of one trace, and multiplies and divides them."""
+class Sizes:
+    """Holds the extents of one trace, and multiplies and divides sizes."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Extent] = {}
@@ -79,7 +78,7 @@ class SymbolicSizes(Sizes):
         """Says that a size, of rows that a mask selects, is the same as another one of them."""
         expression = self._expression(size)
         if isinstance(extent, Extent) and isinstance(expression, sympy.Symbol):
-            self._same[expression] = self._expression(_size(extent))
+            self._same[expression] = self._expression(torch_size(extent))
 
     def equal_names(self, extent: Extent) -> list[str]:
         """Returns the texts of the sizes that are this extent."""
@@ -95,9 +94,10 @@ class SymbolicSizes(Sizes):
 
     def are_guarded(self, a: Size, b: Size) -> bool:
         """Returns whether guards of the graph say that sizes are equal."""
-        return statically_known_true(_size(a) == _size(b))
+        return statically_known_true(torch_size(a) == torch_size(b))
 
     def extent(self, source: object, d: int) -> Size | None:
+        """Returns the size of a dimension of a captured tensor, None if it is not known."""
         name = source.name if isinstance(source, Source) else None
         if isinstance(name, Positions):
             return next((n for n, rows in self.selected.items() if rows == name.rows), None)
@@ -109,14 +109,15 @@ class SymbolicSizes(Sizes):
         if len(key) == 1:
             return key[0]
         if key not in self._products:
-            self._products[key] = self.of(math.prod(map(_size, key)))
+            self._products[key] = self.of(math.prod(map(torch_size, key)))
         return self._products[key]
 
     def quotient(self, a: Size, b: Size) -> Size | None:
+        """Returns a / b where it is provably an integer."""
         if a is b or b == 1:
             return 1 if a is b else a
         if (a, b) not in self._quotients:
-            found = sizes.quotient(_size(a), _size(b))
+            found = sizes.quotient(torch_size(a), torch_size(b))
             self._quotients[a, b] = None if found is None else self.of(found)
         return self._quotients[a, b]
 
@@ -129,7 +130,7 @@ def _bounds(size: torch.SymInt) -> tuple[int, float]:
     return max(low, 0), float(min(high, LARGEST_EXTENT))
 
 
-def _size(x: Size) -> sizes.Size:
-    """The size that was interned."""
+def torch_size(x: Size) -> sizes.Size:
+    """Returns a size as torch has it: the one that was interned."""
     found: sizes.Size = x.size if isinstance(x, Extent) else x
     return found

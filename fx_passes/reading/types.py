@@ -19,7 +19,7 @@ from torch_streamkl.program.canonical import truth
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, MAX, SUM, Node, const
 from torch_streamkl.program.reductions import remade, rounded
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op
 
 LARGEST_POSITION = 2.0**53  # more elements than a tensor has
 
@@ -141,7 +141,7 @@ def is_whole(x: Node) -> bool:
 
 def is_of_positions(x: Node) -> bool:
     """Returns whether an expression has no captured tensor."""
-    return not any(y.op == "capture" for y in walk([x]))
+    return not has_op(x, "capture")
 
 
 def floor(x: Node) -> Node:

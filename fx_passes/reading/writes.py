@@ -186,5 +186,5 @@ class Writes:
         if target in RESHAPES:
             return arrays.reshaped(new, old.shape)
         if target in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
-            return part_written(call, part_of(call, old), new, old)
+            return part_written(call, part_of(call), new, old)
         raise NoRule(STALE)

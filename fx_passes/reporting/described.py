@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import node_of
 from torch_streamkl.fx_passes.closed_forms.axes import ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, Product, Side, Stricter
-from torch_streamkl.fx_passes.closed_forms.recompute import element_of
+from torch_streamkl.fx_passes.closed_forms.scores import element_of
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.user_names import user_name
 from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.spoken import (
@@ -103,7 +103,7 @@ def _name_of_stricter(call: Call, stricter: Stricter) -> str:
 
 def _averaged_dimension(call: Call) -> str:
     """Names the dimension "heads" only if no side is an LM head."""
-    ranks = [len(x.product.keys.at) for x in call.sides]
+    ranks = [len(x.product.keys.args) for x in call.sides]
     return "heads" if min(ranks) > 2 else "a leading dimension"
 
 
@@ -153,7 +153,7 @@ def limit_of_linear_kl(call: Call) -> str:
 def _has_vocabulary(side: Side, call: Call) -> bool:
     """Whether the keys are a matrix of its own, as the weight of an LM head."""
     keys = side.product.keys
-    return len(keys.at) == 2 and keys.axes - set(side.product.contracted) == {call.axes.key}
+    return len(keys.args) == 2 and keys.axes - set(side.product.contracted) == {call.axes.key}
 
 
 # ------------------------------------------------------------------------ sides
@@ -176,10 +176,9 @@ def _role(name: str, side: Side, refusals: Refusals) -> str:
 
 def _product(x: Product, refusals: Refusals) -> str:
     """The user's operation that makes these scores of their two operands."""
-    elements = [o.element for o in (x.rows, x.keys)]
     node = refusals.first_with(element_of(x))
     if node is None or name_of(node) not in MATMULS:
-        node = next(_with_sources(elements, refusals), None)
+        node = next(_with_sources((x.rows, x.keys), refusals), None)
     origin = node_of(refusals.trace, node) if node is not None else None
     if origin is None:
         return ""

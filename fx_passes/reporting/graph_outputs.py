@@ -6,8 +6,14 @@ import math
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import CASTS, MATMULS, OPERAND_VIEWS
-from torch_streamkl.fx_passes.fx_utils.nodes import example, location_of, name_of, num_bytes
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    location_of,
+    name_of,
+    num_bytes,
+    tensors_read,
+)
+from torch_streamkl.fx_passes.fx_utils.op_names import CASTS, MATMULS, OPERAND_VIEWS
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, hint_of, shown_shape
 from torch_streamkl.fx_passes.reporting.report import Outside
 
@@ -35,7 +41,7 @@ def _is_logits(node: fx.Node) -> bool:
     """Whether a node is the result of a linear layer with far more outputs than inputs."""
     source = _before(node, CASTS | OPERAND_VIEWS | SOFTCAP)
     made = example(source)
-    inputs = [x for a in source.all_input_nodes if isinstance(x := example(a), Tensor)]
+    inputs = tensors_read(source)
     if name_of(source) not in MATMULS or not isinstance(made, Tensor) or len(inputs) < 2:
         return False
     vocab, width = _size(made.shape[-1]), _size(inputs[0].shape[-1])
@@ -51,7 +57,7 @@ def _is_map(node: fx.Node) -> bool:
     if name_of(softmax) not in SOFTMAXES:
         return False
     scores = _before(softmax.all_input_nodes[0], BEHIND_SOFTMAX)
-    inputs = [x for a in scores.all_input_nodes if isinstance(x := example(a), Tensor)]
+    inputs = tensors_read(scores)
     return name_of(scores) in MATMULS and len(inputs) > 1 and inputs[1].dim() > 2
 
 

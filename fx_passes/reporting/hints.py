@@ -7,7 +7,7 @@ written. If only another one would fuse, the hint says so, or says what keeps th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -415,26 +415,3 @@ def _about_breaks(reason: str) -> Iterator[str]:
     if breaks:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
         yield _ANY_BREAK
-
-
-def as_markdown(events: Mapping[str, str], examples: Mapping[str, str]) -> str:
-    """Renders the table of `docs/reference/reasons.md`.
-
-    For each reason, ``events`` says what happened, and ``examples`` names a tested program.
-    """
-    lines = ["| reason | what happened | what to do | tested by |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {x.reason} | {events[x.reason]} | {_escaped(_upper(x.hint))}. | {examples[x.reason]} |"
-        for x in ADVICE
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _upper(text: str) -> str:
-    """Capitalizes a hint, unless it begins with code."""
-    is_prose = re.match("[a-z]+ ", text)
-    return text[0].upper() + text[1:] if is_prose else text
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")

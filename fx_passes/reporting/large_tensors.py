@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import BARRIERS, CASTS, MATMULS, OPERAND_VIEWS
+from torch_streamkl.fx_passes.capture.region import BARRIERS
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -25,18 +26,19 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     location_of,
     name_of,
     num_bytes,
+    said_name,
     storage_of,
     subgraphs_of,
+    tensor_of,
+    tensors_read,
 )
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, hint_of, shown_shape
+from torch_streamkl.fx_passes.fx_utils.op_names import CASTS, MATMULS, OF_ROWS, OPERAND_VIEWS
+from torch_streamkl.fx_passes.fx_utils.sizes import Size, bytes_text, hint_of, shown_shape
 from torch_streamkl.fx_passes.reporting.graph_outputs import VOCABULARY_PER_WIDTH
 from torch_streamkl.fx_passes.reporting.report import Remaining
-from torch_streamkl.fx_passes.reporting.unfused_memory import (
-    SMALLER,
-    readers_text,
-    unread_nodes,
-)
 
+OF_AN_INPUT = "made of an input of this size"
+SMALLER = 8  # times, and a tensor is no longer as large as the scores that it is made of
 MUCH_LARGER = 2  # times what a product of two activations is computed from
 EXPANDED = 4  # times the operands of a broadcast operation, or the ids of a scattered target
 UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides: taken for large
@@ -44,12 +46,39 @@ PRODUCTS = MATMULS | {"cdist", "tensordot", "_scaled_mm", "inner"}
 SCATTERS = {"one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"}
 WRITES = {"setitem", "__setitem__", "index_put", "index_put_"}
 BROADCASTS = {"mul", "sub", "add", "truediv", "div", "minimum", "maximum", "pow"}
-OF_ROWS = {"softmax", "log_softmax", "logsumexp"}
 LOSSES = {"cross_entropy", "kl_div"}  # which make a tensor of their input's size inside
 READS_ROWS = OF_ROWS | LOSSES | {"sort", "topk", "argsort"}
 _VIEWS = OPERAND_VIEWS - {"repeat_interleave"}
 _LOOPS = {"scan": "scan", "map_impl": "map", "while_loop": "while_loop"}
 _STEPS = 12  # from a product to its softmax
+
+
+def unread_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Finds the nodes that no result needs: every compiler drops them."""
+    unread: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not has_effect(node) and all(user in unread for user in node.users):
+            unread.add(node)
+    return unread
+
+
+def readers_text(
+    node: fx.Node, unread: Collection[fx.Node] = (), read_by: str | None = None
+) -> str:
+    """Says who reads a tensor, and what a user could do about an output.
+
+    ``read_by`` says who reads the outputs, where that is not the caller of a compiled function.
+    """
+    readers = [u for u in node.users if u not in unread]
+    names = sorted({said_name(u) for u in readers if u.op != "output"})
+    said = [f"read by {', '.join(names)}"] if names else []
+    is_output = any(u.op == "output" for u in readers)
+    if is_output and read_by is not None:
+        said.append(f"read by {read_by}")
+    elif is_output:
+        saved = bytes_text(num_bytes(node))
+        said.append(f"returned, or used after a graph break; {saved} less without that")
+    return ", ".join(said) or "nothing reads it"
 
 
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
@@ -110,8 +139,7 @@ def large_tensors(
     for graph in graphs_of(gm):
         unread = unread_nodes(graph)
         for node in _made(graph, known, unread):
-            value = example(node)
-            assert isinstance(value, Tensor)
+            value = tensor_of(node)
             if known.is_far_smaller(value.shape) and not _is_of_product(node):
                 continue
             shape = shown_shape(value)
@@ -174,9 +202,9 @@ def _written_target(node: fx.Node) -> Tensor | None:
     value = example(target)
     if not isinstance(value, Tensor) or is_vector(value) or target.op == "placeholder":
         return None
-    if any(isinstance(example(a), Tensor) for a in target.all_input_nodes):
+    if tensors_read(target):
         return None
-    given = [x for a in node.all_input_nodes[1:] if isinstance(x := example(a), Tensor)]
+    given = tensors_read(node)[1:]
     is_dense = numel(value) >= EXPANDED * max(map(numel, given), default=numel(value))
     return value if is_dense else None
 
@@ -189,7 +217,7 @@ def is_origin(node: fx.Node) -> bool:
     if not is_call(node) or not isinstance(value, Tensor):
         return False
     name = name_of(node)
-    inputs = [x for a in node.all_input_nodes if isinstance(x := example(a), Tensor)]
+    inputs = tensors_read(node)
     if name in OF_ROWS or _is_softmax_by_hand(node):
         return not is_vector(value) and _is_of_an_input(node)
     if is_vector(value) or not inputs:
@@ -213,8 +241,7 @@ def _is_softmax_by_hand(node: fx.Node) -> bool:
 
 
 def _is_large_product(node: fx.Node, inputs: Sequence[Tensor]) -> bool:
-    value = example(node)
-    assert isinstance(value, Tensor)
+    value = tensor_of(node)
     if name_of(node) in ("addmm", "baddbmm"):
         inputs = inputs[1:]
     if any(is_vector(x) for x in inputs[:2]):
@@ -249,8 +276,7 @@ def _width(node: fx.Node, rows: Tensor) -> int:
 
 def _feeds_rows(node: fx.Node) -> bool:
     """Whether a softmax, or what else needs whole rows, reads a product up to a few steps."""
-    frontier, value = [(node, 0)], example(node)
-    assert isinstance(value, Tensor)
+    frontier, value = [(node, 0)], tensor_of(node)
     seen = {node}
     while frontier:
         current, steps = frontier.pop()

@@ -14,7 +14,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
-from torch_streamkl.fx_passes.planning.divergence_sites import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.reading.registry import RULES
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.rows.functions import OPERATION_NAMES

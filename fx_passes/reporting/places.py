@@ -7,7 +7,6 @@ import re
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
@@ -18,12 +17,14 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     is_tensor,
     location_of,
     name_of,
+    nearest_inputs,
     reached,
     subgraphs_of,
     tensor_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
-from torch_streamkl.fx_passes.planning.refusals import ELSEWHERE, NOT_MADE, Refusals, near
+from torch_streamkl.fx_passes.planning.refusals import ELSEWHERE, NOT_MADE, Refusals
 from torch_streamkl.fx_passes.reporting.graph_breaks import (
     break_after,
     break_before,
@@ -53,7 +54,7 @@ def with_place(reason: str, site: fx.Node, blocker: fx.Node, refusals: Refusals)
         if apart:
             said = f"Dynamo compiles {apart}() apart from its caller, because it has the graph "
             said += f"break at {shown(ended.location)} in it"
-        said += f": {ended.code}" if ended.code else ""
+        said += _said(ended.code)
     elif not _reads_input(origin):
         source = _source(blocker, refusals)
         if source is None:
@@ -80,25 +81,31 @@ def _where_graph_ends(graph: fx.Graph) -> str:
     ended = break_after(owner) if owner is not None else None
     if ended is None:
         return "it is an output"
-    return f"a graph break at {shown(ended.location)} ends it" + (
-        f": {ended.code}" if ended.code else ""
-    )
+    return f"a graph break at {shown(ended.location)} ends it{_said(ended.code)}"
 
 
 def _with_write(reason: str, site: fx.Node, trace: Trace) -> str:
     """The reason, with the last write to what a site is made of."""
-    made_of = ancestors(site)
-    for node in reversed(trace.graph.nodes):
-        if node.op == "call_function" and any(x in made_of for x in written_by(node)):
-            place, code = place_of(node, trace)
-            return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
-    origin = node_of(trace, site)
-    made_of = ancestors(origin) if origin is not None else set()
-    for node in reversed(origin.graph.nodes) if origin is not None else ():
-        if any(x in made_of for x in written_by(node)):  # through a view of it
-            place, code = location_of(node)
-            return f"{reason}: {name_of(node)} at {shown(place)}" + (f": {code}" if code else "")
-    return reason
+    origin, found = node_of(trace, site), _last_write(site)
+    where = place_of(found, trace) if found is not None else None
+    if found is None and origin is not None:
+        found = _last_write(origin)  # through a view of it
+        where = location_of(found) if found is not None else None
+    if found is None or where is None:
+        return reason
+    place, code = where
+    return f"{reason}: {name_of(found)} at {shown(place)}{_said(code)}"
+
+
+def _last_write(node: fx.Node) -> fx.Node | None:
+    """The last node of a graph that writes to what another one is computed from."""
+    made_of = ancestors(node)
+    every = reversed(node.graph.nodes)
+    return next((n for n in every if not made_of.isdisjoint(written_by(n))), None)
+
+
+def _said(code: str) -> str:
+    return f": {code}" if code else ""
 
 
 def _reads_input(site: fx.Node) -> bool:
@@ -127,7 +134,7 @@ def _source(site: fx.Node, refusals: Refusals) -> fx.Node | None:
         for n in trace.graph.nodes
         if n in made_of and is_tensor(n) and numel(n.meta["val"]) >= least
     ]
-    for node in near(site, "all_input_nodes"):
+    for node in nearest_inputs(site):
         outer = node_of(trace, node) if node.op == "placeholder" and node in large else None
         if outer is not None and outer.op != "placeholder":
             return outer.all_input_nodes[0] if name_of(outer) == "getitem" else outer

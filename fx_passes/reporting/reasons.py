@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.capture.region import MATMULS, compared_by_hand
+from torch_streamkl.fx_passes.capture.region import compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import node_of
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
-from torch_streamkl.fx_passes.planning.divergence_sites import CALLS, LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    name_of,
+    named_arguments,
+    nearest_inputs,
+    nearest_users,
+)
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
+from torch_streamkl.fx_passes.planning.divergence_sites import CALLS
 from torch_streamkl.fx_passes.planning.refusals import (
     ELSEWHERE,
     NO_PRODUCT,
@@ -16,7 +22,6 @@ from torch_streamkl.fx_passes.planning.refusals import (
     SELECTED_KEYS,
     Refusal,
     Refusals,
-    near,
 )
 from torch_streamkl.fx_passes.planning.score_levels import Level
 
@@ -34,7 +39,7 @@ def reason_of(site: fx.Node, refusals: Refusals) -> Refusal:
     for node in (site, *site.users):
         if any(x.op == "placeholder" for x in compared_by_hand(node)):
             return Refusal(f"{ONE_SIDE} in this graph")
-    for node in near(site, "users"):
+    for node in nearest_users(site):
         found = refusals.of(node)
         if found is None:
             continue
@@ -49,13 +54,13 @@ def reason_of(site: fx.Node, refusals: Refusals) -> Refusal:
 
 def _elsewhere(site: fx.Node, refusals: Refusals) -> Refusal | None:
     """Scores or probabilities that are compared and that no product in the graph makes."""
-    for node in near(site, "users"):
+    for node in nearest_users(site):
         if node.op != "call_function" or name_of(node) != "kl_div":
             continue
         for which, given in zip(("input", "target"), node.args, strict=False):
             if isinstance(given, fx.Node) and not refusals.levels.has_product(given):
                 return Refusal(f"the {which} of kl_div {NOT_MADE}", node)
-    for node in near(site, "all_input_nodes"):
+    for node in nearest_inputs(site):
         name = name_of(node) if node.op == "call_function" else ""
         if name in SOFTMAXES | LOG_SOFTMAXES | CALLS and not refusals.levels.has_product(node):
             return Refusal(f"the input of {name.removeprefix('_')} {ELSEWHERE}", node)
@@ -64,7 +69,7 @@ def _elsewhere(site: fx.Node, refusals: Refusals) -> Refusal | None:
 
 def _of_padding(node: fx.Node, refusals: Refusals) -> Refusal | None:
     """Scores of one side that are padded with a number, which is a mask of this side alone."""
-    for earlier in near(node, "all_input_nodes"):
+    for earlier in nearest_inputs(node):
         if earlier.op == "call_function" and name_of(earlier) in PADS:
             if refusals.levels.of(earlier.args[0]) is Level.SCORES:
                 fill = named_arguments(earlier).get("value", 0.0) or 0.0
@@ -76,7 +81,7 @@ def _of_padding(node: fx.Node, refusals: Refusals) -> Refusal | None:
 def _unsummed(site: fx.Node, refusals: Refusals) -> Refusal:
     """Explains a loss of which no sum over keys is found."""
     if refusals.levels.of(site) is Level.PROBABILITIES:
-        for node in near(site, "users"):
+        for node in nearest_users(site):
             for other in node.all_input_nodes:  # it is combined with what is not known
                 found = refusals.captured(other)
                 if found is not None:
@@ -94,7 +99,7 @@ def _unsummed(site: fx.Node, refusals: Refusals) -> Refusal:
 def _is_returned_whole(site: fx.Node, refusals: Refusals) -> bool:
     """Whether the graph returns something as large as what two distributions meet in."""
     least = site.meta["val"].numel() if isinstance(site.meta.get("val"), Tensor) else 0
-    for node in near(site, "users"):
+    for node in nearest_users(site):
         value, outer = node.meta.get("val"), node_of(refusals.trace, node)
         if outer is None or not isinstance(value, Tensor) or 2 * value.numel() < least:
             continue

@@ -9,10 +9,14 @@ from torch import fx
 from torch_streamkl.fx_passes.fx_utils.errors import first_line
 from torch_streamkl.fx_passes.reporting.comparisons import unfused_comparisons
 from torch_streamkl.fx_passes.reporting.graph_breaks import break_after
-from torch_streamkl.fx_passes.reporting.large_tensors import ScoreShapes, graphs_of, large_tensors
+from torch_streamkl.fx_passes.reporting.large_tensors import (
+    OF_AN_INPUT,
+    ScoreShapes,
+    graphs_of,
+    large_tensors,
+)
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.fx_passes.reporting.unfused_memory import OF_AN_INPUT
 from torch_streamkl.fx_passes.reporting.unrecognized import IN_A_BODY, VAGUE, reasons_of
 
 log = logging.getLogger("torch_streamkl.report")

@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     location_of,
     name_of,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import ORDERED
 from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
@@ -26,7 +27,6 @@ from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_o
 from torch_streamkl.fx_passes.reporting.reasons import reason_of
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
 
 def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:

@@ -12,12 +12,14 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
     location_of,
     name_of,
+    nearest,
     said_name,
+    tensors_read,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
-    OF_ROWS,
     PRODUCTS,
     SCATTERS,
     WRITES,
@@ -26,7 +28,6 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
 from torch_streamkl.fx_passes.reporting.operations import is_unread, why_not
 from torch_streamkl.fx_passes.reporting.reasons import AS_PRODUCT
 from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.fx_passes.reporting.unfused_memory import ORDERED
 
 AT_A_BREAK = next(x.hint for x in ADVICE if x.pattern == "graph break at ")
 IN_A_BODY = "the code around it"  # reads the outputs of the body of a higher-order operator
@@ -131,7 +132,7 @@ def _sentence(
         return _hinted(f"{where} is overwritten in place at {at}", f"in-place {kind} of scores")
     if kind in WRITES:
         return f"{where} is written into another tensor at {at}"
-    if kind in PRODUCTS and _is_sum_over_keys(node, reader, path):
+    if kind in PRODUCTS and _is_sum_over_keys(node, reader):
         return _hinted(f"{feeds}: {AS_PRODUCT}", AS_PRODUCT)
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
@@ -156,22 +157,18 @@ def _sentence(
 
 def _softmax_before(node: fx.Node) -> fx.Node | None:
     """Finds the nearest softmax that a tensor is computed from, with no product in between."""
-    queue, seen = [node], {node}
-    while queue:
-        current = queue.pop(0)
-        for a in current.all_input_nodes:
-            if a in seen or a.op == "placeholder" or name_of(a) in PRODUCTS:
-                continue
-            if name_of(a) in OF_ROWS:
-                return a
-            seen.add(a)
-            queue.append(a)
-    return None
+
+    def made_of(n: fx.Node) -> list[fx.Node]:
+        inputs = n.all_input_nodes
+        return [a for a in inputs if a.op != "placeholder" and name_of(a) not in PRODUCTS]
+
+    found = (n for n in nearest(node, made_of) if n is not node)
+    return next((n for n in found if name_of(n) in OF_ROWS), None)
 
 
-def _is_sum_over_keys(node: fx.Node, reader: fx.Node, path: list[fx.Node]) -> bool:
+def _is_sum_over_keys(node: fx.Node, reader: fx.Node) -> bool:
     """Whether a product sums over the keys of two distributions, as einsum("tv,tv->t", p, q)."""
-    sizes = [numel(x) for a in reader.all_input_nodes if isinstance(x := example(a), Tensor)]
+    sizes = [numel(x) for x in tensors_read(reader)]
     made, value = example(reader), example(node)
     if not isinstance(made, Tensor) or not isinstance(value, Tensor):
         return False

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, storage_of
+from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.validation.kinds import HEAVY, is_leaf, sets_state
 
 Write = tuple[fx.Node, set[int | None]]  # a node and the memory that it writes to
@@ -33,7 +33,7 @@ class Graph:
     @functools.cached_property
     def writes(self) -> tuple[Write, ...]:
         """Returns the nodes that write, in order, and what they write to."""
-        every = ((n, {storage_of(x) for x in written_by(n)} - {None}) for n in self.nodes.values())
+        every = ((n, written_memory(n)) for n in self.nodes.values())
         return tuple((node, memory) for node, memory in every if memory)
 
     @functools.cached_property

@@ -21,6 +21,12 @@ from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 SOFTMAXES = ("softmax", "log_softmax")
 
 
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws 1 or -1 for every entry of a tensor, in its type."""
+    draw = torch.randint(0, 2, like.shape, generator=generator, device=generator.device)
+    return (2 * draw - 1).to(like.device, like.dtype)
+
+
 class GradientTerms:
     """Draws signs for the gradients of one run."""
 
@@ -33,7 +39,7 @@ class GradientTerms:
         if not is_plain or not torch.is_grad_enabled() or written_by(node):
             return x
         view = x.view_as(x)
-        view.register_hook(lambda g: g * self._signs(g))
+        view.register_hook(lambda g: g * random_signs(g, self.generator))
         return view
 
     def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
@@ -48,17 +54,11 @@ class GradientTerms:
 
         def terms(g: Tensor) -> Tensor:
             own = g if is_log else p * g
-            total = (own * self._signs(own)).sum(dim, keepdim=True)
-            return (own * self._signs(own) + p * total).nan_to_num(0.0, 0.0, 0.0)
+            total = (own * random_signs(own, self.generator)).sum(dim, keepdim=True)
+            return (own * random_signs(own, self.generator) + p * total).nan_to_num(0.0, 0.0, 0.0)
 
         with_terms: Tensor = _WithTerms.apply(made, x, terms)
         return with_terms
-
-    def _signs(self, like: Tensor) -> Tensor:
-        draw = torch.randint(
-            0, 2, like.shape, generator=self.generator, device=self.generator.device
-        )
-        return (2 * draw - 1).to(like.device, like.dtype)
 
 
 class _WithTerms(torch.autograd.Function):

@@ -7,15 +7,13 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import draws_random
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.op_names import LAYERS, MATMULS
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
 from torch_streamkl.fx_passes.validation.sizes import Sizes
 
 # what a check does not look after for the origin of a leaf
-HEAVY = {
-    "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "linear", "__matmul__", "__rmatmul__",
-    "scaled_dot_product_attention", "multi_head_attention_forward", "embedding", "embedding_bag",
-    "layer_norm", "rms_norm", "group_norm", "batch_norm", "conv1d", "conv2d", "conv3d",
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "bilinear", "cdist",
+HEAVY = MATMULS | LAYERS | {
+    "embedding_bag", "conv_transpose1d", "conv_transpose3d", "bilinear", "cdist",
 }  # fmt: skip
 
 

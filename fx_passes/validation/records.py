@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.fx_utils.call_keys import Input, NotEqual, call_key
 from torch_streamkl.fx_passes.fx_utils.nodes import example, held_by, is_parameter, storage_of
-from torch_streamkl.fx_passes.fx_utils.torch_names import optional
+from torch_streamkl.fx_passes.fx_utils.torch_names import optional, tree_leaves
 from torch_streamkl.fx_passes.validation.options import CheckOptions
 from torch_streamkl.fx_passes.validation.regions import Region
-from torch_streamkl.fx_passes.validation.sizes import Sizes
+from torch_streamkl.fx_passes.validation.sizes import Sizes, SymNumber
 from torch_streamkl.runtime.devices import device_name
 
 MAX_CONSTANT = 4096  # entries of a constant that are compared
@@ -49,8 +49,7 @@ class Fingerprint:
                         self._numbers[source.name] = len(self._numbers)
                         parts.append(self._leaf(leaves[source.name]))
                 self._numbers[node.name] = len(self._numbers)
-                given = (node.args, node.kwargs)
-                parts.append(f"{self._target(node)} {self._argument(given)} {self._value(node)}")
+                parts.append(f"{self._call(node)} {self._value(node)}")
             parts.append(f"returns {self._numbers.get(change.name)}")
         self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -67,21 +66,16 @@ class Fingerprint:
             name += f" {id(target)}"
         return name
 
-    def _argument(self, x: Any) -> str:
-        if isinstance(x, fx.Node):
-            return f"%{self._numbers.get(x.name)}"
-        if isinstance(x, (tuple, list)):
-            return f"[{', '.join(self._argument(a) for a in x)}]"
-        if isinstance(x, Mapping):
-            return f"{{{', '.join(f'{k}: {self._argument(v)}' for k, v in x.items())}}}"
-        if isinstance(x, slice):
-            return f"slice{self._argument((x.start, x.stop, x.step))}"
-        if x is None or x is ... or isinstance(x, (bool, int, float, complex, str)):
-            return repr(x)
-        if isinstance(x, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
-            return repr(x)
-        self.is_known = False
-        return ""
+    def _call(self, node: fx.Node) -> object:
+        """What equal calls have in common, with the numbers of their inputs."""
+        target, given = self._target(node), (node.args, node.kwargs)
+        try:
+            if any(isinstance(x, SymNumber) for x in tree_leaves(given)):
+                raise NotEqual  # whose numbers are not known
+            return call_key(target, *given, lambda n: Input((self._numbers.get(n.name, -1), 0)))
+        except NotEqual:
+            self.is_known = False
+            return target
 
     def _leaf(self, leaf: fx.Node) -> str:
         value = example(leaf)

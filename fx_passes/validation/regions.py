@@ -108,21 +108,15 @@ def _latest_mode(node: fx.Node, recording: bool) -> fx.Node:
 
 def _walk(start: fx.Node, stops: frozenset[str]) -> tuple[set[fx.Node], set[fx.Node]]:
     """Returns the nodes from a node backwards to ``stops`` and leaves, and those it met."""
-    inside: set[fx.Node] = set()
-    met: set[fx.Node] = set()
-    stack = [start]
-    while stack:
-        node = stack.pop()
-        if node in inside or node in met:
-            continue
-        if node.name in stops or is_leaf(node):
-            met.add(node)
-            continue
-        inside.add(node)
-        if len(inside) > MAX_NODES:
-            raise NotChecked(f"more than {MAX_NODES} operations between its inputs and its value")
-        stack.extend(node.all_input_nodes)
-    return inside, met
+
+    def is_met(node: fx.Node) -> bool:
+        return node.name in stops or is_leaf(node)
+
+    found = reached([start], lambda n: [] if is_met(n) else n.all_input_nodes)
+    met = set(filter(is_met, found))
+    if len(found - met) > MAX_NODES:
+        raise NotChecked(f"more than {MAX_NODES} operations between its inputs and its value")
+    return found - met, met
 
 
 def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:

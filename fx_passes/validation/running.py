@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
 from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
-from torch_streamkl.fx_passes.validation.gradient_terms import GradientTerms
+from torch_streamkl.fx_passes.validation.gradient_terms import GradientTerms, random_signs
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.rows.op import row_program, row_program_sum
 from torch_streamkl.rows.program import Program
@@ -75,7 +75,7 @@ def run(
                 and getattr(made, "dtype", None) not in kept
             ):
                 given_to = [values.get(a.name) for a in node.all_input_nodes[:1]]
-                made = _rounded_otherwise(made, node, noise, *map(largest_entry, given_to))
+                made = _rounded_otherwise(made, node, noise, *given_to)
             values[node.name] = made
             for a in node.all_input_nodes:
                 if last_use[a.name] == node.name and a.name != output and a.name not in leaves:
@@ -112,7 +112,7 @@ def _kept_dtypes(leaves: Mapping[str, Any]) -> frozenset[torch.dtype]:
 
 
 def _rounded_otherwise(
-    made: Any, node: fx.Node, generator: torch.Generator, largest_input: float = 0.0
+    made: Any, node: fx.Node, generator: torch.Generator, exponent: Any = None
 ) -> Any:
     """Returns a new floating tensor with each entry moved by one rounding, up or down.
 
@@ -127,20 +127,21 @@ def _rounded_otherwise(
         storage_of(a) == memory for a in node.all_input_nodes
     ):
         return made
-    draw = torch.randint(
-        0, 2, made.shape, generator=generator, device=generator.device, dtype=torch.int8
-    )
-    sign = (2 * draw - 1).to(made.device, made.dtype)
-    change = made.detach() * sign * torch.finfo(value.dtype).eps
-    name = name_of(node)
-    if name in EXPONENTIALS:
-        exponent = 4 * largest_input * torch.finfo(_accumulated(value.dtype)).eps
-        change += sign * exponent * (1.0 if name in LOGARITHMS else made.detach())
+    result, sign = made.detach(), random_signs(made, generator)
+    change = result * sign * torch.finfo(value.dtype).eps
+    if name_of(node) in EXPONENTIALS:
+        change += sign * change_of_exponent(name_of(node), result, exponent, value.dtype)
     return torch.where(made.detach().abs() < _FILL, made + change, made)
 
 
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def change_of_exponent(name: str, made: Tensor, exponent: Any, dtype: torch.dtype) -> Any:
+    """Returns by how much roundings of its argument change what an exponential gives.
+
+    The argument is accumulated in at least float32.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    change = 4 * largest_entry(exponent) * torch.finfo(wide).eps
+    return change if name in LOGARITHMS else change * made
 
 
 def _fresh(value: Any, wide: bool) -> Any:
@@ -218,12 +219,11 @@ def _dependent(nodes: Sequence[fx.Node], leaves: Mapping[str, Any]) -> frozenset
     found = {n for n, x in leaves.items() if isinstance(x, Tensor) and x.dtype.is_floating_point}
     while True:
         size = len(found)
-        memory = set()
+        memory = set[int | None]()
         for node in nodes:
             if any(a.name in found for a in node.all_input_nodes):
                 found.add(node.name)
-                memory |= {storage_of(target) for target in written_by(node)}
-        memory -= {None}
+                memory |= written_memory(node)
         found |= {n.name for n in nodes if storage_of(n) in memory}
         if len(found) == size:
             return frozenset(found - leaves.keys())

@@ -118,12 +118,12 @@ def _kinds(x: Any, y: Any) -> str:
     if y is _NONE or (y is None and x is not None):
         return "the compiled program has none"
     if isinstance(x, Structure) or isinstance(y, Structure):
-        return "" if x == y else f"{_described(y)} in place of {_described(x)}"
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
-            return f"{_described(y)} in place of {_described(x)}"
-        return ""
-    return "" if type(x) is type(y) else f"{_described(y)} in place of {_described(x)}"
+        is_same = x == y
+    elif isinstance(x, Tensor) and isinstance(y, Tensor):
+        is_same = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+    else:
+        is_same = type(x) is type(y)
+    return "" if is_same else f"{_described(y)} in place of {_described(x)}"
 
 
 def _described(x: Any) -> str:

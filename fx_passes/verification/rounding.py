@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torch_streamkl.fx_passes.fx_utils.torch_names import TorchDispatchMode, tree_map
-from torch_streamkl.fx_passes.validation.running import EXPONENTIALS, LOGARITHMS, largest_entry
+from torch_streamkl.fx_passes.validation.gradient_terms import random_signs
+from torch_streamkl.fx_passes.validation.running import EXPONENTIALS, change_of_exponent
 
 # operations that only move or choose numbers: every implementation of them gives the same
 EXACT = {
@@ -124,10 +125,8 @@ class PerturbRounding(TorchDispatchMode):
                 return x
             change = self._change(x)
             op = _NAMES.get(name, name)
-            if op in EXPONENTIALS and inputs:
-                wide = torch.promote_types(x.dtype, torch.float32)
-                exponent = 4 * largest_entry(inputs[0]) * torch.finfo(wide).eps
-                change = change + self._sign(x) * exponent * (1.0 if op in LOGARITHMS else x)
+            if op in EXPONENTIALS:
+                change = change + self._sign(x) * change_of_exponent(op, x, inputs[0], x.dtype)
             near = x + change
             near = torch.where(near.isfinite(), near, x)
             return x.copy_(near) if is_written else near
@@ -151,8 +150,7 @@ class PerturbRounding(TorchDispatchMode):
     def _sign(self, x: Tensor) -> Tensor:
         if x.device not in self.generators:
             self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        draw = torch.randint(0, 2, x.shape, generator=self.generators[x.device], device=x.device)
-        return (2 * draw - 1).to(x.dtype)
+        return random_signs(x, self.generators[x.device])
 
 
 def _is_plain(x: Any) -> bool:

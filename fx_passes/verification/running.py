@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_flatten, tree_map, tree_unflatten
+from torch_streamkl.fx_passes.validation.gradient_terms import random_signs
 from torch_streamkl.fx_passes.validation.running import (
     LOWEST,
     NARROW,
@@ -277,8 +278,7 @@ def _move(tensors: list[Any], seed: int) -> None:
     """Moves every number of the arguments up or down by one rounding."""
     for x in tensors:
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype in (*NARROW, torch.float64):
-            draw = torch.Generator().manual_seed(seed)
-            sign = 2 * torch.randint(0, 2, x.shape, generator=draw).to(x.device, x.dtype) - 1
+            sign = random_signs(x, torch.Generator().manual_seed(seed))
             x.data.add_(x.data * sign * torch.finfo(x.dtype).eps)
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.support.evaluate_program import evaluate
+from tests.support.naive_programs import new_dims
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.sizes import SymbolicSizes
+from torch_streamkl.fx_passes.reading.sizes import Sizes
 from torch_streamkl.program import canonical, masks
 from torch_streamkl.program.graph import (
     ANY,
@@ -290,17 +291,17 @@ def test_windows_are_structure_again() -> None:
 
 def test_symbolic_sizes_are_interned() -> None:
     """Views split and merge axes of symbolic sizes, and meet where the sizes are one."""
-    sizes = SymbolicSizes()
+    sizes = Sizes()
     n = ShapeEnv().create_unbacked_symint()
     assert sizes.of(n * 12) is sizes.of(12 * n) and sizes.of(n) is not sizes.of(n + 1)
     assert sizes.quotient(sizes.of(n * 12), sizes.of(n)) == 12
     assert sizes.quotient(sizes.of(n), 2) is None
     whole = sizes.of(n * 6)
-    dims = arrays.new_dims((whole, 4))
+    dims = new_dims((whole, 4))
     x = Array(capture("x", at=[arrays.position(d) for d in dims]), dims, sizes)
     parts = arrays.reshaped(x, (sizes.of(n), 3, 2, 4))
     merged = arrays.reshaped(parts, (sizes.of(n * 3), 8))
-    bias_dims = arrays.new_dims((sizes.of(n * 3), 1))
+    bias_dims = new_dims((sizes.of(n * 3), 1))
     bias = Array(capture("b", at=[arrays.position(d) for d in bias_dims]), bias_dims, sizes)
     exprs, dims = arrays.met(merged, bias)
     value = canonical.linear(0.0, [(1.0, e) for e in exprs])

@@ -24,7 +24,7 @@ from tests.support.reason_examples import (
     Setting,
 )
 from tests.support.user_losses import USER_LOSSES
-from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, as_markdown, hint_for
+from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
 from torch_streamkl.fx_passes.reporting.wording import as_sentence
 
 TESTS = Path(__file__).parents[1]
@@ -36,7 +36,19 @@ _USERS = {loss.fn: loss for loss in USER_LOSSES.values()}
 def table():
     names = {reason: f"`{fn.__name__}`" for reason, fn in EXAMPLES.items()}
     names |= {reason: f"`{name}`" for reason, (name, _) in ON_RANKS.items()}
-    return as_markdown(events(), names)
+    happened = events()
+    lines = ["| reason | what happened | what to do | tested by |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {x.reason} | {happened[x.reason]} | {_said(x.hint)}. | {names[x.reason]} |"
+        for x in ADVICE
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _said(hint):
+    """A hint in a cell: with a capital, unless it begins with code."""
+    said = hint[0].upper() + hint[1:] if re.match("[a-z]+ ", hint) else hint
+    return said.replace("|", "\\|")
 
 
 @pytest.mark.parametrize("reason", EXAMPLES)

@@ -85,5 +85,5 @@ def test_strict_counts_a_failed_analysis(monkeypatch):
     def planted(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("torch_streamkl.fx_passes.graph_rewriting.trace_region", planted)
+    monkeypatch.setattr("torch_streamkl.fx_passes.capture.retrace.trace_region", planted)
     assert "planted" in error_of(USER_LOSSES["reverse_kl"].fn, USER_LOSSES["cosine"].inputs())

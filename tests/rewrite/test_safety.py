@@ -13,6 +13,7 @@ from tests.support.covering import only
 from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, make_inputs
 from torch_streamkl.fx_passes import backend, fusing, graph_rewriting, pipeline
+from torch_streamkl.fx_passes.capture import retrace
 from torch_streamkl.fx_passes.lowering import attention_call, writer
 from torch_streamkl.fx_passes.planning import divergences, losses
 
@@ -187,9 +188,9 @@ def test_exported_program():
 # ------------------------------------------------------------------------------------- faults
 STAGES = [
     (pipeline, "copied"),
-    (graph_rewriting, "why_unsupported"),
-    (graph_rewriting, "find_region"),
-    (graph_rewriting, "trace_region"),
+    (retrace, "why_unsupported"),
+    (retrace, "find_region"),
+    (retrace, "trace_region"),
     (losses, "read_trace"),
     (losses, "divergence_sites"),
     (losses, "find_divergences"),

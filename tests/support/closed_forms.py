@@ -1,12 +1,66 @@
-"""Holds a match against the program that it came from: recomputed from its arguments alone."""
+"""Holds a match against the program that it came from: recomputed from its arguments alone.
+
+`recompute` is the reference for the matcher: the value of what it matched has to be that of the
+program. It uses nothing of the program but what an emitter reads, and what operators mean.
+"""
+
+import math
 
 import torch
 
 from tests.support.evaluate_program import evaluate
-from torch_streamkl.fx_passes.closed_forms.form import RowValue
+from torch_streamkl.fx_passes.closed_forms.form import STUDENT, RowValue
+from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.closed_forms.match import around
-from torch_streamkl.fx_passes.closed_forms.recompute import recompute
-from torch_streamkl.program.graph import Source
+from torch_streamkl.fx_passes.closed_forms.scores import score_of
+from torch_streamkl.program.canonical import all_of, choose, linear, log_softmax, product
+from torch_streamkl.program.functions import exponential, logarithm, quotient
+from torch_streamkl.program.graph import SUM, Source, const, size_of
+from torch_streamkl.program.identities import LOG_P, LOG_S
+from torch_streamkl.program.reductions import canonical, reduced, remade
+from torch_streamkl.program.walks import rebuilt
+
+
+def recompute(form):
+    """Returns the expression that the operators compute with the arguments of a closed form."""
+    return linear(0.0, [(1.0, product(call.weight, _rows(call))) for call in form.calls])
+
+
+def _rows(call):
+    """The operator's value of each row: at keys that are removed it adds nothing."""
+    key = call.axes.key
+    masks = conditions_of(call.masks, call.axes)
+    fill = -math.inf if call.masks.fill is None else call.masks.fill
+    logs = []
+    for number, side in enumerate(call.sides):
+        score = score_of(side, key)
+        if call.stricter is not None and call.stricter.side == number:
+            extra = conditions_of(call.stricter.masks, call.axes)
+            score = choose(all_of(*extra), score, const(-math.inf))
+        score = choose(all_of(*masks), score, const(fill))
+        logs.append(_log_probabilities(score, side, key))
+    elements = _formula(call.functional.expr, logs[0], logs[STUDENT])
+    if call.masks.fill is None:
+        elements = choose(all_of(*masks), elements, const(0.0))
+    return reduced(SUM, key, elements)
+
+
+def _log_probabilities(score, side, key):
+    log = log_softmax(score, key)
+    if not side.averaged:
+        return log
+    total, count = exponential(log), const(1.0)
+    for axis in side.averaged:
+        assert axis.size is not None
+        total = reduced(SUM, axis, total)
+        count = product(count, size_of(axis.size))
+    return logarithm(quotient(total, count))
+
+
+def _formula(expr, log_p, log_s):
+    """A divergence of log-probabilities."""
+    logs, whole = {LOG_P: log_p, LOG_S: log_s}, canonical(expr)
+    return rebuilt([whole], lambda x, args: logs.get(x) or remade(x, args))[whole]
 
 
 def difference(form, values, sizes=None):

@@ -477,14 +477,14 @@ FAULTS = (
     ),
     Fault(
         f"{CLOSED}/divergence.py",
-        "return Functional.of(DIVERGENCES[name]).expr, factor",
-        "return Functional.of(DIVERGENCES[name]).expr, 1.0",
+        "return named(name).expr, factor",
+        "return named(name).expr, 1.0",
         MATCHED,
     ),
     Fault(
         f"{CLOSED}/divergence.py",
-        "pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, -c[a, b])",
-        "pair = Pair(Functional.of(DIVERGENCES[name]).expr, a, b, c[a, b])",
+        "pair = Pair(named(name).expr, a, b, -c[a, b])",
+        "pair = Pair(named(name).expr, a, b, c[a, b])",
         f"{REWRITE}test_one_distribution_and_two_others_in_one_expression",
     ),
     Fault(
@@ -1102,7 +1102,7 @@ FAULTS = (
     ),
     # -------------------------------------------------------------------------------- report
     Fault(
-        "fx_passes/reporting/savings.py",
+        "fx_passes/reporting/score_tensors.py",
         "found[i].num_bytes += share + (rest if i == owners[0] else 0)",
         "found[i].num_bytes += num_bytes(node)",
         "report/test_memory.py -k what_it_saves",

@@ -6,13 +6,13 @@ Each is a function of `Tensors`, which hands out captured tensors and draws thei
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from torch_streamkl.fx_passes.reading import arrays
-from torch_streamkl.fx_passes.reading.arrays import Array, matmul, met
+from torch_streamkl.fx_passes.reading.arrays import Array, met
 from torch_streamkl.fx_passes.reading.rules.reductions import over
 from torch_streamkl.program import canonical as c
 from torch_streamkl.program import functions
@@ -26,6 +26,7 @@ from torch_streamkl.program.graph import (
     capture,
     const,
 )
+from torch_streamkl.program.reductions import contraction, fresh_axis
 
 BATCH, HEADS, ROWS, KEYS, DIM, VOCAB = 2, 4, 5, 7, 3, 11
 
@@ -45,8 +46,21 @@ class Tensors:
             self.values[source] = drawn if of is None else of
         kinds = {torch.bool: BOOL, torch.int64: INT}
         dtype = kinds.get(self.values[source].dtype, FLOAT)
-        dims = arrays.new_dims(self.values[source].shape)
+        dims = new_dims(self.values[source].shape)
         return Array(capture(source, dtype, at=[arrays.position(d) for d in dims]), dims)
+
+
+def new_dims(shape):
+    """Returns a new axis for each dimension that has an index."""
+    return tuple(() if size == 1 else (fresh_axis(size),) for size in shape)
+
+
+def matmul(a, b):
+    """Returns the product of captured tensors [..., m, d] and [..., d, n], batches broadcast."""
+    a = replace(a, dims=(*a.dims[:-1], (), a.dims[-1]))
+    b = replace(b, dims=(*b.dims[:-2], (), b.dims[-1], b.dims[-2]))
+    (x, y), dims = met(a, b)
+    return Array(contraction(x, y, dims[-1]), dims[:-1])
 
 
 def swapped(x, i, j):

@@ -24,7 +24,7 @@ from tests.support.read_programs import (
     widened,
 )
 from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
-from torch_streamkl.fx_passes.closed_forms.form import NotClosed, RowValue
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
 from torch_streamkl.fx_passes.reading.reader import read
@@ -66,12 +66,12 @@ def computed(form, tensors, sizes):
     axes = form.axes
     given = []
     for product, heads in zip(form.products, axes.heads, strict=True):
-        rows = product.rows.element
+        rows = product.rows
         given.append(placed(rows, [axes.batch, heads, axes.rows, product.contracted], (0, 1, 2)))
         shared = list(heads)
         while shared and shared[-1] not in product.keys.axes:
             shared.pop()
-        keys = product.keys.element
+        keys = product.keys
         dims = [axes.batch, tuple(shared), axes.keys, product.contracted]
         given.append(placed(keys, dims, (0, 1)))
     given = [x.double() for x in given]
@@ -94,7 +94,7 @@ def entries_of(form, tensors, sizes):
     """The values of entries at ids, by their sources in `around`."""
     found = {}
     for number, x in enumerate(form.entries):
-        rows, keys = x.product.rows.element, x.product.keys.element
+        rows, keys = x.product.rows, x.product.keys
         element = contraction(rows, substitute(keys, {x.key: x.ids}), x.product.contracted)
         value = evaluate(element, tensors, sizes, x.axes)
         found[Source(EntryValue(number), 0, x.flows)] = value if x.flows else value.detach()
@@ -132,7 +132,10 @@ def _of_graph(gm, inputs):
     )
     arrays = [reading.array(n) for n in results]
     for x in arrays:
-        made.forms.append(row_form([x.expr], [a for d in x.dims for a in d], facts))
+        try:
+            made.forms.append(row_form([x.expr], [a for d in x.dims for a in d], facts))
+        except NoForm as reason:
+            made.forms.append(NotClosed(str(reason), reason.at))
     sources = dict.fromkeys(x.value for x in walk([x.expr for x in arrays]) if x.op == "capture")
     torch.manual_seed(0)
     second = _Run(gm, list(sources))

@@ -29,6 +29,11 @@ def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> 
     return list(order)
 
 
+def has_op(x: Node, *ops: str) -> bool:
+    """Returns whether one of these operations is a part of an expression."""
+    return any(y.op in ops for y in walk([x]))
+
+
 def length_of(root: Node) -> int:
     """Returns how many operations the text of an expression has, which repeats what is shared."""
     found: dict[Node, int] = {}
@@ -48,6 +53,15 @@ def rebuilt(
         entered = enter is None or enter(node)
         found[node] = change(node, tuple(found[a] for a in node.args) if entered else node.args)
     return found
+
+
+def rebuilt_root(
+    root: Node,
+    change: Callable[[Node, tuple[Node, ...]], Node],
+    enter: Callable[[Node], bool] | None = None,
+) -> Node:
+    """Returns what one expression becomes, given what its arguments have become."""
+    return rebuilt([root], change, enter)[root]
 
 
 def with_args(node: Node, args: tuple[Node, ...], build: Callable[..., Node] = apply) -> Node:

@@ -167,7 +167,7 @@ def _of_labels(call: Call, logs: Array, d: int, smoothing: float) -> Array:
     counted = kept.map(number_of)
     if call.has("weight"):
         inside = call.pointwise(lambda k, e: choose(k, e, const(0, INT)), kept, labels)
-        weights = gathered(call, call.array("weight"), 0, inside, labels.dims)
+        weights = gathered(call, call.array("weight"), 0, inside)
         counted = call.pointwise(lambda k, w: choose(k, w, const(0.0)), kept, weights)
     dims = (*labels.dims[:d], (), *labels.dims[d:])
     at_label = _at(call, logs, d, call.made(labels.expr, dims))
@@ -192,7 +192,7 @@ def _of_labels(call: Call, logs: Array, d: int, smoothing: float) -> Array:
 
 def _at(call: Call, x: Array, d: int, labels: Array) -> Array:
     """The entries of a dimension at labels, which has none in the result."""
-    found = gathered(call, x, d, labels, labels.dims)
+    found = gathered(call, x, d, labels)
     return call.made(found.expr, (*found.dims[:d], *found.dims[d + 1 :]))
 
 

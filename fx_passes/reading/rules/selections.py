@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_of
 from torch_streamkl.fx_passes.reading.rules.views import part_written, start_of
+from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative, truth
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import (
@@ -37,9 +38,8 @@ from torch_streamkl.program.reductions import fresh_axis, reduced, substitute
 aten = torch.ops.aten
 
 
-def gathered(call: Call, x: Array, d: int, at: Array, dims: Sequence[Dim]) -> Array:
+def gathered(call: Call, x: Array, d: int, at: Array) -> Array:
     """Returns a dimension read at positions; the other dimensions of both are the same."""
-    del dims
     x = arrays.with_one_axis(x, d)
     hole = fresh_axis(x.dims[d][0].size if x.dims[d] else 1)
     expr = substitute(x.expr, {x.dims[d][0]: position_along(hole)}) if x.dims[d] else x.expr
@@ -52,7 +52,7 @@ def _gather(call: Call, x: Array, d: int, at: Array) -> Array:
     for i in range(len(x.dims)):
         if i != d and not call.reader.sizes.are_equal(x.size(i), at.size(i)):
             x = arrays.sliced(x, i, 0, at.size(i))
-    return gathered(call, x, d, at, at.dims)
+    return gathered(call, x, d, at)
 
 
 @rule(aten.gather.default)
@@ -75,7 +75,7 @@ def take_along_dim(call: Call) -> Array:
     d = call.dim()
     if not _are_unique(call.get("indices"), d):  # torch takes the remainder by the size
         at = at.map(lambda e: function("remainder", e, size_of(x.size(d))))
-    return gathered(call, x, d, at, at.dims)
+    return gathered(call, x, d, at)
 
 
 @rule(aten.index_select.default)
@@ -210,7 +210,7 @@ def _selection(
         return known
     number: Any = count
     for size in sizes:
-        number = number // (size.size if isinstance(size, Extent) else size)
+        number = number // torch_size(size)
     known = rows, reader.writes.version(rows.mask), reader.sizes.of(number)
     reader.selections[key] = known
     if isinstance(known[2], Extent):

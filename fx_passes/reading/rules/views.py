@@ -122,7 +122,7 @@ def start_of(call: Call, given: Any, size: Any, length: Any) -> Node:
     return call.reader.array(start).expr
 
 
-def part_of(call: Call, x: Array) -> tuple[int, Node, Node | None]:
+def part_of(call: Call) -> tuple[int, Node, Node | None]:
     """Returns the dimension, start and length of a select, slice or narrow; a select has none."""
     source = call.get("self").meta["val"]
     d = call.dim(0)
@@ -165,7 +165,7 @@ def part_written(call: Call, part: tuple[int, Node, Node | None], new: Array, ol
 def select(call: Call) -> Array:
     """Reads one position of a dimension."""
     x = call.array("self")
-    d, start, _ = part_of(call, x)
+    d, start, _ = part_of(call)
     return arrays.indexed(x, d, start, [])
 
 
@@ -184,7 +184,7 @@ def slice_(call: Call) -> Array:
 def narrow(call: Call) -> Array:
     """Reads ``narrow``."""
     x = call.array("self")
-    d, start, _ = part_of(call, x)
+    d, start, _ = part_of(call)
     return arrays.sliced(x, d, start, call.shape[d])
 
 
