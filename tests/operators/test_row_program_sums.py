@@ -45,6 +45,7 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.rows.triton import blocks as row_blocks
 
     monkeypatch.setattr(row_blocks, "MOST_OF_PARTS", 99)  # all in chunks
+    monkeypatch.setattr(row_blocks, "PART_BYTES", 0)  # and these in parts
     monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 30 * problem.num_keys * 8)
 
 

@@ -157,7 +157,16 @@ def many_operations(*inputs):
     return value
 
 
-@pytest.mark.parametrize("loss", [operands_are_scaled, part_has_no_gradients, many_operations])
+def is_returned_with_a_view(*inputs):
+    """Which is a tensor of its own in eager code, whatever its shape is."""
+    value = kl(*inputs)
+    return value, value.view(())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [operands_are_scaled, part_has_no_gradients, many_operations, is_returned_with_a_view],
+)
 def test_what_inductor_compiles(loss):
     assert run_without_inductor.NOTE not in report_of(loss).notes
 
