@@ -53,7 +53,7 @@ def choices(field, values, step=1, **others):
 WITHOUT_MASK = {"softmax_log", "division", "js_mixture"}
 CHOICES = [
     *choices("producer", PRODUCERS, 2, mask="tril_min"),
-    *choices("scale", SCALES, mask="tril_min"),
+    *choices("scale", SCALES, 2, mask="tril_min"),
     *choices("mask", MASKS),
     *choices("mask", MASKS, 5, spelling="clamp_both"),
     *choices("spelling", SPELLINGS),

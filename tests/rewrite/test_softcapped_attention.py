@@ -200,7 +200,7 @@ def test_on_a_cpu_it_stays():
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.expects_failed_checks
-@pytest.mark.parametrize("changed", every(2, [
+@pytest.mark.parametrize("changed", every(4, [
     {"softcap": 4.0}, {"scale": 0.07}, {"last": 1}, {"last": None}, {"has_slope": False},
     {"masks": ()}, {"alive": None},
 ]), ids=lambda changed: next(iter(changed)))  # fmt: skip

@@ -24,7 +24,7 @@ WITH_INDUCTOR = {
     "labels_change_between_losses_that_are_not_trained": "backend",
     "table_renormalised_between": "inductor_options",
 }
-QUICK_WITH_INDUCTOR = ("scale_exp_shared_dynamic", "mean_of_four_heads_against_two")
+QUICK_WITH_INDUCTOR = ("mean_of_four_heads_against_two",)
 
 
 def _names():
