@@ -206,7 +206,7 @@ def _meets(*_):
 
 
 def test_sizes_that_vary():
-    options = {**LEAST, "streamkl.inner": "aot_eager"}
+    options = {**LEAST, "streamkl.inner": "eager"}
     function = torch.compile(kl, backend="streamkl", dynamic=True, options=options)
     with backend.collected() as report:
         inputs = inputs_of()
@@ -303,11 +303,11 @@ BY_INDUCTOR = {
 
 @pytest.mark.parametrize("name", BY_INDUCTOR)
 def test_equals_eager_by_inductor(name):
-    """Up to where Inductor writes code: by AOTAutograd, as every graph that is left to it."""
+    """Here as explain() has it: it is Inductor's where no note says that it runs without."""
     loss, make = BY_INDUCTOR[name]
     inputs = make()
     with backend.collected() as report:
-        found = compiled(loss, **{"streamkl.inner": "aot_eager"})(*inputs)
+        found = compiled(loss, **{"streamkl.inner": "eager"})(*inputs)
     assert report.num_fused == 1 and run_without_inductor.NOTE not in report.notes
     seen = [x.clone() for x in inputs]
     torch.testing.assert_close(found, loss(*inputs))

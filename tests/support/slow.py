@@ -15,6 +15,9 @@ LISTED = {
     "an AOTInductor package compiles C++ for most of a minute; test_cpp_wrapper has the calls": [
         "rewrite/test_exported.py::test_loss_of_naive_code[cpu]",
     ],
+    "Inductor compiles C++ for seconds; test_through_inductor has attention beside a loss": [
+        "rewrite/test_safety.py::test_attention_beside_the_loss_compiles",
+    ],
     "Inductor compiles C++ for seconds; through AOTAutograd an operator makes the same tensors": [
         "operators/test_settings_of_torch.py::test_another_default_device[inductor]",
     ],
