@@ -30,7 +30,7 @@ QUICK_WITH_INDUCTOR = ("mean_of_four_heads_against_two",)
 def _names():
     """Programs of a table are rows of a product, of which every value is in a quick one.
 
-    Of the others that provoke a fault the first three of it are quick, and every sixth of those
+    Of the others that provoke a fault the first two of it are quick, and every eighth of those
     that follow: they spell it in other ways. Of masks all that do so with numbers as
     sizes, and one for every fault with symbols. Of those that provoke none every fourth row of a
     table and every eighth of the others; those of hard_programs.py are in test_safety.py.
@@ -53,13 +53,13 @@ def _names():
 
 
 def _of_each_fault(programs):
-    """The first three of each, and every sixth of the others; those of none are chosen later."""
+    """The first two of each, and every eighth of the others; those of none are chosen later."""
     seen = Counter()
     found = set()
     for i, p in enumerate(programs):
         number = seen[p.fault]
         seen[p.fault] += 1
-        if not p.fault or number < 3 or number % 6 == 0:
+        if not p.fault or number < 2 or number % 8 == 0:
             found.add(i)
     return found
 
