@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_streamkl
 from bench.offline import compile_launch, record_launches
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.naive_rows import check
 from tests.support.row_cases import CASES, Case, Sizes, cast, example, leaves
@@ -93,7 +94,7 @@ def test_by_kernels(name: str, small_workspace: None) -> None:
 
 
 @outside
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @of_examples
 def test_on_a_gpu(name: str, small_workspace: None) -> None:
     for dtype in (torch.float32, torch.bfloat16):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.gpus import on_a_gpu
 from torch_streamkl.attention import direct
 from torch_streamkl.fx_passes import backend, run_without_inductor
 
@@ -253,7 +254,7 @@ def test_compiled_autograd():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name, monkeypatch):
