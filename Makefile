@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 # What pip and setuptools say of themselves, in an environment that only make uses.
 export PIP_ROOT_USER_ACTION ?= ignore
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+# Tests start some thirty processes: the first compiles a source for all of them.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install -qq
 
 LANES := test-operators test-kernels test-rewrite test-report test-distributed test-packaging test-bench test-fuzz

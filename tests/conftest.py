@@ -30,6 +30,7 @@ quick.compilations_collect_no_garbage()
 quick.sites_are_fused_whatever_their_size()
 quick.instruction_sets_are_not_tried_out()
 quick.inductor_writes_scalar_code()
+quick.what_stays_is_no_garbage()
 
 DESELECTED = pytest.StashKey[Counter[str]]()
 

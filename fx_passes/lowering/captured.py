@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 import sympy
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, example, tensor_of
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, needs_gradient, tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import expression, hint_of, is_one, is_unknown
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
@@ -57,6 +58,16 @@ class Affine:
         return tuple(t.axis for t in self.terms)
 
 
+def _may_need_gradient(x: fx.Node) -> bool:
+    """Whether a tensor has a gradient, also if it is dropout in eval under no_grad.
+
+    That one returns its input, which keeps its gradient; what is recorded of it is another tensor.
+    """
+    if needs_gradient(x):
+        return True
+    return x.target is F.dropout and any(map(_may_need_gradient, x.all_input_nodes))
+
+
 class Captures:
     """Reads tensors of the user's graph at positions."""
 
@@ -74,8 +85,7 @@ class Captures:
             found = (n for n in name.graph.nodes if n in copies and n in self.outer)
             name = next((n for n in found if n.target in LIFTED), name)
         x = outer_node(name, self.outer)
-        value = example(x)
-        if not source.grad_flows and isinstance(value, Tensor) and value.requires_grad:
+        if not source.grad_flows and _may_need_gradient(x):
             return self.build.method("detach", x)
         return x
 

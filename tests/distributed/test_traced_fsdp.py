@@ -118,27 +118,6 @@ def the_same_steps_as_fsdp2(me: Rank) -> None:
 def mixed_precision(me: Rank) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     compare(me, limit=0.02, mp_policy=policy)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    model = trace_fully_shard(sharded(me, dtype=torch.float32, mp_policy=policy))
-    loss = compiled(model)(torch.randn(3, SEQLEN, WIDTH, device=me.device))
-    assert loss.dtype == torch.float64
-    loss.backward()
-    assert all(p.grad.dtype == torch.float32 for p in model.student.parameters())
-
-
-@on_ranks
-def gradients_travel_in_the_dtype_of_the_policy(me: Rank) -> None:
-    for reduce_dtype, expected in ((torch.float32, torch.float32), (None, torch.bfloat16)):
-        torch._dynamo.reset()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        model = trace_fully_shard(sharded(me, dtype=torch.float32, mp_policy=policy))
-        graphs: list[torch.fx.GraphModule] = []
-        step = torch.compile(model, backend=keeping_graphs(graphs), fullgraph=True)
-        step(torch.randn(3, SEQLEN, WIDTH, device=me.device)).backward()
-        for name, dtype in (("all_gather", torch.bfloat16), ("reduce_scatter", expected)):
-            nodes = [node for graph in graphs for node in graph.graph.nodes]
-            found = {node.meta["val"].dtype for node in nodes if name in str(node.target)}
-            assert found == {dtype}, (name, found)
 
 
 @on_ranks
@@ -149,21 +128,38 @@ def hybrid_sharding(me: Rank) -> None:
 
 
 @on_ranks
-def parameters_are_gathered_again(me: Rank) -> None:
-    """With reshard_after_forward no whole parameter is kept for the backward."""
-    gathers = {}
-    for reshards in (False, True):
+def collectives_of_a_graph(me: Rank) -> None:
+    """Parameters and gradients travel in the dtypes of the policy, and the loss has that of it.
+
+    With reshard_after_forward no whole parameter is kept for the backward.
+    """
+    # six matrices a side; the backward reads those of the student's second layer; casts of the
+    # input and of the loss are graphs of their own
+    for reshards, gathers, reduce_dtype, travels in (
+        (False, [0, 12, 0, 0], torch.float32, torch.float32),
+        (True, [0, 12, 0, 3], None, torch.bfloat16),
+    ):  # fmt: skip
         torch._dynamo.reset()
-        model = trace_fully_shard(sharded(me, reshard_after_forward=reshards))
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, output_dtype=torch.float64
+        )
+        options = {"mp_policy": policy, "reshard_after_forward": reshards}
+        model = trace_fully_shard(sharded(me, dtype=torch.float32, **options))
         graphs: list[torch.fx.GraphModule] = []
         step = torch.compile(model, backend=keeping_graphs(graphs), fullgraph=True)
-        step(torch.randn(3, SEQLEN, WIDTH, dtype=torch.float64, device=me.device)).backward()
-        gathers[reshards] = [
+        loss = step(torch.randn(3, SEQLEN, WIDTH, device=me.device))
+        loss.backward()
+        assert loss.dtype == torch.float64
+        assert all(p.grad.dtype == torch.float32 for p in model.student.parameters())
+        for name, dtype in (("all_gather", torch.bfloat16), ("reduce_scatter", travels)):
+            nodes = [node for graph in graphs for node in graph.graph.nodes]
+            found = {node.meta["val"].dtype for node in nodes if name in str(node.target)}
+            assert found == {dtype}, (name, found)
+        counted = [
             sum("all_gather_into_tensor" in str(node.target) for node in graph.graph.nodes)
             for graph in graphs
         ]
-    # six matrices a side; the backward reads those of the student's second layer
-    assert gathers == {False: [12, 0], True: [12, 3]}
+        assert counted == gathers, reshards
 
 
 @on_ranks

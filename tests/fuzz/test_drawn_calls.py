@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from tests.fuzz.drawn import attention, linear, processes
 from tests.fuzz.drawn.formulas import AmbiguousError
 from tests.fuzz.drawn.judge import Drawn, difference, leaves, results, truth_of
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import INTERPRETED, inside, outside, quiet
 
 KINDS = {"attention": attention, "linear": linear}
@@ -142,7 +142,7 @@ def test_calls_that_once_differed_interpreted(kind: str, seed: int) -> None:
 # total variation: P and S of keys that have nearly all of a row, forward and backward disagreed
 # on which one is larger; head means by Hopper's kernels after those of the portable ones
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @pytest.mark.parametrize("seed", [20459, 32030, 4000065, 4000166, 4000016, 4000112])
 def test_calls_that_once_differed_on_a_gpu(seed: int) -> None:
     call = attention.draw(seed, "cuda", processes.STRUCTURES if seed > 4000000 else None)

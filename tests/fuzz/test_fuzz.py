@@ -23,7 +23,7 @@ NUM_PROGRAMS, PART = 100, 10
 EAGER: dict[str, Any] = {"inner": "eager"}
 
 
-@pytest.mark.parametrize("first", every(5, range(0, NUM_PROGRAMS, PART)))
+@pytest.mark.parametrize("first", every(10, range(0, NUM_PROGRAMS, PART)))
 def test_random_programs(first: int) -> None:
     outcome = fuzz(range(first, first + PART), EAGER)
     assert not outcome.failures, "\n".join(map(str, outcome.failures))

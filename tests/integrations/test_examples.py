@@ -57,14 +57,15 @@ def test_example(
 
 
 def test_a_missing_library_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tqdm.py").write_text("raise ModuleNotFoundError(name='tqdm')")
+    # the first that an example imports: none takes seconds to be found before it
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{FOLDER.parent}"}
     command = [sys.executable, "-m", "examples.attention_maps"]
     done = subprocess.run(
         command, env=environment, cwd=FOLDER.parent, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("this example needs tqdm, which is not installed: pip install")
+    assert done.stderr.startswith("this example needs torch, which is not installed: pip install")
     assert "Traceback" not in done.stderr
 
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.gpus import on_a_gpu
 from tests.support.problems import CASES, Spec, build
 from tests.support.tolerances import budget, check, check_call
 from torch_streamkl import attention_kl
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    on_a_gpu,
 ]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

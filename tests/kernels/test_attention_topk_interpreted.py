@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.offline.compile import check_frontend, record_launches
 from tests.operators.test_attention_topk_kl import formula, given, leaves, outcome
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl import attention_topk_kl
 from torch_streamkl.attention_topk.problem import ChosenKeys, NeedsGrad
@@ -179,10 +180,7 @@ def test_tiles_fit_every_gpu() -> None:
                     assert size <= room or tile.block_n == kernels.LEAST, (target, kernel)
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@gpu
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMS)

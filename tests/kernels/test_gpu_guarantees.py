@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.device_cases import ghost, indexer, squares
+from tests.support.gpus import on_a_gpu
 from tests.support.problems import CASES, build
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.distributed.shard_rows import num_fields
@@ -26,7 +27,7 @@ from torch_streamkl.runtime import devices
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    on_a_gpu,
 ]
 BF16 = torch.bfloat16
 Step = Callable[[], list[Tensor]]

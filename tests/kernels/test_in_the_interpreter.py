@@ -1,6 +1,6 @@
-"""Starts Triton's interpreter for the tests that are marked ``inside``, in two processes.
+"""Starts Triton's interpreter for the tests that are marked ``inside``, in one process.
 
-A process takes seconds to import what it tests, so files share one. With TRITON_INTERPRET=1 pytest
+A process takes seconds to import what it tests, so files share it. With TRITON_INTERPRET=1 pytest
 runs the tests of a file one by one: ``TRITON_INTERPRET=1 pytest tests/operators/test_squares.py``.
 """
 
@@ -16,20 +16,19 @@ import pytest
 from tests.support.interpreter import outside
 
 TESTS = Path(__file__).parents[1]
-ATTENTION = {"attention_triton_interpreted", "attention_numerics"}
-MARKED = {p.stem[5:] for p in TESTS.glob("*/test_*.py") if "\n@inside\n" in p.read_text()}
-FILES = {"attention": ATTENTION, "others": MARKED - ATTENTION}
-KERNELS = {  # of a file in which other tests run there as well, those of kernels
-    "attention": "not reference and not streaming",
-    "others": "not test_shard_kernels or interpreted",
-}
+MARKED = {p for p in TESTS.glob("*/test_*.py") if "\n@inside\n" in p.read_text()}
+PATHS = sorted(map(str, {*MARKED, TESTS / "operators" / "test_attention_numerics.py"}))
+# of a file in which other tests run there as well, those of kernels
+KERNELS = (
+    "not test_attention_numerics and not test_shard_kernels"
+    " or test_attention_numerics and not reference and not streaming"
+    " or test_shard_kernels and interpreted"
+)
 
 
-def _run(name: str, *arguments: str, **environment: str) -> None:
+def _run(*arguments: str, **environment: str) -> None:
     """Every test has to pass."""
-    paths = sorted(str(path) for path in TESTS.glob("*/test_*.py") if path.stem[5:] in FILES[name])
-    assert len(paths) == len(FILES[name])
-    arguments = (*paths, "-k", KERNELS[name], *arguments)
+    arguments = (*PATHS, "-k", KERNELS, *arguments)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1", **environment},
@@ -42,14 +41,12 @@ def _run(name: str, *arguments: str, **environment: str) -> None:
 
 
 @outside
-@pytest.mark.parametrize("name", FILES)
-def test_in_the_interpreter(name: str) -> None:
-    _run(name, "-m", "not slow")
+def test_in_the_interpreter() -> None:
+    _run("-m", "not slow")
 
 
 @outside
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_all_in_the_interpreter(name: str) -> None:
+def test_all_in_the_interpreter() -> None:
     """Those marked slow too, with integers that overflow found."""
-    _run(name, COMPARE_INTEGERS="1")
+    _run(COMPARE_INTEGERS="1")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.kernels.device_cases import STEPS, same, unrecorded, watched_replays
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import INTERPRETED, inside, quiet
 from torch_streamkl import attention_kl, checks, row_program
 from torch_streamkl.attention import bound_op, ops
 from torch_streamkl.runtime import launch as runtime
 
 pytestmark = quiet
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 OPTIONS = ("(P*(logP-logS))", 0.25, 0.25, 0.0, 0.0, 1.0, None, None, None, 0, 0, False, "triton")
 # operators whose sequences of launches differ; a GPU runs them all, which takes minutes elsewhere
 INTERPRETED_STEPS = (
@@ -50,7 +50,7 @@ def test_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
+@on_a_gpu
 @pytest.mark.parametrize("name", STEPS)
 def test_same_bits_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_repeated_steps(name, "cuda", monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.offline import TARGETS, looks_like
 from tests.support.covering import only
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, outside, quiet
-from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
+from tests.support.row_cases import CASES, Sizes, check_errors, recorded
 from torch_streamkl import row_program
-from torch_streamkl.rows import torch_impl
 from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
@@ -196,7 +195,7 @@ def test_what_has_no_kernels_says_why() -> None:
 
 def _problem(target: str, dim: int, dtype: torch.dtype) -> RowProblem:
     """A weighted, renormalised KL on a GPU that is not here."""
-    text = _recorded()
+    text = recorded("weighted_keys", SMALL).program.text
     with looks_like(target), FakeTensorMode():
         x = torch.empty(1, 2, 64, dim, dtype=dtype, device="cuda")
         return RowProblem.of(text, [*[x] * 4, torch.empty(1, 1, 64, device="cuda")])
@@ -232,26 +231,7 @@ def test_a_gpu_that_has_not_what_kernels_take() -> None:
     assert not _why_unsupported(by_maps, "sm_75", 128, torch.float32)
 
 
-@functools.cache
-def _recorded() -> str:
-    """The text of the program of an example."""
-    seen: list[RowProblem] = []
-    original = torch_impl.forward
-
-    def spy(problem: RowProblem, is_differentiated: bool) -> Any:
-        seen.append(problem)
-        return original(problem, is_differentiated)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_impl, "forward", spy)
-        EXAMPLES["weighted_keys"](**CASES["weighted_keys"](SMALL).tensors)
-    return seen[0].program.text
-
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@gpu
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", NAMES)
@@ -263,7 +243,7 @@ def test_example_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     check_errors(name, "torch", dtype, sizes, "cuda")
 
 
-@gpu
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "size"), [*BLOCKS.items(), ("none", 1), ("none", 64)])
 def test_masks_captures_and_blocks_of_keys_on_a_gpu(name: str, size: int) -> None:

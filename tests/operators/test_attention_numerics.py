@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.denominators import check_denominators, denominators
+from tests.support.gpus import on_a_gpu
 from tests.support.problems import INPUTS
 from torch_streamkl import attention_kl
 from torch_streamkl.attention import ops, reference
@@ -240,7 +241,7 @@ def test_denominators_of_any_two_sizes() -> None:
         "cpu",
         pytest.param(
             "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            marks=on_a_gpu,
         ),
     ],
 )

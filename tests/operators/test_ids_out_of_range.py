@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.gpus import on_a_gpu
 from tests.support.losses import kd as kl
 from torch_streamkl import linear_kl
 from torch_streamkl.fx_passes.backend import collected
@@ -99,7 +100,7 @@ def test_labels_of_linear_kl(impl: str, label: int) -> None:
         ops.linear_kl(h, w, h, w, labels=labels, ignore_index=3)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @pytest.mark.parametrize("what", ["labels", "gather"])
 def test_a_gpu_asserts(what: str) -> None:
     """In a process of its own, whose context is of no use afterwards."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.gpus import on_a_gpu
 from tests.support.naive_rows import naive
 from torch_streamkl import attention_kl, linear_kl, row_program
 from torch_streamkl.program.divergences import Functional
@@ -215,10 +216,7 @@ def _calls(function: Function, x: list[Tensor]) -> list[tuple[Any, ...]]:
     return seen
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@gpu
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", CLOSED)

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bench.offline import TARGETS, compile_launch, record_launches
 from tests.support.covering import only
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, outside, quiet
-from tests.support.row_cases import CASES, EXAMPLES, Sizes, check_errors
+from tests.support.row_cases import Sizes, check_errors, recorded
 from torch_streamkl import row_program
-from torch_streamkl.rows import torch_impl
 from torch_streamkl.rows.problem import RowProblem
 
 pytestmark = quiet
@@ -118,6 +118,7 @@ def _linear() -> tuple[dict[str, Any], Callable[[Any], Any]]:
     return given, lambda e: {"kl": (e.s * (e.key + e.pair + e.value)).sum("key")}
 
 
+RECORDED = Sizes(1, 4, 16, 300, 8)
 PROBLEMS = {"heads": _heads, "linear": _linear, "vocab": _vocab, "blocks": _blocks_of_entries}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
@@ -181,7 +182,7 @@ def test_which_sums_over_heads_are_kept() -> None:
     """The teacher's first, which have the most products, as many as fit."""
     from torch_streamkl.rows.triton import blocks as row_blocks
 
-    program = _recorded("indexer").program
+    program = recorded("indexer", RECORDED).program
 
     def count(size: int) -> int:
         with FakeTensorMode():
@@ -215,26 +216,11 @@ def test_one_mask_holds_for_the_blocks_of_a_program(small_workspace: None) -> No
     """The workspace is as large as it says, and not a row is left out."""
     from torch_streamkl.rows.triton import blocks as row_blocks
 
-    problem = _recorded("top_k_with_ghost")
+    problem = recorded("top_k_with_ghost", RECORDED)
     covered = torch.zeros(problem.num_rows, problem.num_keys)
     for _, rows, keys in row_blocks._vocab_blocks(problem, 9):
         covered[rows, keys] += 1
     assert (covered == 1).all()
-
-
-def _recorded(name: str) -> RowProblem:
-    """The problem of an example."""
-    seen: list[RowProblem] = []
-    original = torch_impl.forward
-
-    def spy(problem: RowProblem, is_differentiated: bool) -> Any:
-        seen.append(problem)
-        return original(problem, is_differentiated)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_impl, "forward", spy)
-        EXAMPLES[name](**CASES[name](Sizes(1, 4, 16, 300, 8)).tensors)
-    return seen[0]
 
 
 SHAPES: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # keys; heads, key heads, dim
@@ -251,7 +237,7 @@ SHAPES: dict[str, tuple[int, list[tuple[int, int, int]]]] = {  # keys; heads, ke
 def test_compiles(name: str, target: str) -> None:
     from torch_streamkl.rows.triton import blocks as row_blocks
 
-    small = _recorded(name)
+    small = recorded(name, RECORDED)
     keys, dots = SHAPES[name]
     rows = 1024
     heads = {axis: dot[0] for axis, dot in zip(small.program.dot_heads, dots, strict=True)}
@@ -276,7 +262,7 @@ def test_compiles(name: str, target: str) -> None:
         assert built.spill_bytes <= MOST_SPILLS, launch.kernel.__name__
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_on_a_gpu(name: str, small_workspace: None) -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_streamkl
 from bench.offline import compile_launch, record_launches
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, outside, quiet
 from tests.support.naive_rows import check
 from tests.support.row_cases import CASES, Case, Sizes, cast, example, leaves
@@ -45,6 +46,7 @@ def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_streamkl.rows.triton import blocks as row_blocks
 
     monkeypatch.setattr(row_blocks, "MOST_OF_PARTS", 99)  # all in chunks
+    monkeypatch.setattr(row_blocks, "PART_BYTES", 0)  # and these in parts
     monkeypatch.setattr(row_blocks, "_workspace", lambda problem, _: 30 * problem.num_keys * 8)
 
 
@@ -92,7 +94,7 @@ def test_by_kernels(name: str, small_workspace: None) -> None:
 
 
 @outside
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @of_examples
 def test_on_a_gpu(name: str, small_workspace: None) -> None:
     for dtype in (torch.float32, torch.bfloat16):

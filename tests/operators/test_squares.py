@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, quiet
 from torch_streamkl.attention import ops
 from torch_streamkl.kernels.arguments import Form
@@ -98,10 +99,7 @@ def test_running_sums(text: str, near: bool, split: int) -> None:
         torch.testing.assert_close(got.double(), exact, rtol=5e-3 if near else 1e-4, atol=2e-7)
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@gpu
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("near", [None, 1e-2, 0.0])
 @pytest.mark.parametrize("form", ["full", "causal", "lengths", "short", "wide"])

@@ -12,13 +12,13 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import torch_streamkl
+from tests.support.gpus import on_a_gpu
 from tests.support.losses import kd
 from torch_streamkl import attention_kl, linear_kl
 
 ROOT = Path(__file__).parents[2]
 SCALE = 0.3
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_a_gpu])]
 # On a CPU a package holds names of operators: who loads it has to know them. On a GPU it holds our
 # kernels, as Inductor's own.
 IMPORTS = {"cpu": "import torch_streamkl", "cuda": ""}

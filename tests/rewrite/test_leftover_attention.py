@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
+from tests.support.gpus import on_a_gpu
 from tests.support.losses import kd
 from tests.support.plants import planted
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
 from torch_streamkl.fx_passes.passes import sdpa_fusion
 
 LOWEST = torch.finfo(torch.float32).min
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def judged(program, inputs, fused=1, remaining=0, **options):

@@ -52,14 +52,14 @@ def choices(field, values, step=1, **others):
 # 0 * log(0) is NaN in eager with every mask
 WITHOUT_MASK = {"softmax_log", "division", "js_mixture"}
 CHOICES = [
-    *choices("producer", PRODUCERS, 2, mask="tril_min"),
+    *choices("producer", PRODUCERS, 3, mask="tril_min"),
     *choices("scale", SCALES, mask="tril_min"),
     *choices("mask", MASKS),
-    *choices("mask", MASKS, 5, spelling="clamp_both"),
+    *choices("mask", MASKS, 8, spelling="clamp_both"),
     *choices("spelling", SPELLINGS),
-    *choices("spelling", sorted(SPELLINGS.keys() - WITHOUT_MASK), 4, mask="tril_min"),
-    *choices("reduction", REDUCTIONS, 2, mask="tril_min"),
-    *choices("call", CALLS, 2, mask="tril_min"),
+    *choices("spelling", sorted(SPELLINGS.keys() - WITHOUT_MASK), 8, mask="tril_min"),
+    *choices("reduction", REDUCTIONS, 3, mask="tril_min"),
+    *choices("call", CALLS, 3, mask="tril_min"),
     *choices("gradient", GRADIENTS),
     *choices("gradient", GRADIENTS, 3, spelling="symmetric"),
 ]

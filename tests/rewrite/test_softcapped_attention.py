@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tests.support.comparing import compare, run
 from tests.support.covering import every
+from tests.support.gpus import on_a_gpu
 from tests.support.plants import planted
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of
@@ -23,7 +24,6 @@ from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
 LOWEST = torch.finfo(torch.float32).min
 CALL = f"{softcapped_attention.__module__}.{softcapped_attention.__name__}"
 OPTIONS = {"streamkl.min_mib": 0.0, "streamkl.verify_max_seconds": 60.0}
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def attention(q, k, v, keep, masked):
@@ -200,7 +200,7 @@ def test_on_a_cpu_it_stays():
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.expects_failed_checks
-@pytest.mark.parametrize("changed", every(2, [
+@pytest.mark.parametrize("changed", every(4, [
     {"softcap": 4.0}, {"scale": 0.07}, {"last": 1}, {"last": None}, {"has_slope": False},
     {"masks": ()}, {"alive": None},
 ]), ids=lambda changed: next(iter(changed)))  # fmt: skip

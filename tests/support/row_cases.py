@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import torch_streamkl
+from torch_streamkl.rows import torch_impl
+from torch_streamkl.rows.problem import RowProblem
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "row-programs.md"
 SCALE = 0.4
@@ -335,3 +338,17 @@ def check_errors(
         finite = b.isfinite()  # naive code overflows in float16
         assert finite.any()
         assert error <= 2 * float((b.double() - exact)[finite].abs().max()) + rounding, (name, i)
+
+
+def recorded(name: str, sizes: Sizes) -> RowProblem:
+    """The problem that an example makes of its tensors."""
+    seen: list[RowProblem] = []
+    original = torch_impl.forward
+
+    def spy(problem: RowProblem, is_differentiated: bool) -> Any:
+        seen.append(problem)
+        return original(problem, is_differentiated)
+
+    with mock.patch.object(torch_impl, "forward", spy):
+        EXAMPLES[name](**CASES[name](sizes).tensors)
+    return seen[0]
