@@ -174,7 +174,7 @@ class Writer:
                     self.build.call(torch.arange, stop, device=self.device), ((x.value,),)
                 )
             case "capture":
-                return self._captured(x, None if is_root else least)
+                return self._captured(x, least, is_root=is_root)
             case "linear":
                 return self._sum(x.value[0], zip(x.value[1], args, strict=True), x.dtype)
             case "product":
@@ -397,7 +397,12 @@ class Writer:
 
     # ------------------------------------------------------------------------- captured tensors
 
-    def _captured(self, x: Node, least: torch.dtype | None) -> Placed:
+    def _captured(self, x: Node, least: torch.dtype | None, *, is_root: bool) -> Placed:
+        """A tensor at positions; what is computed of it has at least 32 bits.
+
+        The user's code may cast it, as in ``z.float().softmax(-1)``, which an expression does not
+        say; if it does not, its roundings are those of results, and not of logarithms.
+        """
         source = x.value
         if source.name in self.values:
             return self._result(x)
@@ -414,10 +419,14 @@ class Writer:
         tensor, at, whole = self.rows.selected(tensor, at)
         placed = self._at(tensor, at, whole)
         value = placed.value
-        if least is not None and value.dtype.is_floating_point:
-            wide = torch.promote_types(value.dtype, least)
-            if wide != value.dtype:
-                return Placed(self.build.method("to", placed.node, wide), placed.dims)
+        if is_root or not value.dtype.is_floating_point:
+            return placed
+        wide = torch.promote_types(
+            value.dtype, self.reading.widest.get(source.name, torch.float32)
+        )
+        wide = torch.promote_types(wide, least or torch.float32)
+        if wide != value.dtype:
+            return Placed(self.build.method("to", placed.node, wide), placed.dims)
         return placed
 
     def _result(self, x: Node) -> Placed:

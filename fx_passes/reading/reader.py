@@ -14,6 +14,7 @@ recorded a gradient and the expression has none, the result is captured.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -39,6 +40,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
     reached,
     storage_of,
+    tensor_of,
     tensors_read,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
@@ -98,6 +100,19 @@ class Reading:
         behind = ancestors(node)
         kept = trained([self.array(node).expr])
         return any(n in behind and not names <= kept for n, names in self.vanished.items())
+
+    @functools.cached_property
+    def widest(self) -> dict[object, torch.dtype]:
+        """Returns the widest type that a captured tensor is cast to, by the tensor's name."""
+        found: dict[object, torch.dtype] = {}
+        for node in self.arrays:
+            x = self.expression(node)
+            if x is None or x.op != "capture":
+                continue
+            dtype = tensor_of(node).dtype
+            if dtype.is_floating_point and dtype.itemsize > 1:  # torch promotes no float8
+                found[x.value.name] = torch.promote_types(found.get(x.value.name, dtype), dtype)
+        return found
 
     def expression(self, node: object) -> Node | None:
         """Returns the expression of a node with one result, None of anything else."""

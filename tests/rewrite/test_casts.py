@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from tests.support.comparing import compare
 from tests.support.losses import kd
 from tests.support.named_inputs import given
+from torch_streamkl.fx_passes import backend
 
 of_scores = given("q k r u", {"s t": lambda q, k, r, u: (q @ k.mT, r @ u.mT)})
 UNCHECKED = {"streamkl.verify": "never"}
@@ -115,3 +116,31 @@ def test_a_mask_of_float64_keeps_the_digits_of_scores_of_float32():
     outcome = compare(loss, inputs(), options={"streamkl.verify": "never"}).check()
     assert outcome.num_fused == 0
     assert "scores become float64" in str(outcome.report)
+
+
+# of log-probabilities, and of given numbers in a narrow type
+GIVEN = {
+    "softmax": lambda s, z: s * z.float().softmax(-1),
+    "dtype": lambda s, z: s * z.softmax(-1, dtype=torch.float32),
+    "kl_div": lambda s, z: F.kl_div(s, z.float().softmax(-1), reduction="none"),
+    "quotient": lambda s, z: s * (z.float().abs() * 4e3 / (z.float().abs() * 4e3).sum(-1, True)),
+    "difference": lambda s, z: s * (z.float() - z.float().mean(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", GIVEN)
+def test_given_tensors_are_computed_with_in_float32(name, dtype):
+    """A cached teacher's logits, which the loss casts first."""
+
+    def loss(x, w, z):
+        return GIVEN[name]((x @ w.mT).log_softmax(-1), z).sum(-1)
+
+    torch.manual_seed(0)
+    x, w, z = torch.randn(5, 4), torch.randn(11, 4), (torch.randn(5, 11) * 4).to(dtype)
+    torch._dynamo.reset()
+    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+    with backend.collected() as report:
+        found = torch.compile(loss, backend="streamkl", options=options)(x, w, z)
+    assert report.num_fused == 1, report
+    torch.testing.assert_close(found, loss(x, w, z))
