@@ -416,7 +416,11 @@ FAULTS = (
         True,
     ),
     Fault(
-        BACKWARD, "            d *= s_slope", "            d *= t_slope", _triton("softcap"), True
+        BACKWARD,
+        "d *= s_slope if STUDENT else t_slope",
+        "d *= t_slope",
+        _triton("softcap"),
+        True,
     ),
     Fault(
         BACKWARD,
