@@ -221,14 +221,14 @@ class ClosedForm:
     """Represents a sum over keys as operator calls: the sum of weight * rows of each.
 
     ``site`` is the sum with axes of its own: ``names`` has the program's names of some, and those
-    that the site and its calls have. ``is_guarded``: its conditions choose something else where
-    eager code takes the logarithm of a probability that is 0 by underflow.
+    that the site and its calls have. ``guarded`` are scores: where eager code takes the logarithm
+    of their softmax, conditions choose something else if it is 0 by underflow.
     """
 
     site: Node = field(repr=False)
     calls: tuple[Call, ...]
     names: tuple[tuple[Axis, Axis], ...] = field(default=(), repr=False)
-    is_guarded: bool = False
+    guarded: tuple[Node, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

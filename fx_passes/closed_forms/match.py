@@ -151,7 +151,7 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
     forms = variables.forms()
     judgement = judged(expr, forms, key)
     masks = frozenset[Node]().union(*(form.mask for form in forms))
-    is_guarded = asks_for_zero(expr, judgement.expr, variables.parts, masks, key)
+    guarded = asks_for_zero(expr, judgement.expr, variables.parts, masks, key)
     calls = list[Call]()
     for factor, polynomial in by_factor(judgement.expr, key).items():
         polynomial, parts = without_twins(polynomial, variables.parts)
@@ -163,7 +163,7 @@ def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
         raise NoForm("the sum over keys is a known constant", site)
     for call in calls:
         check_call(call)
-    return ClosedForm(site, tuple(calls), tuple(names.items()), is_guarded)
+    return ClosedForm(site, tuple(calls), tuple(names.items()), guarded)
 
 
 @dataclass(frozen=True)

@@ -33,41 +33,42 @@ LIKELY = (0.5, 0.1)  # probabilities of the other distributions
 
 def asks_for_zero(
     expr: Node, made: Node, parts: Sequence[Distribution], holds: Condition, key: Axis
-) -> bool:
-    """Returns whether the result depends on the logarithm of 0, which no log-softmax is.
+) -> tuple[Node, ...]:
+    """Returns the scores of distributions for which the logarithm of 0 gives another result.
+
+    No log-softmax is the logarithm of 0, but that of a softmax is.
 
     ``made`` is the expression with its conditions decided at allowed keys, where the masks hold.
     Raises NoForm if it differs from the expression where a probability is 0, whatever the
     logarithm is.
     """
     if made is expr:
-        return False
+        return ()
     conditions = [condition for condition in _conditions(expr) if mentions_variables(condition)]
     every, asked = _variables([expr]), _variables(conditions)
     alike = [{n for n in every if aligned(parts, n, number)} for number in asked]
-    if _differs(expr, made, alike, World(key, holds), UNDERFLOWN):
+    world = World(key, holds)
+    if any(_differs(expr, made, of, world, UNDERFLOWN) for of in alike):
         raise NoForm("a condition asks for probabilities that are 0 by underflow", expr)
-    return _differs(expr, made, alike, World(key, holds), -math.inf)
+    guarded = {n for of in alike if _differs(expr, made, of, world, -math.inf) for n in of}
+    return tuple(parts[n].score for n in sorted(guarded))
 
 
-def _differs(
-    expr: Node, made: Node, alike: Sequence[Collection[int]], world: World, log: float
-) -> bool:
+def _differs(expr: Node, made: Node, asked: Collection[int], world: World, log: float) -> bool:
     """Whether eager code has another number, in which the logarithm of 0 is ``log``."""
     numbers = _variables([expr])
     for is_met in (True, False):
         eager, ours = (_of_variables(x, world, is_met) for x in (expr, made))
-        for asked in alike:
-            for p in LIKELY:
-                logs = dict.fromkeys(numbers, math.log(p))
-                want = value_at(eager, replace(world, logs=logs | dict.fromkeys(asked, log)))
-                ours_at = replace(world, logs=logs | dict.fromkeys(asked, UNDERFLOWN))
-                got = _finite_value(ours, ours_at)
-                # infinity, or the largest number in its place: the loss is as good as infinite
-                if want is None or got is None or not abs(want) < HUGE:
-                    continue
-                if not math.isclose(want, got, rel_tol=1e-9, abs_tol=1e-9):
-                    return True
+        for p in LIKELY:
+            logs = dict.fromkeys(numbers, math.log(p))
+            want = value_at(eager, replace(world, logs=logs | dict.fromkeys(asked, log)))
+            ours_at = replace(world, logs=logs | dict.fromkeys(asked, UNDERFLOWN))
+            got = _finite_value(ours, ours_at)
+            # infinity, or the largest number in its place: the loss is as good as infinite
+            if want is None or got is None or not abs(want) < HUGE:
+                continue
+            if not math.isclose(want, got, rel_tol=1e-9, abs_tol=1e-9):
+                return True
     return False
 
 

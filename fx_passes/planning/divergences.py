@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
@@ -19,6 +20,7 @@ from torch_streamkl.fx_passes.planning.row_facts import logarithms_in, logarithm
 from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import SUM, Node
+from torch_streamkl.program.walks import walk
 
 Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing does
 
@@ -151,11 +153,18 @@ def _planned(node: fx.Node, reading: Reading) -> Matched | str:
     reasons = [form.reason for form in matched.found.values() if isinstance(form, NotClosed)]
     if reasons:
         return reasons[0]
-    if any(form.is_guarded for form in matched.closed.values()):
-        inside = {node, *ancestors(node)}
-        if logarithms_in(inside, logarithms_of(reading)):
-            return "a condition asks for the logarithm of a probability that is 0 by underflow"
+    guarded = [x for form in matched.closed.values() for x in form.guarded]
+    if guarded and _takes_logarithms(node, guarded, reading):
+        return "a condition asks for the logarithm of a probability that is 0 by underflow"
     return matched if matched.closed else "the sum over keys is a known constant"
+
+
+def _takes_logarithms(node: fx.Node, scores: Sequence[Node], reading: Reading) -> bool:
+    """Whether a node is computed from the logarithm of a softmax of these scores."""
+    inside, forms = {node, *ancestors(node)}, Forms(bare=True)
+    logs = walk(logarithms_in(inside, logarithms_of(reading, hidden=False)))
+    taken = {forms.of(x.args[0]) for x in logs if x.op == "log_softmax"}
+    return any(forms.of(x) in taken for x in scores)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,20 @@ def facts_of(reading: Reading) -> Facts:
     return Facts(why_repeated, reading.reads_products, dtype_of, reading.sizes.extent)
 
 
-def logarithms_of(reading: Reading) -> dict[fx.Node, list[Node]]:
-    """Returns the expressions of probabilities whose logarithm nodes take, by node."""
-    takers = (n for n in reading.arrays if n.target in LOGARITHMS)
-    return {n: _of_probabilities(n, reading) for n in takers}
+def logarithms_of(reading: Reading, *, hidden: bool = True) -> dict[fx.Node, list[Node]]:
+    """Returns the expressions of probabilities whose logarithm nodes take, by node.
+
+    ``hidden`` ones are those of ``x log x``, which is 0 where the logarithm is infinite.
+    """
+    places = {target: place for target, (place, _) in LOGARITHMS.items()}
+    if hidden:
+        places |= {aten.kl_div.default: 1, aten.special_entr.default: 0}
+    takers = (n for n in reading.arrays if n.target in places)
+    return {
+        n: _of_probabilities(n.args[places[n.target]], reading)  # type: ignore[index]
+        for n in takers
+        if (hidden or not _is_hidden(n, reading)) and not n.kwargs.get("log_target", False)
+    }
 
 
 def logarithms_in(
@@ -81,14 +91,8 @@ def _is_log_softmax(x: Node | None) -> bool:
     return x is not None and x.op == "log_softmax"
 
 
-def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
-    """The exponents of probabilities that an operation takes the logarithm of.
-
-    ``x log x`` is 0 where x is, so the logarithms inside of `kl_div` and `entr` show nowhere.
-    """
-    argument = node.args[-1]
-    if node.target == aten.xlogy.Tensor and _are_equal(node.args[0], node.args[1], reading):
-        return []
+def _of_probabilities(argument: object, reading: Reading) -> list[Node]:
+    """The exponents of probabilities that an operation takes the logarithm of."""
     x = reading.expression(argument)
     found, todo = list[Node](), [x] if x is not None else []
     while todo:
@@ -103,8 +107,11 @@ def _of_probabilities(node: fx.Node, reading: Reading) -> list[Node]:
     return [z for z in found if has_op(z, "log_softmax")]
 
 
-def _are_equal(a: Any, b: Any, reading: Reading) -> bool:
-    x, y = reading.arrays.get(a), reading.arrays.get(b)
+def _is_hidden(node: fx.Node, reading: Reading) -> bool:
+    """Whether a node is ``xlogy(x, x)``."""
+    if node.target != aten.xlogy.Tensor:
+        return False
+    x, y = (reading.arrays.get(a) for a in node.args)  # type: ignore[arg-type]
     return isinstance(x, Array) and isinstance(y, Array) and (x.expr, x.dims) == (y.expr, y.dims)
 
 

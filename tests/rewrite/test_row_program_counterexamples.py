@@ -437,6 +437,13 @@ def multiples_of_a_probability_are_one(z, t, keep):
     return F.kl_div(z.log_softmax(-1), 0.9 * p + 0.1 * p.detach(), reduction="none").sum(-1)
 
 
+@PROGRAMS.each({"finite": 0.5, "infinite": 2.0})
+def a_scale_of_the_lowest_number(scale, z, t, keep):
+    """It may overflow: of a target, 0 times the logarithm of 0 is 0."""
+    x = t.masked_fill(~keep, LOWEST) * scale
+    return F.kl_div(z, x.softmax(-1), reduction="none").sum(-1)
+
+
 @PROGRAMS.each({"together": True, "apart": False}, trained="qk")
 def a_log_softmax_next_to_the_logarithm_of_a_softmax(is_one, z, t, keep):
     """Its numbers stay where the probability is 0, of which x log x is 0."""
