@@ -29,6 +29,11 @@ checked_ids = define(
 LABELS = "labels or"  # and the one value that is ignored: what `checked_ids` checks
 
 
+def ignored_label(of: str) -> int | None:
+    """Returns the label that is ignored, None if ids are no labels."""
+    return int(of.removeprefix(LABELS)) if of.startswith(LABELS) else None
+
+
 def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> None:
     """Raises if a label is neither ``ignore_index`` nor a vocabulary entry."""
     if labels is None or not has_values(labels):
@@ -46,8 +51,9 @@ def _checked(ids: Tensor, size: int, dim: int, of: str = "gather") -> Tensor:
     is_index = of == "index"
     if has_values(ids):
         is_right = ids.clamp(-size if is_index else 0, size - 1) == ids
-        if of.startswith(LABELS):
-            is_right |= ids == int(of.removeprefix(LABELS))
+        ignored = ignored_label(of)
+        if ignored is not None:
+            is_right |= ids == ignored
         if ids.device.type != "cpu":
             torch._assert_async(is_right.all(), f"an index is out of bounds for size {size}")
         elif not is_right.all():
@@ -55,7 +61,7 @@ def _checked(ids: Tensor, size: int, dim: int, of: str = "gather") -> Tensor:
             if of == "one_hot":
                 rule = "smaller than num_classes" if first >= size else "non-negative"
                 raise RuntimeError(f"Class values must be {rule}.")
-            if of.startswith(LABELS):
+            if ignored is not None:
                 raise IndexError(f"Target {first} is out of bounds.")
             error = IndexError if is_index else RuntimeError
             raise error(f"index {first} is out of bounds for dimension {dim} with size {size}")

@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.closed_forms.formulas import (
 )
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
-from torch_streamkl.fx_passes.closed_forms.worlds import LOG
+from torch_streamkl.fx_passes.closed_forms.worlds import LOG, distributions_in
 from torch_streamkl.fx_passes.reading.reader import trained
 from torch_streamkl.program.canonical import choose, product
 from torch_streamkl.program.divergences import FLOOR_OF_EXP, named
@@ -144,8 +144,7 @@ def _product(a: dict[Node, Polynomial], b: dict[Node, Polynomial]) -> dict[Node,
 
 def variables_of(polynomial: Polynomial) -> list[int]:
     """Returns the distributions that a polynomial has."""
-    every = walk([y for m in polynomial for y in m])
-    return sorted({int(y.value) for y in every if y.op == LOG})
+    return sorted(distributions_in(y for m in polynomial for y in m))
 
 
 def _coefficients(polynomial: Polynomial) -> dict[tuple[int, int], float] | None:
@@ -211,7 +210,7 @@ def _why_twins(
     atoms = [x for m in polynomial for x in m]
     for x in walk(atoms):
         if x.op == "where" and x.args[1].op != x.args[2].op:
-            inside = {int(y.value) for y in walk([x.args[0]]) if y.op == LOG} & set(twins)
+            inside = distributions_in([x.args[0]]) & set(twins)
             fill = next((a.value for a in x.args[1:] if a.op == "const"), None)
             if fill is not None and any(not parts[k].requires_grad for k in inside):
                 return f"values after the softmax are filled with {fill:g}"

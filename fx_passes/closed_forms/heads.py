@@ -14,7 +14,7 @@ from torch_streamkl.program.functions import exponential
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.identities import variable
 from torch_streamkl.program.reductions import detached, fresh_axis, reduced, remade, substitute
-from torch_streamkl.program.walks import rebuilt_root, walk
+from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 LEAVES = ("log_softmax", CONTRACT, "capture", "reduce", "index")
 SELECTED = "keys are selected after the softmax"
@@ -154,16 +154,12 @@ TINY = 1e-12
 
 def _without_shift(x: Node) -> Node:
     """The number in an exponent becomes a factor, one that rounding has left is dropped."""
-    if x.op == "linear" and 0.0 < abs(x.value[0]) < TINY and not _has_probabilities(x):
+    if x.op == "linear" and 0.0 < abs(x.value[0]) < TINY and not has_op(x, "exp"):
         return linear(0.0, terms_of(x)[1])
     if x.op == "exp" and x.args[0].op == "linear" and x.args[0].value[0]:
         constant, terms = terms_of(x.args[0])
         return scaled(math.exp(constant), exponential(linear(0.0, terms)))
     return x
-
-
-def _has_probabilities(x: Node) -> bool:
-    return any(y.op == "exp" for y in walk([x]))
 
 
 def _mentions_softmax(x: Node, key: Axis) -> bool:

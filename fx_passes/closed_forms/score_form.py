@@ -29,6 +29,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
 from torch_streamkl.fx_passes.closed_forms.joined_products import joined_products
 from torch_streamkl.program.canonical import (
     FALSE,
+    LARGEST_SHIFT,
     all_of,
     choose,
     linear,
@@ -39,7 +40,7 @@ from torch_streamkl.program.canonical import (
 )
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, SUM, Axis, Node, intern
 from torch_streamkl.program.reductions import remade
-from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_small
+from torch_streamkl.program.shifts import LARGE, is_small
 from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,

@@ -16,16 +16,17 @@ from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
 from torch_streamkl.fx_passes.closed_forms.worlds import (
     LOG,
-    UNDERFLOWN,
+    LOG_OF_UNDERFLOWN,
     World,
     decided,
+    distributions_in,
     is_formula,
     mentions_variables,
     value_at,
 )
 from torch_streamkl.program.graph import FLOAT, Axis, Node, const
 from torch_streamkl.program.reductions import assume, remade
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import rebuilt_root, walk
 
 HUGE = 1e30
 LIKELY = (0.5, 0.1)  # probabilities of the other distributions
@@ -45,10 +46,10 @@ def asks_for_zero(
     if made is expr:
         return ()
     conditions = [condition for condition in _conditions(expr) if mentions_variables(condition)]
-    every, asked = _variables([expr]), _variables(conditions)
-    alike = [{n for n in every if aligned(parts, n, number)} for number in asked]
+    every, asked = distributions_in([expr]), distributions_in(conditions)
+    alike = [{n for n in every if aligned(parts, n, number)} for number in sorted(asked)]
     world = World(key, holds)
-    if any(_differs(expr, made, of, world, UNDERFLOWN) for of in alike):
+    if any(_differs(expr, made, of, world, LOG_OF_UNDERFLOWN) for of in alike):
         raise NoForm("a condition asks for probabilities that are 0 by underflow", expr)
     guarded = {n for of in alike if _differs(expr, made, of, world, -math.inf) for n in of}
     return tuple(parts[n].score for n in sorted(guarded))
@@ -56,13 +57,13 @@ def asks_for_zero(
 
 def _differs(expr: Node, made: Node, asked: Collection[int], world: World, log: float) -> bool:
     """Whether eager code has another number, in which the logarithm of 0 is ``log``."""
-    numbers = _variables([expr])
+    numbers = distributions_in([expr])
     for is_met in (True, False):
         eager, ours = (_of_variables(x, world, is_met) for x in (expr, made))
         for p in LIKELY:
             logs = dict.fromkeys(numbers, math.log(p))
             want = value_at(eager, replace(world, logs=logs | dict.fromkeys(asked, log)))
-            ours_at = replace(world, logs=logs | dict.fromkeys(asked, UNDERFLOWN))
+            ours_at = replace(world, logs=logs | dict.fromkeys(asked, LOG_OF_UNDERFLOWN))
             got = _finite_value(ours, ours_at)
             # infinity, or the largest number in its place: the loss is as good as infinite
             if want is None or got is None or not abs(want) < HUGE:
@@ -76,10 +77,6 @@ def _finite_value(x: Node, world: World) -> float | None:
     """An expression's number, NaN if a part of it is infinite, which 0 does not annihilate."""
     parts = (value_at(y, world) for y in walk([x], is_formula))
     return math.nan if math.inf in parts else value_at(x, world)
-
-
-def _variables(roots: Sequence[Node]) -> list[int]:
-    return sorted({int(y.value) for y in walk(roots) if y.op == LOG})
 
 
 def _conditions(x: Node) -> Iterator[Node]:
@@ -102,4 +99,4 @@ def _of_variables(x: Node, world: World, is_met: bool) -> Node:
         is_number = y.dtype == FLOAT and not is_formula(y) and y.op != LOG
         return const(0.75) if is_number else remade(y, args)
 
-    return rebuilt([x], change, is_formula)[x]
+    return rebuilt_root(x, change, is_formula)

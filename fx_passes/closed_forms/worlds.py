@@ -15,7 +15,7 @@ a condition either leaves nothing, or it is not there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, is_of_products
@@ -29,7 +29,7 @@ from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 LOG = "logP"
 LARGEST_SPREAD = 60.0  # of what is added to scores: exp(-60) and scores are far from underflow
-UNDERFLOWN = -800.0  # the logarithm of a probability that is 0 in every dtype
+LOG_OF_UNDERFLOWN = -800.0  # the logarithm of a probability that is 0 in every dtype
 _HIDDEN = -1e8  # scores that are compared with a lower number are asked whether they are masked
 
 
@@ -49,6 +49,11 @@ class World:
 def mentions_variables(x: Node) -> bool:
     """Returns whether an expression has probabilities."""
     return has_op(x, LOG)
+
+
+def distributions_in(roots: Iterable[Node]) -> set[int]:
+    """Returns the numbers of the distributions whose probabilities expressions have."""
+    return {int(y.value) for y in walk(roots) if y.op == LOG}
 
 
 def decided(condition: Node, world: World) -> bool | None:
@@ -234,7 +239,7 @@ def _value(x: Node, args: Sequence[float | None], world: World) -> float | None:
 
 def vanishes(x: Node, key: Axis, world: World | None = None) -> bool:
     """Returns whether an expression is 0 where all distributions have the same probability."""
-    numbers = {int(y.value) for y in walk([x]) if y.op == LOG}
+    numbers = distributions_in([x])
     known = world or World(key)
     for p in (1.0, 0.5, 0.1, 1e-3):
         logs = dict.fromkeys(numbers, math.log(p))
@@ -299,7 +304,7 @@ def _are_hidden_together(x: Node, forms: Sequence[ScoreForm], world: World) -> b
     numbers = range(len(forms))
     return len(every) == 1 and all(
         value_at(x, replace(world, logs=dict.fromkeys(numbers, log))) == 0.0
-        for log in (-math.inf, UNDERFLOWN)
+        for log in (-math.inf, LOG_OF_UNDERFLOWN)
     )
 
 

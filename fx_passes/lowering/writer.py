@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.bounds import LABELS
+from torch_streamkl.bounds import ignored_label
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, products_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
@@ -452,9 +452,10 @@ class Writer:
         if placed.value.dtype not in (torch.int64, torch.int32):
             node = self.build.method("long", node)
         of, _ = self.reading.indices.get(key_of(at), ("", 0))
-        if of.startswith(LABELS):  # what is ignored reads nothing in eager code: here the first
-            ignored = self.build.call(torch.eq, node, int(of.removeprefix(LABELS)))
-            node = self.build.method("masked_fill", node, ignored, 0)
+        ignored = ignored_label(of)
+        if ignored is not None:  # it reads nothing in eager code: here the first
+            where = self.build.call(torch.eq, node, ignored)
+            node = self.build.method("masked_fill", node, where, 0)
         return Placed(node, placed.dims)
 
     def _flattened(self, tensor: fx.Node, at: Sequence[Node]) -> tuple[fx.Node, Sequence[Node]]:

@@ -16,7 +16,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
-from torch_streamkl.fx_passes.planning.row_facts import logarithms_in, logarithms_of
+from torch_streamkl.fx_passes.planning.row_facts import logarithms_of, taken_in
 from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import SUM, Node
@@ -162,7 +162,7 @@ def _planned(node: fx.Node, reading: Reading) -> Matched | str:
 def _takes_logarithms(node: fx.Node, scores: Sequence[Node], reading: Reading) -> bool:
     """Whether a node is computed from the logarithm of a softmax of these scores."""
     inside, forms = {node, *ancestors(node)}, Forms(bare=True)
-    logs = walk(logarithms_in(inside, logarithms_of(reading, hidden=False)))
+    logs = walk(taken_in(inside, logarithms_of(reading, hidden=False)))
     taken = {forms.of(x.args[0]) for x in logs if x.op == "log_softmax"}
     return any(forms.of(x) in taken for x in scores)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -49,26 +49,25 @@ def logarithms_of(reading: Reading, *, hidden: bool = True) -> dict[fx.Node, lis
     }
 
 
-def logarithms_in(
-    nodes: Container[fx.Node], every: Mapping[fx.Node, list[Node]]
-) -> tuple[Node, ...]:
-    """Returns the logarithms that these nodes take.
+def taken_in(nodes: Container[fx.Node], every: Mapping[fx.Node, list[Node]]) -> tuple[Node, ...]:
+    """Returns the logarithms, or log-softmaxes, that these nodes take of all that nodes do.
 
     Other code may take those of the same probabilities: here they may be computed from scores.
     """
     return tuple(dict.fromkeys(x for n, own in every.items() if n in nodes for x in own))
 
 
-def log_softmaxes_in(nodes: Collection[fx.Node], reading: Reading) -> tuple[Node, ...]:
-    """Returns the log-softmaxes that these nodes read as such: eager code has numbers there."""
-    found = dict[Node, None]()
-    for n in nodes:
+def log_softmaxes_of(reading: Reading) -> dict[fx.Node, list[Node]]:
+    """Returns the log-softmaxes that nodes read as such, by node: eager code has numbers there."""
+    found: dict[fx.Node, list[Node]] = {}
+    for n in reading.arrays:
         x = reading.expression(n)
         if x is None or x.op != "log_softmax" or _is_logarithm(n, reading):
             continue
-        if any(u in nodes and not _is_the_same(u, x, reading) for u in n.users):
-            found[x] = None
-    return tuple(found)
+        for reader in n.users:
+            if not _is_the_same(reader, x, reading):
+                found.setdefault(reader, []).append(x)
+    return found
 
 
 def _is_the_same(node: fx.Node, x: Node, reading: Reading) -> bool:

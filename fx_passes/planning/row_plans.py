@@ -36,9 +36,9 @@ from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_facts import (
     facts_of,
-    log_softmaxes_in,
-    logarithms_in,
+    log_softmaxes_of,
     logarithms_of,
+    taken_in,
 )
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
@@ -108,7 +108,7 @@ class RowPlanner:
         types = product_types(trace, reading)
         made = {names: found.result for names, found in types.items()}
         self.facts = replace(facts_of(reading), product_types=made)
-        self._logarithms = logarithms_of(reading)
+        self._logarithms, self._log_softmaxes = logarithms_of(reading), log_softmaxes_of(reading)
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
@@ -136,8 +136,8 @@ class RowPlanner:
         inside = {a for r in roots for a in ancestors(r)}
         facts = replace(
             self.facts,
-            logarithms=logarithms_in(inside, self._logarithms),
-            log_softmaxes=log_softmaxes_in(inside, self.reading),
+            logarithms=taken_in(inside, self._logarithms),
+            log_softmaxes=taken_in(inside, self._log_softmaxes),
         )
         form = row_form([x.expr for x in arrays], list(dict.fromkeys(order)), facts)
         outputs = tuple(

@@ -26,7 +26,7 @@ from tests.support.read_programs import (
 from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
-from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_in, logarithms_of
+from torch_streamkl.fx_passes.planning.row_facts import facts_of, logarithms_of, taken_in
 from torch_streamkl.fx_passes.reading.reader import read
 from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.reductions import contraction, substitute
@@ -127,9 +127,7 @@ def _of_graph(gm, inputs):
     reading = read(gm, first.records.__getitem__)
     (results,) = next(n for n in gm.graph.nodes if n.op == "output").args
     made = Made()
-    facts = replace(
-        facts_of(reading), logarithms=logarithms_in(gm.graph.nodes, logarithms_of(reading))
-    )
+    facts = replace(facts_of(reading), logarithms=taken_in(gm.graph.nodes, logarithms_of(reading)))
     arrays = [reading.array(n) for n in results]
     for x in arrays:
         try:

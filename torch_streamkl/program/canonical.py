@@ -39,7 +39,8 @@ from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, tim
 
 ONE_OR_ZERO = [("const", 1.0), ("const", 0.0)]
 ADDED = "added"  # the value of a `where`: NOTE [Masks that are added]
-LARGEST_NUMBER = 1e4  # next to a larger one, scores have lost their digits already: shifts.py
+# In float32, scores next to a larger number have less than three decimals left.
+LARGEST_SHIFT = 1e4
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled
 
 
@@ -133,7 +134,7 @@ def _numbers_of(c: float, x: Node) -> list[float]:
 def _loses_digits(numbers: Sequence[float]) -> bool:
     """Whether the sum of numbers has less than three digits of the smallest, in float32."""
     parts = [abs(x) for x in numbers if x]
-    if len(parts) < 2 or max(parts) > LARGEST_NUMBER or _is_whole(*parts):
+    if len(parts) < 2 or max(parts) > LARGEST_SHIFT or _is_whole(*parts):
         return False
     (rounded,) = struct.unpack("f", struct.pack("f", math.fsum(numbers)))
     return abs(math.fsum([rounded, *(-x for x in numbers)])) > 1e-3 * min(parts)

@@ -10,6 +10,7 @@ from torch_streamkl.program import graph
 from torch_streamkl.program.canonical import (
     ADDED,
     FALSE,
+    LARGEST_SHIFT,
     REDUCTIONS,
     TRUE,
     all_of,
@@ -60,7 +61,7 @@ from torch_streamkl.program.masks import has_score, kept_by
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
 from torch_streamkl.program.renaming import names_of, renamed
-from torch_streamkl.program.shifts import LARGE, LARGEST_SHIFT, is_shifted, small_shifts
+from torch_streamkl.program.shifts import LARGE, is_shifted, small_shifts
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]

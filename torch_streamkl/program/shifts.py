@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.canonical import LARGEST_SHIFT, terms_of
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Axis, Node
 from torch_streamkl.program.ranges import times
 from torch_streamkl.program.walks import walk
 
-# In float32, scores next to a larger number have less than three decimals left.
-LARGEST_SHIFT = 1e4
 LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
 
