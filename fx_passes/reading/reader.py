@@ -103,15 +103,22 @@ class Reading:
 
     @functools.cached_property
     def widest(self) -> dict[object, torch.dtype]:
-        """Returns the widest type that a captured tensor is cast to, by the tensor's name."""
+        """Returns the widest type of what is computed of a captured tensor, by the tensor's name.
+
+        Products count no more, whatever type they and the tensor are promoted to.
+        """
         found: dict[object, torch.dtype] = {}
+        made_of: dict[fx.Node, set[object]] = {}  # names
         for node in self.arrays:
             x = self.expression(node)
-            if x is None or x.op != "capture":
+            if x is None or node in self.reads_products:
                 continue
+            names = {x.value.name} if x.op == "capture" else set[object]()
+            made_of[node] = names.union(*(made_of.get(a, ()) for a in node.all_input_nodes))
             dtype = tensor_of(node).dtype
             if dtype.is_floating_point and dtype.itemsize > 1:  # torch promotes no float8
-                found[x.value.name] = torch.promote_types(found.get(x.value.name, dtype), dtype)
+                for name in made_of[node]:
+                    found[name] = torch.promote_types(found.get(name, dtype), dtype)
         return found
 
     def expression(self, node: object) -> Node | None:

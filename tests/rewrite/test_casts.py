@@ -144,3 +144,23 @@ def test_given_tensors_are_computed_with_in_float32(name, dtype):
         found = torch.compile(loss, backend="streamkl", options=options)(x, w, z)
     assert report.num_fused == 1, report
     torch.testing.assert_close(found, loss(x, w, z))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_given_tensors_are_computed_with_in_float64(dtype):
+    """As the code says in the softmax, not by a cast."""
+
+    def loss(x, w, z):
+        s, q = x @ w.mT, (z * 2).softmax(-1, dtype=torch.float64)
+        mixed = 0.5 * (s.softmax(-1) + q)
+        return (s.softmax(-1) * (s.log_softmax(-1) - mixed.log())).sum(-1)
+
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 4, dtype=torch.float64) for n in (5, 11))
+    z = torch.randn(5, 11).to(dtype)
+    torch._dynamo.reset()
+    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+    with backend.collected() as report:
+        found = torch.compile(loss, backend="streamkl", options=options)(x, w, z)
+    assert report.num_fused == 1, report
+    torch.testing.assert_close(found, loss(x, w, z), rtol=1e-12, atol=1e-12)
