@@ -136,7 +136,7 @@ class Steps:
             case "linear":
                 return self._linear(x)
             case "product":
-                return self._times([self.nodes[f] for f in x.args])
+                return self._times([self.nodes[f] for f in x.args], x.dtype)
             case "nonnegative":
                 return self._nonnegative(x)
             case "log_softmax":
@@ -231,6 +231,7 @@ class Steps:
     def _nonnegative(self, x: Node) -> Node:
         """A sum of coefficient * expression + constant >= 0, without negative terms."""
         constant, terms = terms_of(x.args[0])
+        dtype = x.args[0].dtype  # integers stay exact
         sides: dict[bool, Node | None] = {True: None, False: None}
 
         def add(term: Node, is_left: bool) -> None:
@@ -242,11 +243,12 @@ class Steps:
                 raise NoForm("a mask whose place depends on a size that varies", x)
             place = self._index(t) if t.op == "index" else self.of(t)
             if abs(c) != 1:
-                place = apply("mul", place, float(abs(c)))
+                place = apply("mul", place, const(abs(c), dtype))
             add(place, c > 0)
         if constant:
-            add(const(abs(constant)), constant > 0)
-        left, right = (y if y is not None else const(0.0) for y in (sides[True], sides[False]))
+            add(const(abs(constant), dtype), constant > 0)
+        zero = const(0.0, dtype)
+        left, right = (zero if y is None else y for y in (sides[True], sides[False]))
         return apply("ge", left, right)
 
     # ------------------------------------------------------------------------ sums
@@ -270,7 +272,7 @@ class Steps:
     def _linear(self, x: Node) -> Node:
         constant, terms = terms_of(x)
         if not has_products(x):
-            return self._total([(c, self.nodes[t]) for c, t in terms], constant)
+            return self._total([(c, self.nodes[t]) for c, t in terms], constant, x.dtype)
         rest = self._added(x)
         made = [(c, self._factors(t)) for c, t in terms if has_products(t)]
         total = self._grouped(made)
@@ -313,31 +315,33 @@ class Steps:
             return c, self._times(nodes)
         return math.copysign(1.0, c), self._times([*nodes, const(abs(c))])
 
-    def _total(self, terms: Sequence[tuple[float, Node]], constant: float) -> Node:
-        """A sum: what is added first, then what is subtracted."""
+    def _total(
+        self, terms: Sequence[tuple[float, Node]], constant: float, dtype: str = FLOAT
+    ) -> Node:
+        """A sum: what is added first, then what is subtracted. One of integers is exact."""
         ordered = sorted(terms, key=lambda item: item[0] < 0.0)
         total: Node | None = None
         if (not ordered or ordered[0][0] < 0.0) and constant > 0.0:
-            total, constant = const(constant), 0.0
+            total, constant = const(constant, dtype), 0.0
         for c, x in ordered:
-            x = cast(x, FLOAT)
+            x = cast(x, dtype)
             if abs(c) != 1.0:
-                x = apply("mul", x, const(abs(c)))
+                x = apply("mul", x, const(abs(c), dtype))
             if total is None:
                 total = x if c > 0.0 else apply("neg", x)
             else:
                 total = apply("add" if c > 0.0 else "sub", total, x)
         if total is None:
-            return const(constant)
+            return const(constant, dtype)
         if constant:
-            total = apply("add" if constant > 0.0 else "sub", total, const(abs(constant)))
+            total = apply("add" if constant > 0.0 else "sub", total, const(abs(constant), dtype))
         return total
 
     # ------------------------------------------------------------------------ products
 
-    def _times(self, factors: Sequence[Node]) -> Node:
+    def _times(self, factors: Sequence[Node], dtype: str = FLOAT) -> Node:
         """A product: per-row values of their own, and what may be infinite last."""
-        factors = [cast(f, FLOAT) for f in factors]
+        factors = [cast(f, dtype) for f in factors]
         of_rows = [f for f in factors if not f.by_key]
         of_keys = sorted((f for f in factors if f.by_key), key=lambda f: not f.is_finite)
         total: Node | None = None

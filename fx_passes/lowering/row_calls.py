@@ -94,7 +94,8 @@ def _of_one_type(build: Builder, tensors: Sequence[fx.Node]) -> list[fx.Node]:
 def _captured(writer: Writer, form: RowForm, c: Captured) -> fx.Node:
     """A captured tensor in the dimensions of its kind."""
     partly = "a mask varies along some dimensions that become one" if c.kind == PAIR else ""
-    at = c.value.args[1] if is_signed(c.value) else c.value
+    keys = form.axes.keys[0].size
+    at = c.value.args[1] if keys is not None and is_signed(c.value, keys) else c.value
     found = writer.reading.indices.get(key_of(at)) if at.dtype == INT else None
     if found is None:
         return writer.tensor(c.value, c.dims, partly=partly)

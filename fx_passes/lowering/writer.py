@@ -438,7 +438,8 @@ class Writer:
 
     def _at(self, tensor: fx.Node, at: Sequence[Node], whole: Collection[int] = ()) -> Placed:
         """A tensor at positions, those that tensors hold included."""
-        signed = {p: p.args[1] for p in at if is_signed(p)}
+        sizes = map(self.reading.sizes.of, tensor_of(tensor).shape)
+        signed = {p: p.args[1] for p, n in zip(at, sizes, strict=True) if is_signed(p, n)}
         index = {p: self._index(signed.get(p, p)) for p in at if self.captures.affine(p) is None}
         return self.captures.placed(tensor, at, index, whole, signed)
 

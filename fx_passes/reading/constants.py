@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import _disable_current_modes
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import truth_of
+from torch_streamkl.fx_passes.reading.types import LARGEST_POSITION
 from torch_streamkl.program.canonical import linear
 from torch_streamkl.program.graph import INT, const
 
@@ -37,6 +38,8 @@ class Constants:
         """Returns a constant whose elements are all equal, or affine in their indices."""
         tensor = self._evaluated(node)
         if tensor is None or tensor.numel() == 0:
+            return None
+        if float(tensor.double().abs().max()) >= LARGEST_POSITION:  # as numbers they lose digits
             return None
         first = tensor.flatten()[0]
         dims = arrays.leaf_dims(tensor.shape)

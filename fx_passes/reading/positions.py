@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Axis, Node, Source, index
+from torch_streamkl.program.canonical import linear, terms_of
+from torch_streamkl.program.graph import Axis, Node, Size, Source, index, size_of
 from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.walks import walk
 
@@ -83,11 +83,16 @@ def scaled_index(x: Node) -> tuple[Axis, list[Node]] | None:
     return (indices[0], sizes) if len(indices) == 1 and len(sizes) == len(factors) - 1 else None
 
 
-def is_signed(at: Node) -> bool:
-    """Returns whether a position is one that may be counted from the end."""
+def is_signed(at: Node, size: Size) -> bool:
+    """Returns whether a position may be counted from the end of a dimension of this size.
+
+    That of a part of the dimension, as `narrow` reads it, is counted from the end of the part.
+    """
     if at.op != "where" or at.args[0].op != "nonnegative":
         return False
-    return at.args[0].args[0] is at.args[1] and at.args[1] in at.args[2].args
+    from_front = at.args[1]
+    from_end = linear(0.0, [(1.0, from_front), (1.0, size_of(size))])
+    return at.args[0].args[0] is from_front and at.args[2] is from_end
 
 
 def undivided(above: Node, below: Node, size: Node) -> Node | None:

@@ -69,6 +69,8 @@ def stored(x: Node, dtype: torch.dtype) -> Node:
         return number_of(x, kind)
     if kind == INT and x.dtype == FLOAT and not is_whole(x):
         raise NoRule("a number that is no integer in a tensor of integers")
+    if x.dtype == INT and not _is_exact(x):
+        raise NoRule("integers with more digits than float64 has")
     if kind == FLOAT and x.op == "linear" and not _multiplies_within(x, dtype):
         raise NoRule(f"values times a number that {name} does not hold")
     if kind == INT and x.op == "const":  # a folded sum is one of floating-point numbers
@@ -78,6 +80,13 @@ def stored(x: Node, dtype: torch.dtype) -> Node:
             return _rounded(x, name, kind)
         raise NoRule(f"integers that {name} may not hold")
     return x
+
+
+def _is_exact(x: Node) -> bool:
+    """Whether the numbers of an integer expression, and its value if it is bounded, are exact."""
+    numbers = [x.value[0], *x.value[1]] if x.op == "linear" else []
+    bounds = [end for end in x.range if math.isfinite(end)]
+    return all(abs(n) <= LARGEST_POSITION for n in (*numbers, *bounds))
 
 
 def _multiplies_within(x: Node, dtype: torch.dtype) -> bool:

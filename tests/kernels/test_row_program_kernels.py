@@ -141,6 +141,19 @@ def test_masks_and_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(partial(_compare, MASKS[name], differentiated), _operands(rows=21), 2e-6)
 
 
+def _hashed(e: Any) -> Any:
+    """A mask by integers that are more than int32 holds."""
+    t = torch.where((e.row_index * e.key_index * 829348951) % 31 < 20, e.t, -1e9)
+    return {"value": (t.softmax("key") * t).sum("key")}
+
+
+@inside
+def test_large_integers() -> None:
+    dots = {"t": (torch.randn(1, 1, 21, 3), torch.randn(1, 1, 33, 3))}
+    found = [row_program(_hashed, dots=dots, impl=x)["value"] for x in ("triton", "torch")]
+    torch.testing.assert_close(*found)
+
+
 BLOCKS = {"window": 4, "causal": 5, "lengths": 16, "left": 24, "mask": 32, "none": 96}
 
 

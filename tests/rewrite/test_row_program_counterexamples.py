@@ -80,6 +80,31 @@ def nothing_is_an_integer_but_counts(made, z, t, w):
     return (w * z.softmax(-1) * made(z, t)).sum(-1)
 
 
+HASHES = {
+    "a product of positions": lambda i: i[:, None] * i * 7919 * 104729 % 31 < 20,
+    "a large multiple": lambda i: (i[:, None] * 3_000_000_007 - i) % 7 > 2,
+    "a sum that float64 does not hold": lambda i: (
+        ((i + 9007199254740993) - 9007199254740992) % 3 != i[:, None] % 3
+    ),
+    "compared with a large number": lambda i: i[:, None] * 16777259 + i >= 50331777 + 3,
+}
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_integers_of_masks_are_exact(name):
+    """As a dropout that is the same in student and teacher makes them."""
+
+    def program(h, w):
+        dropped = HASHES[name](torch.arange(23)) & ~torch.eye(23, dtype=torch.bool)
+        z = (h @ w.T).masked_fill(dropped, -1e9)
+        return (z.log_softmax(-1) * z.softmax(-1).sqrt()).sum(-1)
+
+    inputs = [torch.randn(23, 3), torch.randn(23, 3)]
+    with backend.collected() as report:
+        torch.testing.assert_close(compiled(program, "eager")(*inputs), program(*inputs))
+    assert report.num_fused == 1, str(report)
+
+
 def test_counts_are_exact_where_float32_is_not():
     h, w = torch.randn(4099, 2), torch.randn(4099, 2)
     judge(lambda h, w: ((h @ w.T).softmax(-1) > -1.0).sum(), [h, w])
@@ -566,6 +591,28 @@ def a_dropout_in_eval_that_returns_its_input_under_no_grad(q, k, t):
     with torch.no_grad():
         log_p = (F.dropout(k, 0.5, training=False) @ q.mT).mT.log_softmax(-1)
     return F.kl_div(log_p, t.softmax(-1), reduction="mean")
+
+
+# ------------------------------------------------------ ids of rows
+PARTS = {
+    "of the first part": lambda x: x[:3][torch.tensor([-1, 0, 2, -2])],
+    "of a later part": lambda x: x[1:4][torch.tensor([-1, 0, 2, -2])],
+    "of a chunk": lambda x: x.chunk(2)[0][torch.tensor([-1, 0, 1, -3])],
+    "of all rows": lambda x: x[torch.tensor([-1, 0, 2, -2])],
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_ids_from_the_end_of_a_part(name, dynamic):
+    def program(h, w):
+        z = PARTS[name](h @ w.T)
+        return (z.log_softmax(-1) * z.softmax(-1).sqrt()).sum(-1)
+
+    inputs = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 7)]
+    if dynamic:
+        torch._dynamo.mark_dynamic(inputs[0], 0)
+    judge(program, inputs, 1)
 
 
 # ------------------------------------------------------ what reads a sum

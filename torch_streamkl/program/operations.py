@@ -277,7 +277,6 @@ OPERATIONS: dict[str, Operation] = {
         "same",
         None,
         True,
-        triton_int="{0}.to(tl.int64) * {1}",  # positions are int32
         bools="and",
         range=ranges.product_range,
     ),

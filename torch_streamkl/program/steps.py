@@ -14,6 +14,7 @@ from torch_streamkl.program import graph
 from torch_streamkl.program.graph import (
     BLOCK_SUM,
     FLOAT,
+    INT,
     KEY,
     ROW,
     Axis,
@@ -49,6 +50,13 @@ class Step(NamedTuple):
 def steps_of(parsed: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
     """Returns steps that were written as JSON, which has them as lists."""
     return tuple(Step(op, tuple(args), *rest) for op, args, *rest in parsed)
+
+
+def exceeds_int32(steps: Iterable[Step]) -> bool:
+    """Returns whether integers that are made of positions may be more than int32 holds."""
+    integers = [step for step in steps if step.dtype == INT]
+    numbers = [abs(step.value) for step in integers if step.op == "const"]
+    return max(numbers, default=0.0) > 2**30 or any(step.op == "mul" for step in integers)
 
 
 class Reduced(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch_streamkl.program.graph import LOGSUMEXP, MAX
 from torch_streamkl.program.operations import OPERATIONS
-from torch_streamkl.program.steps import Step, used_by
+from torch_streamkl.program.steps import Step, exceeds_int32, used_by
 from torch_streamkl.rows.program import KEY, ROW, Program
 
 CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
@@ -57,6 +57,7 @@ class Writer:
         self.program, self.nodes, self.is_exact = program, nodes, is_exact
         self.order = used_by(nodes, roots)
         self.shape = self._shapes()
+        self.as_index = ".to(tl.int64)" if exceeds_int32(nodes) else ""
         self.arguments: list[str] = []
         self.lines: list[str] = []
         self.log_normalizer = 1
@@ -328,7 +329,7 @@ class Writer:
             elif node.op == "capture":
                 self._load(index, f"c{i}_p + m64 * c{i}_m", "in_rows")
             elif node.op == "row_index":
-                self.line(f"v{index} = m[:, None] + first_row")
+                self.line(f"v{index} = (m[:, None] + first_row){self.as_index}")
             else:
                 self.line(f"v{index} = {self.expressions[index]}")
         for name, value in self.of_rows.items():
@@ -371,7 +372,7 @@ class Writer:
                 i = int(node.value)
                 self._load(index, f"c{i}_p + n64 * c{i}_n", mask)
             elif node.op == "key_index":
-                self.line(f"v{index} = n[None, :] + first_key")
+                self.line(f"v{index} = (n[None, :] + first_key){self.as_index}")
             else:
                 self.line(f"v{index} = {self.expressions[index]}")
         for name, value in self.of_keys.items():
@@ -453,10 +454,9 @@ class Writer:
     # ------------------------------------------------------------------ loops
 
     def is_dense(self) -> bool:
-        """Returns whether every tile is looked at for a mask.
+        """Returns whether every tile is looked at for a mask: a dense one has no structure.
 
-        A dense mask has no structure; and the float32 operands of two loops would lie in registers
-        that spill (bench/notes/portable_kernels.md).
+        And float32 operands of two loops would spill (bench/notes/portable_kernels.md).
         """
         return self.program.keys.has_mask or self.is_exact
 
