@@ -195,9 +195,10 @@ class _Rewriting:
     def _clean(self, sizes: dict[fx.Node, fx.Node]) -> tuple[list[fx.Node], list[str]]:
         """Runs the passes after the operators; returns what was removed, and notes."""
         graph, region, losses = self.given.graph, self.losses.region, self.losses
+        nodes = list(region.nodes)
         if self.fused:
-            shapes_as_sizes(region, sizes, self.builder)
-        removed = remove_dead(graph, region.nodes, self.unused, self.views)
+            nodes += shapes_as_sizes(region, sizes, self.builder)
+        removed = remove_dead(graph, nodes, self.unused, self.views)
         if not self.fused:
             return removed, []
         kept = replace_attention(
@@ -213,7 +214,7 @@ class _Rewriting:
         sum_rows_in_forward(graph, self.builder)
         if not has_dtensors(self.given.owner.graph):  # of which AOTAutograd keeps shards
             refuse_second_derivatives(graph, self.builder)
-        return removed + remove_dead(graph, region.nodes, self.unused, self.views), kept
+        return removed + remove_dead(graph, nodes, self.unused, self.views), kept
 
     # ------------------------------------------------------------------------- reporting
 

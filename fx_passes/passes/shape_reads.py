@@ -24,10 +24,13 @@ from torch_streamkl.fx_passes.fx_utils.shape_reads import (
 )
 
 
-def shapes_as_sizes(region: Region, quadratic: Container[fx.Node], builder: MakeBuilder) -> None:
+def shapes_as_sizes(
+    region: Region, quadratic: Container[fx.Node], builder: MakeBuilder
+) -> list[fx.Node]:
     """Replaces ``x.expand_as(scores)`` by ``x.expand(sizes)``, with sizes from the region's
-    inputs.
+    inputs; returns what takes the place of the region's nodes.
     """
+    made = list[fx.Node]()
     tensors = [leaf for leaf in region.leaves if is_tensor(leaf)]
     for node in region.nodes:
         if node._erased:
@@ -38,8 +41,10 @@ def shapes_as_sizes(region: Region, quadratic: Container[fx.Node], builder: Make
             continue
         build = builder(node)
         with contextlib.suppress(Unsupported), build.undone_if_unsupported():
-            node.replace_all_uses_with(_without(node, value, build, tensors))
+            made.append(_without(node, value, build, tensors))
+            node.replace_all_uses_with(made[-1])
             node.graph.erase_node(node)
+    return made
 
 
 def _without(node: fx.Node, value: Tensor, build: Builder, tensors: list[fx.Node]) -> fx.Node:

@@ -49,6 +49,24 @@ def _text(x):
 
 
 class Snapshots(TestCase):
+    def test_writes_by_an_expanded_mask(self):
+        """Without the masks, which are made of both probabilities."""
+
+        def program(h, w, t, v):
+            teacher, student = (
+                torch.distributions.Categorical(logits=a @ b.mT) for a, b in ((t, v), (h, w))
+            )
+            return torch.distributions.kl_divergence(teacher, student)
+
+        inputs = [torch.randn(n, 4) for n in (5, 7, 5, 7)]
+        self.assertExpectedInline(
+            rewritten(program, inputs),
+            """\
+linear_kl_default = linear_kl.default(h, w, t, v, student_scale=1, teacher_scale=1)
+getitem = getitem(linear_kl_default, 0)
+return (getitem)""",
+        )
+
     def test_forward_kl(self):
         program = Program()
         self.assertExpectedInline(
