@@ -8,7 +8,8 @@ log-sum-exp does, or nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
@@ -16,9 +17,11 @@ from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
+    BOOL,
     CONTRACT,
     FLOAT,
     INT,
+    LOGSUMEXP,
     Axis,
     Node,
     Size,
@@ -27,6 +30,7 @@ from torch_streamkl.program.graph import (
     index,
 )
 from torch_streamkl.program.reductions import remade
+from torch_streamkl.program.shifts import LARGE
 from torch_streamkl.program.walks import rebuilt, walk
 
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
@@ -148,3 +152,41 @@ def _are_of_elements(keys: Node, ids: Node) -> bool:
 
 def _has_ids(position: Node) -> bool:
     return any(y.op == "capture" and y.dtype == INT for y in walk([position]))
+
+
+def check_normalizers(opened: Iterable[Node], roots: Iterable[Node]) -> None:
+    """Raises NoForm if a log-sum-exp may have lost the digits of what it is subtracted from.
+
+    Where a mask of -1e9 hides all keys of a row, the log-sum-exp is -1e9, without the logarithm of
+    their number. What has a row's scores and masks in one place computes with the maximum apart;
+    an entry is computed elsewhere (in ``roots``), or without what is added to it (in ``opened``).
+    """
+    for exprs, is_score, is_added in ((opened, _is_product, True), (roots, _is_entry, False)):
+        for x in walk(exprs, is_entered):
+            terms = x.args if x.op == "linear" else ()
+            inside = walk(terms, lambda y: is_entered(y) and y.op not in ("reduce", "log_softmax"))
+            hides = any(_may_hide_rows(t, is_added) for t in terms)
+            if hides and any(map(is_score, inside)):
+                raise NoForm(
+                    "an entry of scores, whose row a large mask may hide, and its softmax", x
+                )
+
+
+def _is_product(x: Node) -> bool:
+    return x.op == CONTRACT
+
+
+def _is_entry(x: Node) -> bool:
+    return x.op == "capture" and isinstance(x.value.name, EntryValue)
+
+
+def _may_hide_rows(x: Node, is_added: bool) -> bool:
+    """Whether it is a log-sum-exp of scores with large finite masks that differ between rows."""
+    if x.op != "reduce" or x.value.kind != LOGSUMEXP:
+        return False
+    for y in walk(x.args, lambda y: is_entered(y) and y.dtype != BOOL and y.op != "reduce"):
+        numbers = [z.value for z in y.args[1:] if z.op == "const"] if y.op == "where" else []
+        is_large = any(LARGE <= abs(n) < math.inf for n in numbers)
+        if is_large and len(numbers) > is_added and y.args[0].axes - {x.value.axis}:
+            return True
+    return False

@@ -21,7 +21,11 @@ from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
-from torch_streamkl.fx_passes.closed_forms.entries import Entries, without_entries
+from torch_streamkl.fx_passes.closed_forms.entries import (
+    Entries,
+    check_normalizers,
+    without_entries,
+)
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     Product,
@@ -168,6 +172,7 @@ class _Planner:
         if not self.sites:
             raise NoForm("a sum of what is not made from scores")
         self.opened = list(dict.fromkeys(site.opened for site in self.sites))
+        check_normalizers(self.opened, self.roots)
 
     def _blocks(self, node: Node) -> dict[Axis, Dim]:
         """The axis of blocks that a sum over parts of the keys leaves, as axes of the keys."""

@@ -615,6 +615,28 @@ def test_ids_from_the_end_of_a_part(name, dynamic):
     judge(program, inputs, 1)
 
 
+def _chosen_by_all_rows(z, keep, labels):
+    return z.masked_fill(~keep, LOWEST).softmax(-1).index_select(-1, labels[:3]).sum(-1)
+
+
+def _labels_of_a_mask_that_is_added(z, keep, labels):
+    return (z + ~keep * -1e9).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("entries", [_chosen_by_all_rows, _labels_of_a_mask_that_is_added])
+def test_entries_of_rows_without_keys(entries):
+    """Their probabilities are uniform. The log-sum-exp has no digits left for their number."""
+
+    def program(h, w, t, v):
+        keep = torch.arange(5)[:, None] > torch.arange(7)
+        z = h @ w.T
+        kl = F.kl_div(z.log_softmax(-1), (t @ v.T).softmax(-1), reduction="none").sum(-1)
+        return kl + entries(z, keep, torch.tensor([0, 6, 2, 0, 3]))
+
+    inputs = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 7, 5, 7)]
+    judge(program, inputs, 1)
+
+
 # ------------------------------------------------------ what reads a sum
 READERS = {
     "a ratio": lambda x: (x - x.detach()).exp(),
