@@ -122,3 +122,28 @@ except Exception:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "asserted" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_gradients_if_all_labels_are_ignored(inner: str) -> None:
+    """A sum over no labels divided by their number is NaN, and adds nothing to the gradient."""
+
+    def loss(h: Tensor, w: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        s = h @ w.T
+        hard = F.cross_entropy(s, y, reduction="sum") / (y != -100).sum()
+        return kl(s, t @ w.detach().T) + hard
+
+    h, w, t = (torch.randn(n, DIM, dtype=torch.float64) for n in (TOKENS, VOCAB, TOKENS))
+    inputs = [h.requires_grad_(), w.requires_grad_(), t, torch.full((TOKENS,), -100)]
+    options = {"streamkl.min_mib": 0.0, "streamkl.verify": "never", "streamkl.inner": inner}
+    torch._dynamo.reset()
+    with collected() as report:
+        value = torch.compile(loss, backend="streamkl", options=options)(*inputs)
+    assert report.num_fused == 1, str(report)
+    eager = loss(*inputs)
+    assert value.isnan()
+    assert eager.isnan()
+    for found, truth in zip(
+        *(torch.autograd.grad(x, inputs[:2]) for x in (value, eager)), strict=True
+    ):
+        torch.testing.assert_close(found, truth)

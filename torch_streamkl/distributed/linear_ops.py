@@ -36,6 +36,7 @@ from torch_streamkl.linear.ops import (
     gradient_fakes,
     linear_kl_backward,
     needs_grad_of,
+    of_counted,
     problem_of,
     row_functions,
     setup_sum_context,
@@ -197,7 +198,8 @@ def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     weights = weights_of(problem, row_weight, hard_row_weight)
     shard = _shard(problem, needs_grad, place)
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
-    rows, grads = shard_rows.forward_with_gradients(shard, weights, NeedsGrad(*needs_grad))
+    counted = of_counted(problem, weights)
+    rows, grads = shard_rows.forward_with_gradients(shard, counted, NeedsGrad(*needs_grad))
     return sum_results(problem, rows, weights, grads[: len(INPUTS)])  # of no adapters
 
 

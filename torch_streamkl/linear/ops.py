@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -143,7 +143,7 @@ def _backward(
     grads = linear_chunks.backward(
         problem,
         RowValues(nothing, nothing, statistics),
-        weights,
+        of_counted(problem, weights),
         NeedsGrad(*needs_grad),
         workspace,
         rows_of(is_compiled, problem, impl),
@@ -193,7 +193,7 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     weights = weights_of(problem, row_weight, hard_row_weight)
     rows, grads = linear_chunks.forward_with_gradients(
         problem,
-        weights,
+        of_counted(problem, weights),
         NeedsGrad(*needs_grad),
         workspace,
         rows_of(is_compiled, problem, impl),
@@ -209,6 +209,17 @@ def weights_of(
     ones = problem.student.hidden.new_ones(problem.num_tokens, dtype=dtype)
     value, hard = (ones if x is None else x.to(dtype) for x in (row_weight, hard_row_weight))
     return RowWeights(value, None if problem.labels is None else hard)
+
+
+def of_counted(problem: LinearProblem, weights: RowWeights) -> RowWeights:
+    """Returns factors for gradients: that of an ignored label is 0, even if it is infinite.
+
+    ``cross_entropy(reduction="sum") / num_labels`` has the factor 1/0 if all labels are ignored.
+    """
+    if weights.hard is None or problem.labels is None:
+        return weights
+    is_ignored = problem.labels == problem.ignore_index
+    return replace(weights, hard=torch.where(is_ignored, 0.0, weights.hard))
 
 
 def sum_results(
