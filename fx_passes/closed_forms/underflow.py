@@ -48,6 +48,8 @@ def asks_for_zero(
     conditions = [condition for condition in _conditions(expr) if mentions_variables(condition)]
     every, asked = distributions_in([expr]), distributions_in(conditions)
     alike = [{n for n in every if aligned(parts, n, number)} for number in sorted(asked)]
+    if len(asked) > 1:  # a quotient of sums of them is NaN where all are 0
+        alike.append(set().union(*alike))
     world = World(key, holds)
     if any(_differs(expr, made, of, world, LOG_OF_UNDERFLOWN) for of in alike):
         raise NoForm("a condition asks for probabilities that are 0 by underflow", expr)

@@ -23,6 +23,13 @@ GUARDS = {
     "isfinite of log": lambda p, q: torch.where(p.log().isfinite(), q * (q.log() - p.log()), 0.0),
     "kl_div": lambda p, q: F.kl_div(p.log().nan_to_num(neginf=0.0), q, reduction="none"),
 }  # fmt: skip
+# of which a quotient is NaN where both are 0
+QUOTIENTS = {
+    "nansum": lambda p, q: ((p - q) ** 2 / (p + q)).nansum(-1),
+    "nan_to_num": lambda p, q: ((p - q) ** 2 / (p + q)).nan_to_num(0.5).sum(-1),
+    "where": lambda p, q: torch.where(p + q > 0, p * q / (p + q), 0.25).sum(-1),
+    "nansum of a square": lambda p, q: (((p - q) / (p + q)) ** 2).nansum(-1).sqrt(),
+}  # fmt: skip
 # where the other branch is the limit of the first: they are closed forms
 LIMITS = {
     "q > 0": lambda q, log_q, log_p: torch.where(q > 0, q * (q.log() - log_p), 0.0),
@@ -55,6 +62,18 @@ def judged(loss, inputs):
     found = difference(eager, compiled)
     assert not found, f"{found}\n{report}"
     return report
+
+
+@pytest.mark.parametrize("quotient", QUOTIENTS.values(), ids=QUOTIENTS)
+def test_quotients_of_two_zeros(quotient):
+    def loss(h, w, t, v):
+        return quotient((h @ w.T).softmax(-1), (t @ v.T).softmax(-1)).sum()
+
+    inputs = operands(APART)
+    with torch.no_grad():
+        for x in inputs[2:]:
+            x *= APART
+    judged(loss, inputs)
 
 
 @pytest.mark.parametrize("mask", MASKS)
