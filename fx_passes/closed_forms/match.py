@@ -198,6 +198,10 @@ def _call(site: _Site, pair: Pair, parts: Sequence[Distribution]) -> Call:
             pair = within(pair, judgement.within)
     elif conditions[TEACHER] != conditions[STUDENT]:
         raise NoForm("teacher and student are masked differently")
+    elif judgement.within is not None:
+        keys = read(parts[judgement.within].score, key).mask
+        if any(form.mask != keys for form in forms):
+            raise NoForm("a term of the sum is masked as only a third distribution is")
     functional = functional_of(pair.expr)
     is_filled = bool(conditions[STUDENT]) and not stricter and not judgement.drops_rows
     fill = _fill(forms, functional) if is_filled else None

@@ -637,6 +637,27 @@ def test_entries_of_rows_without_keys(entries):
     judge(program, inputs, 1)
 
 
+# ------------------------------------------------------ masks of one of three distributions
+THIRDS = {
+    "a temperature": lambda s, t, keep: s.softmax(-1) * ((s / 2).log_softmax(-1) - t),
+    "one without": lambda s, t, keep: (s / 2).softmax(-1) * (s.log_softmax(-1) - t),
+    "an entropy": lambda s, t, keep: s.softmax(-1) * (s.log_softmax(-1) - t),
+}
+
+
+@pytest.mark.parametrize("fill", [-1e9, -INFINITY])
+@pytest.mark.parametrize("name", THIRDS)
+def test_the_keys_of_a_third_distribution(name, fill):
+    """A sum over the keys of the teacher alone, of which some terms do not have the teacher."""
+
+    def program(h, w, t, v):
+        keep = torch.ones(5, 7, dtype=torch.bool).tril(2)
+        log_t = (t @ v.T).masked_fill(~keep, fill).log_softmax(-1)
+        return THIRDS[name](h @ w.T, log_t, keep).masked_fill(~keep, 0.0).sum(-1)
+
+    judge(program, [torch.randn(n, 3, dtype=torch.float64) for n in (5, 7, 5, 7)])
+
+
 # ------------------------------------------------------ what reads a sum
 READERS = {
     "a ratio": lambda x: (x - x.detach()).exp(),
