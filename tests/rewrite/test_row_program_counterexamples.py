@@ -637,6 +637,31 @@ def test_entries_of_rows_without_keys(entries):
     judge(program, inputs, 1)
 
 
+# ------------------------------------------------------ numbers that a type does not hold
+ADDED = {
+    "(1 - keep) * lowest": lambda s, keep, low: s + (1 - keep.float()) * low,
+    "where": lambda s, keep, low: s + torch.where(keep, 0.0, low),
+    "a tensor of the lowest": lambda s, keep, low: s + torch.full((5, 7), low).triu(3),
+}
+
+
+@pytest.mark.parametrize("scale", [2.0, 1.3, -2.0])
+@pytest.mark.parametrize("name", ADDED)
+def test_multiples_of_the_lowest_number(name, scale):
+    """They are infinite, as a temperature below 1 makes them."""
+
+    def program(h, w):
+        keep = torch.ones(5, 7, dtype=torch.bool).tril(2)
+        s = ADDED[name](h @ w.T, keep, torch.finfo(torch.float32).min) * scale
+        return (s.softmax(-1) ** 2).sum(-1)
+
+    inputs = [torch.randn(5, 3), torch.randn(7, 3)]
+    with backend.collected() as report:
+        found = compiled(program, "eager")(*inputs)
+    torch.testing.assert_close(found, program(*inputs), equal_nan=True)
+    assert not report.failures, str(report)
+
+
 # ------------------------------------------------------ masks of one of three distributions
 THIRDS = {
     "a temperature": lambda s, t, keep: s.softmax(-1) * ((s / 2).log_softmax(-1) - t),

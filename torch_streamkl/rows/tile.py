@@ -152,6 +152,13 @@ def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> 
     return RowValue(value, *(torch.where(is_empty, 0.0, x) for x in parts))
 
 
+def held(number: float, dtype: torch.dtype) -> float:
+    """Returns a number as a type holds it: a lowest number times 2 is -inf."""
+    if dtype.is_floating_point and abs(number) > torch.finfo(dtype).max:
+        return math.copysign(math.inf, number)
+    return number
+
+
 def evaluate(
     problem: RowProblem,
     nodes: Sequence[Step],
@@ -183,7 +190,7 @@ def evaluate(
                 # a tensor that is made of a number is copied to a GPU, which the CPU waits for
                 kind = {"bool": torch.bool, "int": torch.int64}.get(node.dtype, dtype)
                 size = (1, problem.num_heads(node.head), 1, 1) if node.head else ()
-                x = torch.full(size, node.value, dtype=kind, device=device)
+                x = torch.full(size, held(node.value, kind), dtype=kind, device=device)
             case "dot":
                 x = dot(problem, number, at)
             case "capture":

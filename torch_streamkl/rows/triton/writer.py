@@ -12,10 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from torch_streamkl.program.graph import LOGSUMEXP, MAX
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.steps import Step, exceeds_int32, used_by
 from torch_streamkl.rows.program import KEY, ROW, Program
+from torch_streamkl.rows.tile import held
 
 CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
 # operations of nodes that a kernel loads
@@ -85,7 +88,8 @@ class Writer:
             return f"v{index}"
         if node.dtype != "float":
             return repr(bool(node.value) if node.dtype == "bool" else int(node.value))
-        return repr(node.value) if abs(node.value) < float("inf") else f"float('{node.value}')"
+        number = held(node.value, torch.float32)
+        return repr(number) if abs(number) < math.inf else f"float('{number}')"
 
     # ------------------------------------------------------------------ what nodes are
 
