@@ -163,13 +163,16 @@ def check_normalizers(opened: Iterable[Node], roots: Iterable[Node]) -> None:
     """
     for exprs, is_score, is_added in ((opened, _is_product, True), (roots, _is_entry, False)):
         for x in walk(exprs, is_entered):
-            terms = x.args if x.op == "linear" else ()
-            inside = walk(terms, lambda y: is_entered(y) and y.op not in ("reduce", "log_softmax"))
-            hides = any(_may_hide_rows(t, is_added) for t in terms)
-            if hides and any(map(is_score, inside)):
+            if x.op != "linear" or not any(_may_hide_rows(t, is_added) for t in x.args):
+                continue
+            if any(map(is_score, walk(x.args, _is_of_one_key))):
                 raise NoForm(
                     "an entry of scores, whose row a large mask may hide, and its softmax", x
                 )
+
+
+def _is_of_one_key(x: Node) -> bool:
+    return is_entered(x) and x.op not in ("reduce", "log_softmax")
 
 
 def _is_product(x: Node) -> bool:

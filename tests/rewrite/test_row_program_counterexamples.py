@@ -664,9 +664,9 @@ def test_multiples_of_the_lowest_number(name, scale):
 
 # ------------------------------------------------------ masks of one of three distributions
 THIRDS = {
-    "a temperature": lambda s, t, keep: s.softmax(-1) * ((s / 2).log_softmax(-1) - t),
-    "one without": lambda s, t, keep: (s / 2).softmax(-1) * (s.log_softmax(-1) - t),
-    "an entropy": lambda s, t, keep: s.softmax(-1) * (s.log_softmax(-1) - t),
+    "a temperature": lambda s, t: s.softmax(-1) * ((s / 2).log_softmax(-1) - t),
+    "one without": lambda s, t: (s / 2).softmax(-1) * (s.log_softmax(-1) - t),
+    "an entropy": lambda s, t: s.softmax(-1) * (s.log_softmax(-1) - t),
 }
 
 
@@ -678,7 +678,7 @@ def test_the_keys_of_a_third_distribution(name, fill):
     def program(h, w, t, v):
         keep = torch.ones(5, 7, dtype=torch.bool).tril(2)
         log_t = (t @ v.T).masked_fill(~keep, fill).log_softmax(-1)
-        return THIRDS[name](h @ w.T, log_t, keep).masked_fill(~keep, 0.0).sum(-1)
+        return THIRDS[name](h @ w.T, log_t).masked_fill(~keep, 0.0).sum(-1)
 
     judge(program, [torch.randn(n, 3, dtype=torch.float64) for n in (5, 7, 5, 7)])
 

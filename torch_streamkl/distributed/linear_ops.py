@@ -36,7 +36,6 @@ from torch_streamkl.linear.ops import (
     gradient_fakes,
     linear_kl_backward,
     needs_grad_of,
-    of_counted,
     problem_of,
     row_functions,
     setup_sum_context,
@@ -44,6 +43,7 @@ from torch_streamkl.linear.ops import (
     sum_autograd,
     sum_results,
     weights_of,
+    without_ignored,
 )
 from torch_streamkl.linear.problem import (
     LinearProblem,
@@ -177,8 +177,8 @@ def _local_labels(problem: LinearProblem) -> Tensor:
     """Returns labels relative to this rank's first entry, for the backward of `linear_kl`."""
     if problem.labels is None:
         return problem.student.hidden.new_empty(0, dtype=torch.int64)
-    counted = problem.labels != problem.ignore_index
-    return torch.where(counted, problem.labels.long() - problem.vocab_start, IGNORED)
+    local = problem.labels.long() - problem.vocab_start
+    return torch.where(problem.is_labelled(), local, IGNORED)
 
 
 def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -198,8 +198,8 @@ def _sum(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     weights = weights_of(problem, row_weight, hard_row_weight)
     shard = _shard(problem, needs_grad, place)
     check_labels(problem.labels, shard.student_vocab_size, problem.ignore_index)
-    counted = of_counted(problem, weights)
-    rows, grads = shard_rows.forward_with_gradients(shard, counted, NeedsGrad(*needs_grad))
+    labelled = without_ignored(problem, weights)
+    rows, grads = shard_rows.forward_with_gradients(shard, labelled, NeedsGrad(*needs_grad))
     return sum_results(problem, rows, weights, grads[: len(INPUTS)])  # of no adapters
 
 

@@ -91,7 +91,7 @@ def merged(problem: LinearProblem, parts: Tensor, vocab_size: int, out: RowValue
         out.hard_lse.copy_(torch.logsumexp(parts[:, STATE_FIELDS], 0))
     is_in_vocab = (problem.labels >= 0) & (problem.labels < vocab_size)
     hard = torch.where(is_in_vocab, out.hard_lse - parts[:, STATE_FIELDS + 1].amax(0), math.nan)
-    out.hard.copy_(torch.where(problem.labels != problem.ignore_index, hard, 0.0))
+    out.hard.copy_(torch.where(problem.is_labelled(), hard, 0.0))
 
 
 def sums(

@@ -143,7 +143,7 @@ def _backward(
     grads = linear_chunks.backward(
         problem,
         RowValues(nothing, nothing, statistics),
-        of_counted(problem, weights),
+        without_ignored(problem, weights),
         NeedsGrad(*needs_grad),
         workspace,
         rows_of(is_compiled, problem, impl),
@@ -193,7 +193,7 @@ def _sum(is_compiled: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     weights = weights_of(problem, row_weight, hard_row_weight)
     rows, grads = linear_chunks.forward_with_gradients(
         problem,
-        of_counted(problem, weights),
+        without_ignored(problem, weights),
         NeedsGrad(*needs_grad),
         workspace,
         rows_of(is_compiled, problem, impl),
@@ -211,15 +211,14 @@ def weights_of(
     return RowWeights(value, None if problem.labels is None else hard)
 
 
-def of_counted(problem: LinearProblem, weights: RowWeights) -> RowWeights:
+def without_ignored(problem: LinearProblem, weights: RowWeights) -> RowWeights:
     """Returns factors for gradients: that of an ignored label is 0, even if it is infinite.
 
     ``cross_entropy(reduction="sum") / num_labels`` has the factor 1/0 if all labels are ignored.
     """
     if weights.hard is None or problem.labels is None:
         return weights
-    is_ignored = problem.labels == problem.ignore_index
-    return replace(weights, hard=torch.where(is_ignored, 0.0, weights.hard))
+    return replace(weights, hard=torch.where(problem.is_labelled(), weights.hard, 0.0))
 
 
 def sum_results(

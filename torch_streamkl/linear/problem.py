@@ -108,6 +108,11 @@ class LinearProblem:
             vocab_start=self.vocab_start + vocab.start,
         )
 
+    def is_labelled(self) -> Tensor:
+        """Returns which tokens have a label that is not ignored."""
+        assert self.labels is not None
+        return self.labels != self.ignore_index
+
 
 SPEC = Spec(
     LinearProblem, Head, last=("adapter_hidden", "adapter_weight"), without=("vocab_start",)

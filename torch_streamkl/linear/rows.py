@@ -207,11 +207,6 @@ def _variables(s: Tensor, t: Tensor, rows: RowValues) -> dict[str, Tensor]:
     return variables_of(log_t, log_s, elementwise.exp)
 
 
-def _counted(problem: LinearProblem) -> Tensor:
-    assert problem.labels is not None
-    return problem.labels != problem.ignore_index
-
-
 def hard_values(
     problem: LinearProblem, label_y: tuple[Tensor, Tensor], hard_lse: Tensor
 ) -> Tensor:
@@ -221,7 +216,7 @@ def hard_values(
     """
     y, is_in_vocab = label_y
     value = torch.where(is_in_vocab, hard_lse - y, math.nan)
-    return torch.where(_counted(problem), value, 0.0)
+    return torch.where(problem.is_labelled(), value, 0.0)
 
 
 def label_scores(
@@ -253,7 +248,7 @@ def _hard_gradient(problem: LinearProblem, block: Block, rows: RowValues) -> Ten
         log_p = block.y - rows.hard_lse[:, None]
     p = elementwise.exp_(log_p)
     p = p - (problem.labels[:, None] == vocab_entry).to(p.dtype)
-    return torch.where(_counted(problem)[:, None], p, 0.0)
+    return torch.where(problem.is_labelled()[:, None], p, 0.0)
 
 
 def _blocks(

@@ -145,7 +145,7 @@ def _weights(problem: LinearProblem, weights: RowWeights, part: slice) -> Descri
     inputs: Described = {"row_weight": (value[part, None], "r1")}
     if problem.labels is not None:
         hard = zero if weights.hard is None else weights.hard
-        hard = torch.where(problem.labels == problem.ignore_index, 0.0, hard)
+        hard = torch.where(problem.is_labelled(), hard, 0.0)
         inputs["hard_weight"] = (hard[part, None], "r1")
     return inputs
 

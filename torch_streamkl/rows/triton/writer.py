@@ -60,7 +60,7 @@ class Writer:
         self.program, self.nodes, self.is_exact = program, nodes, is_exact
         self.order = used_by(nodes, roots)
         self.shape = self._shapes()
-        self.as_index = ".to(tl.int64)" if exceeds_int32(nodes) else ""
+        self.as_index = ".to(tl.int64)" if exceeds_int32([nodes[i] for i in self.order]) else ""
         self.arguments: list[str] = []
         self.lines: list[str] = []
         self.log_normalizer = 1
