@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
@@ -148,6 +149,7 @@ def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, 
     return apply(x.op, *args)
 
 
+@functools.lru_cache(maxsize=1024)  # models repeat a loss in their layers
 def value_at(formula: Node, log_p: float, log_s: float) -> float:
     """Returns a divergence at one key, of the logarithms of its probabilities."""
     with unset_fake_temporarily():

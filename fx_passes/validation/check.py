@@ -6,6 +6,7 @@ nothing of the rules that made the replacement, so it cannot share their mistake
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -53,6 +54,7 @@ from torch_streamkl.fx_passes.validation.regions import (
 )
 from torch_streamkl.fx_passes.validation.running import PROGRAM_TEXTS, Result, run
 from torch_streamkl.fx_passes.validation.sizes import Sizes, smaller_sizes
+from torch_streamkl.runtime.precompile import compiled_beside
 
 log = logging.getLogger("torch_streamkl.validation")
 PASSED = "same value and gradients on random inputs"
@@ -139,7 +141,7 @@ def _check_region(
     if passed_before(fingerprint, options):
         return ""
     with isolated(devices):
-        found = _Comparison(region, owner, sizes, budget).difference()
+        found = _Comparison(region, owner, sizes, budget, devices).difference()
     if not found:
         record_pass(fingerprint, options)
     return found
@@ -185,8 +187,10 @@ class _Comparison:
         owner: fx.GraphModule,
         sizes: Sizes,
         budget: Budget,
+        devices: set[torch.device],
     ) -> None:
         self.region, self.owner, self.sizes, self.budget = region, owner, sizes, budget
+        self.devices = devices
 
     def difference(self) -> str:
         """Describes the difference on the first inputs that show one; empty if none do."""
@@ -210,12 +214,14 @@ class _Comparison:
 
     def _difference_on(self, draw: Draw) -> str:
         inputs = values_of(self.region.leaves, self.region.before, self.sizes, draw, self.owner)
-        naive, exact = self._run_both(inputs, draw)
+        # a mask of an operator means -inf by itself; a row program has the number in it
+        finite = draw.finite and any(n.target in PROGRAM_TEXTS for n in self.region.after)
+        name = self.region.change.after.name
+        compute = functools.partial(run, self.region.after, name, inputs, finite=finite)
+        with compiled_beside(compute, self.devices):
+            naive, exact = self._run_both(inputs, draw)
         try:
-            # a mask of an operator means -inf by itself; a row program has the number in it
-            finite = draw.finite and any(n.target in PROGRAM_TEXTS for n in self.region.after)
-            name = self.region.change.after.name
-            ours = run(self.region.after, name, inputs, finite=finite)
+            ours = compute()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch_streamkl.fx_passes.validation import records
 from torch_streamkl.kernels.arguments import Window
 from torch_streamkl.runtime import capture, devices, replay
 from torch_streamkl.runtime import launch as runtime
+from torch_streamkl.runtime.precompile import compiled_beside
 
 pytestmark = quiet
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -122,6 +124,60 @@ def test_launches_on_the_device_of_the_tensors(gpus: Gpus, is_known: bool) -> No
     assert kernel.seen == [1, 1, 1] and gpus.current == 0
     with pytest.raises(TypeError, match="must be launched with a tensor"):
         runtime.launch(kernel, (1, 1, 1), (5, (None,)), (), {})
+
+
+class AsyncCompileMode:
+    """Stands for Triton's: compiles at its end what was warmed up inside."""
+
+    active: list[str] | None = None
+
+    def __init__(self, threads: Executor, ignore_errors: bool) -> None:
+        assert ignore_errors
+
+    def __enter__(self) -> None:
+        if AsyncCompileMode.active is not None:
+            raise RuntimeError("Another AsyncCompileMode is already active")
+        AsyncCompileMode.active = []
+
+    def __exit__(self, *error: object) -> None:
+        AsyncCompileMode.active = None
+
+
+class Compiled(Kernel):
+    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> None:
+        assert AsyncCompileMode.active is not None and options["enable_fp_fusion"]
+        AsyncCompileMode.active.append(f"{grid} on {self.gpus.current}")
+
+
+def test_kernels_compile_beside_other_code(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on the device of its tensors, in a backward, too; nothing is launched."""
+    monkeypatch.setattr("triton.AsyncCompileMode", AsyncCompileMode, raising=False)
+    kernel = Compiled(gpus)
+    with FakeTensorMode():
+        x = torch.empty(4, device=SECOND)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            runtime.launch(kernel, (1, 1, 1), (x,), (), {})
+            return 2 * y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            runtime.launch(kernel, (2, 1, 1), (x,), (), {})
+            return 2 * grad
+
+    def compute() -> None:
+        Doubled.apply(torch.ones(3, requires_grad=True)).sum().backward()
+        raise RuntimeError("on results that are not initialized")
+
+    with compiled_beside(compute, {FIRST}):
+        assert AsyncCompileMode.active == ["(1, 1, 1) on 1", "(2, 1, 1) on 1"]
+        with compiled_beside(compute, {FIRST}):  # the outer one's threads are the caller's
+            assert len(AsyncCompileMode.active) == 2
+    assert not kernel.seen and runtime.active_observer() is None
+    with compiled_beside(compute, {torch.device("cpu")}):
+        assert AsyncCompileMode.active is None
 
 
 def test_whoever_observed_before_does_again() -> None:

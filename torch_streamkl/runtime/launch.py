@@ -115,6 +115,19 @@ def _start(
         return compiled
 
 
+def warm_up(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Compile a kernel as a launch would, and launch nothing; the arguments are `launch`'s."""
+    device = device_of(arguments)
+    with on_device(device):
+        kernel.warmup(*arguments, *constants, grid=grid, **{**COMPILE_OPTIONS, **options})
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU the current device inside; calls no driver if it already is."""
     if device.type != "cuda" or not torch.cuda.is_initialized():  # fake tensors of a GPU elsewhere
