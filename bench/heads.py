@@ -239,6 +239,9 @@ QWEN = HeadCase(
 QWEN_SMALL = HeadCase(
     "qwen-1.7b-from-8b-head", "Qwen/Qwen3-1.7B from Qwen/Qwen3-8B", 8192, 151936, 2048, 4096
 )
+QWEN_TINY = HeadCase(
+    "qwen-0.6b-from-8b-head", "Qwen/Qwen3-0.6B from Qwen/Qwen3-8B", 8192, 151936, 1024, 4096
+)
 GEMMA = HeadCase(
     "gemma-2b-from-9b-head", "google/gemma-2-2b from google/gemma-2-9b, softcap 30",
     4096, 256000, 2304, 3584, softcap=30.0,
@@ -266,10 +269,11 @@ def _vocabularies(head: HeadCase, tokens: int, sizes: tuple[int, ...]) -> list[C
 
 
 def peers(device: str, quick: bool) -> list[Case]:
-    """Two heads, four losses: other libraries next to ours."""
+    """Three heads, four losses: other libraries next to ours."""
     heads = [TINY]
     if device == "cuda" and not quick:
         heads = [replace(h, tokens=n) for n in (8192, 32768) for h in (QWEN, QWEN_SMALL)]
+        heads.append(QWEN_TINY)
     return [replace(h, loss=loss) for h in heads for loss in (*BETAS, "top 64")]
 
 
