@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests.support.allocations import Allocations
@@ -74,6 +75,7 @@ def limit_workspace(patch: pytest.MonkeyPatch, num_rows: int) -> None:
         return num_rows * sum(linear_chunks.row_bytes(problem))
 
     patch.setattr(linear_chunks, "workspace_bytes", small)
+    patch.setattr(linear_chunks, "workspace_for_sums", lambda _, workspace, *__: workspace)
 
 
 strategies = pytest.mark.parametrize("strategy", ["forward", "recompute"])
@@ -392,6 +394,7 @@ def test_a_workspace_that_would_cost_precision_is_refused(monkeypatch):
     any finer.
     """
     monkeypatch.setattr(linear_chunks, "workspace_bytes", lambda *_: 2**12)
+    monkeypatch.setattr(linear_chunks, "workspace_for_sums", lambda *_: 2**12)
     monkeypatch.setattr(linear_chunks, "TOKEN_MULTIPLE", {"cpu": 1})
     inputs = heads(400, vocab=(256, 256), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="max_workspace_mib must be at least 1 for 400 tokens"):
@@ -416,3 +419,37 @@ def test_workspace_on_a_cpu(weights: int, asked: int, expected: int) -> None:
     head = Head(torch.empty(4, 512), torch.empty(1, 512).expand(weights * 2**20 // 4096, -1))
     problem = LinearProblem(head, head, named("forward_kl"))
     assert workspace_bytes(problem, asked) == expected * 2**20
+
+
+# widths of a student and a teacher in bfloat16, and the MiB asked for: tokens of a chunk, and of
+# the teacher's logits at once
+@pytest.mark.parametrize(
+    ("widths", "num_tokens", "asked", "expected"),
+    [
+        ((1024, 4096), 100, 0, (100, 100)),
+        ((1024, 4096), 8192, 0, (1024, 512)),  # chunks of 832 take 1.2 of the time
+        ((3584, 5120), 8192, 0, (1024, 512)),
+        ((3584, 5120), 8192, 768, (2048, 512)),
+        ((3584, 5120), 32768, 0, (1024, 512)),
+        ((3584, 5120), 65536, 0, (2048, 512)),  # else the backward would make all logits again
+        ((3584, 5120), 65536, 512, (1024, 512)),
+        ((3584, 5120), 131072, 0, (4096, 1024)),
+    ],
+)
+def test_chunks_on_a_gpu(
+    widths: tuple[int, int], num_tokens: int, asked: int, expected: tuple[int, int]
+) -> None:
+    with FakeTensorMode():
+        heads = [
+            Head(
+                *(
+                    torch.empty(n, width, dtype=torch.bfloat16, device="cuda")
+                    for n in (num_tokens, 151936)
+                )
+            )
+            for width in widths
+        ]
+        problem = LinearProblem(*heads, named("forward_kl"))
+        needs_grad = NeedsGrad(student_hidden=True, student_weight=True)
+        chunks = linear_chunks.gradient_chunks(problem, needs_grad, asked)
+    assert (chunks.tokens, chunks.teacher_tokens) == expected

@@ -133,8 +133,18 @@ class Shard:
 
     def chunks(self, bytes_per_token: int) -> list[slice]:
         """Returns chunks of tokens whose logits fit, the same on every rank."""
+        return self._chunks(self.workspace, bytes_per_token)
+
+    def gradient_chunks(self, bytes_per_token: int) -> list[slice]:
+        """Returns those over which gradients are summed."""
+        workspace = linear_chunks.workspace_for_sums(
+            self.problem, self.workspace, self.problem.max_workspace_mib, bytes_per_token
+        )
+        return self._chunks(workspace, bytes_per_token)
+
+    def _chunks(self, workspace: int, bytes_per_token: int) -> list[slice]:
         what = " for the largest shard of the vocabulary"
-        return linear_chunks.token_chunks(self.problem, self.workspace, bytes_per_token, what)
+        return linear_chunks.token_chunks(self.problem, workspace, bytes_per_token, what)
 
     def write_state(self, part: LinearProblem, s: Tensor, t: Tensor, out: Tensor) -> None:
         if self.is_empty:
@@ -203,7 +213,7 @@ def forward_with_gradients(
     # of the student two buffers, and of the teacher two if they become a gradient
     student_bytes, teacher_bytes = shard.row_bytes
     num_teacher_buffers = 2 if needs_grad.teacher else 1
-    chunks = shard.chunks(2 * student_bytes + num_teacher_buffers * teacher_bytes)
+    chunks = shard.gradient_chunks(2 * student_bytes + num_teacher_buffers * teacher_bytes)
     if len(chunks) == 1:
         chunks = shard.chunks(student_bytes + teacher_bytes)
     if len(chunks) > max_sums(problem):  # NOTE [Sums over chunks] in runtime/workspace.py

@@ -85,6 +85,7 @@ def shard(
     exchange = Exchange(
         min(fact["workspace"] for fact in facts),
         max(fact["row_bytes"] for fact in facts),
+        max_workspace_mib,
         merge,
     )
     vocab_size = max(found.stop for found in ranges)

@@ -43,10 +43,17 @@ from torch_streamkl.spec import SIDES
 
 Gradients = tuple[Tensor | None, ...]  # in the order of `NeedsGrad`
 
-TOKEN_MULTIPLE = {"cpu": 16, "cuda": 128}  # rows of a matmul tile
+# Rows of a matmul tile. On an H100 chunks of 832 tokens take 1.1 to 1.2 of the time of 1,024:
+# cuBLAS fills no tile with them, and chooses slower kernels (bench/notes/lm_heads.md).
+TOKEN_MULTIPLE = {"cpu": 16, "cuda": 256}
 VOCAB_MULTIPLE = 256
 # cuBLAS takes 32 MiB for every stream: with less room than this, more tokens are worth more
 SIDE_STREAM_MIB = 256
+MAX_PARTS = 4  # of a chunk, for the teacher's logits
+# Fitted to chunks and parts of three heads on an H100 (bench/notes/lm_heads.md): a chunk takes as
+# long as so many passes over the student's weight, and so many rows of a matmul take as long as one
+# pass over its weight.
+STUDENT_PASSES, ROWS_OF_A_PASS = 7, 46
 
 
 def forward(
@@ -165,38 +172,57 @@ def gradient_chunks(
 ) -> Chunks:
     """Chooses the chunks of the forward with gradients: those that move the fewest bytes."""
     student_bytes, teacher_bytes = row_bytes(problem)
-    workspace = workspace_bytes(problem, max_workspace_mib)
+    # a teacher's gradient lives in the place of its logits, as long as the student's
+    least_bytes = student_bytes + teacher_bytes // (1 if needs_grad.teacher else MAX_PARTS)
+    workspace = workspace_for_sums(
+        problem, workspace_bytes(problem, max_workspace_mib), max_workspace_mib, least_bytes
+    )
     whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
     best = Chunks(whole, whole)
-    if needs_grad.teacher:  # its logits become a gradient too, and live as long as the student's
+    if needs_grad.teacher:
         return best
     multiple = token_multiple(problem)
     for num_chunks in range(1, -(-problem.num_tokens // whole) + 1):
-        tokens = padded(-(-problem.num_tokens // num_chunks), max(multiple // 8, 1))
-        for parts in (1, 2, 3, 4):
-            part = padded(-(-tokens // parts), max(multiple // 2, 1))
+        tokens = min(padded(-(-problem.num_tokens // num_chunks), multiple), problem.num_tokens)
+        for parts in range(1, MAX_PARTS + 1):
+            part = padded(-(-tokens // parts), max(multiple // 4, 1))
             chunks = Chunks(tokens, min(part, tokens))
             size = chunks.tokens * student_bytes + chunks.teacher_tokens * teacher_bytes
-            if size <= workspace and _traffic(problem, chunks) < _traffic(problem, best):
+            if size <= workspace and _cost(problem, chunks) < _cost(problem, best):
                 best = chunks
     return best
 
 
-def _traffic(problem: LinearProblem, chunks: Chunks) -> float:
-    """Counts the bytes of weights that all chunks move, without what every choice moves.
+def workspace_for_sums(
+    problem: LinearProblem, workspace: int, max_workspace_mib: int, bytes_per_token: int
+) -> int:
+    """Returns the workspace of chunks over which gradients are summed.
+
+    The default grows with the tokens where it would make too many chunks. Their gradients would
+    need all logits again, in a backward (NOTE [Sums over chunks] in runtime/workspace.py).
+    """
+    if max_workspace_mib:
+        return workspace
+    tokens = padded(-(-problem.num_tokens // max_sums(problem)), token_multiple(problem))
+    return max(workspace, tokens * bytes_per_token)
+
+
+def _cost(problem: LinearProblem, chunks: Chunks) -> tuple[bool, float]:
+    """Returns whether there are too many chunks, and bytes that take as long as the matmuls.
 
     A chunk reads the student's weight twice, and reads and writes its gradient, which no other
-    work hides: counted twice, and more where the last tile of tokens is not full. A part of the
-    teacher's tokens reads the teacher's weight; a matmul of fewer rows than two tiles spends its
-    time on that.
+    work hides. A part of the teacher's tokens reads the teacher's weight; a matmul of fewer rows
+    than two tiles spends its time on that. The last tile of a matmul may not be full.
     """
     student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
-    num_chunks = -(-problem.num_tokens // chunks.tokens)
-    num_parts = -(-chunks.tokens // chunks.teacher_tokens)
     multiple = token_multiple(problem)
-    waste = padded(chunks.tokens, multiple) / chunks.tokens
+    lengths = [x.stop - x.start for x in even_ranges(problem.num_tokens, chunks.tokens, multiple)]
+    parts = [x.stop - x.start for length in lengths for x in ranges(length, chunks.teacher_tokens)]
     thin = max(1.0, 2 * multiple / chunks.teacher_tokens)
-    return num_chunks * (6 * waste * student + num_parts * thin * teacher)
+    moved = STUDENT_PASSES * len(lengths) * student + len(parts) * thin * teacher
+    student_rows, teacher_rows = (sum(padded(n, multiple) for n in x) for x in (lengths, parts))
+    multiplied = (3 * student_rows * student + teacher_rows * teacher) / ROWS_OF_A_PASS
+    return len(lengths) > max_sums(problem), moved + multiplied
 
 
 def token_multiple(problem: LinearProblem) -> int:

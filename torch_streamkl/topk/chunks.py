@@ -27,6 +27,7 @@ from torch_streamkl.linear.chunks import (
     logits_buffer,
     logits_of,
     token_chunks,
+    workspace_for_sums,
 )
 from torch_streamkl.linear.problem import NeedsGrad, max_sums, row_bytes, workspace_bytes
 from torch_streamkl.linear.rows import transformed
@@ -52,17 +53,26 @@ class Exchange:
 
     workspace: int  # bytes
     row_bytes: int  # of one token's logits
+    max_workspace_mib: int  # 0: the default
     merge: Callable[[RowParts], RowParts] = lambda parts: parts
 
     @staticmethod
     def of_one(problem: TopkProblem, max_workspace_mib: int) -> Exchange:
         """Returns that of a rank with the whole vocabulary."""
         workspace = workspace_of(problem, max_workspace_mib)
-        return Exchange(workspace, row_bytes(problem.as_linear)[0])
+        return Exchange(workspace, row_bytes(problem.as_linear)[0], max_workspace_mib)
 
     def chunks(self, problem: TopkProblem) -> list[slice]:
         """Returns chunks of tokens whose logits fit."""
         return token_chunks(problem.as_linear, self.workspace, self.row_bytes)
+
+    def gradient_chunks(self, problem: TopkProblem) -> list[slice]:
+        """Returns those over which gradients are summed."""
+        linear = problem.as_linear
+        workspace = workspace_for_sums(
+            linear, self.workspace, self.max_workspace_mib, self.row_bytes
+        )
+        return token_chunks(linear, workspace, self.row_bytes)
 
 
 def workspace_of(problem: TopkProblem, max_workspace_mib: int) -> int:
@@ -145,7 +155,7 @@ def forward_with_gradients(
 ) -> tuple[RowResults, Gradients]:
     """Returns values, and gradients of ``sum(weight * value)`` from logits that are made once."""
     linear = problem.as_linear
-    chunks = [] if problem.is_sparse else exchange.chunks(problem)
+    chunks = [] if problem.is_sparse else exchange.gradient_chunks(problem)
     if not needs_grad.student:
         return forward(problem, rows, exchange), (None, None, None)
     if problem.is_sparse or len(chunks) > max_sums(linear):  # NOTE [Sums over chunks]
