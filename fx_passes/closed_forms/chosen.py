@@ -154,25 +154,27 @@ def _difference(
 ) -> _Difference | None:
     """The difference with the scores of a product at ids, None if there is none in a sum."""
     coefficient, reduction = lse
+    left = {t: c for c, t in terms}
     for place in ids_of(product):
         score = substitute(reduction.args[0], {reduction.value.axis: place})
         shift, parts = terms_of(score)
-        left = {t: c for c, t in terms}
-        first = next((t for _, t in parts if t in left and _reads(t, product)), None)
-        if first is None:
+        first = next(((c, t) for c, t in parts if _reads(t, product)), None)
+        if first is None or first[1] not in left:
             continue
-        factor = left[first] / next(c for c, t in parts if t is first)
-        if math.isclose(factor, -coefficient, rel_tol=ROUNDED):
-            factor = -coefficient
-        if factor * coefficient >= 0.0 or abs(factor) > abs(coefficient):
-            continue
-        for c, t in (*parts, (-1.0, reduction)):
-            left[t] = _minus(left.get(t, 0.0), factor * c)
-        rest = [(c, t) for t, c in left.items() if c]
-        if not any(_reads(t, product) for _, t in rest):
-            constant = _minus(constant, factor * shift)
-            return _Difference(factor, score, reduction, product, constant, rest)
+        for factor in (-coefficient, left[first[1]] / first[0]):
+            every = [(factor * c, t) for c, t in parts]
+            every.append((-factor, reduction))
+            if all(_is_part(c, left.get(t, 0.0)) for c, t in every):
+                rest = {**left, **{t: _minus(left[t], c) for c, t in every}}
+                constant = _minus(constant, factor * shift)
+                others = [(c, t) for t, c in rest.items() if c]
+                return _Difference(factor, score, reduction, product, constant, others)
     return None
+
+
+def _is_part(c: float, whole: float) -> bool:
+    """Whether a coefficient is a part of another one."""
+    return c * whole > 0.0 and abs(c) <= abs(whole) * (1.0 + ROUNDED)
 
 
 def _minus(a: float, b: float) -> float:

@@ -75,18 +75,16 @@ class Search:
 
     why_repeated: Callable[[Node, Axis, Axis], str]
     extent: Callable[[object, int], Size | None]
-    _known: dict[Node, tuple[Entries, list[Axis]] | None] = field(default_factory=dict)
+    _known: dict[Node, Entries] = field(default_factory=dict)
 
     def at(self, x: Node) -> tuple[Entries, list[Axis]] | None:
         """Returns the entries at ids that a product is, and its names of their axes."""
-        if x not in self._known:
-            self._known[x] = self._found(x)
-        return self._known[x]
-
-    def _found(self, x: Node) -> tuple[Entries, list[Axis]] | None:
         order = free_axes(x)
         same, names = numbered(x, order, "entry")
         back = dict(zip(names, order, strict=True))
+        entries = self._known.get(same)
+        if entries is not None:
+            return entries, [back[a] for a in entries.axes]
         entries = _entries_of(same, self.why_repeated, self.extent)
         if entries is None:
             return None
@@ -94,6 +92,7 @@ class Search:
             if _are_of_elements(keys := entries.product.keys, entries.ids):
                 raise NoForm(SINGLE_ENTRIES, keys)
             return None  # keys of rows that are selected
+        self._known[same] = entries
         return entries, [back[a] for a in entries.axes]
 
 

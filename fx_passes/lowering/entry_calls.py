@@ -31,14 +31,13 @@ def emit(
 
     The ids of log-probabilities have one for all ids of a row.
     """
-    ids = [_ids(writer, entries) for entries in every]
+    ids = {x: _ids(writer, x) for x in dict.fromkeys([*every, *(c.entries for c in chosen)])}
     found: dict[object, fx.Node] = {}
     for n, entries in enumerate(every):
-        found[EntryValue(n)] = _emit(writer, entries, ids[n])
-    for n, x in enumerate(chosen):
-        axes = (*x.entries.rows, flat_axis(x.entries))
-        shape = tuple(map(writer.extent, axes))
-        found[ChosenIds(n)] = writer.build.method("reshape", ids[every.index(x.entries)], shape)
+        found[EntryValue(n)] = _emit(writer, entries, ids[entries])
+    for n, entries in enumerate(c.entries for c in chosen):
+        shape = tuple(map(writer.extent, (*entries.rows, flat_axis(entries))))
+        found[ChosenIds(n)] = writer.build.method("reshape", ids[entries], shape)
     return found
 
 
