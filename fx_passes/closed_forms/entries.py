@@ -9,8 +9,8 @@ log-sum-exp does, or nothing of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
@@ -34,6 +34,7 @@ from torch_streamkl.program.shifts import LARGE
 from torch_streamkl.program.walks import rebuilt, walk
 
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
+HIDDEN = "an entry of scores, whose row a large mask may hide, and its softmax"
 
 
 @dataclass(frozen=True)
@@ -65,41 +66,57 @@ class Entries:
         return self.product.rows.flows or self.product.keys.flows
 
 
+@dataclass
+class Search:
+    """Finds the entries that products are.
+
+    ``why_repeated`` says why a row may have an id twice, ``extent`` how long a dimension is.
+    """
+
+    why_repeated: Callable[[Node, Axis, Axis], str]
+    extent: Callable[[object, int], Size | None]
+    _known: dict[Node, Entries] = field(default_factory=dict)
+
+    def at(self, x: Node) -> tuple[Entries, list[Axis]] | None:
+        """Returns the entries at ids that a product is, and its names of their axes."""
+        order = free_axes(x)
+        same, names = numbered(x, order, "entry")
+        back = dict(zip(names, order, strict=True))
+        entries = self._known.get(same)
+        if entries is not None:
+            return entries, [back[a] for a in entries.axes]
+        entries = _entries_of(same, self.why_repeated, self.extent)
+        if entries is None:
+            return None
+        if not entries.ids.axes & {*entries.rows} and any(back[a].level for a in entries.rows):
+            if _are_of_elements(keys := entries.product.keys, entries.ids):
+                raise NoForm(SINGLE_ENTRIES, keys)
+            return None  # keys of rows that are selected
+        self._known[same] = entries
+        return entries, [back[a] for a in entries.axes]
+
+
 def without_entries(
-    roots: Sequence[Node],
-    why_repeated: Callable[[Node, Axis, Axis], str],
-    extent: Callable[[object, int], Size | None],
+    roots: Sequence[Node], search: Search
 ) -> tuple[list[Node], tuple[Entries, ...]]:
     """Returns expressions of captured entries in place of products at ids, and these entries.
 
     Ids of a top-k of the graph stay: such entries are keys that a row program chooses.
     """
-    found: dict[Node, int] = {}
-    every: list[Entries] = []
+    found: dict[Entries, int] = {}
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         x = remade(x, args)
-        if x.op != CONTRACT:
+        at_ids = search.at(x) if x.op == CONTRACT else None
+        if at_ids is None:
             return x
-        order = free_axes(x)
-        same, names = numbered(x, order, "entry")
-        back = dict(zip(names, order, strict=True))
-        if same not in found:
-            entries = _entries_of(same, why_repeated, extent)
-            if entries is None:
-                return x
-            if not entries.ids.axes & {*entries.rows} and any(back[a].level for a in entries.rows):
-                if _are_of_elements(keys := entries.product.keys, entries.ids):
-                    raise NoForm(SINGLE_ENTRIES, keys)
-                return x  # keys of rows that are selected
-            found[same] = len(every)
-            every.append(entries)
-        entries = every[found[same]]
-        at = [index(back[a]) for a in entries.axes]
-        return capture(Source(EntryValue(found[same]), 0, entries.flows), FLOAT, at=at)
+        entries, order = at_ids
+        number = found.setdefault(entries, len(found))
+        source = Source(EntryValue(number), 0, entries.flows)
+        return capture(source, FLOAT, at=list(map(index, order)))
 
     made = rebuilt(roots, change, is_entered)
-    return [made[x] for x in roots], tuple(every)
+    return [made[x] for x in roots], tuple(found)
 
 
 def _entries_of(
@@ -109,11 +126,7 @@ def _entries_of(
 ) -> Entries | None:
     """The entries that a product is, None if it is none: one operand is read at ids."""
     contracted = set(x.value)
-    for keys, rows in (x.args, x.args[::-1]):
-        at_ids = [d for d, p in enumerate(keys.args) if _has_ids(p)]
-        if len(at_ids) != 1:
-            continue
-        (d,) = at_ids
+    for keys, rows, d in _places_of_ids(x):
         ids, length = keys.args[d], extent(keys.value, d)
         if length is None:
             continue
@@ -137,6 +150,19 @@ def _entries_of(
             tuple(a for a in order if a in places),
         )
     return None
+
+
+def _places_of_ids(x: Node) -> Iterator[tuple[Node, Node, int]]:
+    """Yields an operand that is read at ids in one dimension, the other one, and which it is."""
+    for keys, rows in (x.args, x.args[::-1]):
+        at_ids = [d for d, p in enumerate(keys.args) if _has_ids(p)]
+        if len(at_ids) == 1:
+            yield keys, rows, at_ids[0]
+
+
+def ids_of(x: Node) -> list[Node]:
+    """Returns the ids that entries of a product may be at."""
+    return [keys.args[d] for keys, _, d in _places_of_ids(x)]
 
 
 def _are_of_elements(keys: Node, ids: Node) -> bool:
@@ -163,15 +189,14 @@ def check_normalizers(opened: Iterable[Node], roots: Iterable[Node]) -> None:
     """
     for exprs, is_score, is_added in ((opened, _is_product, True), (roots, _is_entry, False)):
         for x in walk(exprs, is_entered):
-            if x.op != "linear" or not any(_may_hide_rows(t, is_added) for t in x.args):
+            if x.op != "linear" or not any(may_hide_rows(t, is_added) for t in x.args):
                 continue
-            if any(map(is_score, walk(x.args, _is_of_one_key))):
-                raise NoForm(
-                    "an entry of scores, whose row a large mask may hide, and its softmax", x
-                )
+            if any(map(is_score, walk(x.args, is_of_one_key))):
+                raise NoForm(HIDDEN, x)
 
 
-def _is_of_one_key(x: Node) -> bool:
+def is_of_one_key(x: Node) -> bool:
+    """Returns whether what an expression is made of has its key, and no others of the row."""
     return is_entered(x) and x.op not in ("reduce", "log_softmax")
 
 
@@ -183,8 +208,8 @@ def _is_entry(x: Node) -> bool:
     return x.op == "capture" and isinstance(x.value.name, EntryValue)
 
 
-def _may_hide_rows(x: Node, is_added: bool) -> bool:
-    """Whether it is a log-sum-exp of scores with large finite masks that differ between rows."""
+def may_hide_rows(x: Node, is_added: bool) -> bool:
+    """Returns whether it is a log-sum-exp of scores with large masks that differ by row."""
     if x.op != "reduce" or x.value.kind != LOGSUMEXP:
         return False
     for y in walk(x.args, lambda y: is_entered(y) and y.dtype != BOOL and y.op != "reduce"):

@@ -21,8 +21,10 @@ from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
+from torch_streamkl.fx_passes.closed_forms.chosen import Chosen, with_chosen
 from torch_streamkl.fx_passes.closed_forms.entries import (
     Entries,
+    Search,
     check_normalizers,
     without_entries,
 )
@@ -109,6 +111,12 @@ class RowForm:
     values: tuple[RowOutput, ...]
     around: tuple[Node, ...]
     entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
+    chosen: tuple[Chosen, ...] = ()  # log-probabilities of these
+
+    @property
+    def of_rows(self) -> tuple[Node, ...]:
+        """Returns all expressions of the rows' values: those of the roots first."""
+        return (*self.around, *(x for c in self.chosen for x in (c.scores, c.rest)))
 
     @property
     def requires_grad(self) -> bool:
@@ -132,10 +140,17 @@ class _Site:
 
 def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:
     """Returns one program for the sums over keys of all roots; raises NoForm if there is none."""
-    roots, entries = without_entries(roots, facts.why_repeated, facts.extent)
-    if entries and not products_in(roots):
-        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(roots), entries)
-    return replace(_of_sums(roots, order, facts), entries=entries)
+    search = Search(facts.why_repeated, facts.extent)
+    left, chosen = with_chosen(roots, search)
+    left += [x for c in chosen for x in (c.scores, c.rest)]
+    left, entries = without_entries(left, search)
+    if entries and not products_in(left):
+        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(left), entries)
+    form = _of_sums(left, order, facts)
+    around, parts = form.around[: len(roots)], form.around[len(roots) :]
+    pairs = zip(chosen, parts[::2], parts[1::2], strict=True)
+    chosen = tuple(replace(c, scores=scores, rest=rest) for c, scores, rest in pairs)
+    return replace(form, around=around, entries=entries, chosen=chosen)
 
 
 def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:

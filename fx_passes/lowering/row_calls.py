@@ -44,9 +44,11 @@ def emit(
     inputs = [x for p in form.replaced for x in (p.rows, p.keys)]
     inputs += [c.value for c in form.captures]
     inputs += [entries.ids for entries in form.entries]
-    writer = Writer(build, reading, outer, [*inputs, *form.around])
-    writer.values |= entry_calls.emit(writer, form.entries)  # which the program may read
+    writer = Writer(build, reading, outer, [*inputs, *form.of_rows])
+    # which the program may read
+    writer.values |= entry_calls.emit(writer, form.entries, form.chosen)
     values = _of_program(writer, form) | writer.values
+    values |= entry_calls.emit_chosen(_around(writer, values), form.chosen)
     results: dict[fx.Node, fx.Node] = {}
     made: set[int | None] = set()
     for output in plan.outputs:
@@ -126,7 +128,13 @@ def _result(writer: Writer, output: RowOutput, values: Mapping[object, fx.Node])
     build, like = writer.build, tensor_of(output.node)
     if not like.is_floating_point():  # counts, which a float would round
         values = {k: build.method("to", x, like.dtype) for k, x in values.items()}
-    around = Writer(build, writer.reading, writer.outer, (), values)
-    around.tensors = around.arranging.tensors = writer.tensors
-    x = around.tensor(output.around, output.dims, expand=range(len(output.dims)))
+    dims = output.dims
+    x = _around(writer, values).tensor(output.around, dims, expand=range(len(dims)))
     return as_user(build, x, like)
+
+
+def _around(writer: Writer, values: Mapping[object, fx.Node]) -> Writer:
+    """What writes expressions of the rows' values."""
+    around = Writer(writer.build, writer.reading, writer.outer, (), values)
+    around.tensors = around.arranging.tensors = writer.tensors
+    return around

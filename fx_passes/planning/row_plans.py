@@ -79,7 +79,7 @@ class ProgramPlan:
     @property
     def of_rows(self) -> list[Node]:
         """Returns the products that the program reads as tensors, as they have no keys."""
-        return products_in([*(c.value for c in self.form.captures), *self.form.around])
+        return products_in([*(c.value for c in self.form.captures), *self.form.of_rows])
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -146,7 +146,9 @@ class RowPlanner:
         )
         every = [x for p in form.replaced for x in (p.rows, p.keys)]
         dtypes = set(map(self.facts.dtypes, sources_in(*every)))
-        check_eager(roots, [*(c.value for c in form.captures), *form.around], dtypes, self.reading)
+        check_eager(
+            roots, [*(c.value for c in form.captures), *form.of_rows], dtypes, self.reading
+        )
         matmuls = tuple(self._matmul(p) for p in form.replaced)
         return ProgramPlan(form, outputs, matmuls, frozenset(dtypes))
 

@@ -189,6 +189,30 @@ def _of_blocks(size: int, options: dict[str, Any], dots: Dots, impl: str) -> lis
     return [*(x.detach() for x in out.values()), *torch.autograd.grad(loss, leaves)]
 
 
+def _of_other_keys(dots: Dots, impl: str) -> list[Tensor]:
+    """The log-sum-exp of the keys that no id of a row names, of which one row has none."""
+    rows, keys = dots["s"][0].shape[2], dots["s"][1].shape[2]
+    ids = torch.randint(keys, (1, 1, rows, keys), generator=torch.Generator().manual_seed(0))
+    ids[..., 3:] = ids[..., :1]
+    ids[:, :, 1] = torch.arange(keys)
+
+    def function(e: Any) -> Any:
+        return torch.where(e.ids, -torch.inf, e.s * 3).logsumexp("key")
+
+    out = row_program(function, dots=dots, columns={"ids": ids}, impl=impl)
+    assert out[:, :, 1].isneginf().all()
+    out = out.masked_fill(torch.arange(rows) == 1, 0.0)
+    leaves = [x for pair in dots.values() for x in pair]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@inside
+def test_keys_that_no_id_names() -> None:
+    make = torch.Generator().manual_seed(1)
+    s = tuple(torch.randn(1, 1, n, 5, generator=make).requires_grad_() for n in (19, 37))
+    _check(_of_other_keys, {"s": (s[0], s[1])}, 2e-6)
+
+
 def test_what_has_no_kernels_says_why() -> None:
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
     wide = (torch.randn(1, 2, 3, 260), torch.randn(1, 2, 5, 260))

@@ -162,3 +162,140 @@ def test_labels_of_logits_that_the_divergence_masks():
 
     outcome = judge(step, heads(), None)
     assert outcome.num_fused and outcome.compiled.outputs[0].isfinite(), outcome.report
+
+
+TOKENS, VOCAB = 48, 40
+
+
+def peaked():
+    """Tokens with nearly all probability at one entry, which is one of their ids."""
+    make = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(n, 64, generator=make) for n in (TOKENS, VOCAB))
+    ids = torch.randint(VOCAB, (TOKENS, 3), generator=make)
+    ids[:, 0] = (h @ w.mT).argmax(-1)
+    ids[::5, 2] = ids[::5, 0]  # an id may stand twice
+    return [h.requires_grad_(), w.requires_grad_(), torch.randn(VOCAB, generator=make), ids]
+
+
+def not_chosen(z, ids):
+    """A focal weight: NaN if a probability is above 1."""
+    return ((1 - z.softmax(-1).gather(-1, ids)) ** 1.5).sum(-1)
+
+
+def logs(z, ids):
+    return z.log_softmax(-1).gather(-1, ids)
+
+
+def both_logs(z, ids):
+    """Of two rows of ids at once, and of two temperatures."""
+    return logs(z, ids) + logs(z, ids.flip(0)) + logs(z / 2, ids)
+
+
+AT_PEAKS = {
+    "scaled": lambda h, w, b, ids: not_chosen(h @ w.mT * 3, ids),
+    "bias": lambda h, w, b, ids: not_chosen(h @ w.mT * 3 + b, ids),
+    "softcap": lambda h, w, b, ids: not_chosen(30 * torch.tanh(h @ w.mT / 30) * 5, ids),
+    "temperature of rows": lambda h, w, b, ids: not_chosen(
+        h @ w.mT / (1.1 + b[ids[:, :1]] % 1), ids
+    ),
+    "mask": lambda h, w, b, ids: not_chosen((h @ w.mT * 3).masked_fill(b > 1, -math.inf), ids),
+    "by hand": lambda h, w, b, ids: (
+        (1 - (logits := h @ w.mT).gather(-1, ids).sub(logits.logsumexp(-1, True)).exp()) ** 1.5
+    ).sum(-1),
+    "sequences": lambda h, w, b, ids: not_chosen(
+        h.view(4, -1, 64) @ w.mT * 3, ids.view(4, TOKENS // 4, -1)
+    ),
+    "ids of all tokens": lambda h, w, b, ids: (
+        (1 - (h @ w.mT * 3).softmax(-1)[:, ids[:9, 0]]).pow(1.5).sum(-1)
+    ),
+    "ids from the end": lambda h, w, b, ids: (
+        (1 - (h @ w.mT * 3).softmax(-1)[torch.arange(TOKENS)[:, None], ids - VOCAB]) ** 1.5
+    ).sum(-1),
+    "two dimensions of ids": lambda h, w, b, ids: (
+        (
+            1
+            - (h @ w.mT * 3).softmax(-1)[
+                torch.arange(TOKENS)[:, None, None], torch.stack([ids, ids.flip(0)], -1)
+            ]
+        )
+        .pow(1.5)
+        .sum((-1, -2))
+    ),
+    "every id": lambda h, w, b, ids: not_chosen(
+        h @ w.mT * 3, (torch.arange(VOCAB) + ids[:, :1]) % VOCAB
+    ),
+    "no ids": lambda h, w, b, ids: not_chosen(h @ w.mT * 3, ids[:, :0]),
+    "one id": lambda h, w, b, ids: not_chosen(h @ w.mT * 3, ids[:, :1]),
+    "of a loss": lambda h, w, b, ids: (-logs(h @ w.mT * 3, ids) + 1e-8).sqrt().sum(-1),
+    "a number apart": lambda h, w, b, ids: (
+        (1 + 1e-6 - (h @ w.mT).softmax(-1).gather(-1, ids)).log().sum(-1)
+    ),
+    "log1p": lambda h, w, b, ids: (1e-6 - (h @ w.mT).softmax(-1).gather(-1, ids)).log1p().sum(-1),
+    "the others": lambda h, w, b, ids: (
+        2 + 1e-6 - (h @ w.mT).softmax(-1).gather(-1, ids[:, ::2]).sum(-1)
+    ).log(),
+    "several": lambda h, w, b, ids: ((1 - both_logs(h @ w.mT, ids).exp()) ** 1.5).sum(-1),
+    "next to all keys": lambda h, w, b, ids: (
+        not_chosen(h @ w.mT * 3, ids) + (h @ w.mT * 3).softmax(-1).square().sum(-1)
+    ),
+    "next to labels": lambda h, w, b, ids: (
+        not_chosen(h @ w.mT * 3, ids) + F.cross_entropy(h @ w.mT * 3, ids[:, 0], reduction="none")
+    ),
+    "next to logits": lambda h, w, b, ids: ((h @ w.mT).gather(-1, ids) + logs(h @ w.mT, ids)).sum(
+        -1
+    ),
+    "focal": lambda h, w, b, ids: (
+        -((1 - (h @ w.mT * 3).softmax(-1).gather(-1, ids)) ** 2.5 * logs(h @ w.mT * 3, ids))
+    ).sum(-1),
+    "without gradient": lambda h, w, b, ids: (
+        (1 - (h @ w.mT * 3).detach().softmax(-1).gather(-1, ids)) ** 1.5 * logs(h @ w.mT * 3, ids)
+    ).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", AT_PEAKS)
+def test_probabilities_of_entries_are_at_most_1(name):
+    """They are normalised by products of their own: NOTE [Log-probabilities of entries]."""
+    inputs = peaked()
+    outcome = compare(AT_PEAKS[name], inputs, options=OPTIONS).check()
+    assert outcome.num_fused and all(x.fused for x in outcome.report.sites), outcome.report
+    for x, y in zip(outcome.compiled.tensors(), outcome.eager.tensors(), strict=True):
+        assert x is None or x.isfinite().equal(y.isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_of_entries_themselves(dtype):
+    """Of two ids, the sum of both is 1 at most, but for a rounding."""
+    h, w, _, ids = peaked()
+    h, w, ids = h.detach().to(dtype), w.detach().to(dtype), ids[:, [0, 1]]
+    ids[:, 1] = (ids[:, 0] + 1) % VOCAB
+
+    def step(h, w):
+        log = (h @ w.mT * 3).log_softmax(-1).gather(-1, ids)
+        return log.sum(-1), log.exp().square().sum(-1), log.exp().sum(-1)
+
+    outcome = compare(step, [h, w], options=OPTIONS)
+    assert outcome.num_fused, outcome.report
+    log, squares, total = outcome.compiled.outputs
+    assert (log <= 0).all() and (squares <= 1 + 2e-7).all() and (total <= 1 + 2e-7).all()
+
+
+def test_rows_without_a_probability_are_those_of_eager_code():
+    """A row of which a mask leaves no key, or none of the ids, and one that holds infinity."""
+    h, w, _, ids = peaked()
+    hide = torch.zeros(TOKENS, VOCAB, dtype=torch.bool)
+    hide[3] = True
+    hide[4, ids[4]] = True
+    hide[5] = True
+    hide[5, ids[5]] = False
+    with torch.no_grad():
+        h[7, 0] = math.inf
+
+    def step(h, w):
+        return (h @ w.mT).masked_fill(hide, -math.inf).softmax(-1).gather(-1, ids).square().sum(-1)
+
+    outcome = compare(step, [h, w], options=OPTIONS)
+    found, expected = outcome.compiled.outputs[0], outcome.eager.outputs[0]
+    assert outcome.num_fused == 1
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert found.isnan().nonzero().flatten().tolist() == [3, 7] and found[4] == 0

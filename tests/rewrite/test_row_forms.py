@@ -66,3 +66,23 @@ LEFT = {
 def test_what_is_no_row_program(reason):
     form = made(lambda s, t: LEFT[reason](s.softmax(-1), t.softmax(-1)))
     assert isinstance(form, NotClosed) and form.reason == reason
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (2, 3, 4)])
+def test_log_probabilities_of_entries(shape):
+    """A program sums the keys that no id names: NOTE [Log-probabilities of entries]."""
+    make = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(*n, 4, generator=make, dtype=torch.float64) for n in (shape[:-1], (11,)))
+    ids = torch.randint(11, shape, generator=make)
+    ids[..., -1] = ids[..., 0]
+
+    def loss(h, w, bias):
+        logs = (h @ w.mT * 2 + bias).log_softmax(-1).gather(-1, ids)
+        return ((1 - logs.exp()) ** 1.5 * logs).sum(-1)
+
+    given = [x.requires_grad_() for x in (h, w, torch.randn(11, dtype=torch.float64))]
+    found = made_of(Case("", loss, given))
+    (form,) = found.forms
+    assert not found.wrong and len(form.chosen) == 1
+    assert [r.kind for r in form.program.reductions] == ["logsumexp"]
+    assert [c.kind for c in form.program.captures].count("columns") == 1

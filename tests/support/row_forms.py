@@ -6,6 +6,7 @@ Values are of the program's naive definition (rows/reference.py) in float64.
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,6 +24,7 @@ from tests.support.read_programs import (
     in_float64,
     widened,
 )
+from torch_streamkl.fx_passes.closed_forms.chosen import ChosenIds, ChosenValue
 from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
@@ -63,6 +65,7 @@ def computed(form, tensors, sizes):
 
     if form.program is None:
         return entries_of(form, tensors, sizes)
+    tensors = tensors | ids_of_chosen(form, tensors, sizes)
     axes = form.axes
     given = []
     for product, heads in zip(form.products, axes.heads, strict=True):
@@ -87,7 +90,37 @@ def computed(form, tensors, sizes):
         x = x.reshape(shape)
         source = Source(RowValue(number), 0, value.grad_flows)
         found[source] = x if value.grad_flows else x.detach()
-    return found | entries_of(form, tensors, sizes)
+    found |= entries_of(form, tensors, sizes)
+    return found | chosen_of(form, tensors | found, sizes)
+
+
+def ids_of_chosen(form, tensors, sizes):
+    """The ids that a program leaves out of a row, by their sources in captures."""
+    found = {}
+    for number, x in enumerate(form.chosen):
+        rows = x.entries.rows
+        ids = evaluate(x.entries.ids, tensors, sizes, [*rows, *x.entries.places])
+        found[Source(ChosenIds(number), 0)] = ids.flatten(len(rows)).long()
+    return found
+
+
+def chosen_of(form, tensors, sizes):
+    """The log-probabilities of entries, by their sources in `around`."""
+    found = {}
+    ids = ids_of_chosen(form, tensors, sizes)
+    for number, x in enumerate(form.chosen):
+        num_rows = len(x.rows)
+        scores = evaluate(x.scores, tensors, sizes, x.axes)
+        rest = evaluate(x.rest, tensors, sizes, x.rows)
+        each = ids[Source(ChosenIds(number), 0)]
+        again = (each[..., None] == each[..., None, :]).tril(-1).any(-1)
+        for _ in x.others:
+            again = again.unsqueeze(-2)
+        flat = scores.flatten(num_rows).masked_fill(again, -math.inf)
+        lse = torch.cat([flat, rest[..., None]], -1).logsumexp(-1)
+        value = scores - lse.reshape(*lse.shape, *([1] * len(x.entries.places)))
+        found[Source(ChosenValue(number), 0, x.flows)] = value if x.flows else value.detach()
+    return found
 
 
 def entries_of(form, tensors, sizes):
