@@ -50,9 +50,9 @@ VOCAB_MULTIPLE = 256
 # cuBLAS takes 32 MiB for every stream: with less room than this, more tokens are worth more
 SIDE_STREAM_MIB = 256
 MAX_PARTS = 4  # of a chunk, for the teacher's logits
-# Fitted to chunks and parts of three heads on an H100 (bench/notes/lm_heads.md): a chunk takes as
-# long as so many passes over the student's weight, and so many rows of a matmul take as long as one
-# pass over its weight.
+# Fitted to chunks of three heads on an H100 (bench/notes/lm_heads.md). What a chunk moves
+# takes as long as so many passes over the student's weight; so many rows of a matmul take as long
+# as one pass over its weight.
 STUDENT_PASSES, ROWS_OF_A_PASS = 7, 46
 
 
