@@ -24,6 +24,7 @@ from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
     describe_program,
+    operator_of,
     special_reason,
     why_special,
 )
@@ -149,7 +150,8 @@ class Fusing:
                     self._insert(build, plan, name)
         except Unsupported as blocked:
             reason, small = str(blocked), ""
-        site = Site(not reason and not small, "row_program", form, reason, "", node=name)
+        kind = operator_of(plan)
+        site = Site(not reason and not small, kind, form, reason, "", node=name)
         hint = hint_for(reason) if reason else FORCE_SIZE if small else ""
         site = replace(site, skipped=small, hint=hint)
         places = (location_of(node) for node in nodes)

@@ -1,17 +1,21 @@
-"""Moves gradients of an attention KL into its forward, on a CPU, if the loss allows it.
+"""Moves gradients of an operator into its forward, if the loss allows it.
 
-The backward operator computes the scores again: six products for the student. Four are enough if
-the weight of every row in the loss is known in the forward. In the joint graph of forward and
-backward this is visible: the gradient that reaches the rows is a number (the only part that
-depends on the loss's own gradient) times weights that the forward can compute.
-`attention_kl_with_gradients` then computes the gradients of the weighted sum, and the backward
-multiplies them by the number.
+The backward operator computes the scores again: six products of an attention KL for the student,
+and four of log-probabilities of entries. Four and three are enough if the weight of every value in
+the loss is known in the forward. In the joint graph of forward and backward this is visible: the
+gradient that reaches the values is a number (the only part that depends on the loss's own
+gradient) times weights that the forward can compute. An operator "with gradients" then computes
+those of the weighted sum, and the backward multiplies them by the number.
+
+Gradients of an attention KL move on a CPU only: on a GPU, forward and backward have kernels of
+their own. Those of entries do not move in float16, which may need a loss scale.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import descendants, tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same_shape
 from torch_streamkl.fx_passes.fx_utils.torch_names import has, optional
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
+from torch_streamkl.topk import log_probs
 
 log = logging.getLogger("torch_streamkl.rewrite")
 WITHOUT_SORT = (
@@ -33,8 +38,6 @@ WITHOUT_SORT = (
 )
 SORT = ("torch._inductor.pattern_matcher", "stable_topological_sort")
 aten, prims = torch.ops.aten, torch.ops.prims
-FORWARD = {ops.attention_kl, WITHOUT_AUTOGRAD[ops.attention_kl]}
-BACKWARD = {ops.attention_kl_backward, WITHOUT_AUTOGRAD[ops.attention_kl_backward]}
 # dimension by dimension: as good for weights that broadcast
 PER_DIMENSION = {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.permute.default,
@@ -44,6 +47,30 @@ PER_DIMENSION = {
 RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 MUL = {aten.mul.Tensor, aten.mul.Scalar}
 DIV = {aten.div.Tensor, aten.div.Scalar}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Describes an operator whose backward can move: the gradient comes first, then statistics."""
+
+    forward: Any
+    backward: Any
+    both: Any  # takes weights, needs_grad and the forward's arguments; gradients come last
+    num_statistics: int
+    is_eligible: Callable[[Tensor], bool]  # of its first input
+
+
+OPERATORS = [
+    Operator(
+        ops.attention_kl, ops.attention_kl_backward, attention_kl_with_gradients, 2,
+        lambda x: x.device.type == "cpu",
+    ),
+    Operator(
+        log_probs.entry_log_probs, log_probs.entry_log_probs_backward,
+        log_probs.entry_log_probs_with_gradients, 1, lambda x: x.dtype != torch.float16,
+    ),
+]  # fmt: skip
+BACKWARD = {x: o for o in OPERATORS for x in (o.backward, WITHOUT_AUTOGRAD[o.backward])}
 
 
 @dataclass(frozen=True)
@@ -92,7 +119,9 @@ def _forward_of(backward: fx.Node) -> fx.Node | None:
     if statistics.target is not operator.getitem:
         return None
     forward: fx.Node = statistics.args[0]
-    if forward.target not in FORWARD or "recompute" in forward.meta:
+    found = BACKWARD[backward.target]
+    known = found.forward, WITHOUT_AUTOGRAD[found.forward]
+    if forward.target not in known or "recompute" in forward.meta:
         return None
     calls = [
         user
@@ -100,20 +129,22 @@ def _forward_of(backward: fx.Node) -> fx.Node | None:
         for user in part.users
         if user.target in BACKWARD and part.args[1] == 1
     ]
-    on_cpu = forward.meta["val"][0].device.type == "cpu"
-    return forward if on_cpu and len(calls) == 1 else None
+    is_eligible = found.is_eligible(tensor_of(forward.args[0]))
+    return forward if is_eligible and len(calls) == 1 else None
 
 
 def _try_to_replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
     try:
         return _replace(forward, backward, late)
     except Exception:  # what was added has no users: the graph computes what it did
-        log.warning("gradients of an attention KL stay in the backward", exc_info=True)
+        log.warning("gradients of a loss stay in the backward", exc_info=True)
         return False
 
 
 def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
-    grad, needs_grad, given = backward.args[0], backward.args[3], backward.args[4:]
+    found = BACKWARD[backward.target]
+    first = 1 + found.num_statistics
+    grad, needs_grad, given = backward.args[0], backward.args[first], backward.args[first + 1 :]
     assert isinstance(grad, fx.Node)
     graph, after_forward = forward.graph, descendants([forward])
     too_late = late | after_forward
@@ -131,12 +162,12 @@ def _replace(forward: fx.Node, backward: fx.Node, late: set[fx.Node]) -> bool:
         if kept := _read_inputs(given, needs_grad):
             once = _call(graph, double_backward_factor, number, kept)  # see double_backward.py
             number = _call(graph, aten.mul.Tensor, number, once)
-        call = _call(graph, attention_kl_with_gradients, factors.weight, needs_grad, *given)
+        call = _call(graph, found.both, factors.weight, needs_grad, *given)
         results: dict[fx.Node, fx.Node] = {}
         for part in backward.users:
             index = part.args[1]
             assert isinstance(index, int)
-            result = _call(graph, operator.getitem, call, 3 + index)
+            result = _call(graph, operator.getitem, call, first + index)
             if needs_grad[index]:  # type: ignore[index]  # a list of bools
                 result = _call(graph, aten.mul.Tensor, result, number)
                 dtype = tensor_of(part).dtype
@@ -246,9 +277,8 @@ class _Factors:
 
 def _read_inputs(given: Any, needs_grad: Any) -> list[fx.Node]:
     """Lists the inputs of the graph that backwards of the two products read."""
-    read = [
-        given[i] for i in range(4) if needs_grad[i] and needs_grad[i ^ 1]
-    ]  # q, k of both sides
+    # of a pair of operands, such as q and k of both sides, each gradient reads the other one
+    read = [given[i] for i, needs in enumerate(needs_grad) if needs and needs_grad[i ^ 1]]
     return list(dict.fromkeys(x for n in read if (x := _viewed(n)) is not None))
 
 

@@ -4,16 +4,22 @@ NOTE [Log-probabilities of entries]
 ``z.log_softmax(-1).gather(-1, ids)`` reads as the entries' scores minus the log-sum-exp of their
 row. The entries are products of their own, which round differently from those that a row program
 sums. If an entry has nearly all of a row's probability, the difference of both would be that
-rounding: a probability of 1.000004, and NaN in ``(1 - p) ** 1.5``. So the program sums the *other*
-keys of the row only, and the log-softmax is that of the entries, each id once, next to this sum.
+rounding: a probability of 1.000004, and NaN in ``(1 - p) ** 1.5``.
+
+- If scores are a multiple of the product, `entry_log_probs` computes both of the same logits.
+- Else, or if few ids of a row stand next to other sums of the product, one program computes all in
+  one pass: it sums the *other* keys of the row only, and the log-softmax is that of the entries,
+  each id once, next to this sum.
+
 As in eager code, no probability is above 1 then, and 1 - p is exact where p is nearly 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.entries import (
     HIDDEN,
@@ -23,7 +29,7 @@ from torch_streamkl.fx_passes.closed_forms.entries import (
     is_of_one_key,
     may_hide_rows,
 )
-from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, is_entered
 from torch_streamkl.program.canonical import choose, compare, linear, terms_of
 from torch_streamkl.program.graph import (
@@ -43,6 +49,7 @@ from torch_streamkl.program.graph import (
 from torch_streamkl.program.reductions import fresh_axis, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
 
+FEW_IDS = 16  # of a row, that a program may compare every key with on a GPU
 ROUNDED = 1e-12  # of a coefficient: what is left of a difference of equal ones
 
 
@@ -64,13 +71,15 @@ class ChosenIds:
 class Chosen:
     """Represents log-probabilities of entries at ids: NOTE [Log-probabilities of entries].
 
-    ``others`` are axes of the scores that their product lacks.
+    ``others`` are axes of the scores that their product lacks. With a ``scale`` the scores are
+    that multiple of the product, of all keys.
     """
 
     entries: Entries
     others: tuple[Axis, ...]
     scores: Node
     rest: Node  # the log-sum-exp of the keys of the row that no id names
+    scale: float | None
 
     @property
     def rows(self) -> tuple[Axis, ...]:
@@ -83,6 +92,16 @@ class Chosen:
     @property
     def flows(self) -> bool:
         return self.scores.flows or self.rest.flows
+
+    @property
+    def has_few_ids(self) -> bool:
+        count = num_positions(self.entries.places)
+        return not isinstance(count, int) or count <= FEW_IDS
+
+    @property
+    def parts(self) -> tuple[Node, ...]:
+        """Returns what a row program and single entries have to compute."""
+        return (self.scores, self.rest) if self.scale is None else ()
 
 
 @dataclass(frozen=True)
@@ -97,14 +116,19 @@ class _Difference:
     terms: list[tuple[float, Node]]
 
 
-def with_chosen(roots: Sequence[Node], search: Search) -> tuple[list[Node], tuple[Chosen, ...]]:
-    """Returns expressions of captured log-probabilities of entries, and what these are."""
+def with_chosen(
+    roots: Sequence[Node], search: Search, has_one_type: Callable[[Product], bool]
+) -> tuple[list[Node], tuple[Chosen, ...]]:
+    """Returns expressions of captured log-probabilities of entries, and what these are.
+
+    ``has_one_type`` says whether a product and its operands have the same dtype.
+    """
     known: dict[tuple[Node, Node], Chosen] = {}
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         x = remade(x, args)
         while x.op == "linear" and (found := next(_differences(x, search), None)) is not None:
-            value = _captured(found, search, known)
+            value = _captured(found, search, known, has_one_type)
             x = linear(found.constant, [*found.terms, (found.factor, value)])
         return x
 
@@ -112,7 +136,25 @@ def with_chosen(roots: Sequence[Node], search: Search) -> tuple[list[Node], tupl
     return [made[x] for x in roots], tuple(known.values())
 
 
-def _captured(found: _Difference, search: Search, known: dict[tuple[Node, Node], Chosen]) -> Node:
+def in_one_pass(chosen: Sequence[Chosen], products: Collection[frozenset[object]]) -> list[Chosen]:
+    """Lets a program compute few entries of a product that is read more than once.
+
+    ``products`` are the operands of those that programs read in any case.
+    """
+    counts = Counter(x.entries.product.names for x in chosen)
+    counts.update(products)
+    return [
+        replace(x, scale=None) if x.has_few_ids and counts[x.entries.product.names] > 1 else x
+        for x in chosen
+    ]
+
+
+def _captured(
+    found: _Difference,
+    search: Search,
+    known: dict[tuple[Node, Node], Chosen],
+    has_one_type: Callable[[Product], bool],
+) -> Node:
     """The log-probabilities of entries, as a captured value."""
     at_ids = search.at(found.product)
     assert at_ids is not None
@@ -126,9 +168,20 @@ def _captured(found: _Difference, search: Search, known: dict[tuple[Node, Node],
     key = substitute(found.score, names), substitute(found.lse, names)
     if key not in known:
         rest = _of_other_keys(key[1], entries, ChosenIds(len(known)))
-        known[key] = Chosen(entries, named, key[0], rest)
+        scale = _scale_of(found, entries) if has_one_type(entries.product) else None
+        known[key] = Chosen(entries, named, key[0], rest, scale)
     source = Source(ChosenValue(list(known).index(key)), 0, known[key].flows)
     return capture(source, FLOAT, at=list(map(index, order)))
+
+
+def _scale_of(found: _Difference, entries: Entries) -> float | None:
+    """The factor of a product whose multiple the scores of all keys are; None if they are not."""
+    _, parts = terms_of(found.score)
+    if len(parts) > 1 or parts[0][1] is not found.product:
+        return None
+    has_all_keys = found.lse.value.axis.size == entries.key.size
+    has_its_rows = len(found.product.axes) == len(entries.axes)
+    return parts[0][0] if has_all_keys and has_its_rows else None
 
 
 def _differences(x: Node, search: Search) -> Iterator[_Difference]:

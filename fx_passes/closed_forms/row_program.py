@@ -21,7 +21,7 @@ from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
-from torch_streamkl.fx_passes.closed_forms.chosen import Chosen, with_chosen
+from torch_streamkl.fx_passes.closed_forms.chosen import Chosen, in_one_pass, with_chosen
 from torch_streamkl.fx_passes.closed_forms.entries import (
     Entries,
     Search,
@@ -116,7 +116,7 @@ class RowForm:
     @property
     def of_rows(self) -> tuple[Node, ...]:
         """Returns all expressions of the rows' values: those of the roots first."""
-        return (*self.around, *(x for c in self.chosen for x in (c.scores, c.rest)))
+        return (*self.around, *(x for c in self.chosen for x in c.parts))
 
     @property
     def requires_grad(self) -> bool:
@@ -125,7 +125,12 @@ class RowForm:
     @property
     def replaced(self) -> tuple[Product, ...]:
         """Returns all products that need not be there as a whole: those of entries, too."""
-        return (*self.products, *(x.product for x in self.entries))
+        return (*self.products, *(x.product for x in self.every_entries))
+
+    @property
+    def every_entries(self) -> tuple[Entries, ...]:
+        """Returns the entries, also those of log-probabilities."""
+        return tuple(dict.fromkeys([*self.entries, *(c.entries for c in self.chosen)]))
 
 
 @dataclass(frozen=True)
@@ -141,16 +146,17 @@ class _Site:
 def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:
     """Returns one program for the sums over keys of all roots; raises NoForm if there is none."""
     search = Search(facts.why_repeated, facts.extent)
-    left, chosen = with_chosen(roots, search)
-    left += [x for c in chosen for x in (c.scores, c.rest)]
+    left, every = with_chosen(roots, search, lambda x: len(set(dtypes_of(x, facts))) == 1)
+    chosen = in_one_pass(every, {frozenset(map(source_name, x.args)) for x in products_in(left)})
+    left += [x for c in chosen for x in c.parts]
     left, entries = without_entries(left, search)
-    if entries and not products_in(left):
-        return RowForm(None, (), RowAxes((), (), (), (), False), (), (), tuple(left), entries)
+    if (entries or chosen) and not products_in(left):
+        nothing = RowAxes((), (), (), (), False)
+        return RowForm(None, (), nothing, (), (), tuple(left), entries, tuple(chosen))
     form = _of_sums(left, order, facts)
-    around, parts = form.around[: len(roots)], form.around[len(roots) :]
-    pairs = zip(chosen, parts[::2], parts[1::2], strict=True)
-    chosen = tuple(replace(c, scores=scores, rest=rest) for c, scores, rest in pairs)
-    return replace(form, around=around, entries=entries, chosen=chosen)
+    around, parts = form.around[: len(roots)], iter(form.around[len(roots) :])
+    made = [replace(c, scores=next(parts), rest=next(parts)) if c.parts else c for c in chosen]
+    return replace(form, around=around, entries=entries, chosen=tuple(made))
 
 
 def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:

@@ -21,6 +21,7 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.lowering.writer import Writer
+from torch_streamkl.topk.log_probs import entry_log_probs
 from torch_streamkl.topk.logits import entry_logits
 
 
@@ -29,30 +30,41 @@ def emit(
 ) -> dict[object, fx.Node]:
     """Inserts the calls, and returns values with a dimension for each of their axes.
 
-    The ids of log-probabilities have one for all ids of a row.
+    The ids of log-probabilities that a program leaves have one for all ids of a row.
     """
     ids = {x: _ids(writer, x) for x in dict.fromkeys([*every, *(c.entries for c in chosen)])}
     found: dict[object, fx.Node] = {}
     for n, entries in enumerate(every):
-        found[EntryValue(n)] = _emit(writer, entries, ids[entries])
-    for n, entries in enumerate(c.entries for c in chosen):
-        shape = tuple(map(writer.extent, (*entries.rows, flat_axis(entries))))
-        found[ChosenIds(n)] = writer.build.method("reshape", ids[entries], shape)
+        hidden, weight = _operands(writer, entries)
+        x = writer.build.call(entry_logits, hidden, weight, ids[entries])
+        if tensor_of(x).dtype.itemsize < 4:  # as the per-row values; logits are rounded by now
+            x = writer.build.method("float", x)
+        found[EntryValue(n)] = _in_axes(writer, entries, x)
+    for n, c in enumerate(chosen):
+        entries = c.entries
+        if c.scale is not None:
+            hidden, weight = _operands(writer, entries)
+            call = writer.build.call(entry_log_probs, hidden, weight, ids[entries], c.scale)
+            x = writer.build.call(operator.getitem, call, 0)
+            found[ChosenValue(n)] = _in_axes(writer, entries, x)
+        else:
+            shape = tuple(map(writer.extent, (*entries.rows, flat_axis(entries))))
+            found[ChosenIds(n)] = writer.build.method("reshape", ids[entries], shape)
     return found
 
 
-def _emit(writer: Writer, entries: Entries, ids: fx.Node) -> fx.Node:
-    build, product = writer.build, entries.product
+def _operands(writer: Writer, entries: Entries) -> tuple[fx.Node, fx.Node]:
+    product = entries.product
     hidden = writer.tensor(product.rows, (entries.rows, product.contracted), expand=(0,))
     weight = writer.tensor(product.keys, ((entries.key,), product.contracted))
     dtypes = {tensor_of(x).dtype for x in (hidden, weight)}
     if len(dtypes) > 1 or not all(d.is_floating_point and d.itemsize > 1 for d in dtypes):
         raise Unsupported(f"entries at ids of operands of {sorted(map(str, dtypes))}")
-    found = build.call(entry_logits, hidden, weight, ids)
-    if tensor_of(found).dtype.itemsize < 4:  # as the per-row values; logits are rounded by now
-        found = build.method("float", found)
-    shape = tuple(map(writer.extent, entries.axes))
-    return build.method("reshape", found, shape)
+    return hidden, weight
+
+
+def _in_axes(writer: Writer, entries: Entries, x: fx.Node) -> fx.Node:
+    return writer.build.method("reshape", x, tuple(map(writer.extent, entries.axes)))
 
 
 def _ids(writer: Writer, entries: Entries) -> fx.Node:
@@ -65,7 +77,9 @@ def _ids(writer: Writer, entries: Entries) -> fx.Node:
 
 def emit_chosen(writer: Writer, every: Sequence[Chosen]) -> dict[object, fx.Node]:
     """Inserts the log-probabilities: NOTE [Log-probabilities of entries]."""
-    return {ChosenValue(n): _log_probabilities(writer, n, c) for n, c in enumerate(every)}
+    return {
+        ChosenValue(n): _log_probabilities(writer, n, c) for n, c in enumerate(every) if c.parts
+    }
 
 
 def _log_probabilities(writer: Writer, number: int, chosen: Chosen) -> fx.Node:

@@ -43,7 +43,7 @@ def emit(
     form = plan.form
     inputs = [x for p in form.replaced for x in (p.rows, p.keys)]
     inputs += [c.value for c in form.captures]
-    inputs += [entries.ids for entries in form.entries]
+    inputs += [entries.ids for entries in form.every_entries]
     writer = Writer(build, reading, outer, [*inputs, *form.of_rows])
     # which the program may read
     writer.values |= entry_calls.emit(writer, form.entries, form.chosen)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch_streamkl.fx_passes.closed_forms.chosen import FEW_IDS
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, hint_of
@@ -18,7 +19,6 @@ from torch_streamkl.program.graph import Axis, Size, num_positions
 from torch_streamkl.rows.program import COLUMNS
 
 MIB = 2**20
-MOST_IDS = 16  # that a row program compares every key with on a GPU
 ELEMENT = 4  # bytes: scores are float32 before a softmax
 # of a site, in MiB of both sides, from which it is fused, by device. A compiled step on a CPU took
 # 1.3 to 2.0 of Inductor's time below 1 MiB, 1.02 to 1.12 to 4 MiB, 0.90 to 0.97 from 6 MiB on, and
@@ -106,9 +106,9 @@ def why_ids_are_left(form: RowForm, device: str, given: float | None) -> str:
         return ""
     counts = [math.prod(_hint(a.size) or 1 for a in c.dims[3]) for c in form.captures
               if c.kind == COLUMNS]  # fmt: skip
-    if device == "cpu" or max(counts, default=0) <= MOST_IDS:
+    if device == "cpu" or max(counts, default=0) <= FEW_IDS:
         return ""
-    return f"{max(counts)} ids of a row > {MOST_IDS} (GPU limit for programs that read ids)"
+    return f"{max(counts)} ids of a row > {FEW_IDS} (GPU limit for programs that read ids)"
 
 
 def why_small(form: RowForm) -> str:

@@ -353,11 +353,18 @@ def special_reason(name: str) -> str:
     return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
 
 
+def operator_of(plan: ProgramPlan) -> str:
+    """Returns the operator that computes a plan; one of rows comes before those of entries."""
+    if plan.form.program is not None:
+        return "row_program"
+    return "entry_log_probs" if plan.form.chosen else "entry_logits"
+
+
 def describe_program(plan: ProgramPlan) -> str:
     """Returns the form of a row program."""
     form, products = plan.form, len(plan.form.products)
     if form.program is None:
-        return "entries of a product at given ids"
+        return "of a product at given ids"
     levels = max(form.program.levels)
     what = "the product" if products == 1 else f"{products} products"
     sizes = sorted({r.size for r in form.program.reductions if r.size})
@@ -369,7 +376,9 @@ def describe_program(plan: ProgramPlan) -> str:
             for p, heads in zip(form.products, form.axes.heads, strict=True)
         )
         text += ", summed over heads" if are_heads else ", summed over a leading dimension"
-    return f"{text}, {levels} passes" if levels > 1 else text
+    text += f", {levels} passes" if levels > 1 else ""
+    is_beside = any(c.scale is not None for c in form.chosen)
+    return f"{text}, and entry_log_probs" if is_beside else text
 
 
 def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool:

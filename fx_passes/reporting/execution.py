@@ -21,6 +21,7 @@ from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
 from torch_streamkl.rows import op as row_op
+from torch_streamkl.topk import log_probs
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
 IMPLEMENTATIONS = {
@@ -46,10 +47,15 @@ IN_FORWARD = "gradients in the forward, by chunks of tokens"
 IN_BACKWARD = "logits computed again in the backward"
 
 
+MARKED = {
+    ops.attention_kl, linear_ops.linear_kl, row_op.row_program, log_probs.entry_log_probs,
+}  # fmt: skip
+
+
 def mark_site(added: Iterable[fx.Node], site: str) -> None:
     """Remembers which loss the inserted operators compute."""
     for node in added:
-        if node.target in (ops.attention_kl, linear_ops.linear_kl, row_op.row_program):
+        if node.target in MARKED:
             node.meta[SITE] = site
 
 
@@ -96,6 +102,8 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
         return PROGRAMS[row_op.chosen(*args)]
     if call.target == row_op.row_program_sum:
         return f"{PROGRAMS[row_op.chosen_of_sum(*args)]}, {IN_FORWARD}"
+    if call.target == log_probs.entry_log_probs:
+        return IMPLEMENTATIONS["triton"] if log_probs.runs_kernels(*args) else PLAIN_ROWS
     if call.target == ops.attention_kl:
         problem, impl = ops.problem_of(*args, **kwargs)
         implementation = select_implementation(problem, impl)

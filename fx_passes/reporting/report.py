@@ -13,7 +13,7 @@ class Site:
     """Describes one matched loss, fused or not."""
 
     fused: bool
-    kind: str  # "attention_kl", "linear_kl", "row_program", or "" when nothing was recognised
+    kind: str  # the operator, such as "linear_kl"; "" when nothing was recognised
     form: str  # what was recognised
     reason: str  # empty when fused, otherwise what the operators do not support
     location: str  # file:line of the user's code

@@ -103,7 +103,9 @@ def verdict_of(site: Site) -> str:
 
 def _unit(site: Site) -> str:
     """Names the unit of code that would have to be compiled."""
-    return {"linear_kl": "logits", "row_program": "products"}.get(site.kind, "scores")
+    if site.kind in ("linear_kl", "entry_log_probs", "entry_logits"):
+        return "logits"
+    return "products" if site.kind == "row_program" else "scores"
 
 
 def in_short(site: Site) -> str:

@@ -18,6 +18,7 @@ from torch_streamkl import (
     linear_topk_kl,
     row_program,
 )
+from torch_streamkl.topk.log_probs import entry_log_probs
 from torch_streamkl.topk.logits import entry_logits
 
 Call = Callable[..., Tensor]  # of the tensors that learn
@@ -56,13 +57,14 @@ CALLS: dict[str, tuple[Call, list[tuple[int, ...]], dict[str, Any]]] = {
     "linear_topk_kl": (_entries, [*HEADS[:2], (11,)], {}),
     "row_program": (_program, HEADS[:2], {}),
     "entry_logits": (lambda h, w: entry_logits(h, w, IDS), HEADS[:2], {}),
+    "entry_log_probs": (lambda h, w: entry_log_probs(h, w, IDS, 0.7)[0], HEADS[:2], {}),
     "sum of linear_kl": (linear_kl, HEADS, {"reduction": "mean"}),
     "sum of linear_topk_kl": (_entries, [*HEADS[:2], (11,)], {"reduction": "mean"}),
     "sum of row_program": (_program, HEADS[:2], {"reduction": "mean"}),
 }
 every = pytest.mark.parametrize("name", CALLS)
 # all but what graphs call, which have no public name
-public = pytest.mark.parametrize("name", [x for x in CALLS if x != "entry_logits"])
+public = pytest.mark.parametrize("name", [x for x in CALLS if not x.startswith("entry")])
 of_sums = pytest.mark.parametrize("name", [x for x in CALLS if x.startswith("sum")])
 
 

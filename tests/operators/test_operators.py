@@ -34,6 +34,7 @@ from torch_streamkl.rows import op as rows_op
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
+from torch_streamkl.topk import log_probs
 from torch_streamkl.topk import ops as topk_ops
 from torch_streamkl.topk.logits import entry_logits, entry_logits_backward
 
@@ -256,6 +257,15 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     "entry_logits": (entry_logits, ENTRIES, NO_MORE),
     "entry_logits_backward": (
         entry_logits_backward, (torch.rand(5, 3), [True, True], *detached(ENTRIES)), NO_MORE,
+    ),
+    "entry_log_probs": (log_probs.entry_log_probs, (*ENTRIES, 0.7), NO_MORE),
+    "entry_log_probs_backward": (
+        log_probs.entry_log_probs_backward,
+        (torch.rand(5, 3), torch.rand(2, 5), [True, True], *detached(ENTRIES), 0.7), NO_MORE,
+    ),
+    "entry_log_probs_with_gradients": (
+        log_probs.entry_log_probs_with_gradients,
+        (torch.rand(3), [True, True], *detached(ENTRIES), 0.7), NO_MORE,
     ),
     "checked_ids": (bounds.checked_ids, (torch.tensor([[0, 4, 2]]), 5, 1), NO_MORE),
     "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), NO_MORE),

@@ -299,3 +299,29 @@ def test_rows_without_a_probability_are_those_of_eager_code():
     assert outcome.num_fused == 1
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert found.isnan().nonzero().flatten().tolist() == [3, 7] and found[4] == 0
+
+
+def few(h, w, b, ids):
+    z = h @ w.mT
+    return logs(z, ids).sum(-1) + z.softmax(-1).square().sum(-1)
+
+
+def many(h, w, b, ids):
+    return few(h, w, b, (torch.arange(20) + ids[:, :1]) % VOCAB)
+
+
+# one pass over the logits with few ids; every key would be compared with many ids
+@pytest.mark.parametrize(
+    ("loss", "kind", "is_beside"),
+    [
+        (AT_PEAKS["scaled"], "entry_log_probs", False),
+        (AT_PEAKS["bias"], "row_program", False),
+        (AT_PEAKS["several"], "row_program", False),
+        (few, "row_program", False),
+        (many, "row_program", True),
+    ],
+)
+def test_operators_of_entries(loss, kind, is_beside):
+    outcome = compare(loss, peaked(), options=OPTIONS).check()
+    assert outcome.kinds == {kind}
+    assert any("and entry_log_probs" in x.form for x in outcome.report.sites) == is_beside

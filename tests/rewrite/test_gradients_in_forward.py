@@ -15,6 +15,7 @@ from torch_streamkl.attention import ops, query_tiles
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.fx_passes import gradients_in_forward, inductor_passes
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
+from torch_streamkl.topk import log_probs
 
 ROWS = (2, 3, 9)  # of values
 
@@ -148,3 +149,35 @@ def test_separate_passes_of_a_compiled_graph_are_query_tiles(monkeypatch):
     expected = torch.autograd.grad(attention_kl(*inputs).log1p().mean(), inputs[:1])
     torch.testing.assert_close(found, expected)
     assert called == ["forward", "backward"]
+
+
+ENTRY_LOSSES = {
+    "kl of cached entries": (
+        lambda log_s, log_t: (log_t.exp() * (log_t - log_s)).sum(-1).mean(),
+        1,
+    ),
+    "labels": (lambda log_s, _: -log_s[:, 0].mean(), 0),  # a part of the entries
+    "focal": (lambda log_s, _: -((1 - log_s.exp()) ** 2 * log_s).mean(), 0),
+}
+
+
+@pytest.mark.parametrize("name", ENTRY_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_log_probabilities_of_entries(name: str, dtype: torch.dtype) -> None:
+    loss, num_moved = ENTRY_LOSSES[name]
+    h, w = (torch.randn(n, 4).to(dtype).requires_grad_() for n in (6, 11))
+    ids, log_t = torch.randint(11, (6, 3)), torch.randn(6, 3).log_softmax(-1)
+    args = (h, w, ids, log_t)
+
+    def step(h, w, ids, log_t):
+        return (loss(log_probs.entry_log_probs(h, w, ids, 0.7)[0], log_t),)
+
+    graph = aot_export_joint_simple(step, args, trace_joint=True)
+    given = [x.detach() for x in args], [torch.tensor(0.7)]
+    if dtype == torch.float64:
+        given[1][0] = given[1][0].double()
+    expected = graph(*given)
+    moved = compute_in_forward(graph.graph)
+    assert moved == (num_moved if dtype == torch.float64 else 0)
+    graph.recompile()
+    torch.testing.assert_close(graph(*given), expected)

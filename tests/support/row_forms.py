@@ -63,9 +63,10 @@ def computed(form, tensors, sizes):
             shape.append(n)
         return value
 
-    if form.program is None:
-        return entries_of(form, tensors, sizes)
     tensors = tensors | ids_of_chosen(form, tensors, sizes)
+    if form.program is None:
+        found = entries_of(form, tensors, sizes)
+        return found | chosen_of(form, tensors | found, sizes)
     axes = form.axes
     given = []
     for product, heads in zip(form.products, axes.heads, strict=True):

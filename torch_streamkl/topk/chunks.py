@@ -84,6 +84,15 @@ def workspace_of(problem: TopkProblem, max_workspace_mib: int) -> int:
 def forward(problem: TopkProblem, rows: ModuleType, exchange: Exchange) -> RowResults:
     """Returns values of all rows, and what the backward needs."""
     out = RowResults.allocate(problem)
+    merged = row_parts(problem, rows, exchange)
+    for tokens in ranges(problem.num_tokens, max(1, TOKENS_OF_ENTRIES // problem.ids.shape[1])):
+        own = RowParts(merged.high[tokens], merged.log_sum[tokens], merged.scores[tokens])
+        entries.results(problem.of_tokens(tokens), own, out.of_tokens(tokens))
+    return out
+
+
+def row_parts(problem: TopkProblem, rows: ModuleType, exchange: Exchange) -> RowParts:
+    """Returns what the logits of all rows tell."""
     if problem.is_sparse:
         parts = [_sparse_parts(problem, Places.of(problem))]
     else:
@@ -96,11 +105,7 @@ def forward(problem: TopkProblem, rows: ModuleType, exchange: Exchange) -> RowRe
             logits = logits_of(part.head, buffer)
             places = Places.of(part)
             parts.append(_parts(part, rows, logits, _gathered(logits, places), places))
-    merged = exchange.merge(_joined(problem, parts))
-    for tokens in ranges(problem.num_tokens, max(1, TOKENS_OF_ENTRIES // problem.ids.shape[1])):
-        own = RowParts(merged.high[tokens], merged.log_sum[tokens], merged.scores[tokens])
-        entries.results(problem.of_tokens(tokens), own, out.of_tokens(tokens))
-    return out
+    return exchange.merge(_joined(problem, parts))
 
 
 def _joined(problem: TopkProblem, parts: list[RowParts]) -> RowParts:
@@ -121,11 +126,22 @@ def backward(
     rows: ModuleType,
     exchange: Exchange,
 ) -> Gradients:
-    """Returns gradients of ``sum(grad * value)`` to hidden states, weight and bias.
+    """Returns gradients of ``sum(grad * value)`` to hidden states, weight and bias."""
+    weighted = results.times(grad.to(problem.compute_dtype))
+    return gradients(problem, weighted, needs_grad, rows, exchange)
+
+
+def gradients(
+    problem: TopkProblem,
+    results: RowResults,
+    needs_grad: NeedsGrad,
+    rows: ModuleType,
+    exchange: Exchange,
+) -> Gradients:
+    """Returns the gradients that follow from those to the scores.
 
     It goes by blocks of the vocabulary, with all tokens if they fit, as that of `linear_kl`.
     """
-    results = results.times(grad.to(problem.compute_dtype))
     if problem.is_sparse:
         return _sparse_gradients(problem, results, needs_grad)
     linear, head = problem.as_linear, problem.head
@@ -154,32 +170,57 @@ def forward_with_gradients(
     exchange: Exchange,
 ) -> tuple[RowResults, Gradients]:
     """Returns values, and gradients of ``sum(weight * value)`` from logits that are made once."""
-    linear = problem.as_linear
-    chunks = [] if problem.is_sparse else exchange.gradient_chunks(problem)
     if not needs_grad.student:
         return forward(problem, rows, exchange), (None, None, None)
-    if problem.is_sparse or len(chunks) > max_sums(linear):  # NOTE [Sums over chunks]
-        results = forward(problem, rows, exchange)
-        return results, backward(problem, results, weight, needs_grad, rows, exchange)
-    out, sums = RowResults.allocate(problem), GradientSums(linear, 0, needs_grad)
+    out = RowResults.allocate(problem)
+
+    def results_of(part: TopkProblem, merged: RowParts, tokens: slice) -> RowResults:
+        results = out.of_tokens(tokens)
+        entries.results(part, merged, results)
+        return results.times(weight[tokens])
+
+    if (
+        problem.is_sparse
+        or (grads := gradients_of_chunks(problem, results_of, needs_grad, rows, exchange)) is None
+    ):
+        out = forward(problem, rows, exchange)
+        grads = backward(problem, out, weight, needs_grad, rows, exchange)
+    return out, grads
+
+
+def gradients_of_chunks(
+    problem: TopkProblem,
+    results_of: Callable[[TopkProblem, RowParts, slice], RowResults],
+    needs_grad: NeedsGrad,
+    rows: ModuleType,
+    exchange: Exchange,
+) -> Gradients | None:
+    """Returns gradients from logits that are made once; None if there are too many chunks.
+
+    ``results_of`` returns the weighted gradients of some tokens' rows to their scores.
+    """
+    linear = problem.as_linear
+    chunks = exchange.gradient_chunks(problem)
+    if len(chunks) > max_sums(linear):  # NOTE [Sums over chunks] in runtime/workspace.py
+        return None
+    sums = GradientSums(linear, 0, needs_grad)
     longest = max((c.stop - c.start for c in chunks), default=0)
     buffer = logits_buffer(problem.head, longest)
     whole = slice(0, problem.head.vocab_size)
     has_room = exchange.workspace >= SIDE_STREAM_MIB * MIB
     side = SideStream(buffer, has_room)
     for chunk in chunks:
-        part, results = problem.of_tokens(chunk), out.of_tokens(chunk)
+        part = problem.of_tokens(chunk)
         places = Places.of(part)
         side.join()  # the last chunk's gradient of the weight reads the buffer
         logits = logits_of(part.head, buffer)
         entry_logits = _gathered(logits, places)
         merged = exchange.merge(_parts(part, rows, logits, entry_logits, places))
-        entries.results(part, merged, results)
-        weighted = results.times(weight[chunk])
-        _gradient_(part, rows, logits, entry_logits, places, weighted)
+        results = results_of(part, merged, chunk)
+        _gradient_(part, rows, logits, entry_logits, places, results)
         sums.add(logits, chunk, whole, side)
     side.join()
-    return out, _gradients_of(sums)
+    return _gradients_of(sums)
 
 
 def _gradients_of(sums: GradientSums) -> Gradients:
