@@ -166,9 +166,7 @@ def check_normalizers(opened: Iterable[Node], roots: Iterable[Node]) -> None:
             if x.op != "linear" or not any(_may_hide_rows(t, is_added) for t in x.args):
                 continue
             if any(map(is_score, walk(x.args, _is_of_one_key))):
-                raise NoForm(
-                    "an entry of scores, whose row a large mask may hide, and its softmax", x
-                )
+                raise NoForm("an entry of a row of scores that a finite mask may hide", x)
 
 
 def _is_of_one_key(x: Node) -> bool:
