@@ -34,7 +34,7 @@ from torch_streamkl.program.shifts import LARGE
 from torch_streamkl.program.walks import rebuilt, walk
 
 SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
-HIDDEN = "an entry of scores, whose row a large mask may hide, and its softmax"
+HIDDEN = "an entry of a row of scores that a finite mask may hide"
 
 
 @dataclass(frozen=True)

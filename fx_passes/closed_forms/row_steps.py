@@ -32,6 +32,7 @@ from torch_streamkl.program.graph import (
     apply,
     cast,
     const,
+    constant,
     index,
     sum_heads,
 )
@@ -373,7 +374,8 @@ class Steps:
 
         A mask of finite numbers makes probabilities 0 as one of -inf does.
         """
-        log = apply("log", x)
+        more = _beyond_one(x)
+        log = apply("log", x) if more is None else apply("log1p", more)
         over, under = exponentials_in(x)
         for factors, limit in ((over, -math.inf), (under, math.inf)):
             for factor in factors:
@@ -422,6 +424,19 @@ class Steps:
         if body.head != self.axes.numbers[heads]:
             raise NoForm("a sum over heads of what does not vary with them", x)
         return apply("log", sum_heads(body)) if is_log else sum_heads(body)
+
+
+def _beyond_one(x: Node) -> Node | None:
+    """What a sum has next to 1, where small numbers lose their digits; None if it has no 1."""
+    if x.op not in ("add", "sub"):
+        return None
+    a, b = x.args
+    if x.op == "add" and 1.0 in (constant(a), constant(b)):
+        return a if constant(b) == 1.0 else b
+    if constant(a) == 1.0:
+        return apply("neg", b)
+    more = _beyond_one(a)
+    return None if more is None else apply(x.op, more, b)
 
 
 def _chooses_numbers(x: Node) -> bool:

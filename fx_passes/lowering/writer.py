@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, tensor_of
 from torch_streamkl.fx_passes.lowering.captured import Captures
+from torch_streamkl.fx_passes.lowering.inputs import axes_of, inputs_of, is_log1p
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.selected_rows import SelectedRows
@@ -128,7 +129,7 @@ class Writer:
         stack = [x]
         while stack:
             y = stack[-1]
-            inputs = [] if y.op == "capture" else _inputs(y)
+            inputs = [] if y.op == "capture" else inputs_of(y)
             waiting = [a for a in inputs if (a, least) not in self._made]
             if (y, least) in self._made or not waiting:
                 stack.pop()
@@ -193,6 +194,8 @@ class Writer:
             case "logaddexp":
                 args = [Placed(self._scalar(a.node, FLOAT)) if a.is_number else a for a in args]
                 return self._folded(torch.logaddexp, args)
+            case "log" if is_log1p(x):
+                return self._pointwise(torch.log1p, [self._beyond_one(x, args)])
             case "norm":
                 return self._norm(args[0])
             case "round":
@@ -202,7 +205,7 @@ class Writer:
             case "log_softmax":
                 return self._log_softmax(x.value, args[0])
             case "reduce":
-                return self._reduced(x.value.kind, _axes_of(x), args[0])
+                return self._reduced(x.value.kind, axes_of(x), args[0])
         if x.op in FUNCTIONS:
             if all(a.is_number for a in args) and FUNCTIONS[x.op] in OF_NUMBERS:
                 return Placed(self._of_numbers(FUNCTIONS[x.op], *(a.node for a in args)))
@@ -294,11 +297,19 @@ class Writer:
     def _product(self, x: Node, args: Sequence[Placed], least: torch.dtype | None) -> Placed:
         """A product; one with a logarithm is 0 where its other factors are, as in `kl_div`."""
         logs = [i for i, y in enumerate(x.args) if y.op == "log"]
-        inside = self._made.get((x.args[logs[0]].args[0], least)) if len(logs) == 1 else None
-        if inside is None or inside.is_number:
+        log = x.args[logs[0]] if len(logs) == 1 else None
+        inside = [self._made.get((y, least)) for y in inputs_of(log)] if log is not None else []
+        given = [a for a in inside if a is not None and not a.is_number]
+        if log is None or len(given) < len(inside):
             return self._folded(torch.mul, args)
-        rest = [a for i, a in enumerate(args) if i != logs[0]]
-        return self._pointwise(torch.xlogy, [self._folded(torch.mul, rest), inside])
+        rest = self._folded(torch.mul, [a for i, a in enumerate(args) if i != logs[0]])
+        if is_log1p(log):
+            return self._pointwise(torch.special.xlog1py, [rest, self._beyond_one(log, given)])
+        return self._pointwise(torch.xlogy, [rest, *given])
+
+    def _beyond_one(self, log: Node, args: Sequence[Placed]) -> Placed:
+        """What a logarithm is of next to 1, where small numbers lose their digits."""
+        return self._sum(0.0, zip(log.args[0].value[1], args, strict=True), FLOAT)
 
     def _not_negative(self, x: Node, args: Sequence[Placed]) -> Placed:
         """Whether a sum of integers is at least 0, as a comparison of two sums.
@@ -469,27 +480,3 @@ class Writer:
                 tensor = self.build.method("flatten", tensor, d, d + 1)
                 at[d : d + 2] = [whole]
         return tensor, at
-
-
-def _axes_of(x: Node) -> list[Axis]:
-    """The axes of a reduction, and of sums in a sum."""
-    axes = [x.value.axis]
-    while x.value.kind == SUM and _is_sum(x.args[0]):
-        x = x.args[0]
-        axes.append(x.value.axis)
-    return axes
-
-
-def _inputs(x: Node) -> tuple[Node, ...]:
-    """The arguments of an operation; of a sum of sums, those of the innermost, and of what is
-    not negative the terms of a sum.
-    """
-    while _is_sum(x) and _is_sum(x.args[0]):
-        x = x.args[0]
-    if x.op == "nonnegative" and x.args[0].op == "linear":
-        x = x.args[0]
-    return x.args
-
-
-def _is_sum(x: Node) -> bool:
-    return x.op == "reduce" and x.value.kind == SUM

@@ -95,6 +95,12 @@ ADVICE = (
         "rows may be selected, as in logits[mask]",
     ),
     Advice(
+        "an entry of a row that a mask of large finite numbers may hide",
+        "a finite mask may hide",
+        "if every row has a key that is not masked, mask with float('-inf') instead of a large "
+        "number: the same value, which fuses",
+    ),
+    Advice(
         "argmax: a hard teacher",
         "^(argmax|argmin)\\b",
         "compute the labels outside of the compiled function, in chunks and under no_grad. "

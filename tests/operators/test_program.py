@@ -127,7 +127,10 @@ SAME: dict[str, tuple[Node, Node]] = {
         where(apply("gt", index(KEY), index(ROW)), 0.0, X),
         where(apply("ge", index(ROW), index(KEY)), X, 0.0),
     ),
-    "exp of a filled score": (exp(MASKED), where(M, exp(X), 0.0)),
+    "exp of a filled number": (
+        exp(where(M, apply("clamp_max", X, 9.0), -math.inf)),
+        where(M, exp(apply("clamp_max", X, 9.0)), 0.0),
+    ),
     "a probability that is clamped": (
         log(apply("clamp_min", softmax(X), 1e-6)),
         apply("clamp_min", X - lse(X), math.log(1e-6)),
@@ -200,6 +203,19 @@ def test_masked_probabilities_sum_to_one_in_rows_with_a_key() -> None:
     finite = where(M, X, -1e9)  # a row that it masks whole is uniform
     assert normal(total(softmax(finite))) is const(1.0)
     assert normal(total(softmax(where(K, MASKED, -1e9)))).args[0].value.kind == ANY
+
+
+@pytest.mark.parametrize("op", ["exp", "expm1", "sinh", "cosh"])
+def test_an_exponential_keeps_the_condition_of_its_branch(op: str) -> None:
+    """Where the condition does not hold, it would overflow: NOTE [Both branches are computed]."""
+    safe = apply(op, where(M, X, 0.0))
+    assert normal(where(M, safe, Y)).args[1] is normal(safe)
+    assert normal(where(apply("not", M), Y, safe)).args[1] is normal(safe)
+    bounded = apply("tanh", X)
+    assert normal(where(M, apply(op, where(M, bounded, 0.0)), Y)).args[1] is normal(
+        apply(op, bounded)
+    )
+    assert normal(exp(MASKED)) is not normal(where(M, exp(X), 0.0))
 
 
 def test_nodes_exist_once() -> None:

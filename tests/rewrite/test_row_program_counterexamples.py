@@ -637,6 +637,19 @@ def test_entries_of_rows_without_keys(entries):
     judge(program, inputs, 1)
 
 
+@pytest.mark.parametrize(("fill", "num_fused"), [(-1e9, 0), (-INFINITY, 1)])
+def test_entries_of_rows_that_a_mask_may_hide(fill, num_fused):
+    """The hint of the one, to mask with infinity, is the other."""
+
+    def program(h, w):
+        mask = torch.where(torch.ones(5, 7, dtype=torch.bool).tril(), 0.0, fill)
+        logs = (h @ w.T + mask).log_softmax(-1)
+        return logs.gather(-1, torch.zeros(5, 1, dtype=torch.long)).square().sum(-1)
+
+    inputs = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 7)]
+    judge(program, inputs, num_fused)
+
+
 # ------------------------------------------------------ numbers that a type does not hold
 ADDED = {
     "(1 - keep) * lowest": lambda s, keep, low: s + (1 - keep.float()) * low,

@@ -24,6 +24,9 @@ EVENTS = {
     "entries of rows are gathered by ids (a cached or served top-k)":
         "The loss reads a few entries of each row, and the graph cannot tell whether an id "
         "repeats.",
+    "an entry of a row that a mask of large finite numbers may hide":
+        "The loss reads single log-probabilities of masked rows. If a mask of -1e9 hides a whole "
+        "row, its logsumexp has no digits left for the number of keys.",
     "argmax: a hard teacher":
         "The target is an argmax of the teacher, which needs whole rows of logits.",
     "sort, top-k, cumsum: whole rows in order":

@@ -217,6 +217,14 @@ def mixed_axes(h, w, g, v):
     return kl(*((x @ y.T).view(-1, 96) for x, y in ((h, w), (g, v))))
 
 
+@example("an entry of a row that a mask of large finite numbers may hide")
+def log_probability_of_a_masked_row(h, w, g, v):
+    s = h @ w.T
+    rows, entries = (torch.arange(n) for n in s.shape)
+    masked = s + torch.where(rows[:, None] < entries, -1e9, 0.0)
+    return masked.log_softmax(-1).gather(-1, torch.zeros_like(rows)[:, None]).square().mean()
+
+
 @example("argmax: a hard teacher")
 def hard_teacher(q, k, r, u):
     labels = (r @ u.mT).argmax(-1)

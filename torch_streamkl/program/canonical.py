@@ -22,6 +22,7 @@ from typing import Any
 from torch_streamkl.program import operations
 from torch_streamkl.program.graph import (
     BOOL,
+    CONTRACT,
     FLOAT,
     INT,
     LOGSUMEXP,
@@ -36,11 +37,17 @@ from torch_streamkl.program.graph import (
     widened,
 )
 from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
+from torch_streamkl.program.walks import walk
 
 ONE_OR_ZERO = [("const", 1.0), ("const", 0.0)]
 ADDED = "added"  # the value of a `where`: NOTE [Masks that are added]
 # In float32, scores next to a larger number have less than three decimals left.
 LARGEST_SHIFT = 1e4
+LARGEST_EXPONENT = 80.0  # e^80 is a number in every type that programs compute in
+EVEN_OR_ODD = ("sinh", "cosh")
+GROWING = ("exp", "exp2", "expm1", *EVEN_OR_ODD)
+SINGULAR = ("log", "sqrt", "div", "pow")
+ELEMENTS = (CONTRACT, "dot", "log_softmax", "logP", "logS")  # scores, and what is made of them
 TINY = 1e-12  # of a coefficient that rounding has left over, relative to what cancelled
 
 
@@ -49,7 +56,7 @@ class _Reductions:
 
     substitute: Callable[[Node, Mapping[Axis, Node]], Node]
     reopened: Callable[[str, Node, Node], Node]
-    assume: Callable[[Node, Mapping[Node, bool]], Node]
+    assume: Callable[..., Node]
 
 
 REDUCTIONS = _Reductions()
@@ -411,6 +418,23 @@ def literals(condition: Node) -> frozenset[Node]:
     return frozenset(condition.args) if condition.op == "and" else frozenset((condition,))
 
 
+def keeps_conditions(x: Node) -> bool:
+    """Returns whether what is inside of an operation stays as it is written in a branch.
+
+    NOTE [Both branches are computed]
+    A `where` computes both branches of each element, and the gradient of what it does not choose
+    is 0 times a derivative: NaN, if that is infinite. Code avoids it by another `where` inside, as
+    in ``where(x > 20, x, exp(where(x > 20, 0, x)))``; so does a fill that a score and its maximum
+    share. So the argument of an exponential stays, unless it is bounded. Logarithms, quotients and
+    powers of scores need no condition, because 0 annihilates in programs. Those of values of a row
+    and of captured tensors stay: torch computes them.
+    """
+    if x.op in SINGULAR:
+        return not any(y.op in ELEMENTS for y in walk([x], lambda y: y.op != "reduce"))
+    low, high = x.args[0].range if x.op in GROWING else UNIT
+    return max(high, -low if x.op in EVEN_OR_ODD else high) > LARGEST_EXPONENT
+
+
 def _rank(x: Node) -> int:
     """What stands on the right of a `where`: a number, of these 0, and before all -inf."""
     return 0 if x.op != "const" else 3 if x.value == -math.inf else 2 if x.value == 0.0 else 1
@@ -419,7 +443,8 @@ def _rank(x: Node) -> int:
 def choose(condition: Node, a: Node, b: Node) -> Node:
     """Returns ``where(condition, a, b)``, its branches as they are where it holds or does not.
 
-    A number that fills the rest of an expression stands on the right.
+    A number that fills the rest of an expression stands on the right. What a branch may lose of
+    its own conditions: NOTE [Both branches are computed].
     """
     if condition is TRUE or a is b:
         return a
@@ -428,8 +453,8 @@ def choose(condition: Node, a: Node, b: Node) -> Node:
     a, b = widened(a, b)
     if _rank(a) > _rank(b) or (condition.op == "not" and _rank(a) == _rank(b)):
         return choose(negation(condition), b, a)
-    a = REDUCTIONS.assume(a, dict.fromkeys(literals(condition), True))
-    b = REDUCTIONS.assume(b, {condition: False})
+    a = REDUCTIONS.assume(a, dict.fromkeys(literals(condition), True), is_branch=True)
+    b = REDUCTIONS.assume(b, {condition: False}, is_branch=True)
     if b.op == "const" and a.op == "where" and a.args[2] is b and a.value != ADDED:
         return choose(all_of(condition, a.args[0]), a.args[1], b)
     if a is b:

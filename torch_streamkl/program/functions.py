@@ -7,6 +7,7 @@ import math
 from torch_streamkl.program import operations
 from torch_streamkl.program.canonical import (
     FALSE,
+    LARGEST_EXPONENT,
     REDUCTIONS,
     TRUE,
     choose,
@@ -56,10 +57,13 @@ def quotient(a: Node, b: Node) -> Node:
 
 
 def exponential(x: Node) -> Node:
-    """Returns e^x: of a logarithm its argument, of a score that a mask fills with -inf 0."""
+    """Returns e^x: of a logarithm its argument, of a number that a mask fills with -inf 0.
+
+    A score that is filled stays inside: NOTE [Both branches are computed] in canonical.py.
+    """
     if x.op == "log":
         return x.args[0]
-    if is_removed(x):
+    if is_removed(x) and x.args[1].range[1] <= LARGEST_EXPONENT:
         return choose(x.args[0], exponential(x.args[1]), const(0.0))
     return function("exp", x)
 

@@ -18,6 +18,7 @@ from torch_streamkl.program.canonical import (
     as_added,
     choose,
     compare,
+    keeps_conditions,
     linear,
     literals,
     log_softmax,
@@ -76,9 +77,15 @@ def fresh_axis(size: graph.Size | None) -> Axis:
 ATOMS = ("dot", "reduce", "capture", "log_softmax", CONTRACT)
 
 
-def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
-    """Returns the expression where conditions are known to hold, or not to hold."""
+def assume(x: Node, facts: Mapping[Node, bool], *, is_branch: bool = False) -> Node:
+    """Returns the expression where conditions are known to hold, or not to hold.
+
+    A branch is also computed where they are not: NOTE [Both branches are computed].
+    """
     facts = {**{negation(y): not holds for y, holds in facts.items()}, **facts}
+
+    def is_entered(y: Node) -> bool:
+        return y.op not in ATOMS and not (is_branch and keeps_conditions(y))
 
     def change(y: Node, args: tuple[Node, ...]) -> Node:
         if y in facts:
@@ -87,21 +94,21 @@ def assume(x: Node, facts: Mapping[Node, bool]) -> Node:
             return TRUE
         return remade(y, args)
 
-    if not facts or not _has(x, facts):
+    if not facts or not _has(x, facts, is_entered):
         return x
-    return rebuilt([x], change, lambda y: y.op not in ATOMS and y not in facts)[x]
+    return rebuilt([x], change, lambda y: is_entered(y) and y not in facts)[x]
 
 
 MOST_SEARCHED = 256  # nodes: in larger expressions, conditions deep inside stay as they are
 
 
-def _has(x: Node, facts: Mapping[Node, bool]) -> bool:
+def _has(x: Node, facts: Mapping[Node, bool], is_entered: Callable[[Node], bool]) -> bool:
     todo, seen = [x], {x}
     while todo and len(seen) < MOST_SEARCHED:
         y = todo.pop()
         if y in facts:
             return True
-        new = [a for a in y.args if a not in seen] if y.op not in ATOMS else []
+        new = [a for a in y.args if a not in seen] if is_entered(y) else []
         seen.update(new)
         todo += new
     return False

@@ -1,0 +1,63 @@
+"""log(1 + x) of a small x has the digits of x, in programs and in torch code around operators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_streamkl.fx_passes import backend
+
+SMALL = 1e-6  # next to 1 it has one digit left in float32
+TOLERANCE = 2e-6  # of the largest: some roundings, where lost digits are a tenth
+
+# of scores, of both sides
+ELEMENTS = {
+    "a product": lambda s, t: t.softmax(-1) * (SMALL * s * s).log1p(),
+    "its magnitude": lambda s, t: t.softmax(-1) * (SMALL * s * s).log1p().abs(),
+    "a difference": lambda s, t: t.softmax(-1) * (SMALL * s - SMALL * t * t).log1p().abs(),
+    "two that are subtracted": lambda s, t: t.softmax(-1)
+    * (-SMALL * s.sigmoid() - SMALL * t * t).log1p().abs(),
+    "a quotient": lambda s, t: t.softmax(-1) * (SMALL * s.sigmoid() / t.cosh()).log1p().abs(),
+}  # fmt: skip
+# of hidden states
+WEIGHTS = {
+    "a square": lambda h: (SMALL * h.square().sum(-1, keepdim=True)).log1p(),
+    "of any sign": lambda h: (SMALL * h.sum(-1, keepdim=True)).log1p(),
+    "of any sign, negative": lambda h: -(-SMALL * h.sum(-1, keepdim=True)).log1p(),
+    "in a function": lambda h: (SMALL * h.sum(-1, keepdim=True)).log1p().abs(),
+}
+
+
+def _judge(program):
+    """As exact as eager code, but for some roundings."""
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(n, 4, generator=make, dtype=torch.float64) for n in (6, 50, 6, 50)]
+
+    def run(fn, dtype):
+        given = [x.to(dtype).requires_grad_(i < 2) for i, x in enumerate(inputs)]
+        rows = fn(*given)
+        return [rows.detach(), *torch.autograd.grad(rows.sum(), given[:2])]
+
+    torch._dynamo.reset()
+    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+    with backend.collected() as report:
+        found = run(torch.compile(program, backend="streamkl", options=options), torch.float32)
+    assert report.num_fused == 1, str(report)
+    eager = run(program, torch.float32)
+    for x, near, exact in zip(found, eager, run(program, torch.float64), strict=True):
+        size = exact.abs().max()
+        allowed = 4 * (near.double() - exact).abs().max() + TOLERANCE * size
+        assert (x.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_in_programs(name):
+    _judge(lambda q, k, r, u: ELEMENTS[name](q @ k.mT, r @ u.mT).sum(-1))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_in_weights_of_rows(name):
+    def program(q, k, r, u):
+        divergence = F.kl_div((q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1), reduction="none")
+        return (divergence * WEIGHTS[name](q)).sum(-1)
+
+    _judge(program)
