@@ -25,6 +25,7 @@ from torch_streamkl.linear.problem import RowValues
 from torch_streamkl.program.divergences import named
 from torch_streamkl.runtime import devices
 from torch_streamkl.runtime.precompile import compiled_beside
+from torch_streamkl.topk.log_probs import entry_log_probs, entry_log_probs_with_gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -409,3 +410,23 @@ def test_kernels_compile_at_the_same_time() -> None:
     want = stepped(attention_kl(q, k, p, r, student_scale=0.37, impl="reference"), [q, k])
     for value, reference in zip(values, want, strict=True):
         assert torch.allclose(value.float(), reference.float(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_log_probabilities_of_entries(dtype: torch.dtype) -> None:
+    """By the row kernels, in chunks of tokens, against float64; none is above 1."""
+    h, w = (torch.randn(n, 64, device="cuda").to(dtype) for n in (700, 50001))
+    ids = (h @ w.mT).topk(5).indices
+    tensors = [x.requires_grad_() for x in (h, w)]
+    weight = torch.rand(ids.shape, device="cuda")
+    log_probs, _ = entry_log_probs(*tensors, ids, 0.5)
+    assert (log_probs <= 0).all()
+    exact = (0.5 * (h.double() @ w.double().mT)).log_softmax(-1).gather(-1, ids)
+    given = [x.detach() for x in tensors]
+    stored = entry_log_probs_with_gradients(weight, [True, True], *given, ids, 0.5)
+    found = torch.autograd.grad(log_probs, tensors, weight)
+    expected = torch.autograd.grad(exact, tensors, weight.double())
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for each in ([log_probs, *found], [stored[0], *stored[2:]]):
+        for x, y in zip(each, (exact, *expected), strict=True):
+            assert (x - y).norm() <= tolerance * y.norm()

@@ -418,6 +418,11 @@ def literals(condition: Node) -> frozenset[Node]:
     return frozenset(condition.args) if condition.op == "and" else frozenset((condition,))
 
 
+def has_scores(x: Node) -> bool:
+    """Returns whether an expression reads scores of its row's keys, apart from sums of them."""
+    return any(y.op in ELEMENTS for y in walk([x], lambda y: y.op != "reduce"))
+
+
 def keeps_conditions(x: Node) -> bool:
     """Returns whether what is inside of an operation stays as it is written in a branch.
 
@@ -430,7 +435,7 @@ def keeps_conditions(x: Node) -> bool:
     and of captured tensors stay: torch computes them.
     """
     if x.op in SINGULAR:
-        return not any(y.op in ELEMENTS for y in walk([x], lambda y: y.op != "reduce"))
+        return not has_scores(x)
     low, high = x.args[0].range if x.op in GROWING else UNIT
     return max(high, -low if x.op in EVEN_OR_ODD else high) > LARGEST_EXPONENT
 

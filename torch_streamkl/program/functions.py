@@ -11,6 +11,7 @@ from torch_streamkl.program.canonical import (
     REDUCTIONS,
     TRUE,
     choose,
+    has_scores,
     is_removed,
     linear,
     node,
@@ -65,6 +66,9 @@ def exponential(x: Node) -> Node:
         return x.args[0]
     if is_removed(x) and x.args[1].range[1] <= LARGEST_EXPONENT:
         return choose(x.args[0], exponential(x.args[1]), const(0.0))
+    if is_removed(x) and not has_scores(x):  # a factor that is 0 even next to its logarithm
+        chosen = choose(x.args[0], x.args[1], const(0.0))
+        return choose(x.args[0], function("exp", chosen), const(0.0))
     return function("exp", x)
 
 
