@@ -23,7 +23,7 @@ from tests.support.interpreter import inside, quiet
 from torch_streamkl import attention_kl, attention_kl_varlen, linear_kl, row_program
 from torch_streamkl.fx_passes.validation import records
 from torch_streamkl.kernels.arguments import Window
-from torch_streamkl.runtime import capture, devices, replay
+from torch_streamkl.runtime import capture, devices, precompile, replay
 from torch_streamkl.runtime import launch as runtime
 from torch_streamkl.runtime.precompile import compiled_beside
 
@@ -152,6 +152,7 @@ class Compiled(Kernel):
 def test_kernels_compile_beside_other_code(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each on the device of its tensors, in a backward, too; nothing is launched."""
     monkeypatch.setattr("triton.AsyncCompileMode", AsyncCompileMode, raising=False)
+    monkeypatch.setattr(precompile, "is_interpreted", lambda: False)
     kernel = Compiled(gpus)
     with FakeTensorMode():
         x = torch.empty(4, device=SECOND)

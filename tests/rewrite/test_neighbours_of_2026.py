@@ -132,7 +132,7 @@ PROGRAMS |= {
         lambda h, w: loss_of(written(h, w, 0, 4, 8, size=4, fill=-1.0)), True,
     ),
     "the last part first": (lambda h, w: loss_of(written(h, w, HALF, 0)), True),
-    "a part is overwritten": (a_part_is_overwritten, False),
+    "a part is overwritten": (a_part_is_overwritten, True),
     "a part is not written": (lambda h, w: loss_of(written(h, w, 0)), True),
     "parts in another order": (
         concatenated(lambda i, h, w, ids: entries(h, w, ids), order=-1), False,
@@ -144,7 +144,7 @@ PROGRAMS |= {
         concatenated(lambda i, h, w, ids: entries(h.detach() if i == 0 else h, w, ids)), None,
     ),
     "parts of two heads": (
-        concatenated(lambda i, h, w, ids: entries(h, (1 + i) * w, ids)), False,
+        concatenated(lambda i, h, w, ids: entries(h, (1 + i) * w, ids)), True,
     ),
     "a buffer that is returned": (a_buffer_that_is_returned, False),
     "a buffer that is written again": (a_buffer_that_is_written_again, None),

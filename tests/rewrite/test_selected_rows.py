@@ -215,7 +215,7 @@ def entries_that_are_no_rows(select, s, t, keep):
     return both(select)(s, t, keep)
 
 
-@STAYS(reason="gather")
+@FUSED()
 def gathered_vocabulary_entries(s, t, each):
     ids = each[:, None, :2].expand(-1, TOKENS, 2)
     logs, p = s.log_softmax(-1).gather(-1, ids), t.softmax(-1).gather(-1, ids)
