@@ -7,10 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
-from torch_streamkl.fx_passes.closed_forms.row_sites import Place, bindings_of, key_position
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    Place,
+    bindings_of,
+    key_position,
+    products_in,
+)
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Axis, Node
+from torch_streamkl.program.graph import Axis, Node, Size, num_positions
 from torch_streamkl.program.reductions import fresh_axis
 
 NOT_RANKED = (
@@ -33,6 +39,7 @@ class Facts:
     made_of_products: Collection[Any]
     dtypes: Callable[[Any], Any]  # of captured tensors
     extent: Callable[[Any, int], Any]  # of their dimensions
+    index_size: Callable[[Node], Size | None]  # of the one dimension that is read at positions
     logarithms: tuple[Node, ...] = ()
     log_softmaxes: tuple[Node, ...] = ()
     product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
@@ -61,6 +68,35 @@ def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tu
     for size in (*plain, *chosen):
         return (fresh_axis(size),)
     raise NoForm("a sum of what is not made from scores")
+
+
+def check_single_keys(
+    roots: Sequence[Node], places: frozenset[Place], keys: tuple[Axis, ...], facts: Facts
+) -> None:
+    """Raises NoForm if a key that is read alone may be none of those that are summed.
+
+    In a program it is the one key of the sum whose position is equal. If code sums some of the
+    keys only, positions count from the first of these, and others may be beyond them.
+    """
+    summed = {b.axis for b in bindings_of(roots) if b.is_over(places)}
+    singles: list[tuple[Node, bool]] = []  # and whether it is a key that is summed, unless shifted
+    is_shifted, count = False, num_positions(keys)
+    for product in products_in(roots):
+        place = key_position(product, places)
+        if place is None:
+            continue
+        side, d = place
+        operand = product.args[side]
+        at = operand.args[d]
+        constant, terms = terms_of(at)
+        if summed & at.axes and all(t.op == "index" for _, t in terms):
+            is_shifted |= constant != 0.0 or (len(terms) == 1 and terms[0][0] != 1.0)
+        else:
+            sizes = facts.extent(operand.value, d), facts.index_size(at)
+            singles.append((product, count is not None and count in sizes))
+    for product, is_summed in singles:
+        if is_shifted or not is_summed:
+            raise NoForm(SINGLE_ENTRIES, product)
 
 
 def _block_size(at: Node) -> int:

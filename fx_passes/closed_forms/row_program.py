@@ -45,7 +45,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
     axes_of_products,
     product_of,
 )
-from torch_streamkl.fx_passes.closed_forms.row_keys import Facts, keys_of
+from torch_streamkl.fx_passes.closed_forms.row_keys import Facts, check_single_keys, keys_of
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_products import (
@@ -179,6 +179,7 @@ class _Planner:
     ) -> None:
         roots = without_row_products(roots, places)
         keys = keys_of(roots, places, facts)
+        check_single_keys(roots, places, keys, facts)
         self.roots = [with_whole_rows(root, places, keys) for root in roots]
         self.order, self.facts = order, facts
         self.opening = Opening(places, keys, facts.why_repeated)

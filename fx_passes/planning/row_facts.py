@@ -12,12 +12,12 @@ from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.positions import source_name
+from torch_streamkl.fx_passes.reading.positions import key_of, source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.selections import top_of
 from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Axis, Node, Source
+from torch_streamkl.program.graph import Axis, Node, Size, Source
 from torch_streamkl.program.walks import has_op
 
 aten = torch.ops.aten
@@ -30,7 +30,12 @@ LOGARITHMS = {
 
 def facts_of(reading: Reading) -> Facts:
     """Returns the facts of a graph, without the logarithms, which are those of a program."""
-    return Facts(why_repeated, reading.reads_products, dtype_of, reading.sizes.extent)
+
+    def index_size(at: Node) -> Size | None:
+        sizes = reading.index_sizes.get(key_of(at), set())
+        return next(iter(sizes)) if len(sizes) == 1 else None
+
+    return Facts(why_repeated, reading.reads_products, dtype_of, reading.sizes.extent, index_size)
 
 
 def logarithms_of(reading: Reading, *, hidden: bool = True) -> dict[fx.Node, list[Node]]:

@@ -88,6 +88,7 @@ class Reading:
     reads_products: set[fx.Node] = field(default_factory=set)
     sizes: Sizes = field(default_factory=Sizes)
     indices: dict[Node, tuple[str, int]] = field(default_factory=dict)
+    index_sizes: dict[Node, set[Size]] = field(default_factory=dict)  # of what they are read from
     vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
 
     def loses_gradient(self, node: fx.Node) -> bool:

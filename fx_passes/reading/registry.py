@@ -124,12 +124,13 @@ class Call:
         every = [given] if isinstance(given, int) else given
         return sorted({d % max(rank, 1) for d in every}) if rank else []
 
-    def reads_at(self, at: Node, of: str, dim: int) -> None:
+    def reads_at(self, at: Node, of: str, dim: int, size: Size) -> None:
         """Notes that torch raises where positions are out of range: `Reading.indices`.
 
         Of labels one value is no position; what else reads them does not know that.
         """
         indices, key = self.reader.reading.indices, key_of(at)
+        self.reader.reading.index_sizes.setdefault(key, set()).add(size)
         if key not in indices or indices[key][0].startswith(LABELS):
             indices[key] = of, dim
 

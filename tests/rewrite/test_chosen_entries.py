@@ -325,3 +325,50 @@ def test_operators_of_entries(loss, kind, is_beside):
     outcome = compare(loss, peaked(), options=OPTIONS).check()
     assert outcome.kinds == {kind}
     assert any("and entry_log_probs" in x.form for x in outcome.report.sites) == is_beside
+
+
+LAST = torch.full((TOKENS, 1), VOCAB - 3)  # of a slice, and of what the slice lacks
+SLICED = {
+    "the largest of the last": lambda z, ids: (
+        z[:, 2:].log_softmax(-1).gather(-1, z[:, 2:].detach().topk(1, -1).indices)
+    ),
+    "labels of the last": lambda z, ids: (
+        F.cross_entropy(z[:, 2:], LAST[:, 0], reduction="none")
+        + z[:, 2:].softmax(-1).square().sum(-1)
+    ),
+    "ignored labels": lambda z, ids: (
+        F.cross_entropy(z[:, 2:], ids[:, 0].where(ids[:, 0] < 30, -100), reduction="none")
+        + z[:, 2:].softmax(-1).square().sum(-1)
+    ),
+    "labels of the first": lambda z, ids: (
+        F.cross_entropy(z[:, :-2], LAST[:, 0], reduction="none")
+        + z[:, :-2].softmax(-1).square().sum(-1)
+    ),
+    "an entry beyond": lambda z, ids: (
+        z.gather(-1, LAST + 2).sum(-1)
+        - z[:, :19].logsumexp(-1)
+        + z[:, :19].softmax(-1).square().sum(-1)
+    ),
+    "a diagonal": lambda z, ids: (
+        z[:, 2:][torch.arange(VOCAB - 2), torch.arange(VOCAB - 2)]
+        - z[: VOCAB - 2, 2:].logsumexp(-1)
+        + z[: VOCAB - 2, 2:].softmax(-1).square().sum(-1)
+    ),
+    "from the last": lambda z, ids: (
+        F.cross_entropy(z.flip(-1), ids[:, 0], reduction="none")
+        + z.flip(-1).softmax(-1).square().sum(-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_single_keys_of_slices(name):
+    """Positions count from the first key of a slice, and an entry may be none of its keys."""
+    h, w, _, ids = peaked()
+    compare(lambda h, w: SLICED[name](h @ w.mT, ids), [h, w], options=OPTIONS).check()
+
+
+def test_labels_of_a_padded_vocabulary_fuse():
+    h, w, _, ids = peaked()
+    step = SLICED["labels of the first"]
+    assert compare(lambda h, w: step(h @ w.mT, ids), [h, w], options=OPTIONS).check().num_fused

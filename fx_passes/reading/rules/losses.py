@@ -162,7 +162,7 @@ def nll_loss(call: Call) -> Array:
 def _of_labels(call: Call, logs: Array, d: int, smoothing: float) -> Array:
     labels = call.array("target")
     ignored = const(call.known("ignore_index", -100), INT)
-    call.reads_at(labels.expr, f"{LABELS} {int(ignored.value)}", d)
+    call.reads_at(labels.expr, f"{LABELS} {int(ignored.value)}", d, logs.size(d))
     kept = labels.map(lambda e: negation(compare("eq", e, ignored)))
     counted = kept.map(number_of)
     if call.has("weight"):

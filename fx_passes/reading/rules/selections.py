@@ -62,7 +62,7 @@ def gather(call: Call) -> Array:
     if not x.dims:
         return x
     d = call.dim()
-    call.reads_at(at.expr, "gather", d)
+    call.reads_at(at.expr, "gather", d, x.size(d))
     return _gather(call, x, d, at)
 
 
@@ -128,7 +128,7 @@ def index(call: Call) -> Array:
     theta: dict[Axis, Node] = {}
     for d, e in zip(places, exprs, strict=True):
         x = arrays.with_one_axis(x, d)
-        call.reads_at(e, "index", d)
+        call.reads_at(e, "index", d, x.size(d))
         if x.dims[d]:
             theta[x.dims[d][0]] = _from_front(e, x.size(d))
     result = [own for i, own in kept if i < first] + new + [own for i, own in kept if i >= first]
@@ -254,7 +254,7 @@ def _scattered(call: Call, x: Array, d: int, at: Array, value: Array) -> Array:
     x = arrays.with_one_axis(arrays.expanded(x, x.shape), d)
     if not x.dims[d]:
         raise NoRule("scatter along one position")
-    call.reads_at(at.expr, "gather", d)
+    call.reads_at(at.expr, "gather", d, x.size(d))
     held = fresh_axis(x.dims[d][0].size)
     opened = substitute(x.expr, {x.dims[d][0]: position_along(held)})
     base = call.made(opened, [() if i == d else y for i, y in enumerate(x.dims)])
@@ -287,7 +287,7 @@ def one_hot(call: Call) -> Array:
     x = call.array("self")
     axes = arrays.leaf_dims(call.shape)[-1]
     at = arrays.position(axes)
-    call.reads_at(x.expr, "one_hot", len(x.dims))
+    call.reads_at(x.expr, "one_hot", len(x.dims), call.shape[-1])
     whole = call.made(at, (*((),) * len(x.dims), axes))
     ids = call.made(x.expr, (*x.dims, ()))
     return call.pointwise(lambda i, j: compare("eq", i, j), ids, whole)
