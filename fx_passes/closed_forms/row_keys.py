@@ -80,7 +80,7 @@ def check_single_keys(
     """
     summed = {b.axis for b in bindings_of(roots) if b.is_over(places)}
     singles: list[tuple[Node, bool]] = []  # and whether it is a key that is summed, unless shifted
-    is_shifted, count = False, num_positions(keys)
+    is_shifted, count = False, keys[0].size if len(keys) == 1 else num_positions(keys)
     for product in products_in(roots):
         place = key_position(product, places)
         if place is None:
