@@ -133,6 +133,9 @@ class RowForm:
         return tuple(dict.fromkeys([*self.entries, *(c.entries for c in self.chosen)]))
 
 
+NO_ENTRIES = "the scores have a dimension without entries"
+
+
 @dataclass(frozen=True)
 class _Site:
     """A sum over keys: in the user's axes, and opened."""
@@ -150,6 +153,9 @@ def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowF
     chosen = in_one_pass(every, {frozenset(map(source_name, x.args)) for x in products_in(left)})
     left += [x for c in chosen for x in c.parts]
     left, entries = without_entries(left, search)
+    every_row = (a for x in (*entries, *(c.entries for c in chosen)) for a in x.rows)
+    if any(a.size == 0 for a in every_row):  # the mean over none is NaN
+        raise NoForm(NO_ENTRIES)
     if (entries or chosen) and not products_in(left):
         nothing = RowAxes((), (), (), (), False)
         return RowForm(None, (), nothing, (), (), tuple(left), entries, tuple(chosen))
@@ -209,7 +215,7 @@ class _Planner:
         detached = detached_in(self.opened)
         products, numbers = _numbered(self.opened, detached, self.opening.keys)
         if any(a.size == 0 for x in products for y in (x.rows, x.keys) for a in y.axes):
-            raise NoForm("the scores have a dimension without entries")
+            raise NoForm(NO_ENTRIES)
         groups = self._groups(products)
         logs = self._logarithms(detached)
         try:

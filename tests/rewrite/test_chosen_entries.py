@@ -372,3 +372,9 @@ def test_labels_of_a_padded_vocabulary_fuse():
     h, w, _, ids = peaked()
     step = SLICED["labels of the first"]
     assert compare(lambda h, w: step(h @ w.mT, ids), [h, w], options=OPTIONS).check().num_fused
+
+
+@pytest.mark.parametrize("reduced", [lambda x: x.mean(), lambda x: x.sum(), lambda x: x.sum(-1)])
+def test_no_tokens(reduced):
+    h, w, _, ids = peaked()
+    compare(lambda h, w: reduced(logs(h[:0] @ w.mT, ids[:0])), [h, w], options=OPTIONS).check()
