@@ -15,10 +15,12 @@ The order of every sum is fixed, so results have the same bits on every run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import fields
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,10 +169,22 @@ def forward_with_gradients(
     return out, gradients_of([student_sums, teacher_sums])
 
 
+class Sizes(NamedTuple):
+    """Holds what chunks are chosen by; pairs are of student and teacher."""
+
+    num_tokens: int
+    row_bytes: tuple[int, int]  # of one token's logits
+    weight_bytes: tuple[int, int]
+    workspace: int
+    multiple: int  # of tokens
+    max_sums: int
+    whole: int  # tokens that fit with the logits of both sides
+
+
 def gradient_chunks(
     problem: LinearProblem, needs_grad: NeedsGrad, max_workspace_mib: int
 ) -> Chunks:
-    """Chooses the chunks of the forward with gradients: those that move the fewest bytes."""
+    """Chooses the chunks of the forward with gradients: those that take the least time."""
     student_bytes, teacher_bytes = row_bytes(problem)
     # a teacher's gradient lives in the place of its logits, as long as the student's
     least_bytes = student_bytes + teacher_bytes // (1 if needs_grad.teacher else MAX_PARTS)
@@ -178,19 +192,55 @@ def gradient_chunks(
         problem, workspace_bytes(problem, max_workspace_mib), max_workspace_mib, least_bytes
     )
     whole = tokens_that_fit(problem, workspace, student_bytes + teacher_bytes)
-    best = Chunks(whole, whole)
     if needs_grad.teacher:
-        return best
-    multiple = token_multiple(problem)
-    for num_chunks in range(1, -(-problem.num_tokens // whole) + 1):
-        tokens = min(padded(-(-problem.num_tokens // num_chunks), multiple), problem.num_tokens)
+        return Chunks(whole, whole)
+    student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
+    sizes = Sizes(
+        problem.num_tokens,
+        (student_bytes, teacher_bytes),
+        (student, teacher),
+        workspace,
+        token_multiple(problem),
+        max_sums(problem),
+        whole,
+    )
+    if any(isinstance(n, torch.SymInt) for n in (problem.num_tokens, student, teacher)):
+        return _cheapest.__wrapped__(sizes)  # of a trace; such sizes have no hash
+    return _cheapest(sizes)
+
+
+@functools.lru_cache(maxsize=256)  # every step asks, and many tokens have many chunks
+def _cheapest(sizes: Sizes) -> Chunks:
+    student_bytes, teacher_bytes = sizes.row_bytes
+    best = Chunks(sizes.whole, sizes.whole)
+    least = _cost(sizes, best)
+    for num_chunks in range(1, -(-sizes.num_tokens // sizes.whole) + 1):
+        tokens = padded(-(-sizes.num_tokens // num_chunks), sizes.multiple)
+        tokens = min(tokens, sizes.num_tokens)
         for parts in range(1, MAX_PARTS + 1):
-            part = padded(-(-tokens // parts), max(multiple // 4, 1))
+            part = padded(-(-tokens // parts), max(sizes.multiple // 4, 1))
             chunks = Chunks(tokens, min(part, tokens))
             size = chunks.tokens * student_bytes + chunks.teacher_tokens * teacher_bytes
-            if size <= workspace and _cost(problem, chunks) < _cost(problem, best):
-                best = chunks
+            if size <= sizes.workspace and (cost := _cost(sizes, chunks)) < least:
+                best, least = chunks, cost
     return best
+
+
+def _cost(sizes: Sizes, chunks: Chunks) -> tuple[bool, float]:
+    """Returns whether there are too many chunks, and bytes that take as long as the matmuls.
+
+    A chunk reads the student's weight twice, and reads and writes its gradient, which no other
+    work hides. A part of the teacher's tokens reads the teacher's weight; a matmul of fewer rows
+    than two tiles spends its time on that. The last tile of a matmul may not be full.
+    """
+    (student, teacher), multiple = sizes.weight_bytes, sizes.multiple
+    lengths = [x.stop - x.start for x in even_ranges(sizes.num_tokens, chunks.tokens, multiple)]
+    parts = [x.stop - x.start for length in lengths for x in ranges(length, chunks.teacher_tokens)]
+    thin = max(1.0, 2 * multiple / chunks.teacher_tokens)
+    moved = STUDENT_PASSES * len(lengths) * student + len(parts) * thin * teacher
+    student_rows, teacher_rows = (sum(padded(n, multiple) for n in x) for x in (lengths, parts))
+    multiplied = (3 * student_rows * student + teacher_rows * teacher) / ROWS_OF_A_PASS
+    return len(lengths) > sizes.max_sums, moved + multiplied
 
 
 def workspace_for_sums(
@@ -205,24 +255,6 @@ def workspace_for_sums(
         return workspace
     tokens = padded(-(-problem.num_tokens // max_sums(problem)), token_multiple(problem))
     return max(workspace, tokens * bytes_per_token)
-
-
-def _cost(problem: LinearProblem, chunks: Chunks) -> tuple[bool, float]:
-    """Returns whether there are too many chunks, and bytes that take as long as the matmuls.
-
-    A chunk reads the student's weight twice, and reads and writes its gradient, which no other
-    work hides. A part of the teacher's tokens reads the teacher's weight; a matmul of fewer rows
-    than two tiles spends its time on that. The last tile of a matmul may not be full.
-    """
-    student, teacher = (head.weight.numel() * head.weight.element_size() for head in problem.heads)
-    multiple = token_multiple(problem)
-    lengths = [x.stop - x.start for x in even_ranges(problem.num_tokens, chunks.tokens, multiple)]
-    parts = [x.stop - x.start for length in lengths for x in ranges(length, chunks.teacher_tokens)]
-    thin = max(1.0, 2 * multiple / chunks.teacher_tokens)
-    moved = STUDENT_PASSES * len(lengths) * student + len(parts) * thin * teacher
-    student_rows, teacher_rows = (sum(padded(n, multiple) for n in x) for x in (lengths, parts))
-    multiplied = (3 * student_rows * student + teacher_rows * teacher) / ROWS_OF_A_PASS
-    return len(lengths) > max_sums(problem), moved + multiplied
 
 
 def token_multiple(problem: LinearProblem) -> int:
