@@ -33,8 +33,8 @@ from torch_streamkl.topk import log_probs
 
 log = logging.getLogger("torch_streamkl.rewrite")
 WITHOUT_SORT = (
-    "this torch's Inductor has no stable_topological_sort: on a CPU gradients of attention KLs "
-    "are computed in the backward, which takes longer"
+    "this torch's Inductor has no stable_topological_sort: gradients of attention KLs on "
+    "a CPU, and of log-probabilities of entries, are computed in the backward, which takes longer"
 )
 SORT = ("torch._inductor.pattern_matcher", "stable_topological_sort")
 aten, prims = torch.ops.aten, torch.ops.prims

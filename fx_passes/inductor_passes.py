@@ -29,7 +29,7 @@ def cache_key(ours: RewriteOptions) -> str:
 
 
 class JointPass(CustomGraphPass):
-    """Makes graphs without autograd call our operators directly, and moves gradients on a CPU.
+    """Makes graphs without autograd call our operators directly, and moves some gradients.
 
     Its uuid is in the cache keys of FX and AOTAutograd. If another pre-grad pass has replaced the
     rewrite, it calls ``on_replaced`` with that pass. None: the graph was rewritten before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,7 +98,12 @@ class Product:
     @property
     def names(self) -> frozenset[Any]:
         """Returns the names of its operands, without those that are computed in the graph."""
-        return frozenset(map(source_name, (self.rows, self.keys))) - {None}
+        return names_of((self.rows, self.keys))
+
+
+def names_of(operands: Iterable[Node]) -> frozenset[Any]:
+    """Returns the names of a product's operands, without those that are computed in the graph."""
+    return frozenset(map(source_name, operands)) - {None}
 
 
 @dataclass(frozen=True)

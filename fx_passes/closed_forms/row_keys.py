@@ -10,8 +10,8 @@ from typing import Any
 from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    Binding,
     Place,
-    bindings_of,
     key_position,
     products_in,
 )
@@ -45,13 +45,15 @@ class Facts:
     product_types: Mapping[frozenset[Any], Any] = field(default_factory=dict)  # by operands
 
 
-def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tuple[Axis, ...]:
-    """Makes axes for the keys: one, or those of blocks and of the keys inside of one."""
+def keys_of(
+    bindings: Sequence[Binding], places: frozenset[Place], facts: Facts
+) -> tuple[Axis, ...]:
+    """Makes axes for the keys of what is bound: one, or those of blocks and of the keys inside."""
     plain: list[Any] = []
     chosen: list[Any] = []
     blocks: dict[int, int] = {}  # how many, by their size
-    for b in bindings_of(roots):
-        for product in b.products if b.is_over(places) else ():
+    for b in bindings:
+        for product in b.products:
             place = key_position(product, places)
             at = product.args[place[0]].args[place[1]] if place is not None else None
             if place is None or at is None or b.axis not in at.axes:
@@ -71,14 +73,18 @@ def keys_of(roots: Sequence[Node], places: frozenset[Place], facts: Facts) -> tu
 
 
 def check_single_keys(
-    roots: Sequence[Node], places: frozenset[Place], keys: tuple[Axis, ...], facts: Facts
+    roots: Sequence[Node],
+    bindings: Sequence[Binding],
+    places: frozenset[Place],
+    keys: tuple[Axis, ...],
+    facts: Facts,
 ) -> None:
     """Raises NoForm if a key that is read alone may be none of those that are summed.
 
     In a program it is the one key of the sum whose position is equal. If code sums some of the
     keys only, positions count from the first of these, and others may be beyond them.
     """
-    summed = {b.axis for b in bindings_of(roots) if b.is_over(places)}
+    summed = {b.axis for b in bindings}
     singles: list[tuple[Node, bool]] = []  # and whether it is a key that is summed, unless shifted
     is_shifted, count = False, keys[0].size if len(keys) == 1 else num_positions(keys)
     for product in products_in(roots):

@@ -32,6 +32,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     Product,
     RowValue,
+    names_of,
 )
 from torch_streamkl.fx_passes.closed_forms.row_checks import (
     Elements,
@@ -150,7 +151,7 @@ def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowF
     """Returns one program for the sums over keys of all roots; raises NoForm if there is none."""
     search = Search(facts.why_repeated, facts.extent)
     left, every = with_chosen(roots, search, lambda x: len(set(dtypes_of(x, facts))) == 1)
-    chosen = in_one_pass(every, {frozenset(map(source_name, x.args)) for x in products_in(left)})
+    chosen = in_one_pass(every, {names_of(x.args) for x in products_in(left)})
     left += [x for c in chosen for x in c.parts]
     left, entries = without_entries(left, search)
     every_row = (a for x in (*entries, *(c.entries for c in chosen)) for a in x.rows)
@@ -184,8 +185,9 @@ class _Planner:
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
         roots = without_row_products(roots, places)
-        keys = keys_of(roots, places, facts)
-        check_single_keys(roots, places, keys, facts)
+        bindings = [b for b in bindings_of(roots) if b.is_over(places)]
+        keys = keys_of(bindings, places, facts)
+        check_single_keys(roots, bindings, places, keys, facts)
         self.roots = [with_whole_rows(root, places, keys) for root in roots]
         self.order, self.facts = order, facts
         self.opening = Opening(places, keys, facts.why_repeated)

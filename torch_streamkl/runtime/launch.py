@@ -122,10 +122,10 @@ def warm_up(
     constants: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Compile a kernel as a launch would, and launch nothing; the arguments are `launch`'s."""
+    """Compile a kernel as a launch would, and launch nothing: of what an observer is given."""
     device = device_of(arguments)
     with on_device(device):
-        kernel.warmup(*arguments, *constants, grid=grid, **{**COMPILE_OPTIONS, **options})
+        kernel.warmup(*arguments, *constants, grid=grid, **options)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
