@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.bounds import ignored_label
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, products_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
@@ -28,7 +27,6 @@ from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import (
     Positions,
     is_signed,
-    key_of,
     moves_around,
     nodes_read,
     repeats,
@@ -463,8 +461,7 @@ class Writer:
         node = placed.node
         if placed.value.dtype not in (torch.int64, torch.int32):
             node = self.build.method("long", node)
-        of, _ = self.reading.indices.get(key_of(at), ("", 0))
-        ignored = ignored_label(of)
+        ignored = self.reading.ignored_at(at)
         if ignored is not None:  # it reads nothing in eager code: here the first
             where = self.build.call(torch.eq, node, ignored)
             node = self.build.method("masked_fill", node, where, 0)

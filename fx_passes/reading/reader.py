@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.bounds import ignored_label
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     RECORDS,
@@ -50,7 +51,7 @@ from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.constants import Constants
 from torch_streamkl.fx_passes.reading.numbering import Numbering
-from torch_streamkl.fx_passes.reading.positions import MaskedRows
+from torch_streamkl.fx_passes.reading.positions import MaskedRows, key_of
 from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.fx_passes.reading.sizes import Sizes
@@ -90,6 +91,18 @@ class Reading:
     indices: dict[Node, tuple[str, int]] = field(default_factory=dict)
     index_sizes: dict[Node, set[Size]] = field(default_factory=dict)  # of what they are read from
     vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
+
+    def ignored_at(self, at: Node) -> int | None:
+        """Returns the label that reads nothing in eager code; None if positions are no labels.
+
+        Views of labels, as of flattened ones, have other positions in the same tensor.
+        """
+        found = self.indices.get(key_of(at))
+        if found is not None:
+            return ignored_label(found[0])
+        tensors = [(key, of) for key, (of, _) in self.indices.items() if key.op == "capture"]
+        every = {of for key, of in tensors if at.op == "capture" and key.value == at.value}
+        return ignored_label(every.pop()) if len(every) == 1 else None
 
     def loses_gradient(self, node: fx.Node) -> bool:
         """Returns whether a tensor has a gradient by eager code, which is 0, and none as read.

@@ -378,3 +378,17 @@ def test_labels_of_a_padded_vocabulary_fuse():
 def test_no_tokens(reduced):
     h, w, _, ids = peaked()
     compare(lambda h, w: reduced(logs(h[:0] @ w.mT, ids[:0])), [h, w], options=OPTIONS).check()
+
+
+@pytest.mark.parametrize("fill", [-1e4, -math.inf])
+def test_ignored_labels_of_sequences_read_nothing(fill):
+    """Their logits are flattened for the labels alone, and have a mask of the vocabulary."""
+    h, w, b, ids = peaked()
+    labels = ids[:, 0].where(ids[:, 0] % 3 > 0, -100).masked_fill((b > 1)[ids[:, 0]], -100)
+
+    def step(h, w):
+        z = (h.view(4, -1, 64) @ w.mT).masked_fill(b > 1, fill)
+        hard = F.cross_entropy(z.flatten(0, 1), labels, reduction="none")
+        return hard + z.softmax(-1).square().sum(-1).flatten()
+
+    assert compare(step, [h, w], options=OPTIONS).check().num_fused
