@@ -431,7 +431,11 @@ def _move_metrics(chain: Chain, result: fx.Node, call: fx.Node, build: Builder) 
     read = {a for m in chain.metrics for a in ancestors(m)}
     position = {n: i for i, n in enumerate(call.graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
-    for node in dict.fromkeys([*(n for n in chain.before if n in read), *chain.metrics]):
+    copied = {*(n for n in chain.before if n in read), *chain.metrics}
+    for node in sorted({*copied, *moved}, key=position.__getitem__):
+        if node not in copied:  # one may read another that is copied, or is read by it
+            chain.total.prepend(node)
+            continue
         others = [a for a in node.all_input_nodes if a not in copies and a is not call]
         if any(position[a] > position[chain.total] for a in others):
             raise Unsupported("a metric reads what is computed after the sum")
@@ -448,8 +452,6 @@ def _move_metrics(chain: Chain, result: fx.Node, call: fx.Node, build: Builder) 
         metric.replace_all_uses_with(copies[metric])
         if metric not in chain.before:
             metric.graph.erase_node(metric)
-    for node in moved:
-        chain.total.prepend(node)
 
 
 def _moved_with(chain: Chain, call: fx.Node) -> list[fx.Node]:

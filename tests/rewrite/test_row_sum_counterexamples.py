@@ -102,3 +102,22 @@ def test_random_row_losses(num_seeds):
         assert not outcome.mismatch(), f"seed {seed}\n{program(seed)}\n{outcome.mismatch()}"
         moved += any(IN_FORWARD in site.runs for site in outcome.report.sites)
     assert num_seeds // 6 <= moved < num_seeds  # both happen
+
+
+def test_a_metric_that_reads_another():
+    """Both move after the sum, in the order in which they stand."""
+    make = torch.Generator().manual_seed(0)
+    shapes = (5, 5), (12, 5), (5, 3), (12, 3)
+    h, w, th, tw = (torch.randn(n, generator=make, dtype=torch.float64) for n in shapes)
+
+    def step(h, w, th, tw):
+        z = F.linear(th, tw)
+        rows = z.log_softmax(-1).sum(-1)
+        with torch.no_grad():
+            products = z * F.linear(h, w)
+        return (rows - products.sum(-1) / 5).detach() + rows.sum() / 5
+
+    options = {"streamkl.verify": "never", "streamkl.inner": "eager"}
+    outcome = compare(step, [h, w, th, tw.requires_grad_()], options=options).check()
+    assert all(site.fused for site in outcome.report.sites) and not outcome.report.failures
+    assert any(IN_FORWARD in site.runs for site in outcome.report.sites), outcome.report
