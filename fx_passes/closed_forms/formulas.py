@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
@@ -18,6 +20,8 @@ from torch_streamkl.program.walks import length_of, walk
 Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
 Polynomial = dict[Monomial, float]
 LONGEST = 500  # operations of a formula that is text
+# operations that grow where arguments vanish, and the first of these
+GROWS = {"log": 0, "log_div": 0, "div": 1, "div0": 1, "sqrt": 0}
 
 
 def is_log(x: Node) -> bool:
@@ -157,10 +161,41 @@ def value_at(formula: Node, log_p: float, log_s: float) -> float:
         return float(evaluate(formula, {"P": logs["logP"].exp(), "S": logs["logS"].exp(), **logs}))
 
 
+# NOTE [What is left of 1]
+# Kernels of divergences keep one log-sum-exp of a row, and compute a probability as the
+# exponential of a difference of large numbers: next to scores of 90 it may be 1 + 4e-6. That is
+# good enough for what changes slowly with it. The gradient of log(1 - p + 1e-6) would be 1e5 times
+# too large, of either sign. A row program keeps the maximum and the logarithm of the sum apart.
+NEAR_ONE = "the formula divides by what a probability leaves of 1, or takes its logarithm"
+NEARLY_ZERO = 1e-2  # beside the value at a probability of 1/2
+LOGS = 0.0, math.log(0.5), -math.inf  # of the probabilities at which arguments are looked at
+
+
+def divides_rest_of_one(formula: Node) -> bool:
+    """Whether a divergence grows where a probability is nearly 1: NOTE [What is left of 1]."""
+    arguments = [a for x in walk([formula]) if x.op in GROWS for a in x.args[GROWS[x.op] :]]
+    of_probabilities = [a for a in arguments if any(y.op in ("P", "S", "exp") for y in walk([a]))]
+    return any(
+        _vanishes_at_one(argument, log_p, log_s)
+        for argument in of_probabilities
+        for log_p, log_s in itertools.product(LOGS, repeat=2)
+    )
+
+
+def _vanishes_at_one(argument: Node, log_p: float, log_s: float) -> bool:
+    """Whether an argument is nearly 0, and not if a probability of 1 were 1/2."""
+    half = LOGS[1]
+    moved = [(half, log_s)] * (log_p == 0.0) + [(log_p, half)] * (log_s == 0.0)
+    value = abs(value_at(argument, log_p, log_s))
+    return any(value < NEARLY_ZERO * abs(value_at(argument, *logs)) for logs in moved)
+
+
 def functional_of(formula: Node) -> Functional:
     """Returns a divergence as implementations have it."""
     if length_of(formula) > LONGEST:
         raise NoForm("the formula has too many operations for a divergence", formula)
+    if divides_rest_of_one(formula):
+        raise NoForm(NEAR_ONE, formula)
     try:
         return Functional.of(render(formula))
     except (ValueError, KeyError) as reason:

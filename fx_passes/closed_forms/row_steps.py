@@ -427,7 +427,10 @@ class Steps:
 
 
 def _beyond_one(x: Node) -> Node | None:
-    """What a sum has next to 1, where small numbers lose their digits; None if it has no 1."""
+    """What a sum has next to 1, where small numbers lose their digits; None if it has no 1.
+
+    A small number that is added to 1 - p has its digits where p is 1, and would lose them here.
+    """
     if x.op not in ("add", "sub"):
         return None
     a, b = x.args
@@ -435,7 +438,7 @@ def _beyond_one(x: Node) -> Node | None:
         return a if constant(b) == 1.0 else b
     if constant(a) == 1.0:
         return apply("neg", b)
-    more = _beyond_one(a)
+    more = _beyond_one(a) if constant(b) is None else None
     return None if more is None else apply(x.op, more, b)
 
 

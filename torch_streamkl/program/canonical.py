@@ -144,7 +144,7 @@ def _loses_digits(numbers: Sequence[float]) -> bool:
     if len(parts) < 2 or max(parts) > LARGEST_SHIFT or _is_whole(*parts):
         return False
     (rounded,) = struct.unpack("f", struct.pack("f", math.fsum(numbers)))
-    return abs(math.fsum([rounded, *(-x for x in numbers)])) > 1e-3 * min(parts)
+    return abs(math.fsum([rounded, *(-x for x in numbers)])) > 1e-5 * min(parts)
 
 
 def _undivided(constant: float, total: Mapping[Node, float]) -> Node | None:
