@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import Axes, Masks, NoForm, is_of_products
 from torch_streamkl.fx_passes.closed_forms.score_form import Condition
+from torch_streamkl.fx_passes.reading.sizes import is_at_most
 from torch_streamkl.program.canonical import TRUE, all_of, linear, nonnegative, terms_of
 from torch_streamkl.program.graph import (
     INT,
@@ -135,7 +136,10 @@ def conditions_of(masks: Masks, axes: Axes) -> Condition:
 
 
 def num_keys_of(condition: Node, key: Axis) -> Node | None:
-    """Returns n of ``key < n``, a number or a size; None for other conditions."""
+    """Returns n of ``key < n``, a number or a size; None for other conditions.
+
+    It is one that cannot exceed the number of keys: padding by a negative width crops.
+    """
     if condition.op != "nonnegative":
         return None
     constant_, terms = terms_of(condition.args[0])
@@ -143,7 +147,10 @@ def num_keys_of(condition: Node, key: Axis) -> Node | None:
     if len(rest) == len(terms) or (-1.0, index(key)) not in terms:
         return None
     bound = linear(constant_ + 1.0, rest)
-    return bound if bound.op in ("const", "size") else None
+    if bound.op not in ("const", "size") or key.size is None:
+        return None
+    size = int(bound.value) if bound.op == "const" else bound.value
+    return bound if is_at_most(size, key.size) else None
 
 
 def meets_some_key(conditions: Iterable[Node], key: Axis) -> bool:

@@ -134,3 +134,8 @@ def torch_size(x: Size) -> sizes.Size:
     """Returns a size as torch has it: the one that was interned."""
     found: sizes.Size = x.size if isinstance(x, Extent) else x
     return found
+
+
+def is_at_most(a: Size, b: Size) -> bool:
+    """Returns whether a size is provably at most another one."""
+    return a is b or bool(statically_known_true(torch_size(a) <= torch_size(b)))
