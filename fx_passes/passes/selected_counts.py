@@ -33,7 +33,7 @@ def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, tuple[MaskedRow
     found = {
         name: (rows, 1)
         for count, rows in reading.sizes.selected.items()
-        for name in reading.sizes.equal_names(count)
+        for name in reading.sizes.equal_names(expression(count.size))
     }
     for inner, node in trace.outer.items():
         made, value = inner.meta.get("val"), example(node)
@@ -46,7 +46,9 @@ def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, tuple[MaskedRow
     for count, rows in reading.sizes.selected.items():
         known = expression(count.size)
         if isinstance(known, FloorDiv) and known.args[1].is_Integer:
-            found.setdefault(str(known.args[0]), (rows, int(known.args[1])))
+            each = int(known.args[1])
+            for name in reading.sizes.equal_names(known.args[0]):
+                found.setdefault(name, (rows, each))
     return found
 
 

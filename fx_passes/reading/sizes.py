@@ -78,11 +78,12 @@ class Sizes:
         """Says that a size, of rows that a mask selects, is the same as another one of them."""
         expression = self._expression(size)
         if isinstance(extent, Extent) and isinstance(expression, sympy.Symbol):
-            self._same[expression] = self._expression(torch_size(extent))
+            other = self._expression(torch_size(extent))
+            if expression not in other.free_symbols:
+                self._same[expression] = other
 
-    def equal_names(self, extent: Extent) -> list[str]:
-        """Returns the texts of the sizes that are this extent."""
-        expression = self._expression(extent.size)
+    def equal_names(self, expression: Any) -> list[str]:
+        """Returns the texts of an expression, and of the sizes that are the same."""
         equal = [symbol for symbol, other in self._same.items() if other == expression]
         return [str(expression), *map(str, equal)]
 

@@ -70,7 +70,7 @@ def branch_before_the_loss(s, t, keep):
 
 
 ONE_GRAPH = (
-    selected_values, selected_rows, sum_of_selected_logits, selected_entries, gathered_rows,
+    selected_values, selected_rows, selected_entries, sum_of_selected_logits, gathered_rows,
 )  # fmt: skip
 NESTED = (branch_on_any, branch_on_the_count, count_as_a_number)
 

@@ -205,8 +205,8 @@ def _selection(
     assert isinstance(call.value, Tensor)
     count = call.value.shape[d]
     if known is not None and reader.writes.version(known[0].mask) == known[1]:
-        if known[0].mask is not rows.mask:
-            reader.sizes.equate(count, reader.sizes.product([*sizes, known[2]]))
+        # masked_select has a size of its own in every call, also of one mask
+        reader.sizes.equate(count, reader.sizes.product([*sizes, known[2]]))
         return known
     number: Any = count
     for size in sizes:
