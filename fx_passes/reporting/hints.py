@@ -317,8 +317,9 @@ ADVICE = (
         "scores or probabilities change their type",
         "(are|is) (cast|rounded) to|become float64|narrower type",
         "keep scores and probabilities in the dtype of the matmul. Convert q, k or the hidden "
-        "states before it, or the per-row values after the sum. If you want the rounding, the "
-        "loss stays unfused",
+        "states before it, or the per-row values after the sum. A LoRA adapter of the head needs "
+        "the head's dtype (autocast, or PEFT's autocast_adapter_dtype=False). If you want the "
+        "rounding, the loss stays unfused",
     ),
     Advice(
         "a softmax over heads, over several dimensions, or over other ones than the sum",
