@@ -281,7 +281,7 @@ def random_program(data):
 
     torch.manual_seed(0)
     inputs = [*student.inputs(num_queries, num_keys), *teacher.inputs(num_queries, num_keys)]
-    return program, inputs
+    return program, [x.double() for x in inputs]
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,13 @@ def test_random_heads(dynamic, num_programs):
     @settings(max_examples=num_programs, database=None)
     @given(data=st.data())
     def run(data):
-        program, inputs = random_program(data)
-        fused.append(compare(program, inputs, dynamic=dynamic).check().num_fused > 0)
+        # in float64, where a wrong axis is no rounding: in float32 one of hundreds is by chance
+        # twice as far off as eager code
+        outcome = compare(*random_program(data), dynamic=dynamic)
+        missing = [[g is None for g in x.gradients] for x in (outcome.eager, outcome.compiled)]
+        assert missing[0] == missing[1]
+        assert max(outcome.errors) <= 1e-11, outcome.mismatch()
+        fused.append(outcome.num_fused > 0)
 
     run()
     # what is compared is the fused program, not eager with eager
