@@ -131,19 +131,23 @@ def _streamkl(
     *,
     mode: str | None = None,
     options: Given = None,
+    reported_as: str | None = None,
 ) -> Callable[..., Any]:
     """Rewrites Dynamo's graph, then compiles it: this is ``backend="streamkl"``.
 
     ``options`` are those of `RewriteOptions` with the prefix ``streamkl.``, or such an object;
     everything else in them goes to Inductor. torch.compile passes them to a backend when it
-    compiles its first graph, so a wrong option raises there.
+    compiles its first graph, so a wrong option raises there. ``reported_as``: the ``inner`` of
+    which the report says how losses run, as explain() compiles nothing.
     """
     ours, theirs = _checked(options)
     inner = ours.inner
+    is_compiled = (reported_as or inner) == "inductor"
     if not ddp.is_part_of_a_rewritten_graph():
         is_usual = mode in (None, "default") and not theirs and _is_plain_inductor()
-        may_run_without_inductor = is_usual and inner != "aot_eager"  # "eager" is explain()
-        rewrite_and_report(gm, ours, theirs.get("cpp_wrapper"), may_run_without_inductor)
+        may_run_without_inductor = is_usual and is_compiled
+        cpp_wrapper = theirs.get("cpp_wrapper")
+        rewrite_and_report(gm, ours, cpp_wrapper, may_run_without_inductor, is_compiled)
     if inner == "eager":
         return gm.forward
     if inner == "aot_eager":
@@ -290,22 +294,19 @@ def rewrite_and_report(
     ours: RewriteOptions,
     cpp_wrapper: bool | None = None,
     may_run_without_inductor: bool = False,
+    is_compiled: bool = True,
 ) -> Report:
     """Rewrites a graph, and reports to the log, to tlparse and to `reports`.
 
     ``may_run_without_inductor``: if nothing is left to compile, the graph bypasses Inductor.
+    ``is_compiled``: the report says how losses run in graphs that Inductor compiles.
     """
     if ours.inner == "inductor":
         _assemble_as_inductor_does()
     scan = Scan(gm)
     # a checkpoint around the call counts what is saved, and its hooks may read it
     with _disable_saved_tensors_hooks_during_tracing():
-        report = rewrite(
-            gm,
-            ours,
-            source_digest(),
-            is_compiled=ours.inner != "aot_eager",  # "eager" is explain()
-        )
+        report = rewrite(gm, ours, source_digest(), is_compiled=is_compiled)
     reword(report, gm.graph)
     alone = (
         run_without_inductor.runs_without_inductor(gm)

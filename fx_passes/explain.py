@@ -165,4 +165,4 @@ def _new_backend(ours: RewriteOptions) -> Callable[..., Callable[..., Any]]:
     """Returns a new backend: Dynamo recognises compiled code by the identity of its backend."""
     inner = "eager" if ours.inner == "inductor" else ours.inner
     options = replace(ours, inner=inner, strict=False, explain=False)
-    return functools.partial(backend.streamkl, options=options)
+    return functools.partial(backend.streamkl, options=options, reported_as=ours.inner)

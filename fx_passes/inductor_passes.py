@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes import (
 from torch_streamkl.fx_passes.fx_utils.torch_names import CustomGraphPass
 from torch_streamkl.fx_passes.gradients_in_forward import compute_in_forward
 from torch_streamkl.fx_passes.options import RewriteOptions
+from torch_streamkl.fx_passes.views_of_inputs import save_inputs_for_views
 from torch_streamkl.registration import NAMESPACE, WITHOUT_AUTOGRAD
 
 Rewrite = Callable[[fx.GraphModule, RewriteOptions], object]  # a graph and our options
@@ -49,6 +50,7 @@ class JointPass(CustomGraphPass):
         inductor_kernels.install()
         inductor_double_backward.install()
         compute_in_forward(graph)
+        save_inputs_for_views(graph)
         for node in graph.nodes:
             if node.op == "call_function":
                 node.target = WITHOUT_AUTOGRAD.get(node.target, node.target)

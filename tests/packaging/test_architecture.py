@@ -34,6 +34,7 @@ STAGES = (
     "inductor_kernels",
     "gradients_in_forward",
     "inductor_double_backward",
+    "views_of_inputs",
     "inductor_passes",
     "run_without_inductor",
     "backend",

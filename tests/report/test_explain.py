@@ -81,9 +81,18 @@ BLOCKS = "in plain torch, by blocks of queries and keys"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(("inner", "runs"), [("eager", COMPILED), ("aot_eager", BLOCKS)])
-def test_attention_sites_name_their_implementation(dynamic, inner, runs):
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_attention_sites_name_their_implementation(dynamic, inner):
     (site,) = compiled(fused, *make_inputs(), dynamic=dynamic, inner=inner).sites
+    assert site.runs == BLOCKS  # nothing is compiled, so there are no query tiles
+
+
+@pytest.mark.parametrize(
+    ("inner", "runs"), [("inductor", COMPILED), ("aot_eager", BLOCKS), ("eager", BLOCKS)]
+)
+def test_explanations_name_the_implementation_of_their_options(inner, runs):
+    options = {"streamkl.inner": inner, "streamkl.min_mib": 0}
+    (site,) = torch_streamkl.explain(fused, *make_inputs(), options=options).sites
     assert site.runs == runs
 
 

@@ -26,10 +26,8 @@ EAGER = {"streamkl.inner": "eager"}
 def explained(name, min_mib=0.0):
     torch._dynamo.reset()
     loss = USER_LOSSES[name]
-    options = {**EAGER, "streamkl.min_mib": min_mib}
-    with torch_streamkl.reports() as report:
-        torch.compile(loss.fn, backend="streamkl", options=options)(*loss.inputs())
-    return report
+    options = {"streamkl.min_mib": min_mib}
+    return torch_streamkl.explain(loss.fn, *loss.inputs(), options=options)
 
 
 def without_lines(text):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import torch_streamkl
 from tests.support.gpus import on_a_gpu
 from torch_streamkl.attention import direct
 from torch_streamkl.fx_passes import backend, run_without_inductor
@@ -130,9 +131,7 @@ def test_no_dispatcher_and_no_views(name, monkeypatch):
 
 
 def report_of(loss):
-    """As explain() has it."""
-    with backend.collected() as report:
-        compiled(loss, **{"streamkl.inner": "eager"})(*inputs_of())
+    report = torch_streamkl.explain(loss, *inputs_of(), options=LEAST)
     assert report.num_fused == 1
     return report
 

@@ -92,6 +92,33 @@ def test_alike(run, loss, inner):
     alike(run, loss, "eager" if run is with_hooks_of_saved_tensors else inner)
 
 
+def both_directions(h, w, th, tw):
+    """One row program: its operands are views of the hidden states and heads."""
+    return kd(h @ w.T, th @ tw.T), kd(th @ tw.T, h @ w.T)
+
+
+def rows(h, w, th, tw):
+    return F.kl_div((h @ w.T).log_softmax(-1), (th @ tw.T).softmax(-1), reduction="none").sum(-1)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("loss", [both_directions, rows])
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_step_between_forward_and_backward_raises(loss, inner, dynamic, written):
+    """Inductor saves views as tensors of their own, which do not know of writes to the input."""
+    torch._dynamo.reset()
+    options = {"streamkl.inner": inner, "streamkl.min_mib": 0.0, "streamkl.verify": "never"}
+    compiled = torch.compile(loss, backend="streamkl", options=options, dynamic=dynamic)
+    for step in (loss, compiled):
+        tensors = given(True, True)
+        total = sum(x.sum() for x in step(*tensors))
+        with torch.no_grad():
+            tensors[written].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+
+
 OPERANDS = {
     "hidden states": lambda h, w: h @ w.T,
     "a view of them": lambda h, w: h.view(7, 2, 3).flatten(1) @ w.T,
