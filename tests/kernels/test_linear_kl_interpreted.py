@@ -132,8 +132,9 @@ def test_rows_that_one_side_s_vocabulary_makes_infinite(divergence):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tail", ["none", "bucket"])
 def test_topk_rows(tail: str, dtype: torch.dtype) -> None:
-    more = {"temperature": 2.0, "logit_scale": 0.7, "softcap": 4.0}
-    for options in ({"reduction": "mean"}, {"reduction": "none", **more}):
+    more = {"reduction": "none", "temperature": 2.0, "softcap": 4.0}
+    every = [{"reduction": "mean"}, *({**more, "logit_scale": scale} for scale in (0.7, 0.0))]
+    for options in every:
         options = {"tail": tail, "divergence": "js", **options}
         tensors, given = topk.head(5, 16, 150, dtype), topk.entries(5, 150, 6)
         if options["reduction"] == "none":

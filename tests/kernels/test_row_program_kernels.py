@@ -16,6 +16,7 @@ from bench.offline import TARGETS, looks_like
 from tests.support.covering import only
 from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, outside, quiet
+from tests.support.naive_rows import check
 from tests.support.row_cases import CASES, Sizes, check_errors, recorded
 from torch_streamkl import row_program
 from torch_streamkl.rows.problem import RowProblem
@@ -211,6 +212,38 @@ def test_keys_that_no_id_names() -> None:
     make = torch.Generator().manual_seed(1)
     s = tuple(torch.randn(1, 1, n, 5, generator=make).requires_grad_() for n in (19, 37))
     _check(_of_other_keys, {"s": (s[0], s[1])}, 2e-6)
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def _by_columns(e: Any) -> Any:
+    return (e.v * e.s.softmax("key")).sum("key")
+
+
+@inside
+@pytest.mark.parametrize("shape", [(1, 1, 19), (2, 1, 1)])
+def test_columns_broadcast(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    values = _leaf(*shape, 4)
+    ids = torch.randint(-1, 20, values.shape)
+    dots = {"s": (_leaf(2, 1, 19, 5), _leaf(2, 1, 17, 5))}
+    check(_by_columns, dots, impl="triton", columns={"v": (ids, values)}, rtol=1e-5, atol=1e-6)
+
+
+def _weighted_by_rows_and_keys(e: Any) -> Any:
+    return e.row * (e.s + e.key).logsumexp("key")
+
+
+@inside
+def test_a_sum_of_more_tokens_than_entries() -> None:
+    """Tensors of keys have no rows, which the loss of rows reads."""
+    torch.manual_seed(0)
+    captured: dict[str, Any] = {"rows": {"row": torch.rand(9)}, "keys": {"key": _leaf(5)}}
+    dots = {"s": (_leaf(9, 3), _leaf(5, 3))}
+    check(_weighted_by_rows_and_keys, dots, impl="triton", reduction="mean", rtol=1e-5, atol=1e-6,
+          **captured)  # fmt: skip
 
 
 def test_what_has_no_kernels_says_why() -> None:

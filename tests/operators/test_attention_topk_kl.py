@@ -277,22 +277,25 @@ def test_what_is_kept_for_the_backward() -> None:
     assert sum(kept) <= 2 * 16 * (3 + 4 + 2)  # statistics, log-sum-exps, ranges of keys
 
 
-def test_no_query_and_no_key() -> None:
-    for size in ({"queries": 0}, {"keys": 0}):
-        tensors = given()
-        tensors["ids"].fill_(-1)
-        for name, x in tensors.items():
-            is_key = name.endswith("_k")
-            if "keys" in size and is_key:
-                tensors[name] = x[..., :0, :]
-            if "queries" in size and not is_key:
-                tensors[name] = x[:, :0] if name == "ids" else x[:, :, :0]
-        mine = leaves(tensors)
-        value = attention_topk_kl(**mine)
-        assert torch.equal(value, torch.zeros_like(value))
-        value.sum().backward()
-        for name in LEARNED:
-            assert not mine[name].grad.any()
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("size", ["batch", "queries", "keys"])
+def test_no_batch_no_query_and_no_key(size: str, impl: str) -> None:
+    tensors = given()
+    tensors["ids"].fill_(-1)
+    for name, x in tensors.items():
+        is_key = name.endswith("_k")
+        if size == "batch":
+            tensors[name] = x[:0]
+        elif size == "keys" and is_key:
+            tensors[name] = x[..., :0, :]
+        elif size == "queries" and not is_key:
+            tensors[name] = x[:, :0] if name == "ids" else x[:, :, :0]
+    mine = leaves(tensors)
+    value = attention_topk_kl(**mine, impl=impl)
+    assert torch.equal(value, torch.zeros_like(value))
+    value.sum().backward()
+    for name in LEARNED:
+        assert not mine[name].grad.any()
 
 
 def test_vmap_is_refused() -> None:

@@ -163,6 +163,14 @@ def test_tails_and_divergences(tail: str, divergence: str) -> None:
     check(head(), *entries(7, 53, 5), "torch", tail=tail, divergence=divergence)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_scale_of_0_makes_all_entries_equal(impl: str, softcap: float | None) -> None:
+    """Also next to logits that a tail bucket hides by -inf."""
+    for tail in TAILS:
+        check(head(), IDS, LOGS, impl, tail=tail, logit_scale=0.0, softcap=softcap)
+
+
 @pytest.mark.parametrize("tail", TAILS)
 def test_bounded_memory(tail: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of tokens, and in the backward of the vocabulary, in a workspace of 1 MiB."""
@@ -342,6 +350,7 @@ def test_no_token() -> None:
     for tail in TAILS:
         given: dict[str, Any] = {**tensors, "ids": ids, "log_probs": log_probs, "tail": tail}
         assert linear_topk_kl(**given).shape == (0,)
+        assert linear_topk_kl(**given, return_log_probs=True)[1].shape == ids.shape
         total = linear_topk_kl(**given, reduction="sum")
         total.backward()
         assert total == 0 and linear_topk_kl(**given, reduction="mean").isnan()

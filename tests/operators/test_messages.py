@@ -168,6 +168,7 @@ LINEAR: Changes = {
 LINEAR_TOGETHER = [
     {"student_hidden": zeros(4, 6)[:, ::2], "student_weight": zeros(11, 6)[:, ::2]},
     {"student_weight": zeros(300_000, 3), "max_workspace_mib": 1},
+    {"labels": zeros(4).int(), "ignore_index": 2**40},
 ]
 IDS, LOGS = torch.arange(5).expand(7, 5), torch.full((7, 5), -2.0)
 OF_ENTRIES = {"hidden": zeros(7, 9), "weight": zeros(53, 9), "bias": zeros(53), "ids": IDS,

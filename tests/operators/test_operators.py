@@ -343,3 +343,18 @@ def test_fakes_of_attention() -> None:
         check_fake(ops.attention_kl_backward, backward_of(args, list(wanted)))
 
     any_call()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 0])
+@pytest.mark.parametrize("tail", ["none", "bucket", "renormalize"])
+def test_fakes_of_entries(tail: str, num_tokens: int) -> None:
+    """Hidden states and weight with contiguous columns."""
+    hidden, weight, bias, ids, log_probs, *options = detached(topk_arguments(tail))
+    hidden, weight = (x.T.contiguous().T for x in (hidden[:num_tokens], weight))
+    ids, log_probs = ids[:num_tokens], log_probs[:num_tokens]
+    args = (hidden, weight, bias, ids, log_probs, *options)
+    check_fake(topk_ops.linear_topk, args)
+    check_fake(topk_ops.linear_topk_backward, topk_backward(args))
+    check_fake(topk_ops.linear_topk_sum, (torch.rand(num_tokens), [True] * 3, *args))
+    grad = torch.rand(ids.shape)
+    check_fake(entry_logits_backward, (grad, [True, True], hidden, weight, ids))

@@ -140,6 +140,25 @@ def test_masks(name: str, impl: str, rows: int) -> None:
     check(both, _maps(rows=rows), impl=impl, **options)
 
 
+@of_impls
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_one_map_that_is_summed(name: str, impl: str) -> None:
+    """One head without a batch has its gradients in the forward: 0 at keys that no row has."""
+    options = dict(MASKS[name])
+    for given in ("key_lengths", "mask"):
+        if given in options:
+            options[given] = options[given][:1]
+    if name == "mask":
+        options["mask"] = MASKS[name]["mask"]
+    for rows, keys in ((7, 5), (5, 5), (3, 5)):
+        torch.manual_seed(0)
+        dots = {x: (_leaf(1, 1, rows, 3), _leaf(1, 1, keys, 3)) for x in "ts"}
+        if name == "all":
+            options["mask"] = MASKS[name]["mask"][:1, :, :rows]
+        for reduction in ("sum", "mean"):
+            check(_kl, dots, impl=impl, reduction=reduction, **options)
+
+
 # ------------------------------------------------------------------------------------- numbers
 
 # the shape of a result and its gradients do not depend on a number's value
@@ -243,6 +262,15 @@ def test_columns_and_positions_of_lm_heads(impl: str) -> None:
     # a program that reads positions is another one for another length
     flat = (x.reshape(4, 3) for x in (ids, columns))
     check(function, {"s": (hidden.flatten(0, 1), weight)}, columns={"v": tuple(flat)})
+
+
+@of_impls
+@pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 3), (2, 2, 1), (1, 1, 1)])
+def test_columns_broadcast(shape: tuple[int, ...], impl: str) -> None:
+    values = _leaf(*shape, 4)
+    ids = torch.randint(-1, 6, values.shape)
+    check(lambda e: (e.v * e.t.softmax("key")).sum("key"), _maps(), impl=impl,
+          columns={"v": (ids, values)})  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])

@@ -385,8 +385,10 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
 def _of_nothing(tensors: tuple[Any, ...]) -> Tensor:
     """Returns rows of 0, with gradients of 0, for a call without a batch, a query or a key."""
     q = tensors[0]
-    # slices without elements, whose sum is 0 whatever the tensors hold
-    nothing = [x.narrow(-1, 0, 0).sum() for x in ops.differentiable(tensors) if x is not None]
+    # slices without elements, whose sum is 0 whatever the tensors hold (no `ops.differentiable`:
+    # Dynamo does not trace it)
+    given = [tensors[i] for i in ops.DIFFERENTIABLE]
+    nothing = [x.narrow(-1, 0, 0).sum() for x in given if x is not None]
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows: Tensor = q.new_zeros(q.shape[:3], dtype=dtype) + sum(nothing).to(dtype)
     return rows

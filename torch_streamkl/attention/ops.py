@@ -48,10 +48,10 @@ ARGUMENTS = SPEC.schema
 NUM_TENSORS = len(SPEC.tensor_names)
 BIASES = SPEC.positions("student_bias", "teacher_bias")
 NUM_RESULTS = 3  # of attention_kl: values, and statistics of both sides
-_DIFFERENTIABLE = SPEC.positions(
+DIFFERENTIABLE = SPEC.positions(
     "student_q", "student_k", "teacher_q", "teacher_k", "student_sink", "teacher_sink"
 )
-differentiable = operator.itemgetter(*_DIFFERENTIABLE)
+differentiable = operator.itemgetter(*DIFFERENTIABLE)
 _NOT_DIFFERENTIABLE = (
     "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes"
 )  # fmt: skip
@@ -222,7 +222,7 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
             )
     given = gradients(grad, differentiable(needs), ctx.saved_tensors, ctx.options)
     grads: list[Tensor | None] = [None] * (NUM_TENSORS + len(ctx.options))
-    for index, value in zip(_DIFFERENTIABLE, given, strict=True):
+    for index, value in zip(DIFFERENTIABLE, given, strict=True):
         grads[index] = value
     return tuple(grads)
 
@@ -239,7 +239,7 @@ def gradients(
     ``saved`` is the two statistics and all tensor arguments. If nothing watches operators,
     ``implementation(wanted, grad, *saved)`` computes those of q and k, with these options.
     """
-    grads: list[Tensor | None] = [None] * len(_DIFFERENTIABLE)
+    grads: list[Tensor | None] = [None] * len(DIFFERENTIABLE)
     if grad is None:
         return grads
     student_stats, teacher_stats, *tensors = saved

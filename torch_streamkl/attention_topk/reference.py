@@ -10,16 +10,15 @@ from torch_streamkl.attention_topk.problem import ChosenKeys
 
 def chosen_key_rows(problem: ChosenKeys) -> Tensor:
     """Returns per-row values [batch, seqlen_q], differentiable by autograd."""
-    batch = [_rows_of(problem, b) for b in range(problem.rows[0])]
-    return torch.stack(batch) if batch else _no_rows(problem)
+    if not problem.rows[0] or not problem.num_keys:
+        return _rows_of_nothing(problem)
+    return torch.stack([_rows_of(problem, b) for b in range(problem.rows[0])])
 
 
 def _rows_of(problem: ChosenKeys, b: int) -> Tensor:
     dtype, ids = problem.compute_dtype, problem.ids[b]
     exists = problem.inside(ids, b, slice(None))
     index = torch.where(exists, ids, 0).long()
-    if not problem.num_keys or not problem.topk:
-        return problem.student_q[b].sum((0, 2)).to(dtype) * 0.0
     q_s, q_t = problem.student_q[b].to(dtype), problem.teacher_q[b].to(dtype)
     k_s, k_t = problem.student_k[b].to(dtype), problem.teacher_k[b].to(dtype)
     k_t = k_t.repeat_interleave(q_t.shape[0] // k_t.shape[0], 0)
@@ -51,5 +50,11 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     return torch.where(is_empty, 0.0, lse)
 
 
-def _no_rows(problem: ChosenKeys) -> Tensor:
-    return problem.student_q.sum((1, 3)).to(problem.compute_dtype)
+def _rows_of_nothing(problem: ChosenKeys) -> Tensor:
+    """Returns rows of 0, with gradients of 0, for a call without a batch or a key."""
+    given = (problem.student_q, problem.student_k, problem.head_weights)
+    rows = problem.student_q.new_zeros(problem.rows, dtype=problem.compute_dtype)
+    for x in given:
+        if x is not None:  # the sum of no elements is 0 whatever the tensor holds
+            rows = rows + x.narrow(-1, 0, 0).sum().to(rows.dtype)
+    return rows

@@ -154,8 +154,10 @@ def check_head(
         )
 
 
-def check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) -> None:
-    """Checks that labels are integers, one per token."""
+def check_labels(
+    labels: Tensor, tokens: tuple[int, ...], device: torch.device, ignore_index: int
+) -> None:
+    """Checks that labels are integers, one per token, which may be the ignored one."""
     checks.tensor("labels", labels)
     checks.indices("labels", labels)
     if tuple(labels.shape) != tokens:
@@ -163,3 +165,8 @@ def check_labels(labels: Tensor, tokens: tuple[int, ...], device: torch.device) 
             f"labels must have the shape of the tokens {tokens}, got {tuple(labels.shape)}"
         )
     checks.on_device("labels", labels, device)
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:  # torch compares its lowest bits
+        raise ValueError(
+            f"ignore_index must fit the dtype of labels {labels.dtype}, got {ignore_index}"
+        )

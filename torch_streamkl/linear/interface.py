@@ -207,7 +207,7 @@ def linear_kl(
     tokens, device = tuple(student_hidden.shape[:-1]), student_hidden.device
     counted, factor = per_token(row_mask, row_weight, tokens, device)
     if labels is not None:
-        check_labels(labels, tokens, device)
+        check_labels(labels, tokens, device, ignore_index)
         labels = labels.reshape(-1)
         of_labels = labels != ignore_index
         counted = of_labels if counted is None else counted & of_labels

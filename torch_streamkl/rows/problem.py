@@ -103,6 +103,16 @@ class RowProblem:
         """Returns the shape of per-row values; of rows and blocks for blocks of ``size`` keys."""
         return *self.row_shape(head), *((self.num_blocks(size),) if size else ())
 
+    def keys_of(self, rows: slice) -> slice:
+        """Returns the keys that some of the rows may have."""
+        keys, shift = self.program.keys, self.num_keys - self.num_rows
+        first, stop = 0, self.num_keys
+        if keys.left is not None:
+            first = min(stop, max(0, rows.start + shift - keys.left))
+        if keys.right is not None:
+            stop = max(first, min(stop, rows.stop + shift + keys.right))
+        return slice(first, stop)
+
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:
         """Returns the problem of a block (views), whose first row and key are its own."""
         along: dict[str, tuple[slice, ...]] = {ROW: (rows,), KEY: (keys,), PAIR: (rows, keys)}

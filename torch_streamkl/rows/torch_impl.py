@@ -144,14 +144,9 @@ def row_blocks(problem: RowProblem) -> Iterator[tuple[slice, slice]]:
 
 def key_blocks(problem: RowProblem, batch: slice, rows: slice) -> Iterator[Slices]:
     """Yields blocks of keys that some row of the block may have."""
-    keys, shift = problem.program.keys, problem.num_keys - problem.num_rows
-    first = 0 if keys.left is None else max(0, rows.start + shift - keys.left)
-    stop = problem.num_keys
-    if keys.right is not None:
-        stop = min(stop, rows.stop + shift + keys.right)
-    step = _keys_of_block(problem)
-    for j in range(first, stop, step):
-        yield batch, rows, slice(j, min(j + step, stop))
+    keys, step = problem.keys_of(rows), _keys_of_block(problem)
+    for j in range(keys.start, keys.stop, step):
+        yield batch, rows, slice(j, min(j + step, keys.stop))
 
 
 def forward(problem: RowProblem, is_differentiated: bool) -> Result:
@@ -406,7 +401,8 @@ def loss_and_gradients(
     """Computes what each row adds to a loss, and the loss's gradients: LM heads by chunks of
     tokens.
 
-    The logits of a chunk are made once. Their gradient takes their place.
+    The logits of a chunk are made once. Their gradient takes their place, 0 at keys that are in no
+    block. (Maps of one head without a batch have such keys, and are summed as LM heads are.)
     """
     program = problem.program
     plan = derive.forward_plan(program, True)
@@ -436,6 +432,10 @@ def loss_and_gradients(
             for at in key_blocks(problem, batch, rows) if sums.nodes else ():
                 for i, d in sums.add(at, known, seed, dot).items():
                     dot(problem, i, at).copy_(d)
+            seen = problem.keys_of(rows)
+            for outside in (slice(0, seen.start), slice(seen.stop, keys)):
+                for i in sums.dots:
+                    dot(problem, i, (batch, rows, outside)).zero_()
         for i in sums.dots:
             _add_operand_gradients(
                 problem, i, whole, logits[i], sums.out[2 * i], sums.out[2 * i + 1]
@@ -491,7 +491,7 @@ def _add_capture_gradient(
             places = tile.column_places(problem, i, at)
             into = part(target, at[0], ALL, at[1])
             padded = torch.cat([d, d.new_zeros(*d.shape[:-1], 1)], -1)
-            d = padded.expand(*places.shape[:-1], -1).gather(-1, places)
+            d = padded.gather(-1, places.expand(*d.shape[:-1], -1))
         case _:
             return
     into += d.sum_to_size(into.shape)

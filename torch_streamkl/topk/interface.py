@@ -155,7 +155,7 @@ def linear_topk_kl(
     tensors = [checks.as_matmul_operand(x) for x in (rows, weight)]
     reduction_of = TokenReduction(reduction, tokens, counted, factor)
     value, log_s = _computed([*tensors, bias, ids, log_probs], given, reduction_of)
-    return (value, log_s.view(*tokens, -1)) if given.return_log_probs else value
+    return (value, log_s.view(*tokens, log_s.shape[-1])) if given.return_log_probs else value
 
 
 _TENSORS = ("hidden", "weight", "ids", "log_probs", "bias", "row_mask", "row_weight")

@@ -16,6 +16,7 @@ from torch_streamkl.linear.problem import Head
 from torch_streamkl.program.divergences import named
 from torch_streamkl.registration import (
     NAMESPACE,
+    contiguous,
     define,
     fake_gradients,
     register,
@@ -60,7 +61,7 @@ def _backward(
 def _backward_fake(
     grad: Tensor, needs_grad: list[bool], hidden: Tensor, weight: Tensor, ids: Tensor
 ) -> tuple[Tensor, ...]:
-    return fake_gradients((hidden, weight), needs_grad, hidden)
+    return fake_gradients((hidden, weight), needs_grad, hidden, contiguous)
 
 
 def _flops(given: dict[str, Any]) -> int:

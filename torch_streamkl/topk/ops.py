@@ -22,6 +22,7 @@ from torch_streamkl.loading import distributed
 from torch_streamkl.program.divergences import Functional
 from torch_streamkl.registration import (
     NAMESPACE,
+    contiguous,
     define,
     fake_gradients,
     refuse_vmap,
@@ -152,7 +153,8 @@ def _needs(needs_grad: list[bool]) -> NeedsGrad:
 
 def _gradient_fakes(problem: TopkProblem, needs_grad: list[bool]) -> tuple[Tensor, ...]:
     head = problem.head
-    return fake_gradients((head.hidden, head.weight, head.bias), needs_grad, head.hidden)
+    make = contiguous if problem.is_sparse else torch.empty_like  # torch's sums of bags
+    return fake_gradients((head.hidden, head.weight, head.bias), needs_grad, head.hidden, make)
 
 
 def _backward_fake(

@@ -61,5 +61,8 @@ def _blocks(
         score = scratch[: block.shape[0]]
         torch.mul(y, 1.0 / problem.temperature, out=score)  # as the kernels do
         if problem.tail == "bucket":
-            score.masked_fill_(block == -torch.inf, -torch.inf)
+            is_hidden = block == -torch.inf
+            score.masked_fill_(is_hidden, -torch.inf)
+            if isinstance(slope, Tensor):  # NaN if the scale is 0
+                slope.masked_fill_(is_hidden, 0.0)
         yield rows, score, slope

@@ -52,17 +52,24 @@ def _logits_by_tokens(problem: TopkProblem, places: Places) -> Tensor:
 def gradients(
     problem: TopkProblem, places: Places, d_logits: Tensor, needs_grad: tuple[bool, bool, bool]
 ) -> Gradients:
-    """Returns gradients to hidden states, weight and bias, from those to the entries' logits."""
+    """Returns gradients to hidden states, weight and bias, from those to the entries' logits.
+
+    They are contiguous, whatever the strides of hidden states and weight are.
+    """
     head, (num_tokens, k) = problem.head, problem.ids.shape
     needs_hidden, needs_weight, needs_bias = needs_grad
     is_empty = not (num_tokens and k and head.vocab_size)
     d_hidden = d_weight = d_bias = None
     d = d_logits.to(head.hidden.dtype).contiguous()
     if needs_hidden:
-        d_hidden = torch.zeros_like(head.hidden) if is_empty else _bag_sums(problem, places, d)
+        d_hidden = (
+            head.hidden.new_zeros(head.hidden.shape) if is_empty else _bag_sums(problem, places, d)
+        )
     if needs_weight:
         d_weight = (
-            torch.zeros_like(head.weight) if is_empty else _weight_gradient(problem, places, d)
+            head.weight.new_zeros(head.weight.shape)
+            if is_empty
+            else _weight_gradient(problem, places, d)
         )
     if needs_bias and head.bias is not None:
         total = torch.zeros_like(head.bias, dtype=problem.compute_dtype)

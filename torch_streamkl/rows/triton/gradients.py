@@ -236,7 +236,7 @@ class Gradients:
             into = part(target, batch, ALL, rows, keys)
         else:
             places = tile.column_places(self.problem, i, block.at).select(1, 0)
-            found = found.expand(*places.shape[:-1], -1)
+            places = places.expand(*found.shape[:-1], -1)
             inside = places < found.shape[-1]
             d = torch.where(inside, found.gather(-1, places.clamp_max(found.shape[-1] - 1)), 0.0)
             d, into = d.unsqueeze(1), part(target, batch, ALL, rows)

@@ -103,6 +103,8 @@ def scores_of(rows, row, start, MASKED: tl.constexpr, CONFIG: tl.constexpr):
         score = z * slope
     if CONFIG.HIDES:
         score = tl.where(logit == -float("inf"), -float("inf"), score)
+        if CONFIG.SOFTCAP:  # NaN if the scale is 0
+            slope = tl.where(logit == -float("inf"), 0.0, slope)
     if MASKED:
         score = tl.where(inside, score, -float("inf"))
     return score, slope, ptrs, inside
