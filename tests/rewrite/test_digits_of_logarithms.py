@@ -27,6 +27,7 @@ PROBABILITIES = {
     "binary": lambda s, t: -(t * (s + EPS).log() + (1 - t) * (1 - s + EPS).log()),
     "a small number first": lambda s, t: -(1 - t) * (1 + EPS - s).log(),
     "another small number": lambda s, t: -(1 - t) * (1 - s + 1e-4).log(),
+    "a tiny one": lambda s, t: -(1 - t) * (1 - s + 1e-8).log(),
     "odds": lambda s, t: t * ((s + EPS) / (1 - s + EPS)).log(),
     "a power": lambda s, t: -t * (1 - s + EPS) ** 0.5 * (s + EPS).log(),
     "a quotient": lambda s, t: t / (1 - s + 1e-3),
