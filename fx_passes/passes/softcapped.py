@@ -19,6 +19,9 @@ from torch_streamkl.program.canonical import linear
 
 LEAST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256  # of Triton's tl.dot, of torch's table of tiles
 HALF = (torch.float16, torch.bfloat16)
+# ptxas was seen to take more than 200 s for heads of 256; for heads of 64, 280 s with a bias, and
+# 190 s for lengths that vary: without matrix units every product of a tile is an instruction
+SLOW = "FlexAttention for {} takes minutes to compile"
 LARGEST_BUFFER = (
     2**31
 )  # entries: FlexAttention's kernels have 32-bit offsets into captured tensors
@@ -52,6 +55,9 @@ def emit(
     options["masks"] = tuple(kept)
     options["inner_bias"] = tensors.bias(form.inner_biases, result.dtype)
     options["bias"] = tensors.bias(form.biases, result.dtype)
+    has_bias = bool(form.inner_biases or form.biases)
+    if has_bias and q.device.type == "cuda" and q.dtype not in HALF:
+        raise Unsupported(SLOW.format(f"{q.dtype} with a bias"))
     for x in (*kept, options["inner_bias"], options["bias"]):
         size = 0 if x is None else tensor_of(x).numel()
         if isinstance(size, int) and size >= LARGEST_BUFFER:
@@ -80,6 +86,8 @@ def why_not(q: Tensor, v: Tensor) -> str:
         return f"FlexAttention has no {q.dtype} on a GPU"
     if not all(LEAST_HEAD_DIM <= n <= LARGEST_HEAD_DIM for n in (q.shape[3], v.shape[3])):
         return f"FlexAttention takes heads of {LEAST_HEAD_DIM} to {LARGEST_HEAD_DIM} on a GPU"
+    if not all(isinstance(x.shape[2], int) for x in (q, v)) and q.dtype not in HALF:
+        return SLOW.format(f"lengths that vary in {q.dtype}")
     return _why_not_on_gpu(q.device, q.dtype, max(q.shape[3], v.shape[3]))
 
 
@@ -99,9 +107,7 @@ def _why_not_on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     if memory < 160 * 1024 and (head_dim > 128 or dtype not in HALF):
         return f"FlexAttention's tiles for heads of {head_dim} in {dtype} do not fit this GPU"
     if head_dim > 128 and dtype not in HALF:
-        # ptxas was seen to take more than 200 s for them: without matrix units every product of
-        # a tile is an instruction
-        return f"FlexAttention for heads of {head_dim} in {dtype} takes minutes to compile"
+        return SLOW.format(f"heads of {head_dim} in {dtype}")
     return ""
 
 
