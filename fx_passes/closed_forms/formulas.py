@@ -171,6 +171,7 @@ NEARLY_ZERO = 1e-2  # beside the value at a probability of 1/2
 LOGS = 0.0, math.log(0.5), -math.inf  # of the probabilities at which arguments are looked at
 
 
+@functools.lru_cache(maxsize=256)
 def divides_rest_of_one(formula: Node) -> bool:
     """Whether a divergence grows where a probability is nearly 1: NOTE [What is left of 1]."""
     arguments = [a for x in walk([formula]) if x.op in GROWS for a in x.args[GROWS[x.op] :]]
