@@ -109,6 +109,29 @@ def test_of_a_row_with_one_key(name):
     _judge(program, inputs, within=10)
 
 
+# of the student's probabilities and their logarithms
+FOCAL = {
+    "of the student": lambda p, log_p, t: (1 - p + EPS) ** 0.5 * t * log_p,
+    "a square": lambda p, log_p, t: (1.5 - p) ** 2 * t * log_p,
+    "the teacher first": lambda p, log_p, t: t * (1 - p + EPS) ** 0.5 * log_p,
+}
+
+
+@pytest.mark.parametrize("name", FOCAL)
+def test_of_the_lowest_number(name):
+    """A bit more than 1 times the logarithm of a masked key is infinite; 0 comes first."""
+
+    def program(q, k, r, u):
+        allowed = torch.ones(40, 40, dtype=torch.bool).tril()
+        lowest = torch.finfo(q.dtype).min
+        s, t = ((x @ y.mT).masked_fill(~allowed, lowest) for x, y in ((q, k), (r, u)))
+        return FOCAL[name](s.softmax(-1), s.log_softmax(-1), t.softmax(-1)).sum(-1)
+
+    make = torch.Generator().manual_seed(0)
+    inputs = [0.5 * torch.randn(2, 40, 8, generator=make).double() for _ in range(4)]
+    _judge(program, inputs, within=10)
+
+
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_of_differences(name):
     """If products of sums are not kept, their terms are up to 1e8 times what is left."""
