@@ -46,6 +46,7 @@ REWRITE = "rewrite/test_rewrite_forms.py::"
 QUERY_TILES = "operators/test_query_tiles.py"
 DERIVE = "torch_streamkl/rows/derive.py"
 PROGRAMS = "torch_streamkl/rows/torch_impl.py"
+ROW_PROBLEM = "torch_streamkl/rows/problem.py"
 LOSSES = "torch_streamkl/rows/losses.py"
 MAP_BLOCKS = "torch_streamkl/rows/triton/blocks.py"
 MAP_GRADIENTS = "torch_streamkl/rows/triton/gradients.py"
@@ -631,9 +632,9 @@ FAULTS = (
         "operators/test_row_programs.py",
     ),
     Fault(
-        PROGRAMS,
-        "stop = min(stop, rows.stop + shift + keys.right)",
-        "stop = min(stop, rows.start + shift + keys.right)",
+        ROW_PROBLEM,
+        "min(stop, rows.stop + shift + keys.right)",
+        "min(stop, rows.start + shift + keys.right)",
         "operators/test_row_programs.py",
     ),
     Fault(
