@@ -40,8 +40,11 @@ def number_of(x: Node) -> int:
 
 
 def written(polynomial: Polynomial, teacher: int, student: int) -> Node:
-    """Returns a sum by probabilities: P * (terms) + S * (terms) + the rest."""
+    """Returns a product of sums, or a sum by probabilities: P * terms + S * terms + the rest."""
     names = {teacher: (P, LOG_P), student: (S, LOG_S)}
+    product = _product_of_sums(polynomial, teacher, names)
+    if product is not None:
+        return product
     common = set.intersection(*(set(m) for m in polynomial))
     groups: dict[Node | None, list[tuple[float, Node]]] = {}
     for m, c in polynomial.items():
@@ -88,6 +91,66 @@ def _common_factor(
         weights += ratios
     pairs = zip(weights, (ONE if w is None else _written(w, names) for w in groups), strict=True)
     return _total(list(pairs), names) * _total(first, names)
+
+
+# NOTE [Products of sums]
+# Where P and S are nearly equal, the terms of (P - S)^2 are much larger than it, and their
+# rounding errors may be, too: the sum is negative then, and a square root of it NaN. Terms of two
+# factors each have a symmetric matrix of coefficients. They are a product of two sums,
+# (u . x) (v . x), if the matrix is (u v' + v u') / 2.
+def _product_of_sums(
+    polynomial: Polynomial, teacher: int, names: Mapping[int, tuple[Node, Node]]
+) -> Node | None:
+    """What is common to all terms times (a sum * a sum), if a polynomial is that."""
+    common = list(next(iter(polynomial)))
+    for m in polynomial:
+        common = [x for x in common if common.count(x) <= m.count(x)]
+    matrix: dict[tuple[Node, Node], float] = {}
+    for m, c in polynomial.items():
+        rest = list(m)
+        for x in common:
+            rest.remove(x)
+        if len(rest) > 2:
+            return None
+        a, b = [*rest, ONE, ONE][:2]
+        matrix[a, b] = matrix[b, a] = c if a is b else 0.5 * c
+    factors = sorted({a for a, _ in matrix}, key=lambda x: _order(x, teacher))
+    sums = _sums_of(matrix, factors)
+    if sums is None:
+        return None
+    written = {x: x if x is ONE else _written(x, names) for x in factors}
+    left, right = (_total([(c, written[x]) for x, c in s.items()], names) for s in sums)
+    total = ONE
+    for x in sorted(common, key=lambda x: _order(x, teacher)):
+        total = total * _written(x, names)
+    return total * (left * right)
+
+
+def _sums_of(
+    matrix: Mapping[tuple[Node, Node], float], factors: Sequence[Node]
+) -> list[dict[Node, float]] | None:
+    """Two sums of more than a term each, by the coefficients of what they add."""
+
+    def row(a: Node, scale: float) -> dict[Node, float]:
+        return {x: scale * matrix[a, x] for x in factors if (a, x) in matrix}
+
+    a = factors[0]
+    square = matrix.get((a, a))
+    if square is not None:  # of a sum: other products of sums with such a term are rare
+        u = row(a, 1.0 / square)
+        sums = [u, {x: square * c for x, c in u.items()}]
+    else:
+        b = next(x for x in factors if (a, x) in matrix)
+        v = row(a, 2.0)
+        sums = [row(b, 1.0 / matrix[a, b]), v]
+    if any(len(s) < 2 for s in sums):
+        return None
+    u, v = sums
+    for x, y in itertools.product(factors, repeat=2):
+        pair = 0.5 * (u.get(x, 0.0) * v.get(y, 0.0) + u.get(y, 0.0) * v.get(x, 0.0))
+        if not math.isclose(pair, matrix.get((x, y), 0.0), rel_tol=1e-9):
+            return None
+    return sums
 
 
 def _order(x: Node, teacher: int) -> tuple[int, bool]:

@@ -341,10 +341,15 @@ class Steps:
     # ------------------------------------------------------------------------ products
 
     def _times(self, factors: Sequence[Node], dtype: str = FLOAT) -> Node:
-        """A product: per-row values of their own, and what may be infinite last."""
+        """A product: per-row values of their own, probabilities first, what may be infinite last.
+
+        The logarithm of a key that is filled with the lowest number is nearly that number: it
+        would be infinite times what is a bit more than 1, where 0 times it is 0.
+        """
         factors = [cast(f, dtype) for f in factors]
         of_rows = [f for f in factors if not f.by_key]
-        of_keys = sorted((f for f in factors if f.by_key), key=lambda f: not f.is_finite)
+        of_keys = [f for f in factors if f.by_key]
+        of_keys.sort(key=lambda f: (not f.is_finite, f.op != "exp"))
         total: Node | None = None
         for group in (of_keys, of_rows):
             part: Node | None = None

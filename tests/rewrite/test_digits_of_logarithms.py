@@ -1,6 +1,6 @@
 """Digits next to 1: log(1 + x) of a small x, and what probabilities of nearly 1 leave of it.
 
-In programs, and in torch code around operators.
+In programs, and in torch code around operators. And digits of products of small differences.
 """
 
 import pytest
@@ -33,6 +33,17 @@ PROBABILITIES = {
     "a quotient": lambda s, t: t / (1 - s + 1e-3),
     "a square": lambda s, t: (1 - s) ** 2 * t,
 }  # fmt: skip
+# of the student's and the teacher's scores, which are nearly equal
+DIFFERENCES = {
+    "square roots": lambda s, t: (
+        ((0.5 * s.log_softmax(-1)).exp() - (0.5 * t.log_softmax(-1)).exp()).square().sum(-1)
+    ),
+    "logarithms": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1)).square().sum(-1),
+    "by probabilities": lambda s, t: (
+        t.softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1)).square()
+    ).sum(-1),
+    "from a mean": lambda s, t: ((s.softmax(-1) - 0.02) * (t.softmax(-1) - 0.02)).sum(-1),
+}
 # of hidden states
 WEIGHTS = {
     "a square": lambda h: (SMALL * h.square().sum(-1, keepdim=True)).log1p(),
@@ -82,6 +93,53 @@ def test_of_probabilities(name):
     make = torch.Generator().manual_seed(0)
     inputs = [1.7 * torch.randn(2, 40, 8, generator=make).double() for _ in range(4)]
     _judge(program, inputs, within=10)
+
+
+@pytest.mark.parametrize("name", PROBABILITIES)
+def test_of_a_row_with_one_key(name):
+    """Its softmax is 1 and has no gradient, however large the gradient to this 1 is."""
+    allowed = torch.ones(40, 40, dtype=torch.bool).tril()
+
+    def program(q, k, r, u):
+        s = (q @ k.mT).masked_fill(~allowed, -torch.inf)
+        rows = PROBABILITIES[name](s.softmax(-1), (r @ u.mT).softmax(-1)).sum(-1)
+        return rows * torch.linspace(0.4, 1.7, 40, dtype=rows.dtype)
+
+    make = torch.Generator().manual_seed(0)
+    inputs = [0.1 * torch.randn(2, 40, 8, generator=make).double() for _ in range(4)]
+    _judge(program, inputs, within=10)
+
+
+# of the student's probabilities and their logarithms
+FOCAL = {
+    "of the student": lambda p, log_p, t: (1 - p + EPS) ** 0.5 * t * log_p,
+    "a square": lambda p, log_p, t: (1.5 - p) ** 2 * t * log_p,
+    "the teacher first": lambda p, log_p, t: t * (1 - p + EPS) ** 0.5 * log_p,
+}
+
+
+@pytest.mark.parametrize("name", FOCAL)
+def test_of_the_lowest_number(name):
+    """A bit more than 1 times the logarithm of a masked key is infinite; 0 comes first."""
+
+    def program(q, k, r, u):
+        allowed = torch.ones(40, 40, dtype=torch.bool).tril()
+        lowest = torch.finfo(q.dtype).min
+        s, t = ((x @ y.mT).masked_fill(~allowed, lowest) for x, y in ((q, k), (r, u)))
+        return FOCAL[name](s.softmax(-1), s.log_softmax(-1), t.softmax(-1)).sum(-1)
+
+    make = torch.Generator().manual_seed(0)
+    inputs = [0.5 * torch.randn(2, 40, 8, generator=make).double() for _ in range(4)]
+    _judge(program, inputs, within=10)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_of_differences(name):
+    """If products of sums are not kept, their terms are up to 1e8 times what is left."""
+    make = torch.Generator().manual_seed(0)
+    q, k = (0.01 * torch.randn(n, 4, generator=make, dtype=torch.float64) for n in (6, 50))
+    inputs = q, k, q + 1e-4 * q.roll(1, 0), k + 1e-4 * k.roll(1, 0)
+    _judge(lambda q, k, r, u: DIFFERENCES[name](q @ k.mT, r @ u.mT), inputs, within=10)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
