@@ -417,7 +417,7 @@ def corpus():
 
 
 def users():
-    import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
+    import tests.support.more_user_losses  # adds to USER_LOSSES
     import tests.support.public_losses  # noqa: F401  # so does this
     from tests.support.user_losses import USER_LOSSES
 
