@@ -118,7 +118,8 @@ class _Families:
             if not behind:
                 continue
             self.behind[node] = behind
-            if self.is_as_large(node, behind) and behind & (behind - 1):
+            meet = self.is_as_large(node, behind) and behind & (behind - 1)
+            if meet and levels.of(node) is not Level.ROWS:
                 joined = [g for g in self.groups if g & behind]
                 self.groups = [g for g in self.groups if not g & behind] + [_union(joined)]
 

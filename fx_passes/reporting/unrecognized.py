@@ -137,7 +137,7 @@ def _sentence(
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
         return f"{feeds}: {what} that are compared with no other distribution"
-    if kind in ("gather", "getitem", "index_select", "take_along_dim"):
+    if kind in ("gather", "index_select", "take_along_dim") or _indexes(reader):
         return _hinted(f"{feeds}, which reads single entries of each row", "gather of scores")
     if kind in SCATTERS:
         return f"{where} is a dense target, written by {name}"
@@ -174,6 +174,14 @@ def _is_sum_over_keys(node: fx.Node, reader: fx.Node) -> bool:
         return False
     are_both = len(sizes) == 2 and all(2 * n >= numel(value) for n in sizes)
     return are_both and 4 * numel(made) <= numel(value) and len({*reader.all_input_nodes}) == 2
+
+
+def _indexes(reader: fx.Node) -> bool:
+    """Whether it reads entries by ids or a position, and not a slice or whole rows."""
+    if name_of(reader) != "getitem":
+        return False
+    index = reader.args[1] if isinstance(reader.args[1], tuple) else (reader.args[1],)
+    return any(isinstance(x, fx.Node | list) for x in index) or isinstance(index[-1], int)
 
 
 def _hinted(sentence: str, reason: str) -> str:

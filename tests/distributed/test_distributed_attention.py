@@ -445,8 +445,10 @@ def context_parallel_refusals(me: Rank) -> None:
     refused: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"attn_mask": torch.ones(1)}, ("does not take attn_mask",)),
         ({"cu_seqlens_q": torch.ones(1)}, ("does not take cu_seqlens_q",)),
+        ({"is_casual": True}, ("TypeError", "'is_casual'; did you mean 'is_causal'?")),
         ({"method": "tree"}, ("'gather', 'heads', 'ring'",)),
-        (ring | {"divergence": "js"}, ("linear in log-probabilities", "method='gather'")),
+        (ring | {"divergence": "js"}, ("log-probabilities, got divergence='js'; method",)),
+        (ring | {"teacher_eps": 0.5}, ("got teacher_eps=0.5; method='gather' takes any",)),
         (ring | {"student_sink": sink}, ("does not take student_sink",)),
         (packed, ("batch size 1, got 2",)),
         (one | {"cu_seqlens": offsets.long()}, ("cu_seqlens", "int")),

@@ -43,6 +43,20 @@ def test_only_scores_of_its_operands_remain(name):
     assert {x.shape for x in report.remaining} == ({(2, 3, QUERIES, KEYS)} if remains else set())
 
 
+@pytest.mark.parametrize("of_rows", [torch.log, lambda w: w.softmax(-1)], ids=["log", "softmax"])
+def test_weights_of_rows_are_no_scores(of_rows):
+    """They meet the divergence after its keys are summed."""
+
+    def loss(q, k, r, u, w):
+        rows = F.kl_div((q @ k.mT).log_softmax(-1), (r @ u.mT).softmax(-1), reduction="none")
+        return (rows.sum(-1) * of_rows(w.sum(-1))).sum()
+
+    inputs = [torch.randn(2, 3, n, DIM) for n in (QUERIES, KEYS, QUERIES, KEYS)]
+    report = explained(loss, *inputs, torch.rand(2, 3, QUERIES, 2))
+    assert report.num_fused == 1
+    assert not report.remaining and not report.elsewhere, report.details()
+
+
 def test_low_rank_adapters_of_projections_are_no_logits():
     """Their second layer has far more outputs than inputs, as an LM head has."""
     width, vocab, rank = 32, 512, 4

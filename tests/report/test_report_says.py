@@ -150,6 +150,10 @@ def a_masked_vocabulary(s, t):
     return kd(s.masked_fill(MASK, -torch.inf), t.masked_fill(MASK, -torch.inf))
 
 
+def sliced_probabilities(s, t):
+    return (s.softmax(-1)[:, :5] - t.softmax(-1)[:, :5]).square().sum()
+
+
 def a_sliced_vocabulary(s, t):
     s[..., 7:] = -torch.inf
     t[..., 7:] = -torch.inf
@@ -263,6 +267,10 @@ SAID = {
         of_logits(a_masked_vocabulary),
         ("attention_kl: forward_kl, masked, as attention with one head, because",
          "linear_kl cannot mask the vocabulary other than by x[..., i:j] = -inf"), shapes=HEADS,
+    ),
+    "sliced probabilities": Said(
+        of_logits(sliced_probabilities), ("only some of the keys are used after the softmax",),
+        ("single entries",), ((6, 4), (96, 4), (6, 3), (96, 3)),
     ),
     "a sliced vocabulary": Said(
         of_logits(a_sliced_vocabulary), ("linear_kl: forward_kl",), shapes=HEADS

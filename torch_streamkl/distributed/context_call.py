@@ -117,11 +117,7 @@ def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, An
     packing = None if cu_seqlens is None else Packing(cu_seqlens, max_seqlen or 0)
     keys = Keys(arguments["is_causal"], arguments["window"], arguments["key_lengths"], packing)
     for name in options:
-        if name not in _OPTIONS:
-            raise NotImplementedError(
-                f"attention_kl_context_parallel does not take {name}; it takes "
-                f"{', '.join(sorted(_OPTIONS))}"
-            )
+        _check_name(name, {*_OPTIONS, *(x for x in arguments if x not in options)})
     checks.one_of("method", method, METHODS)
     checks.one_of("load_balance", ranks.load_balance, LOAD_BALANCES)
     checks.one_of("reduction", reduction, call_arguments.REDUCTIONS)
@@ -213,6 +209,18 @@ def _check_packing(
         )
 
 
+def _check_name(name: str, allowed: set[str]) -> None:
+    """Refuses an argument that only a call on one rank has, and one that no call has."""
+    of_one_rank = (interface.attention_kl, interface.attention_kl_varlen)
+    if any(name in inspect.signature(f).parameters for f in of_one_rank) and name not in allowed:
+        raise NotImplementedError(
+            f"attention_kl_context_parallel does not take {name}; it takes "
+            f"{', '.join(sorted(_OPTIONS))}"
+        )
+    if name not in allowed:
+        checks.refuse_option("attention_kl_context_parallel", name, allowed)
+
+
 def _check_ring(options: dict[str, Any]) -> None:
     """Refuses what a ring cannot compute, because it merges results of key blocks."""
     for name in (*SINKS, "head_reduction"):
@@ -224,4 +232,5 @@ def _check_ring(options: dict[str, Any]) -> None:
         raise NotImplementedError("method='ring' needs impl='auto' or a streaming one")
     given = {**DEFAULTS, **options}
     text = divergence_text(*(given[name] for name in DIVERGENCE_OPTIONS))
-    ring.form_of(Functional.of(text))
+    changed = {name: given[name] for name in DIVERGENCE_OPTIONS if given[name] != DEFAULTS[name]}
+    ring.form_of(Functional.of(text), ", ".join(f"{name}={x!r}" for name, x in changed.items()))

@@ -96,13 +96,17 @@ class Ring:
         return problem, LSE_UNIT[select_implementation(problem, problem.impl)]
 
 
-def form_of(functional: Functional) -> Bilinear:
-    """Returns the bilinear form of a functional, or raises if it has none."""
+def form_of(functional: Functional, given: str = "") -> Bilinear:
+    """Returns the bilinear form of a functional, or raises if it has none.
+
+    ``given`` are the arguments that it comes from, if they are known.
+    """
     form = functional.bilinear
     if form is None:
         raise NotImplementedError(
             "method='ring' merges values of blocks of keys, which takes a divergence that is "
-            f"linear in log-probabilities, got {functional.text}; method='gather' takes any"
+            f"linear in log-probabilities, got {given or functional.text}; method='gather' takes "
+            "any"
         )
     return form
 

@@ -98,11 +98,14 @@ def row_program(
         keys: tensors with one element per key, such as weights or an LM head's bias. They
             broadcast to ``[batch, heads, seqlen_k]``, or have the shape ``[vocab_size]``.
         pairs: dense tensors, such as biases or cached probabilities. They broadcast to ``[batch,
-            heads, seqlen_q, seqlen_k]``, or ``[..., vocab_size]``, and are not expanded.
+            heads, seqlen_q, seqlen_k]`` and are not expanded, or have the shape ``[...,
+            vocab_size]``.
         columns: ids of keys in each row, such as a cached top-k: ``[batch, heads, seqlen_q, k]``,
-            or ``[..., k]``. The element is True at the keys that are among the ids. For a pair
-            ``(ids, values)``, the element is the value of the key, and 0 at all other keys. The
-            values of a repeated id are added. Ids outside of the keys, such as -1, are ignored.
+            where each of the first three may be 1, and then broadcasts; or exactly ``[..., k]``
+            for LM heads. The element is True at the keys that are among the ids. For a pair
+            ``(ids, values)`` of one shape, the element is the value of the key, and 0 at all other
+            keys. The values of a repeated id are added. Ids outside of the keys, such as -1, are
+            ignored.
         is_causal: True lets query i see the keys up to i + seqlen_k - seqlen_q. LM heads refuse
             this, ``window``, ``key_lengths`` and ``mask``.
         window: ``(left, right)``: query i sees the keys from i + seqlen_k - seqlen_q - left to i +

@@ -76,9 +76,9 @@ def linear_topk_kl(
         (log_probs.exp() * (log_probs - log_s)).sum(-1)
 
     Args:
-        hidden: the student's hidden states ``[..., hidden_size]``. The leading dimensions are the
-            tokens. float16, bfloat16, float32, or float64 on the CPU. Under autocast, operands are
-            cast as those of a matmul are.
+        hidden: the student's hidden states ``[..., hidden_size]``. The leading dimensions, at
+            least one, are the tokens. float16, bfloat16, float32, or float64 on the CPU. Under
+            autocast, operands are cast as those of a matmul are.
         weight: ``[vocab_size, hidden_size]``, with contiguous rows or columns.
         ids: int64 or int32 ``[..., k]``, vocabulary ids in any order. A negative id is padding.
         log_probs: ``[..., k]``, the teacher's log-probabilities in nats, at the temperature of the
@@ -127,7 +127,8 @@ def linear_topk_kl(
     Numerics:
         - Logits are rounded to the inputs' dtype, as those of a matmul are. All else is float32.
         - The probability of the student's tail is a sum over the other ids, not a difference from
-          1. That of the teacher's tail is at least 1e-7, as in TRL.
+          1. That of the teacher's tail is at least 1e-7, as in TRL. If the ids of a token name the
+          whole vocabulary, it has no tail.
         - An id that stands twice counts twice, as in the naive code, unless there is a bucket.
         - ``"renormalize"`` reads the weight rows of the entries alone, and costs no product with
           the whole vocabulary.
