@@ -602,8 +602,8 @@ FAULTS = (
     # ---------------------------------------------------------------------------- row programs
     Fault(
         DERIVE,
-        "level += 1",
-        "level += 0",
+        "t, level = _softmax(value) * t, level + 1",
+        "t, level = _softmax(value) * t, level",
         "operators/test_row_program_rules.py",
     ),
     Fault(
@@ -614,8 +614,8 @@ FAULTS = (
     ),
     Fault(
         DERIVE,
-        "_softmax(value) if value.value.kind == LOGSUMEXP else ONE",
-        "ONE",
+        "t * _softmax(value) if value.value.kind == LOGSUMEXP else t",
+        "t",
         "operators/test_row_programs.py",
     ),
     Fault(

@@ -68,11 +68,11 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
         for b, by in enumerate(program.reduced):
             if program.levels[b] >= program.levels[c] or not (varies[b] and varies[c]):
                 continue
-            t, level = _jacobian(value, by), program.levels[c]
+            t, level = _jacobian(value.args[0], by), program.levels[c]
             if constant(t) == 0:
                 continue
             if value.value.kind == LOGSUMEXP:  # its own value is known one pass later
-                level += 1
+                t, level = _softmax(value) * t, level + 1
             jacobians.append(Sum(level, schedule[t], t.head, c, b, value.value.size))
     passes = max(*program.levels, *(j.level for j in jacobians), 1)
     return ForwardPlan(tuple(schedule.steps), passes, tuple(jacobians))
@@ -97,40 +97,15 @@ def _softmax(value: Node) -> Node:
     return apply("exp", value.args[0] - value)
 
 
-def _slope(value: Node) -> Node:
-    """Builds the derivative of a reduction by its element."""
-    return _softmax(value) if value.value.kind == LOGSUMEXP else ONE
-
-
-def _has_heads(root: Node) -> bool:
-    return any(x.head for x in walk([root], is_inside))
-
-
-# NOTE [Gradients of a row with one key]
-# If one key has all of a row's probability, softmax's gradient p (g - sum p g) is exactly 0 in
-# eager code, however large g is: 1e6 behind log(1 - p + 1e-6). Here it is the sum of what R_b and
-# the key's own score pass on, which cancel if both are one expression of the element with one
-# factor r_c: gradients from the element down, without its seed.
-def _gradients(value: Node, factor: Node) -> dict[Node, Node]:
-    """Builds the gradients of ``factor`` * R_c to what its element is made of."""
-    root = value.args[0]
-    if _has_heads(root):
-        return adjoints([(root, factor * _slope(value))])
-    return {x: factor * g for x, g in adjoints([(root, _slope(value))]).items()}
-
-
-def _jacobian(value: Node, b: Node) -> Node:
-    """Builds an element of dR_c/dR_b, for each head of R_b if R_c has none."""
-    root = value.args[0]
-    if not _has_heads(root):
-        return _gradients(value, ONE).get(b, ZERO)
+def _jacobian(root: Node, b: Node) -> Node:
+    """Builds d(root)/dR_b, for each head of R_b if the root has none."""
 
     def known(x: Node) -> Node | None:
         if not is_over_keys(x):
             return None
         return ONE if x is b else ZERO
 
-    return _slope(value) * tangent(root, known, b)
+    return tangent(root, known, b)
 
 
 def _reached(program: Program) -> set[int]:
@@ -148,21 +123,17 @@ def backward_plan(program: Program) -> BackwardPlan:
     """Returns the gradient of ``sum_c r_c R_c`` to what is not a value of a row, r_c being its
     seed. A reduction that no output depends on differentiably has none.
     """
-    elements: list[Node] = []
-    gradients: dict[Node, Node] = {}
-    reached = _reached(program)
+    seeds, reached = [], _reached(program)
     for c, value in enumerate(program.reduced):
         if value.value.kind == MAX or c not in reached:
             continue
         axes = head_axes(value.head) | ({ROW, KEY} if value.value.size else {ROW})
-        elements.append(value.args[0])
-        for x, t in _gradients(value, seed(c, axes)).items():
-            if x.op in ("dot", "capture"):
-                gradients[x] = gradients[x] + t if x in gradients else t
-    schedule = program.schedule()
+        t = seed(c, axes)
+        seeds.append((value.args[0], t * _softmax(value) if value.value.kind == LOGSUMEXP else t))
+    gradients, schedule = adjoints(seeds), program.schedule()
     found = {
         (x.op, x.value): schedule[expand_heads(gradients[x], x)]
-        for x in walk(elements, is_inside)
+        for x in walk([x for x, _ in seeds], is_inside)
         if x.op in ("dot", "capture") and constant(gradients.get(x, ZERO)) != 0
     }
     return BackwardPlan(
