@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torch_streamkl.attention import ops
 from torch_streamkl.attention.gradients_op import attention_kl_with_gradients
 from torch_streamkl.double_backward import double_backward_factor
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, tensor_of
+from torch_streamkl.fx_passes.fx_utils.nodes import descendants, in_backward, tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, same_shape
 from torch_streamkl.fx_passes.fx_utils.torch_names import has, optional
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
@@ -89,8 +89,7 @@ def compute_in_forward(graph: fx.Graph) -> int:
     sort = topological_sort()
     if sort is None:  # the report says so
         return 0
-    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-    late = descendants(tangents)
+    late = in_backward(graph)
     pairs = [
         (forward, node)
         for node in graph.nodes

@@ -11,14 +11,13 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants
+from torch_streamkl.fx_passes.fx_utils.nodes import in_backward
 from torch_streamkl.registration import NAMESPACE
 
 
 def save_inputs_for_views(graph: fx.Graph) -> None:
     """Lets the partition of a joint graph save inputs instead of views that our backward reads."""
-    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-    late = descendants(tangents)
+    late = in_backward(graph)
     for node in late:
         if getattr(node.target, "namespace", None) == NAMESPACE:
             for operand in node.all_input_nodes:

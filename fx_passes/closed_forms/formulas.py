@@ -118,8 +118,8 @@ def _product_of_sums(
     sums = _sums_of(matrix, factors)
     if sums is None:
         return None
-    written = {x: x if x is ONE else _written(x, names) for x in factors}
-    left, right = (_total([(c, written[x]) for x, c in s.items()], names) for s in sums)
+    nodes = {x: x if x is ONE else _written(x, names) for x in factors}
+    left, right = (_total([(c, nodes[x]) for x, c in s.items()], names) for s in sums)
     total = ONE
     for x in sorted(common, key=lambda x: _order(x, teacher)):
         total = total * _written(x, names)

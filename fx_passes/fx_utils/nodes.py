@@ -90,6 +90,12 @@ def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return reached(nodes, lambda n: n.users)
 
 
+def in_backward(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes of a joint graph that depend on the gradients of its outputs."""
+    placeholders = graph.find_nodes(op="placeholder")
+    return descendants(n for n in placeholders if "tangents" in str(n.target))
+
+
 def reached(
     nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> set[fx.Node]:

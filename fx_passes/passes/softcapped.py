@@ -39,7 +39,8 @@ def emit(
     """
     build, writer, form, masks = tensors.build, tensors.writer, found.form, found.masks
     q, k, v = (tensor_of(x) for x in inputs)
-    reason = why_not(q, v) or _why_not_grouped(q, k, v)
+    has_bias = bool(form.inner_biases or form.biases)
+    reason = why_not(q, v, has_bias) or _why_not_grouped(q, k, v)
     if reason:
         raise Unsupported(reason)
     options: dict[str, Any] = {"softcap": form.softcap, "scale": form.scale}
@@ -55,9 +56,6 @@ def emit(
     options["masks"] = tuple(kept)
     options["inner_bias"] = tensors.bias(form.inner_biases, result.dtype)
     options["bias"] = tensors.bias(form.biases, result.dtype)
-    has_bias = bool(form.inner_biases or form.biases)
-    if has_bias and q.device.type == "cuda" and q.dtype not in HALF:
-        raise Unsupported(SLOW.format(f"{q.dtype} with a bias"))
     for x in (*kept, options["inner_bias"], options["bias"]):
         size = 0 if x is None else tensor_of(x).numel()
         if isinstance(size, int) and size >= LARGEST_BUFFER:
@@ -73,7 +71,7 @@ def emit(
         raise Unsupported(f"FlexAttention: {kind}: {first_line(error)}") from error
 
 
-def why_not(q: Tensor, v: Tensor) -> str:
+def why_not(q: Tensor, v: Tensor, has_bias: bool = False) -> str:
     """Explains why FlexAttention is not compiled for such tensors; None if it is."""
     sizes = (q.shape[1], q.shape[3], v.shape[1], v.shape[3])
     if not all(isinstance(n, int) for n in sizes):
@@ -86,9 +84,8 @@ def why_not(q: Tensor, v: Tensor) -> str:
         return f"FlexAttention has no {q.dtype} on a GPU"
     if not all(LEAST_HEAD_DIM <= n <= LARGEST_HEAD_DIM for n in (q.shape[3], v.shape[3])):
         return f"FlexAttention takes heads of {LEAST_HEAD_DIM} to {LARGEST_HEAD_DIM} on a GPU"
-    if not all(isinstance(x.shape[2], int) for x in (q, v)) and q.dtype not in HALF:
-        return SLOW.format(f"lengths that vary in {q.dtype}")
-    return _why_not_on_gpu(q.device, q.dtype, max(q.shape[3], v.shape[3]))
+    head_dim = max(q.shape[3], v.shape[3])
+    return _why_not_on_gpu(q.device, q.dtype, head_dim) or _why_slow(q, v, has_bias)
 
 
 def _why_not_on_cpu() -> str:
@@ -106,9 +103,19 @@ def _why_not_on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     # its tiles of the backward are those of GPUs with 163 KiB and more
     if memory < 160 * 1024 and (head_dim > 128 or dtype not in HALF):
         return f"FlexAttention's tiles for heads of {head_dim} in {dtype} do not fit this GPU"
-    if head_dim > 128 and dtype not in HALF:
-        return SLOW.format(f"heads of {head_dim} in {dtype}")
     return ""
+
+
+def _why_slow(q: Tensor, v: Tensor, has_bias: bool) -> str:
+    """Explains what takes minutes to compile on a GPU; empty if nothing does."""
+    if q.dtype in HALF:
+        return ""
+    head_dim = max(q.shape[3], v.shape[3])
+    if head_dim > 128:
+        return SLOW.format(f"heads of {head_dim} in {q.dtype}")
+    if not all(isinstance(x.shape[2], int) for x in (q, v)):
+        return SLOW.format(f"lengths that vary in {q.dtype}")
+    return SLOW.format(f"{q.dtype} with a bias") if has_bias else ""
 
 
 def _why_not_grouped(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -247,6 +247,8 @@ def test_the_graph_calls_a_function():
     ((2, 4, 64, 128), {"dtype": torch.float32}, ""),
     ((2, 4, "s0", 64), {"dtype": torch.float32}, "takes minutes to compile"),
     ((2, 4, "s0", 64), {}, ""),
+    ((2, 4, 64, 64), {"dtype": torch.float32, "has_bias": True}, "takes minutes to compile"),
+    ((2, 4, 64, 64), {"has_bias": True}, ""),
     ((2, 4, 64, 256), {}, ""),
     ((2, 4, 64, 64), {"device": "xpu"}, "not tried on xpu"),
 ])  # fmt: skip
@@ -263,7 +265,7 @@ def test_why_not(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     x = SimpleNamespace(shape=shape, dtype=given["dtype"], device=torch.device(given["device"], 0))
-    found = softcapped.why_not(x, x)
+    found = softcapped.why_not(x, x, given.get("has_bias", False))
     softcapped._why_not_on_gpu.cache_clear()
     assert (reason in found) if reason else not found
 

@@ -211,14 +211,15 @@ def _check_packing(
 
 def _check_name(name: str, allowed: set[str]) -> None:
     """Refuses an argument that only a call on one rank has, and one that no call has."""
+    if name in allowed:
+        return
     of_one_rank = (interface.attention_kl, interface.attention_kl_varlen)
-    if any(name in inspect.signature(f).parameters for f in of_one_rank) and name not in allowed:
+    if any(name in inspect.signature(f).parameters for f in of_one_rank):
         raise NotImplementedError(
             f"attention_kl_context_parallel does not take {name}; it takes "
             f"{', '.join(sorted(_OPTIONS))}"
         )
-    if name not in allowed:
-        checks.refuse_option("attention_kl_context_parallel", name, allowed)
+    checks.refuse_option("attention_kl_context_parallel", name, allowed)
 
 
 def _check_ring(options: dict[str, Any]) -> None:

@@ -139,7 +139,7 @@ def _numbers_of(c: float, x: Node) -> list[float]:
 
 
 def _loses_digits(numbers: Sequence[float]) -> bool:
-    """Whether the sum of numbers has less than three digits of the smallest, in float32."""
+    """Whether the sum of numbers has less than five digits of the smallest, in float32."""
     parts = [abs(x) for x in numbers if x]
     if len(parts) < 2 or max(parts) > LARGEST_SHIFT or _is_whole(*parts):
         return False
