@@ -127,6 +127,7 @@ def matrix(device: str, quick: bool) -> list[Case]:
     cells += [cell(128, "none", divergence=x) for x in DIVERGENCES]
     cells += [cell(128, "causal", divergence="clamps")]
     cells += [cell(d, mask, seqlen=32768) for d in dims for mask in both]
+    cells += [cell(d, mask) for d in (40, 80, 112, 160) for mask in both]
     return list(dict.fromkeys(cells))
 
 

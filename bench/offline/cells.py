@@ -66,7 +66,7 @@ def can_run(cell: Cell) -> bool:
         return (
             cell.target == "sm_90"
             and cell.dtype in ("bf16", "fp16")
-            and cell.head_dim in (64, 128)
+            and cell.head_dim in (64, 80, 96, 128)
         )
     if cell.variant not in VARIANTS:
         return False

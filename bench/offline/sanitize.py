@@ -256,6 +256,8 @@ CASES: dict[str, Callable[[], None]] = {
     "row program of LM heads": partial(_row_programs, "row program of LM heads"),
     "hopper": partial(HOPPER, **CAUSAL),
     "hopper, head_dim 128": partial(HOPPER, 128, keys=1100),
+    "hopper, head_dim 40": partial(HOPPER, 40, keys=1100),
+    "hopper, head_dim 96": partial(HOPPER, 96, **TWO_CAUSAL),
     "hopper, clamped": partial(HOPPER, student_clamp=1e-2, teacher_clamp=1e-2),
     "hopper, lengths": partial(HOPPER, **FORMS, **CAUSAL),
     "hopper, window": partial(HOPPER, **FORMS, window=(150, 3)),

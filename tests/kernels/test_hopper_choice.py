@@ -102,8 +102,9 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "many heads": ({"heads": (256, 1), "dims": (64, 64)}, ""),
     "shares": ({"heads": (256, 1, 256, 256), "dims": (64, 64)}, "at most 128 shares, got 256"),
     # tensors
-    "head_dim": ({"dims": (96, 96)}, "takes a head_dim of"),
-    "head_dims": ({"dims": (160, 256)}, "a head_dim of (64, 128, 192, 256) on each side"),
+    "head_dims that zeros fill up": ({"dims": (8, 200)}, ""),
+    "odd head_dim": ({"dims": (64, 100)}, "up to 256, multiples of 8, got (64, 100)"),
+    "head_dim": ({"dims": (264, 64)}, "up to 256, multiples of 8, got (264, 64)"),
     "wide": ({"dims": (256, 256)}, ""),
     "wide window": ({"dims": (192, 64), "window_right": 0, "window_left": 5}, ""),
     "wide of two passes": (
@@ -185,6 +186,14 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     # every row of 8192 keys has a probability below 1e-3: each would be computed twice
     "clamps that are reached": (LONG | of("forward_kl", student_clamp=1e-3), "triton triton"),
     "wide": (LONG | {"dims": (256, 256)}, "hopper hopper"),
+    # tiles of 64, 128 and 256 columns
+    "head_dim of 40": (LONG | {"dims": (40, 40)}, "hopper hopper"),
+    "head_dim of 96": (LONG | {"dims": (96, 96), "window_right": 0}, "hopper hopper"),
+    "head_dim of 160": (LONG | {"dims": (160, 160)}, "hopper hopper"),
+    "32 next to 64": (LONG | {"dims": (32, 64)}, "hopper hopper"),
+    "half of the columns": (LONG | {"dims": (32, 32)}, "triton triton"),
+    "mask of 72": (LONG | {"dims": (72, 112), "mask_heads": 1}, "hopper hopper"),
+    "js of 72 next to 64": (LONG | {"dims": (72, 64)} | of("js"), "triton triton"),
     "wide of groups": (LONG | {"dims": (192, 192), "heads": (32, 8), "window_right": 0},
                        "hopper hopper"),
     "wide of two passes": (LONG | {"dims": (256, 256), "functional": SQUARES}, "triton triton"),

@@ -128,6 +128,17 @@ FORMS: list[Form] = [
     ((256, 128), (2, 4), "none", "cross_entropy", 0.0, {}),
     ((192, 64), (1, 4), "left", "reverse_kl", 1e-3, {}),
     ((256, 192), (2, 2), "packed causal", "forward_kl", 0.0, {"score_size": 60.0}),
+    # head_dims that tiles fill up with zeros
+    ((96, 96), (4, 2), "causal", "forward_kl", 0.0, {}),
+    ((80, 80), (2, 2), "none", "reverse_kl", 1e-3, {"strides": "padded"}),
+    ((40, 40), (4, 4), "window", "forward_kl", 0.0, {}),
+    ((72, 112), (2, 4), "packed causal", "forward_kl", 0.0, {"score_size": 60.0}),
+    ((112, 112), (2, 2), "causal", "js", 0.0, {}),
+    ((96, 96), (2, 2), "bool", "forward_kl", 1e-3, {"teacher_clamp": 1e-3}),
+    ((80, 80), (2, 2), "additive", "forward_kl", 0.0, {}),
+    ((32, 64), (4, 1), "lengths", "cross_entropy", 0.0, FP16),
+    ((160, 160), (2, 2), "causal lengths", "forward_kl", 0.0, {}),
+    ((96, 224), (1, 2), "right", "reverse_kl", 1e-3, {}),
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from torch_streamkl.attention import limits
 from torch_streamkl.attention.hopper_tiles import (
+    columns_of,
     flop,
     has_bias,
     has_one_bias,
@@ -87,9 +88,19 @@ def _prefers_hopper(problem: AttentionProblem, backward: bool) -> bool:
         is_preferred
         and problem.seqlen_q >= HOPPER_LEAST_QUERIES * num_sequences_of(problem)
         and (_fills_device(problem) or _splits_keys(problem))
+        and _fills_tiles(problem)
         and not _clamps_every_row(problem)
         and (not _is_rare(problem) or _is_measured(problem, backward))
     )
+
+
+def _fills_tiles(problem: AttentionProblem) -> bool:
+    """Whether more than half of a Hopper tile's columns are those of the head_dims.
+
+    At half, as with 32 of 64, the portable kernels are as fast (bench/notes/hopper_kernels.md).
+    """
+    dims = [side.head_dim for side in problem.sides]
+    return 2 * sum(dims) > sum(columns_of(dim) for dim in dims)
 
 
 def _is_rare(problem: AttentionProblem) -> bool:
@@ -99,7 +110,7 @@ def _is_rare(problem: AttentionProblem) -> bool:
 
 def _is_measured(problem: AttentionProblem, backward: bool) -> bool:
     """Whether Hopper kernels were measured as faster than the portable ones for a problem."""
-    if (problem.student.head_dim, problem.teacher.head_dim) != (128, 128):
+    if any(columns_of(side.head_dim) != 128 for side in problem.sides):
         return False
     if has_bias(problem):  # of two biases the gradients have 0.8 of the rate
         return has_one_bias(problem) or not backward

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_streamkl.attention.problem import AttentionProblem
-from torch_streamkl.kernels.tiles import TritonLaunch
+from torch_streamkl.kernels.tiles import TritonLaunch, padded_dim
 from torch_streamkl.runtime.devices import multiprocessors
 
 
@@ -64,12 +64,14 @@ class HopperBackwardLaunch(HopperLaunch):
     pinned: bool  # NOTE [A matmul always in flight] in attention/hopper/backward.py
 
 
-# Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
+# Measured on an H200 (bf16, seqlen 8192), by columns of a tile (bench/notes/hopper_kernels.md).
 HOPPER_BACKWARD_LAUNCHES = {
     64: HopperBackwardLaunch(64, 64, 3, 4, True),
     128: HopperBackwardLaunch(64, 64, 2, 4, True),
     256: HopperBackwardLaunch(64, 32, 2, 3, False),  # more does not fit into shared memory
 }
+
+LEAST_COLUMNS = 64  # of a tile: rows of 128 bytes, as the matmuls read them
 
 MAX_NARROW_HEAD_DIM = 128  # beyond, a tile of either side takes twice the shared memory
 
@@ -97,7 +99,7 @@ HOPPER_MASKED_FORWARD = HopperLaunch(64, 64, 2, 2)
 # of head_dim 128 with few rows: shorter blocks reach less far beyond the diagonal
 HOPPER_SHORT_FORWARD = HopperLaunch(64, 64, 2, 2)
 
-# Measured on an H200 (bf16, seqlen 8192), by head_dim (bench/notes/hopper_kernels.md).
+# Measured on an H200 (bf16, seqlen 8192), by columns of a tile (bench/notes/hopper_kernels.md).
 HOPPER_LAUNCHES = {
     64: HopperLaunch(64, 64, 3, 2),
     128: HopperLaunch(64, 64, 3, 2),
@@ -133,7 +135,12 @@ def hopper_launch(problem: AttentionProblem) -> HopperLaunch:
         return HOPPER_WIDE
     if is_persistent(problem) and problem.window_left is None:
         return HOPPER_SHORT_FORWARD
-    return HOPPER_LAUNCHES[max(problem.student.head_dim, problem.teacher.head_dim)]
+    return HOPPER_LAUNCHES[max(columns_of(side.head_dim) for side in problem.sides)]
+
+
+def columns_of(head_dim: int) -> int:
+    """Returns the columns of a tile: 64, 128, or 256. TMA fills those past the head_dim with 0."""
+    return max(LEAST_COLUMNS, padded_dim(head_dim))
 
 
 def is_wide(problem: AttentionProblem) -> bool:
@@ -181,7 +188,7 @@ def multiplies_pairs(problem: AttentionProblem) -> bool:
         and problem.functional.bilinear is not None
         and not problem.is_packed
         and not has_bias(problem)
-        and problem.student.head_dim == problem.teacher.head_dim == 128
+        and all(columns_of(side.head_dim) == 128 for side in problem.sides)
     )
 
 
@@ -201,7 +208,7 @@ def is_persistent(problem: AttentionProblem, backward: bool = False) -> bool:
     if problem.window_left is not None:
         return True
     is_short = max(problem.seqlen_q, problem.seqlen_k) <= PERSISTENT_MOST_KEYS
-    is_measured = backward or problem.student.head_dim == 128
+    is_measured = backward or columns_of(problem.student.head_dim) == 128
     return is_short and problem.key_lengths is None and is_measured
 
 
@@ -247,13 +254,13 @@ def plain_clamp(problem: AttentionProblem) -> float | None:
 
 
 def hopper_backward_launch(
-    own_dim: int, other_dim: int, has_logarithms: bool, adds: bool = False
+    own_columns: int, other_columns: int, has_logarithms: bool, adds: bool = False
 ) -> HopperBackwardLaunch:
     """Chooses the launch of dQ or dK on Hopper; ``adds``: the dK kernel also sums dQ."""
-    if max(own_dim, other_dim) > MAX_NARROW_HEAD_DIM:
+    if max(own_columns, other_columns) > MAX_NARROW_HEAD_DIM:
         return HOPPER_BACKWARD_LAUNCHES[256]
     if adds:
-        return HOPPER_ATOMIC_LAUNCHES[own_dim]
+        return HOPPER_ATOMIC_LAUNCHES[own_columns]
     if has_logarithms:
         return HOPPER_LOGARITHMS
-    return HOPPER_BACKWARD_LAUNCHES[own_dim]
+    return HOPPER_BACKWARD_LAUNCHES[own_columns]

@@ -23,7 +23,7 @@ MOST_SPLITS = 128  # of a block of rows or keys: their results are in memory sid
 
 MAX_TRITON_HEAD_DIM = 256
 
-HOPPER_HEAD_DIMS = (64, 128, 192, 256)
+HEAD_MEAN_DIMS = (64, 128, 192, 256)  # of the teacher's heads: whole chunks of 64 columns
 
 
 def triton_limit(problem: AttentionProblem) -> str | None:
@@ -51,8 +51,8 @@ def hopper_limit(problem: AttentionProblem) -> str | None:
     if problem.head_mean:
         return _head_mean_limit(problem)
     dims = (student.head_dim, teacher.head_dim)
-    if not set(dims) <= set(HOPPER_HEAD_DIMS):
-        return f"takes a head_dim of {HOPPER_HEAD_DIMS} on each side, got {dims}"
+    if max(dims) > MAX_TRITON_HEAD_DIM or any(dim % 8 for dim in dims):
+        return f"takes head_dims up to {MAX_TRITON_HEAD_DIM}, multiples of 8, got {dims}"
     if is_wide(problem) and (is_prepared(problem) or has_bias(problem)):
         most = MAX_NARROW_HEAD_DIM
         return f"takes head_dims up to {most} with a mask tensor, a bias or two passes, got {dims}"
@@ -107,9 +107,9 @@ def _head_mean_limit(problem: AttentionProblem) -> str | None:
     The portable kernels compute the student, and read the mean.
     """
     teacher = problem.teacher
-    if teacher.head_dim not in HOPPER_HEAD_DIMS or problem.student.head_dim > MAX_TRITON_HEAD_DIM:
+    if teacher.head_dim not in HEAD_MEAN_DIMS or problem.student.head_dim > MAX_TRITON_HEAD_DIM:
         dims = (problem.student.head_dim, teacher.head_dim)
-        return f"takes a head-averaged teacher of head_dim {HOPPER_HEAD_DIMS}, got {dims}"
+        return f"takes a head-averaged teacher of head_dim {HEAD_MEAN_DIMS}, got {dims}"
     others = (teacher.bias, teacher.alibi_slopes, teacher.sink, problem.mask)
     if any(x is not None for x in others) or teacher.softcap or problem.is_packed:
         return (

@@ -9,15 +9,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from torch_streamkl.attention.hopper_tiles import columns_of
 from torch_streamkl.attention.plans import Plan
 from torch_streamkl.runtime.descriptors import with_base
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def padded(head_dim: int) -> int:
-    """Pads the number of columns of a tile to a power of two."""
-    return 1 << (head_dim - 1).bit_length()
 
 
 def descriptor(plan: Plan, x: Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
@@ -27,7 +23,7 @@ def descriptor(plan: Plan, x: Tensor, rows: int, columns: int = 0) -> TensorDesc
     a new descriptor, which takes longer than a small kernel. So a plan keeps one for each shape
     and strides, without a tensor, and copies it.
     """
-    columns = columns or padded(x.shape[3])
+    columns = columns or columns_of(x.shape[3])
     key = ("descriptor", x.shape, x.stride(), rows, columns)
     kept = plan.kept(key, lambda: with_base(_new_descriptor(x, rows, columns), None))
     found: TensorDescriptor = with_base(kept, x)

@@ -29,6 +29,7 @@ from torch_streamkl.attention.hopper_tiles import (
     HopperLaunch,
     adds_queries,
     by_tiles,
+    columns_of,
     has_bias,
     hopper_backward_launch,
     hopper_launch,
@@ -198,8 +199,8 @@ def backward(
     gradients: dict[tuple[bool, bool], Tensor] = {}
     sums = None
     if needs_grad.student_q and needs_grad.student_k and adds_queries(problem):
-        dims = problem.student.head_dim, problem.teacher.head_dim
-        launch = hopper_backward_launch(*dims, has_logarithms=False, adds=True)
+        columns = (columns_of(side.head_dim) for side in problem.sides)
+        launch = hopper_backward_launch(*columns, has_logarithms=False, adds=True)
         sums = atomic.new_sums(problem.student.q, launch.block_n)
     prepared = None if problem.mask is None else hopper_masks.prepare(problem, plan_of(problem))
     # dK first: where heads share keys it has few long programs, and those of dQ fill the gaps

@@ -7,7 +7,6 @@ import math
 
 from torch_streamkl.attention.heuristics import key_splits, row_splits
 from torch_streamkl.attention.hopper import backward_config, forward_config
-from torch_streamkl.attention.hopper.descriptors import padded
 from torch_streamkl.attention.hopper.second_pass import Specialized
 from torch_streamkl.attention.hopper_tiles import (
     HOPPER_BIASED,
@@ -15,6 +14,7 @@ from torch_streamkl.attention.hopper_tiles import (
     HopperLaunch,
     adds_queries,
     by_tiles,
+    columns_of,
     has_bias,
     has_one_bias,
     hopper_backward_launch,
@@ -45,7 +45,7 @@ def forward_task(
         config = config._replace(HAS_LEFT=False, HAS_RIGHT=False)  # the prepared mask has them
     second = persistent and config.TWO_PASS and not config.GUARDED
     form = plan.form if wide or persistent else plan.squares or plan.form
-    columns = padded(max(side.head_dim for side in sides))
+    widest = max(columns_of(side.head_dim) for side in sides)
     teacher = (
         (form.TT, config.TEACHER.FLOOR),
         (form.TS, config.STUDENT.FLOOR),
@@ -53,7 +53,7 @@ def forward_task(
     student = (form.SS, config.STUDENT.FLOOR), (form.ST, config.TEACHER.FLOOR)
     of_weight, of_other = (
         forward_config.SideTask(
-            DIM=columns if wide else side.head_dim,
+            DIM=widest if wide else columns_of(side.head_dim),
             COEFFICIENT=coefficient,
             CLAMPED=config.GUARDED and floor > -math.inf,
             BIASED=side.bias is not None,
@@ -111,10 +111,11 @@ def backward_task(
     clamp = plain_clamp(problem) if student else None
     plain = clamp is not None
     squares = -2.0 * (problem.functional.squares or 0.0)
-    # three warp groups, of head_dim 64, would spill with squares as with logarithms
-    is_lean = plain or (bool(squares) and own.head_dim == 128)
+    own_columns, other_columns = columns_of(own.head_dim), columns_of(other.head_dim)
+    # three warp groups, of 64 columns, would spill with squares as with logarithms
+    is_lean = plain or (bool(squares) and own_columns == 128)
     launch = hopper_backward_launch(
-        own.head_dim, other.head_dim, has_logarithms=not is_lean, adds=adds
+        own_columns, other_columns, has_logarithms=not is_lean, adds=adds
     )
     if problem.mask is not None:
         launch = HOPPER_MASKED
@@ -146,8 +147,8 @@ def backward_task(
         GROUP_SIZE=1 if rows else group // num_splits,
         SPLITS=num_splits,
         DIM=own.head_dim,
-        HEAD_DIM=padded(own.head_dim),
-        OTHER_DIM=padded(other.head_dim),
+        HEAD_DIM=own_columns,
+        OTHER_DIM=other_columns,
         BLOCK=launch.block_m,
         INNER=launch.block_n,
         GROUPS=launch.groups,
