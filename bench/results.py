@@ -85,18 +85,22 @@ def _cell(row: Row) -> str:
 
 
 def _matrix(records: dict[str, Record]) -> list[tuple[str, str]]:
-    """Cases that differ in their dtypes and sizes alone are one line."""
-    found: dict[str, list[str]] = {}
+    """Cases that differ in their dtypes and sizes alone are one line. The last record counts."""
+    found: dict[str, dict[str, str]] = {}
     label = re.compile(rf"(.*?) ({'|'.join(DTYPES)}) \d+ x (.*) x (\d+)$")
-    for row in (row for r in records.values() for row in r.rows if row.family == "matrix"):
+    rows = [row for r in records.values() for row in r.rows if row.family == "matrix"]
+    for row in (row for row in rows if row.provider == "direct"):
         parts = label.match(row.case)
         assert parts is not None, row.case
         what, dtype, heads, size = parts.groups()
         heads = heads.rpartition(" x ")[2]
         key = what if heads in ("32", "8") else f"{what} heads {heads}"
         rates = ", ".join(number(row.tflops(mode) or 0) for mode in ("forward", "backward"))
-        found.setdefault(key, []).append(f"{dtype} {size}: {rates}")
-    return [(name, "; ".join(cells)) for name, cells in found.items()]
+        found.setdefault(key, {})[f"{dtype} {size}"] = rates
+    return [
+        (name, "; ".join(f"{of}: {rates}" for of, rates in cells.items()))
+        for name, cells in found.items()
+    ]
 
 
 # ------------------------------------------------------------------------------------------- peers
