@@ -175,13 +175,20 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     # what was measured
     "js": (LONG | of("js"), "hopper hopper"),
     "js of beta": (LONG | of("js", beta=0.1) | {"window_right": 0}, "hopper hopper"),
-    "js of 64": (OF_64 | of("js"), "triton triton"),
+    "js of 64": (OF_64 | of("js"), "hopper hopper"),
+    "eps of 64": (OF_64 | of("forward_kl", student_eps=1e-8), "triton triton"),
     "tv": (LONG | of("tv"), "hopper hopper"),
     "tv of 64": (OF_64 | of("tv"), "triton triton"),
     "eps": (LONG | of("forward_kl", student_eps=1e-8), "hopper hopper"),
     "another": (LONG | {"functional": "sqrt(P)*logS"}, "triton triton"),
     "mask": (LONG | {"mask_heads": 1}, "hopper hopper"),
-    "mask of 64": (OF_64 | {"mask_heads": 1}, "triton triton"),
+    "mask of 64": (OF_64 | {"mask_heads": 1}, "hopper hopper"),
+    "clamps under a mask of 64": (
+        OF_64 | {"mask_heads": 1} | of("forward_kl", student_clamp=1e-12), "triton triton",
+    ),
+    "short mask of 64": (OF_64 | {"mask_heads": 1, "sizes": (2048, 2048)}, "triton triton"),
+    "one bias of 64": (OF_64 | {"biases": (BIAS,)}, "hopper hopper"),
+    "two biases of 64": (OF_64 | {"biases": (BIAS, BIAS)}, "triton triton"),
     "clamps": (LONG | of("forward_kl", student_clamp=1e-12), "hopper hopper"),
     # every row of 8192 keys has a probability below 1e-3: each would be computed twice
     "clamps that are reached": (LONG | of("forward_kl", student_clamp=1e-3), "triton triton"),

@@ -46,6 +46,9 @@ LSE_UNIT = {
 # their launches, which make tensor descriptors on the CPU, take longer than the kernels.
 HOPPER_LEAST_FLOP = 2.0**35
 
+# the same with a mask tensor or a bias, in tiles of 64 columns
+HOPPER_LEAST_MASKED_FLOP = 2.0**36
+
 LEAST_SHARE = 0.75  # of the multiprocessors that have a program where blocks are in parts
 
 HOPPER_LEAST_QUERIES = 128  # a block has 192 rows, those of the portable kernels 64
@@ -110,12 +113,26 @@ def _is_rare(problem: AttentionProblem) -> bool:
 
 def _is_measured(problem: AttentionProblem, backward: bool) -> bool:
     """Whether Hopper kernels were measured as faster than the portable ones for a problem."""
-    if any(columns_of(side.head_dim) != 128 for side in problem.sides):
+    columns = {columns_of(side.head_dim) for side in problem.sides}
+    if columns == {64}:
+        return _is_measured_with_64(problem)
+    if columns != {128}:
         return False
     if has_bias(problem):  # of two biases the gradients have 0.8 of the rate
         return has_one_bias(problem) or not backward
     functional = problem.functional
     return problem.mask is not None or (functional.is_short and functional.squares is None)
+
+
+def _is_measured_with_64(problem: AttentionProblem) -> bool:
+    if problem.mask is None and not has_bias(problem):
+        return problem.functional.mixture is not None
+    return (
+        flop(problem) >= HOPPER_LEAST_MASKED_FLOP
+        and problem.functional.guarded is None
+        and not problem.has_key_mask
+        and (problem.mask is not None or has_one_bias(problem))
+    )
 
 
 def _clamps_every_row(problem: AttentionProblem) -> bool:

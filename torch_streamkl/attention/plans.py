@@ -285,7 +285,7 @@ def config_of(problem: AttentionProblem, launch: TritonLaunch | HopperLaunch) ->
         STUDENT=_side_config(problem.student, guarded.student_floor if guarded else 0.0),
         TEACHER=_side_config(problem.teacher, guarded.teacher_floor if guarded else 0.0),
         HAS_MASK=problem.mask is not None,
-        KEY_MASK=_is_of_keys(problem),
+        KEY_MASK=problem.has_key_mask,
         HAS_LEFT=problem.window_left is not None,
         HAS_RIGHT=problem.window_right is not None,
         DENSE=_looks_at_every_tile(problem),
@@ -310,12 +310,6 @@ def _side_config(side: Side, floor: float) -> SideConfig:
     )
 
 
-def _is_of_keys(problem: AttentionProblem) -> bool:
-    """Whether a mask is the same for all heads and rows, as one of padding is."""
-    mask = problem.mask
-    return mask is not None and mask.shape[1:3] == (1, 1) and not problem.is_packed
-
-
 def _looks_at_every_tile(problem: AttentionProblem) -> bool:
     """Whether all tiles are masked element by element.
 
@@ -324,7 +318,7 @@ def _looks_at_every_tile(problem: AttentionProblem) -> bool:
     and dK of 8 heads of 64 at 8192 on an H200.
     """
     student, teacher, q = problem.student, problem.teacher, problem.student.q
-    if problem.mask is not None and not _is_of_keys(problem):
+    if problem.mask is not None and not problem.has_key_mask:
         return True
     if student.bias is not None or teacher.bias is not None:
         return True

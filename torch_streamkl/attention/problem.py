@@ -143,6 +143,11 @@ class AttentionProblem:
         )
 
     @property
+    def has_key_mask(self) -> bool:
+        """Whether the mask is the same for all heads and rows, as one of padding is."""
+        return self.mask is not None and self.mask.shape[1:3] == (1, 1) and not self.is_packed
+
+    @property
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None
 
