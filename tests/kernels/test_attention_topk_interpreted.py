@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from bench.offline.compile import check_frontend, record_launches
-from tests.operators.test_attention_topk_kl import formula, given, leaves, outcome
+from tests.operators.test_attention_topk_kl import (
+    check_nearly_no_probability,
+    formula,
+    given,
+    leaves,
+    outcome,
+)
 from tests.support.gpus import on_a_gpu
 from tests.support.interpreter import inside, outside, quiet
 from torch_streamkl import attention_topk_kl
@@ -98,6 +104,11 @@ def test_packed_bnhd_and_known_log_sum_exps() -> None:
         )  # fmt: skip
         results.append(outcome(value, mine, torch.ones(())))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@inside
+def test_a_teacher_of_nearly_no_probability() -> None:
+    check_nearly_no_probability("triton")
 
 
 @inside

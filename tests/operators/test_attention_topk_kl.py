@@ -172,6 +172,29 @@ def test_known_log_sum_exps() -> None:
     assert torch.equal(value, torch.zeros_like(value))
 
 
+def check_nearly_no_probability(impl: str) -> None:
+    """Of a smallest number, one over it is infinite: such a row is one without probability."""
+    tensors = given(dtype=torch.float32)
+    tensors["ids"].clamp_(min=0)
+    keys = tensors["teacher_k"].repeat_interleave(2, 1)
+    lse = (tensors["teacher_q"] @ keys.mT * 6**-0.5).logsumexp(-1)
+    for shift in (80.0, 92.0, 98.0, 102.0):
+        exact, mine = leaves(tensors, torch.float64), leaves(tensors)
+        options = {"teacher_lse": lse + shift}
+        want = outcome(
+            attention_topk_kl(**exact, **options, impl="reference"), exact, torch.ones(())
+        )
+        got = outcome(attention_topk_kl(**mine, **options, impl=impl), mine, torch.ones(()))
+        for x, truth in zip(got, want, strict=True):
+            truth = truth if shift == 80.0 else torch.zeros_like(truth)
+            torch.testing.assert_close(x.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_a_teacher_of_nearly_no_probability(impl: str) -> None:
+    check_nearly_no_probability(impl)
+
+
 def test_layout_and_strides() -> None:
     """Tensors of [batch, seqlen, heads, head_dim], cut from larger ones; int32 ids."""
     tensors = given()

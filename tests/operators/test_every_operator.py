@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import functional, gradcheck
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.naive_rows import naive
 from torch_streamkl import (
@@ -121,6 +122,20 @@ def test_backward_twice(name: str) -> None:
 
 
 # --------------------------------------------------------------------------- second derivatives
+
+
+@pytest.mark.parametrize("more", [{}, {"impl": "reference"}], ids=["auto", "reference"])
+@public
+def test_a_checkpoint_computes_it_again(name: str, more: dict[str, str]) -> None:
+    tensors, call = _tensors(name), _call(name, **more)
+
+    def checkpointed(*given: Tensor) -> Tensor:
+        value: Tensor = checkpoint(call, *given, use_reentrant=False)
+        return value
+
+    torch.testing.assert_close(
+        _outcome(name, checkpointed, tensors), _outcome(name, call, tensors), rtol=0, atol=0
+    )
 
 
 def _penalty(total: Call, x: Tensor) -> Tensor:

@@ -274,6 +274,20 @@ def test_tails_of_tiny_probability(divergence: str) -> None:
         torch.testing.assert_close(mine[name].grad.double(), want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_cached_logits_of_any_size_keep_their_digits(divergence: str, impl: str) -> None:
+    ids, logits = entries(6, 53, 5)
+    logits = logits.float() + 1e4
+    options: dict[str, Any] = {"tail": "renormalize", "divergence": divergence}
+    tensors, ones = head(6, dtype=torch.float32), torch.ones(6)
+    exact, mine = leaves(tensors, torch.float64), leaves(tensors)
+    truth = outcome(formula(exact, ids, logits.double() - 1e4, **options), exact, ones)
+    value = linear_topk_kl(**mine, ids=ids, log_probs=logits, impl=impl, **options)
+    for found, want in zip(outcome(value, mine, ones), truth, strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tail", TAILS)
 def test_low_precision(tail: str, dtype: torch.dtype) -> None:

@@ -109,8 +109,8 @@ def attention_topk_kl(
     Numerics:
         - Scores and sums are accumulated in float32. Gradients of scores are rounded to the
           inputs' dtype for the products with keys and queries.
-        - A row without chosen keys, or whose teacher has no probability there, has value 0 and
-          gradient 0.
+        - A row without chosen keys, or whose teacher has no probability there (with teacher_lse,
+          less than 1.2e-38 in float32), has value 0 and gradient 0.
         - The forward keeps three numbers of a row and the teacher's log-sum-exps. The backward
           recomputes scores.
         - A second derivative raises.

@@ -77,7 +77,8 @@ class RowStats(NamedTuple):
 
     ``student`` has the largest score and the logarithm of the sum of exponentials after it is
     subtracted, and the logarithm of the teacher's sum before it is divided by it. A row whose
-    teacher has no probability at its keys counts 0: the second of them is +inf.
+    teacher has no probability at its keys, or one below the smallest normal number, by which
+    nothing can be divided, counts 0: the second of them is +inf.
     """
 
     value: Tensor  # [batch, seqlen_q]

@@ -30,7 +30,8 @@ def _rows_of(problem: ChosenKeys, b: int) -> Tensor:
         lse = problem.teacher_lse[b, :, :, None].to(dtype)
     p = torch.where(exists, (x - lse).exp(), 0.0).mean(0)
     mass = p.sum(-1, keepdim=True)
-    p = p / torch.where(mass == 0, 1.0, mass)
+    is_nothing = mass < torch.finfo(dtype).tiny
+    p = torch.where(is_nothing, 0.0, p / torch.where(is_nothing, 1.0, mass))
     s = torch.einsum("hnd,nkd->hnk", q_s, k_s[index]) * problem.student_scale
     if problem.head_weights is not None:
         s = s.relu() * problem.head_weights[b, :, :, None].to(dtype)

@@ -44,7 +44,7 @@ def forward(problem: ChosenKeys) -> RowStats:
         if problem.teacher_lse is None:
             out.teacher_lse[b, :, queries] = block.teacher_lse
         total = block.mass.sum(-1)
-        is_empty = (total == 0) | ~block.exists.any(-1)
+        is_empty = (total < torch.finfo(total.dtype).tiny) | ~block.exists.any(-1)
         high = torch.where(is_empty, 0.0, block.score.amax(-1))
         score = torch.where(block.exists, block.score - high[:, None], 0.0)
         log_sum = torch.where(block.exists, score.exp(), 0.0).sum(-1).log()

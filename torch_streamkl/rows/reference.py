@@ -55,20 +55,21 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, _slopes(ctx), strict=False)
+        saved = ctx.saved_tensors  # once: a checkpoint gives them a single time
+        pairs = zip(saved, _slopes(ctx.op, saved), strict=False)
         return None, *(_product(grad, slope).sum_to_size(x.shape) for x, slope in pairs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
-        pairs = zip(tangents, _slopes(ctx), strict=True)
+        pairs = zip(tangents, _slopes(ctx.op, ctx.saved_tensors), strict=True)
         return functools.reduce(torch.add, (_product(t, slope) for t, slope in pairs))
 
 
-def _slopes(ctx: Any) -> Sequence[Tensor]:
-    if isinstance(ctx.op, str):
-        slopes = SLOPES[ctx.op]
-        return slopes(*ctx.saved_tensors)
-    return [ctx.op * ctx.saved_tensors[0] ** (ctx.op - 1.0)]
+def _slopes(op: str | float, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+    if isinstance(op, str):
+        slopes = SLOPES[op]
+        return slopes(*saved)
+    return [op * saved[0] ** (op - 1.0)]
 
 
 GUARDED: dict[str, Callable[..., Any]] = {

@@ -25,10 +25,20 @@ def teacher_log_probs(problem: TopkProblem, present: Tensor) -> Tensor:
     log_p = problem.log_probs.to(problem.compute_dtype).masked_fill(~present, -torch.inf)
     if problem.tail == "none":
         return log_p
-    lse = log_p.logsumexp(-1, keepdim=True)
     if problem.tail == "renormalize":
-        return log_p - torch.where(lse == -torch.inf, 0.0, lse)
-    return torch.cat([log_p, log_tail(lse)], -1)
+        return log_softmax(log_p)
+    return torch.cat([log_p, log_tail(log_p.logsumexp(-1, keepdim=True))], -1)
+
+
+def log_softmax(scores: Tensor) -> Tensor:
+    """Returns log-softmaxes of rows; -inf, with no gradient, for rows of -inf.
+
+    torch subtracts a row's maximum first. Scores minus their log-sum-exp would be off by its
+    rounding, which is large if the scores are logits of several hundred.
+    """
+    is_empty = (scores == -torch.inf).all(-1, keepdim=True)
+    logs = scores.masked_fill(is_empty, 0.0).log_softmax(-1)
+    return logs.masked_fill(is_empty, -torch.inf)
 
 
 def log_tail(lse: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_streamkl.linear.reference import head_scores
 from torch_streamkl.program.divergences import evaluate_logs
+from torch_streamkl.topk.entries import log_softmax
 from torch_streamkl.topk.problem import LEAST_TAIL, TopkProblem
 
 
@@ -20,7 +21,7 @@ def topk_rows(problem: TopkProblem) -> tuple[Tensor, Tensor]:
     log_s = x.log_softmax(-1).gather(1, ids.clamp_max(vocab_size - 1))
     log_s = log_s.masked_fill(~exists, -torch.inf)
     if problem.tail == "renormalize":
-        log_t, log_s = (_log_softmax(y) for y in (log_t, log_s))
+        log_t, log_s = (log_softmax(y) for y in (log_t, log_s))
     if problem.tail == "bucket":
         named = x.new_zeros(x.shape[0], vocab_size + 1).scatter(1, ids, 1.0)[:, :-1].bool()
         tail_s = _logsumexp(x.masked_fill(named, -torch.inf)) - x.logsumexp(-1, keepdim=True)
@@ -37,8 +38,3 @@ def _logsumexp(x: Tensor) -> Tensor:
     is_empty = (x == -torch.inf).all(-1, keepdim=True)
     lse = x.masked_fill(is_empty, 0.0).logsumexp(-1, keepdim=True)
     return lse.masked_fill(is_empty, -torch.inf)
-
-
-def _log_softmax(x: Tensor) -> Tensor:
-    lse = _logsumexp(x)
-    return x - lse.masked_fill(lse == -torch.inf, 0.0)

@@ -17,7 +17,10 @@ from torch_streamkl.attention_topk.triton.tiles import (
     teacher_mass,
     teacher_products,
 )
+from torch_streamkl.checks import SMALLEST as SMALLEST_FLOAT32
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW
+
+SMALLEST = tl.constexpr(SMALLEST_FLOAT32)  # one over a smaller number may be infinite
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def value_kernel(rows, teacher, student, value, stats, stats_stride, CONFIG: tl.
         mass += tl.sum(p, 0)
         wrong = tl.maximum(wrong, tl.max(((ids >= rows.num_keys) & (end > first)).to(tl.int32), 0))
         high = new
-    is_empty = mass == 0.0
+    is_empty = mass < SMALLEST
     log_mass = tl.math.log2(tl.where(is_empty, 1.0, mass)) * LN2
     log_sum = tl.math.log2(tl.where(is_empty, 1.0, total)) * LN2
     result = sum_ / tl.where(is_empty, 1.0, mass) - log_mass + log_sum
