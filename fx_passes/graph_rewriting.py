@@ -110,7 +110,7 @@ class _Rewriting:
         products = score_sized_nodes(losses.trace, levels, sites, self.operands)
         sizes = {n: i for n, i in products.items() if not is_view(n) and not _is_scalar(n)}
         sizes = {n: i for n, i in sizes.items() if not self._is_of_rows(i)}
-        reread_counts(sizes, self.selections, self.builder)
+        reread_counts(losses.region.nodes, self.selections, self.builder)
         removed, kept = self._clean(sizes)
         read_again = self.fusing.read_after_writes(self.given.graph)
         if read_again:

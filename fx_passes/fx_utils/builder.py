@@ -20,7 +20,11 @@ from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
 from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, address_of, example, tensor_of
 from torch_streamkl.fx_passes.fx_utils.results import Results, Runs, set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
-from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    FakeTensorMode,
+    FloorDiv,
+    enable_python_dispatcher,
+)
 
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -129,7 +133,8 @@ class Builder:
         shapes = self.mode.shape_env
         guards = without_guards(self.mode)
         fresh = shapes.ignore_fresh_unbacked_symbols() if shapes is not None else guards
-        with self.mode, guards, fresh, torch.enable_grad():
+        # as in Dynamo: C++ code of F.pad asks for sizes, also for those that data decides
+        with self.mode, guards, fresh, enable_python_dispatcher(), torch.enable_grad():
             try:
                 result = run(*values)
             except (ValueError, TypeError, NotImplementedError) as refusal:

@@ -52,11 +52,9 @@ def masks_of_counts(trace: Trace, reading: Reading) -> dict[str, tuple[MaskedRow
     return found
 
 
-def reread_counts(
-    quadratic: Iterable[fx.Node], selections: Selections, builder: MakeBuilder
-) -> None:
-    """Makes run-time checks of row counts read the positions, not large tensors."""
-    for node in quadratic:
+def reread_counts(nodes: Iterable[fx.Node], selections: Selections, builder: MakeBuilder) -> None:
+    """Makes run-time checks of row counts read the positions, not what large tensors lead to."""
+    for node in nodes:
         value = example(node)
         for user in list(node.users):
             if user.target is not torch.ops.aten.sym_size.int or not isinstance(value, Tensor):

@@ -381,6 +381,11 @@ _BREAKS = (
         "use_cache=True",
         "a warning of transformers breaks the graph: model.config.use_cache = False",
     ),
+    (
+        r"Tensor\.backward\(\)",
+        "backward() breaks the graph, and in a loop Dynamo compiles what the loop calls apart: "
+        "compile a function that returns the loss, and call backward() outside of it",
+    ),
 )
 _ANY_BREAK = (
     "TORCH_LOGS=graph_breaks shows every break; for a break inside of a called function, "

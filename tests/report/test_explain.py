@@ -71,6 +71,23 @@ def test_sites_answer_in_the_terms_of_the_user():
     assert report.num_remaining > 0
 
 
+def test_backward_in_a_loop_is_named():
+    """As gradients of micro-batches are accumulated: Dynamo skips the whole function."""
+    torch._dynamo.utils.counters.clear()  # of graph breaks
+
+    def divergence(s, t):
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    def step(x, w):
+        for part in x.chunk(2):
+            divergence(part @ w.T, part @ w.detach().T).backward()
+
+    report = torch_streamkl.explain(step, torch.randn(8, 6), torch.randn(9, 6, requires_grad=True))
+    (site,) = report.sites
+    assert "an input of the compiled function" in site.reason, report
+    assert "call backward() outside of it" in site.hint, report
+
+
 def test_equal_losses_of_layers_are_one_line():
     text = str(torch_streamkl.explain(PROGRAMS["loop_over_layers"].fn, *make_inputs()))
     assert "1. fused 3x" in text and "2. " not in text

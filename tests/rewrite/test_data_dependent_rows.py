@@ -69,6 +69,14 @@ def branch_before_the_loss(s, t, keep):
     return (rows(s, t) * keep).sum() / keep.sum()
 
 
+def entries_of_both_supports(s, t, keep):
+    """TRL's IWOPDTrainer with a top k: entries of rows, which are small, are selected by rows."""
+    support = torch.cat([t.topk(2, -1).indices, s.topk(2, -1).indices], -1)
+    s, t = (x.log_softmax(-1).gather(-1, support) for x in (s, t))
+    s, t = (x - x.logsumexp(-1, keepdim=True) for x in (s, t))
+    return F.kl_div(s, t, reduction="none", log_target=True)[keep].sum()
+
+
 ONE_GRAPH = (
     selected_values, selected_rows, selected_entries, sum_of_selected_logits, gathered_rows,
 )  # fmt: skip
@@ -110,6 +118,18 @@ def test_fused_under_enable(loss):
         report = run(loss, loss is sum_of_selected_logits, fullgraph=loss in ONE_GRAPH)
     assert report.num_fused == len(report.sites) == 1, report
     assert not report.num_remaining, report
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"backend": "streamkl", "options": {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}},
+], ids=["enable", "backend"])  # fmt: skip
+def test_run_time_checks_of_selected_entries_keep_no_logits(options):
+    """Only topk reads logits, each side its own."""
+    with torch_streamkl.enable(min_mib=0):
+        report = run(entries_of_both_supports, fullgraph=True, **options)
+    assert report.num_fused == len(report.sites) == 1, report
+    assert {x.num_bytes for x in report.remaining} == {4 * 2 * 7 * VOCAB}, report
+    assert all("topk" in str(x) for x in report.remaining), report
 
 
 @pytest.mark.parametrize("loss", every(3, [*ONE_GRAPH, *NESTED]), ids=lambda f: f.__name__)

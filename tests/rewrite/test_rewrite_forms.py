@@ -382,6 +382,18 @@ def a_bias_behind_the_scale(xs, ws, xt, wt, bias):
     return kd(xs @ ws.T * 0.25 + bias, xt @ wt.T * 0.5 + 3.0 * bias.detach())
 
 
+@HEADS()
+def a_layer_of_cohere_before_the_head(xs, ws, xt, wt):
+    """It subtracts the mean of what a weight projects, which looks like a comparison of both."""
+
+    def normalized(x):
+        x = x - x.mean(-1, keepdim=True)
+        return 2.0 * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    hidden = xs + xs @ ws[:DIM].T, xt + xt @ wt[:TEACHER].T
+    return kd(normalized(hidden[0]) @ ws.T * 0.25, normalized(hidden[1]) @ wt.T * 0.25)
+
+
 def chunks_of_tokens(chunks, xs, ws, xt, wt, labels):
     total = 0.0
     keep = labels != -100

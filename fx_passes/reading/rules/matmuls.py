@@ -65,13 +65,13 @@ def contracted(
     if not along:
         return call.made(product(*map(number_of, exprs)), dims[: len(out)])
     parts = [split_factors(number_of(x), frozenset(along)) for x in exprs]
-    for i, (_, _, rest) in enumerate(parts):
+    for i, (*factors, rest) in enumerate(parts):
         node = operands[i][1]
         if rest.op == "capture" and frozenset(along) & rest.axes:
             continue
         if not isinstance(node, fx.Node):
             return _summed(call, exprs, dims, len(out))
-        if node in call.reader.reading.reads_products and _is_map(rest, frozenset(along)):
+        if node in call.reader.reading.reads_products and _is_map(rest, factors, frozenset(along)):
             return _summed(call, exprs, dims, len(out))
         others = list(operands)
         others[i] = call.reader.captured(node), None
@@ -94,22 +94,24 @@ def _read_or_captured(
     )
     if not isinstance(node, fx.Node) or not along:
         return x, node
-    _, _, rest = split_factors(number_of(x.expr), along)
+    *factors, rest = split_factors(number_of(x.expr), along)
     if rest.op == "capture" or not rest.axes & along:
         return x, node
-    if node in call.reader.reading.reads_products and _is_map(rest, along):
+    if node in call.reader.reading.reads_products and _is_map(rest, factors, along):
         return x, node
     return call.reader.captured(node), None
 
 
-def _is_map(x: Node, along: frozenset[Axis]) -> bool:
+def _is_map(x: Node, factors: Sequence[Node], along: frozenset[Axis]) -> bool:
     """Whether an operand is made of products with an element for each that is summed over.
 
     What is summed over keys before, as the output of attention, is a tensor like any other. So are
-    features, as a softmax of what a weight projects: they need be no larger than that.
+    features, as a softmax of what a weight projects: they need be no larger than that. And so is
+    what a layer normalizes by a value of its own, which is a factor of no product.
     """
     products = [y for y in walk([x]) if y.op == CONTRACT and y.axes & along]
-    is_sum = x.op in (CONTRACT, "linear", "product", "reduce")
+    is_normalized = any(y.op == CONTRACT for y in walk(factors))
+    is_sum = x.op in (CONTRACT, "linear", "product", "reduce") and not is_normalized
     return any(is_sum or not _is_projection(y, along) for y in products)
 
 
