@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.planning.profitability import (
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
+    RowOutput,
     describe_program,
     operator_of,
     special_reason,
@@ -138,14 +139,8 @@ class Fusing:
             with build.undone_if_unsupported():
                 if name in self.refused:
                     raise Unsupported(self.refused[name])
-                found = readers_behind(nodes, self.outside)
-                special = why_special(plan, found.special, found.infinite)
-                if special:
-                    raise Unsupported(special)
-                for output in plan.outputs if found.special or found.infinite else ():
-                    scores = Scores(output.inner, (), self.losses.reading)
-                    if scores.may_underflow or (found.special and scores.has_lost_rows):
-                        raise Unsupported(special_reason(min(found.special or found.infinite)))
+                for output in plan.outputs:
+                    self._check_readers(plan, output)
                 if not small:
                     self._insert(build, plan, name)
         except Unsupported as blocked:
@@ -156,6 +151,18 @@ class Fusing:
         site = replace(site, skipped=small, hint=hint)
         places = (location_of(node) for node in nodes)
         return [replace(site, location=location, code=code) for location, code in places]
+
+    def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
+        """Raises Unsupported if code after a sum would see another number than in eager code."""
+        found = readers_behind([output.node], self.outside)
+        special = why_special(plan, output, found)
+        if special:
+            raise Unsupported(special)
+        if not found.special and not found.infinite:
+            return
+        scores = Scores(output.inner, (), self.losses.reading)
+        if scores.may_underflow or (found.special and scores.has_lost_rows):
+            raise Unsupported(special_reason(min(found.special or found.infinite)))
 
     def _insert(self, build: Builder, plan: ProgramPlan, name: str) -> None:
         losses = self.losses

@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, is_view, tensor_of
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
+from torch_streamkl.fx_passes.passes.listed_positions import lists_as_tensors
 from torch_streamkl.fx_passes.passes.loss_sum import sum_in_forward
 from torch_streamkl.fx_passes.passes.row_sums import sum_rows_in_forward
 from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
@@ -63,6 +64,7 @@ class Given:
 
 def rewrite_graph(given: Given) -> tuple[Report, dict[str, str]]:
     """Returns the report and losses to refuse; if any, discard this graph, retry without them."""
+    lists_as_tensors(given.graph)
     captured = capture(given.owner, given.graph)
     if isinstance(captured, str):
         return (not_fused(captured, given.graph) if captured else Report()), {}

@@ -21,7 +21,12 @@ from typing import Any
 
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
-from torch_streamkl.fx_passes.closed_forms.chosen import Chosen, in_one_pass, with_chosen
+from torch_streamkl.fx_passes.closed_forms.chosen import (
+    Chosen,
+    ChosenValue,
+    in_one_pass,
+    with_chosen,
+)
 from torch_streamkl.fx_passes.closed_forms.entries import (
     Entries,
     Search,
@@ -82,7 +87,7 @@ from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.shifts import HIDES
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import derive
-from torch_streamkl.rows.program import Program
+from torch_streamkl.rows.program import Program, program_of
 from torch_streamkl.rows.trace import Tracer
 
 
@@ -118,6 +123,16 @@ class RowForm:
     def of_rows(self) -> tuple[Node, ...]:
         """Returns all expressions of the rows' values: those of the roots first."""
         return (*self.around, *(x for c in self.chosen for x in c.parts))
+
+    def program_of_root(self, n: int) -> Program | None:
+        """Returns the part of the program that computes one root: other roots may need more."""
+        names = [x.value.name for x in walk([self.around[n]]) if x.op == "capture"]
+        if self.program is None or any(isinstance(x, ChosenValue) for x in names):
+            return self.program  # log-probabilities of entries read values of their own
+        found = sorted({self.values[x.number].number for x in names if isinstance(x, RowValue)})
+        whole = self.program
+        parts = [whole.reduced[c] for c in found]
+        return program_of(whole.dot_heads, whole.captures, parts, whole.keys)[0]
 
     @property
     def requires_grad(self) -> bool:

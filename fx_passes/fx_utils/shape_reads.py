@@ -27,6 +27,12 @@ def values_of(node: fx.Node) -> set[fx.Node]:
     return reached([node], inputs)
 
 
+def is_of_a_shape(node: fx.Node) -> bool:
+    """Returns whether a new tensor has the shape and type of an input, and none of its values."""
+    name = name_of(node)
+    return name.startswith("new_") or name.endswith("_like")
+
+
 def number_in(node: fx.Node) -> float | None:
     """Returns the number that ``full_like`` or ``new_full`` fills a tensor with, if it is one."""
     given = node.args[1:] if name_of(node).endswith("_like") else node.args[2:]

@@ -33,6 +33,7 @@ from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import product_types
 from torch_streamkl.fx_passes.planning.profitability import why_small
+from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_facts import (
     facts_of,
@@ -333,17 +334,18 @@ def _with_shared_rows(arrays: list[Array]) -> list[Array]:
     return found
 
 
-def why_special(plan: ProgramPlan, special: Collection[str], infinite: Collection[str]) -> str:
-    """Explains why code after the sums sees another number: it makes some of NaN or infinity.
+def why_special(plan: ProgramPlan, output: RowOutput, found: Readers) -> str:
+    """Explains why code after one of the sums sees another number.
 
-    ``special`` and ``infinite`` name what reads NaN and infinity after them, and infinity alone.
+    ``found`` is what reads it: operations that make a number of NaN, or of infinity.
     """
-    if plan.form.program is None:  # entries have the numbers of the whole product
+    program = plan.form.program_of_root(plan.outputs.index(output))
+    if program is None:  # entries have the numbers of the whole product
         return ""
-    names = special
-    if not names and not is_never_infinite(plan.form.program, plan.dtypes):
-        names = infinite
-    if names and not is_as_special(plan.form.program, plan.dtypes):
+    names = found.special
+    if not names and not is_never_infinite(program, plan.dtypes):
+        names = found.infinite
+    if names and not is_as_special(program, plan.dtypes):
         return special_reason(min(names))
     return ""
 

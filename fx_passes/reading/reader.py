@@ -45,6 +45,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     tensors_read,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
+from torch_streamkl.fx_passes.fx_utils.shape_reads import is_of_a_shape
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
@@ -358,7 +359,8 @@ class Reader:
             isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value)
         )
         is_product = name_of(node) in MATMULS
-        if is_product or any(a in self.reading.reads_products for a in node.all_input_nodes):
+        made_of = [] if is_of_a_shape(node) else node.all_input_nodes
+        if is_product or any(a in self.reading.reads_products for a in made_of):
             self.reading.reads_products.add(node)
         targets = written_by(node)
         if targets and self.records(node) and not self.writes.hides(node):
@@ -489,6 +491,5 @@ def is_number(x: Node) -> bool:
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """The tensors whose values an operation reads: not those that only lend their shape."""
-    name = name_of(node)
-    is_made = name.startswith("new_") or name.endswith("_like") or name in ("fill_", "zero_")
+    is_made = is_of_a_shape(node) or name_of(node) in ("fill_", "zero_")
     return [] if is_made else node.all_input_nodes

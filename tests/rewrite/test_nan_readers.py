@@ -187,3 +187,43 @@ def test_a_comparison_inside_of_a_program_reads_nan(learns):
     inputs[3].requires_grad_(learns)
     outcome = compare(step, inputs, options={"streamkl.verify": "never"}).check()
     assert outcome.num_fused == 0
+
+
+def policy_inputs():
+    make = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(n, generator=make) for n in ((6, 5), (12, 5), (6,))]
+    drawn[:2] = [x.requires_grad_() for x in drawn[:2]]
+    return *drawn, torch.randint(12, (6,), generator=make)
+
+
+ENTROPIES = {
+    "logsumexp": lambda z: z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1),  # verl's
+    "Categorical": lambda z: torch.distributions.Categorical(logits=z).entropy(),
+}
+
+
+@pytest.mark.parametrize("entropy", ENTROPIES)
+def test_a_clipped_ratio_next_to_an_entropy(entropy):
+    """What clips the ratio reads the log-probability of the label, and not the entropy."""
+
+    def step(h, w, advantages, labels, entropy=ENTROPIES[entropy]):
+        z = h @ w.T
+        log_p = z.gather(-1, labels[:, None])[:, 0] - z.logsumexp(-1)
+        ratio = (log_p - 0.9 * log_p.detach()).exp()
+        clipped = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return -(clipped + 0.01 * entropy(z)).mean(), (ratio > 1.2).float().mean()
+
+    outcome = compare(step, policy_inputs(), options={"streamkl.verify": "never"}).check()
+    assert outcome.num_fused > 1, outcome.report
+    assert not outcome.reasons and not outcome.report.remaining
+
+
+def test_a_comparison_of_one_sum_keeps_all_of_its_program():
+    def step(h, w, advantages, labels):
+        z = h @ w.T
+        p_z = (z.softmax(-1) * z).sum(-1)
+        return torch.where(z.logsumexp(-1) > 1.0, p_z, advantages).sum()
+
+    outcome = compare(step, policy_inputs(), options={"streamkl.verify": "never"}).check()
+    assert outcome.num_fused == 0
+    assert "gt reads the sum" in outcome.report.sites[0].reason

@@ -151,6 +151,11 @@ BY_POSITION = {
     ),
     "and vocabulary entries": lambda s, t, b, p, each: rows_of_kl(s[b, :, p], t[b, :, p]).sum(),
     "transposed": both(lambda x, b, p, each: x.transpose(0, 1)[p, b]),
+    "a list": both(lambda x, b, p, each: x[:, [3, 4]]),
+    "a list of lists": both(lambda x, b, p, each: x[:, [[5, 0], [-1, 2]]]),
+    "a list of samples": both(lambda x, b, p, each: x[[1, 0, 1]]),
+    "lists of samples and positions": both(lambda x, b, p, each: x[[1, 0, 1], [0, -2, 3]]),
+    "a list of vocabulary entries": both(lambda x, b, p, each: x[..., [7, -1, 7, 2]]),
 }
 FUSED.each(BY_POSITION, step=2)(selected_by_positions)
 

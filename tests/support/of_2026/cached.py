@@ -63,6 +63,15 @@ loss(ROW, style="TRL's SDPO: a bucket for the tail", findings=True,
          with_tail(at_ids(log_s)), with_tail(LOG_P)).sum(-1).mean())
 loss(ROW, style="a dense target by scatter_", findings=True,
      scattered_target=lambda log_s: batchmean(log_s, scattered()))
+loss(ROW, style="a dense target of the student's shape and type",
+     scattered_into_zeros_like=lambda log_s: batchmean(
+         log_s, torch.zeros_like(log_s).scatter_(-1, IDS, LOG_P.exp().to(log_s.dtype))))
+loss(ROW, style="a dense target of logits, out of place",
+     scattered_into_full_like=lambda s, log_s: cross_entropy(
+         torch.full_like(s, -1e4).scatter(-1, IDS, LOG_P.to(s.dtype)).softmax(-1), log_s))
+loss(ROW, style="an id that stands twice, added up",
+     scattered_by_scatter_add=lambda log_s: cross_entropy(log_s.new_zeros(
+         log_s.shape).scatter_add(-1, REPEATED, LOG_P.exp().to(log_s.dtype)), log_s))
 # fmt: on
 
 
