@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.errors import SIZES_OF_DATA, Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
 from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, address_of, example, tensor_of
 from torch_streamkl.fx_passes.fx_utils.results import Results, Runs, set_memory
 from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
-from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, FloorDiv
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    FakeTensorMode,
+    FloorDiv,
+    GuardOnDataDependentSymNode,
+)
 
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -132,6 +136,8 @@ class Builder:
         with self.mode, guards, fresh, torch.enable_grad():
             try:
                 result = run(*values)
+            except GuardOnDataDependentSymNode as error:
+                raise Unsupported(SIZES_OF_DATA) from error
             except (ValueError, TypeError, NotImplementedError) as refusal:
                 # an operator's own check of its inputs
                 raise Unsupported(f"{getattr(target, '__name__', target)}: {refusal}") from refusal

@@ -1,0 +1,59 @@
+"""Keys whose number no graph knows (`mark_unbacked`), also none at all.
+
+A program that torch compiles for every number of keys must not fail for some of them, and what
+torch cannot decide without the number leaves one loss as it was, not the whole graph.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_streamkl.fx_passes.backend import collected
+
+OPTIONS = {"streamkl.min_mib": 0, "streamkl.verify": "never", "streamkl.inner": "eager"}
+
+
+def with_biases(q_s, k_s, q_t, k_t):
+    """Additive: rows without keys are looked for."""
+    bias = -(torch.arange(q_s.shape[-2])[:, None] - torch.arange(k_s.shape[-2])).abs().double()
+    return kl((q_s @ k_s.mT + bias).log_softmax(-1), (q_t @ k_t.mT + bias).softmax(-1)).sum()
+
+
+def of_some_queries(q_s, k_s, q_t, k_t):
+    """A divergence as a row program."""
+    rows = kl((q_s @ k_s.mT).log_softmax(-1), (q_t @ k_t.mT).softmax(-1))
+    return rows[:, :, q_s.shape[-2] // 2 :].sum() + rows[:, :, : q_s.shape[-2] // 3].mean()
+
+
+def with_attention_of_masked_keys(q_s, k_s, q_t, k_t):
+    """Torch asks whether there is one key before it broadcasts the mask: attention stays."""
+    bias = torch.where(k_s[..., 0] > 0, 0.0, -1e9).double()[:, :, None]
+    scores = q_s @ k_s.mT + bias
+    rows = kl(scores.log_softmax(-1), (q_t @ k_t.mT + bias).softmax(-1))
+    return rows.sum() + (scores.softmax(-1) @ k_s).square().sum()
+
+
+def kl(student, teacher):
+    return F.kl_div(student, teacher, reduction="none").sum(-1)
+
+
+@pytest.mark.parametrize(
+    "loss", [with_biases, of_some_queries, with_attention_of_masked_keys], ids=lambda f: f.__name__
+)
+def test_every_number_of_keys(loss):
+    step = torch.compile(loss, backend="streamkl", options=OPTIONS)
+    with collected() as report:
+        for num_keys in (7, 3, 1, 0):
+            torch.manual_seed(0)
+            shapes = [(2, 2, 5, 4), (2, 2, num_keys, 4)] * 2
+            inputs = [torch.randn(s, dtype=torch.float64) for s in shapes]
+            trained = [x.requires_grad_() for x in inputs[:2]]
+            for x in inputs:
+                torch._dynamo.mark_dynamic(x, 0)
+                torch._dynamo.decorators.mark_unbacked(x, 2)
+            got, expected = step(*inputs), loss(*inputs)
+            torch.testing.assert_close(got, expected)
+            torch.testing.assert_close(
+                torch.autograd.grad(got, trained), torch.autograd.grad(expected, trained)
+            )
+    assert report.num_fused >= report.num_graphs and not report.failures, report
