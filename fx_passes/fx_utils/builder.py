@@ -182,6 +182,12 @@ class Builder:
             self.selections.positions[selection] = made
         return made
 
+    def is_of_input(self, size: Size) -> bool:
+        """Returns whether a size is that of a dimension of an input of the graph."""
+        inputs = (example(n) for n in self.graph.find_nodes(op="placeholder"))
+        shapes = [x.shape for x in inputs if isinstance(x, Tensor)]
+        return any(expression(n) == expression(size) for shape in shapes for n in shape)
+
     def count(self, size: Size, tensor: fx.Node, dim: int) -> None:
         """Remembers where a number of selected rows is read."""
         self.selections.counts[str(expression(size))] = (tensor, dim)

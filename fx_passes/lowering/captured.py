@@ -206,8 +206,8 @@ class Captures:
             return False
         if not all(isinstance(expression(n), sympy.Symbol) for n in (size, span.size)):
             return False  # a part of the rows
-        if not is_unknown(span.size):
-            return False
+        if not is_unknown(span.size) or self.build.is_of_input(size):
+            return False  # an input's size has one symbol: any other one is another size
         self.build.count(span.size, x, d)
         return True
 

@@ -33,6 +33,26 @@ def with_attention_of_masked_keys(q_s, k_s, q_t, k_t):
     return rows.sum() + (scores.softmax(-1) @ k_s).square().sum()
 
 
+def test_a_part_of_an_unknown_number_of_tokens():
+    """Both numbers are known to data alone, and they are different ones."""
+
+    def loss(x_s, w_s, x_t, w_t, keep):
+        count = keep.sum().item()
+        torch._check(count >= 0)
+        torch._check(count <= x_s.shape[0])
+        student, teacher = (x_s @ w_s.T)[:count], (x_t @ w_t.T)[:count]
+        return kl(student.log_softmax(-1), teacher.softmax(-1)).sum()
+
+    torch.manual_seed(0)
+    x_s, w_s, x_t, w_t = (torch.randn(n, 4, dtype=torch.float64) for n in (6, 9, 6, 9))
+    keep = torch.tensor([True, False, True, True, False, True])
+    for x in (x_s, x_t, keep):
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        step = torch.compile(loss, backend="streamkl", options=OPTIONS)
+        torch.testing.assert_close(step(x_s, w_s, x_t, w_t, keep), loss(x_s, w_s, x_t, w_t, keep))
+
+
 def kl(student, teacher):
     return F.kl_div(student, teacher, reduction="none").sum(-1)
 
