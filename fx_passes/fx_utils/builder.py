@@ -45,6 +45,14 @@ class Selections:
         self.results, self.runs = Results(), Runs()
         self._has_inference_mode: bool | None = None
 
+    def is_count(self, count: Size, size: Size) -> bool:
+        """Returns whether a size is that of inserted positions, which the analysis calls count."""
+        selection, each = self.masked.get(str(expression(count)), (None, 0))
+        made = self.positions.get(selection)
+        if made is None or each != 1:
+            return False
+        return bool(expression(tensor_of(made).shape[0]) == expression(size))
+
     def has_inference_mode(self, graph: fx.Graph) -> bool:
         """Returns whether a graph enters inference mode anywhere; nothing inserted does."""
         if self._has_inference_mode is None:
@@ -181,12 +189,6 @@ class Builder:
                 made = build.method("squeeze", build.call(torch.nonzero, flat), 1)
             self.selections.positions[selection] = made
         return made
-
-    def is_of_input(self, size: Size) -> bool:
-        """Returns whether a size is that of a dimension of an input of the graph."""
-        inputs = (example(n) for n in self.graph.find_nodes(op="placeholder"))
-        shapes = [x.shape for x in inputs if isinstance(x, Tensor)]
-        return any(expression(n) == expression(size) for shape in shapes for n in shape)
 
     def count(self, size: Size, tensor: fx.Node, dim: int) -> None:
         """Remembers where a number of selected rows is read."""

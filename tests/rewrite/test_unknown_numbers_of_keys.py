@@ -53,6 +53,24 @@ def test_a_part_of_an_unknown_number_of_tokens():
         torch.testing.assert_close(step(x_s, w_s, x_t, w_t, keep), loss(x_s, w_s, x_t, w_t, keep))
 
 
+def test_a_part_of_the_rows_that_a_mask_selects():
+    def loss(x_s, w_s, x_t, w_t, keep):
+        count = keep[:2].sum().item()
+        torch._check(count >= 0)
+        chosen = keep.nonzero().squeeze(-1)[:count]
+        student, teacher = (x_s @ w_s.T)[chosen], (x_t @ w_t.T)[chosen]
+        selected = kl((x_s[keep] @ w_s.T)[:count].softmax(-1).log(), teacher.softmax(-1)).sum()
+        return kl(student.log_softmax(-1), teacher.softmax(-1)).sum() + selected
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(n, 4, dtype=torch.float64) for n in (6, 9, 6, 9)]
+    inputs.append(torch.tensor([True, False, True, True, False, True]))
+    names = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+    with torch._dynamo.config.patch(dict.fromkeys(names, True)):
+        step = torch.compile(loss, backend="streamkl", options=OPTIONS)
+        torch.testing.assert_close(step(*inputs), loss(*inputs))
+
+
 def kl(student, teacher):
     return F.kl_div(student, teacher, reduction="none").sum(-1)
 
