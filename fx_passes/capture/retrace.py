@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.capture.equal_calls import Copied, EqualCalls, may
 from torch_streamkl.fx_passes.capture.preconditions import why_unsupported
 from torch_streamkl.fx_passes.capture.region import Region, find_region
 from torch_streamkl.fx_passes.fx_utils.call_keys import NotEqual
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.errors import SIZES_OF_DATA, Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of, without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
@@ -40,7 +40,6 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
 )
 
 _SUBCLASS = "computed_by_a_tensor_subclass"
-SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
 
 @dataclass(frozen=True)

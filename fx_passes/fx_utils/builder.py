@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
+from torch_streamkl.fx_passes.fx_utils.errors import SIZES_OF_DATA, Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
 from torch_streamkl.fx_passes.fx_utils.mutation import INFERENCE, autograd_modes
 from torch_streamkl.fx_passes.fx_utils.nodes import MEMORY, address_of, example, tensor_of
@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import Size, expression
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensorMode,
     FloorDiv,
+    GuardOnDataDependentSymNode,
     enable_python_dispatcher,
 )
 
@@ -44,6 +45,14 @@ class Selections:
         self.counts: dict[str, tuple[fx.Node, int]] = {}
         self.results, self.runs = Results(), Runs()
         self._has_inference_mode: bool | None = None
+
+    def is_count(self, count: Size, size: Size) -> bool:
+        """Returns whether a size is that of inserted positions, which the analysis calls count."""
+        selection, each = self.masked.get(str(expression(count)), (None, 0))
+        made = self.positions.get(selection)
+        if made is None or each != 1:
+            return False
+        return bool(expression(tensor_of(made).shape[0]) == expression(size))
 
     def has_inference_mode(self, graph: fx.Graph) -> bool:
         """Returns whether a graph enters inference mode anywhere; nothing inserted does."""
@@ -137,6 +146,8 @@ class Builder:
         with self.mode, guards, fresh, enable_python_dispatcher(), torch.enable_grad():
             try:
                 result = run(*values)
+            except GuardOnDataDependentSymNode as error:
+                raise Unsupported(SIZES_OF_DATA) from error
             except (ValueError, TypeError, NotImplementedError) as refusal:
                 # an operator's own check of its inputs
                 raise Unsupported(f"{getattr(target, '__name__', target)}: {refusal}") from refusal

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
+
 
 def first_line(error: Exception, longest: int = 600) -> str:
     """Returns the beginning of what an error says."""

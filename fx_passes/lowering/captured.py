@@ -206,8 +206,10 @@ class Captures:
             return False
         if not all(isinstance(expression(n), sympy.Symbol) for n in (size, span.size)):
             return False  # a part of the rows
-        if not is_unknown(span.size):
-            return False
+        traced = [t.meta["val"].shape[d] for t, node in self.outer.items() if node is x]
+        is_traced = any(expression(n) == expression(span.size) for n in traced)
+        if not is_traced and not self.build.selections.is_count(span.size, size):
+            return False  # another number: a part of the rows
         self.build.count(span.size, x, d)
         return True
 

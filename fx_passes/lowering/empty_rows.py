@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
-from torch_streamkl.fx_passes.fx_utils.nodes import needs_gradient
+from torch_streamkl.fx_passes.fx_utils.nodes import needs_gradient, tensor_of
+from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 
 # NOTE [Rows without keys]
 # Adding the lowest number, or -1e9, to every score of a row loses the scores in rounding: eager's
@@ -33,13 +34,19 @@ def rows_with_keys(
     """
     if keep is not None:
         added = build.call(torch.where, keep, added, -math.inf)
-    highest = build.method("amax", added, (1, -1) if all_heads else -1, True)
     # a rounding at this size is larger than the scores of a model, which are float32 at least;
     # float16 ends earlier
     wide = torch.promote_types(dtype, torch.float32)
     lost = max(-4.0 / torch.finfo(wide).eps, torch.finfo(dtype).min)
-    above = build.call(torch.gt, highest, lost)
-    return build.call(torch.logical_or, above, build.call(torch.eq, highest, -math.inf))
+    over = ((1, -1) if all_heads else -1, True)
+    if is_unknown(tensor_of(added).shape[-1]):  # there may be no key, which has no maximum
+        above = build.method("any", build.call(torch.gt, added, lost), *over)
+        hidden = build.method("all", build.call(torch.eq, added, -math.inf), *over)
+    else:
+        highest = build.method("amax", added, *over)
+        above = build.call(torch.gt, highest, lost)
+        hidden = build.call(torch.eq, highest, -math.inf)
+    return build.call(torch.logical_or, above, hidden)
 
 
 def uniform_rows(

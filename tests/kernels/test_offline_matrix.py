@@ -24,6 +24,8 @@ OF_PADDING = {"bf16": 176, "fp32": 512}
 OF_TURING_AND_WIDE_ON_HOPPER = 512
 OF_CLAMPS = 2048  # a forward of wide float32 on Hopper
 OF_WORK = {"row program": 640, "row program of heads": 832}
+# Hopper's forward of two passes, with Triton 3.9: of tiles of 128 columns none in the main loops
+OF_SECOND_PASS = 376
 MOST_APART = 16  # spills of kernels of twins
 MOST_CELLS = 80  # whose tiles are chosen again: as many as take a second
 OF_GRADIENTS_OF_LOGITS, OF_LOGITS = 32, 8
@@ -44,6 +46,8 @@ def most_spills(row: Row) -> int:
         return OF_GRADIENTS_OF_LOGITS if row.kernel == "row values gradient" else OF_LOGITS
     if row.work in OF_WORK:
         return OF_WORK[row.work]
+    if (row.work, row.variant, row.kernel) == ("hopper", "js", "forward"):
+        return OF_SECOND_PASS
     wide_on_hopper = row.target == "sm_90" and row.head_dim > 128 and row.work != "hopper"
     if wide_on_hopper and (row.dtype, row.variant, row.kernel) == ("fp32", "clamped", "forward"):
         return OF_CLAMPS

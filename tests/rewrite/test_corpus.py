@@ -12,7 +12,7 @@ import torch
 from tests.corpus import table
 from tests.corpus.naive_losses import BY_NAME
 from tests.corpus.outcomes import NAMES, SETTINGS, TABLE_SETTING, row_of, run_case
-from torch_streamkl.fx_passes.capture.retrace import SIZES_OF_DATA
+from torch_streamkl.fx_passes.fx_utils.errors import SIZES_OF_DATA
 
 IS_OLD_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 IS_FULL = bool(os.environ.get("STREAMKL_FULL_CORPUS"))
