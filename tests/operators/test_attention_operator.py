@@ -21,8 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import check_call
 from torch_streamkl import attention_kl, checks, inductor_options
-from torch_streamkl.attention import arguments, heuristics, ops
+from torch_streamkl.attention import arguments, heuristics, ops, torch_impl
+from torch_streamkl.attention.ops import problem_of
+from torch_streamkl.attention.problem import NeedsGrad
 from torch_streamkl.caches import Bounded
+from torch_streamkl.program.divergences import DIVERGENCES
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.runtime import devices
 
@@ -387,3 +390,17 @@ def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", logger="torch_streamkl"):
         assert heuristics.select_implementation(problem, "auto") == "torch"
     assert "which is slower: the kernel needs a GPU" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 4, 5), (0, 2, 4, 5), (1, 2, 0, 5), (1, 2, 4, 0)])
+def test_empty_problems_of_compiled_losses(shape: tuple[int, ...]) -> None:
+    """The rewrite may make heads of rows that data selects: there may be none."""
+    batch, heads, n, m = shape
+    tensors = [torch.randn(batch, heads, length, 8) for length in (n, m, n, m)]
+    problem = problem_of(*tensors, functional=DIVERGENCES["forward_kl"])[0]
+    value, stats = torch_impl.forward(problem)
+    assert value.shape == (batch, heads, n) and not value.any()
+    needs = NeedsGrad(True, True, True, True)
+    found = torch_impl.backward(problem, stats, torch.ones_like(value), needs)
+    for gradient, x in zip(found[:4], tensors, strict=True):
+        assert gradient is not None and gradient.shape == x.shape and not gradient.any()

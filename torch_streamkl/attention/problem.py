@@ -49,7 +49,7 @@ class Side:
     @property
     def group(self) -> int:
         """Returns the number of query heads that share a key head."""
-        return self.num_heads // self.num_kv_heads
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
 
     @property
     def head_dim(self) -> int:
