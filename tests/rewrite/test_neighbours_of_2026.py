@@ -229,8 +229,13 @@ PROGRAMS |= {
         of_logits(lambda z: bounded(at_labels(z) / 2 - (z / 2).logsumexp(-1))), True,
     ),
     "and next to it": (
-        # infinity is a number after clamp, and eager has another one
+        # infinity is a number after clamp, which reads the first sum alone, and eager has the same
         of_logits(lambda z: bounded(at_labels(z) - z.logsumexp(-1)) + 0.1 * z.logsumexp(-1).sum()),
+        True,
+    ),
+    "bounded next to it": (
+        # and here it has another one
+        of_logits(lambda z: (at_labels(z) - z.logsumexp(-1)).sum() + bounded(z.logsumexp(-1))),
         False,
     ),
     "a removed label": (of_logits(a_removed_label), False),
