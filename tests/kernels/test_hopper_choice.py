@@ -45,6 +45,7 @@ def problem(
     batch: int = 2,
     dtype: torch.dtype = BF16,
     mask_heads: int = 0,
+    mask_rows: int | None = None,
     biases: tuple[Any, ...] = (),
     has_lengths: bool = False,
     **options: Any,
@@ -60,7 +61,7 @@ def problem(
         for n, length in zip(of_side, sizes, strict=True)
     ]
     if mask_heads:
-        options["mask"] = empty(batch, mask_heads, rows, keys, dtype=torch.bool)
+        options["mask"] = empty(batch, mask_heads, mask_rows or rows, keys, dtype=torch.bool)
     if biases:
         made = [None if x is None else empty(*x[0], dtype=x[1]) for x in biases]
         options |= {"student_bias": made[0], "teacher_bias": made[-1]}
@@ -183,6 +184,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "another": (LONG | {"functional": "sqrt(P)*logS"}, "triton triton"),
     "mask": (LONG | {"mask_heads": 1}, "hopper hopper"),
     "mask of 64": (OF_64 | {"mask_heads": 1}, "hopper hopper"),
+    "mask of keys of 64": (OF_64 | {"mask_heads": 1, "mask_rows": 1}, "triton triton"),
     "clamps under a mask of 64": (
         OF_64 | {"mask_heads": 1} | of("forward_kl", student_clamp=1e-12), "triton triton",
     ),

@@ -398,6 +398,7 @@ def test_empty_problems_of_compiled_losses(shape: tuple[int, ...]) -> None:
     batch, heads, n, m = shape
     tensors = [torch.randn(batch, heads, length, 8) for length in (n, m, n, m)]
     problem = problem_of(*tensors, functional=DIVERGENCES["forward_kl"])[0]
+    assert problem.student.group == 1
     value, stats = torch_impl.forward(problem)
     assert value.shape == (batch, heads, n) and not value.any()
     needs = NeedsGrad(True, True, True, True)
