@@ -24,6 +24,8 @@ def lists_as_tensors(graph: fx.Graph) -> None:
         every = at if isinstance(at, tuple) else (at,)
         if not isinstance(value, Tensor) or not any(map(_has_positions, every)):
             continue
+        if isinstance(at, list) and any(isinstance(i, list) for i in at):
+            continue  # torch may take a list of lists that is no part of a tuple for a tuple
         build = Builder(node, fake_mode_of(graph.nodes))
         made = [
             build.call(torch.tensor, i, device=value.device) if _has_positions(i) else i

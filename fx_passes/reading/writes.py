@@ -8,10 +8,12 @@ version, the number of writes to it so far, and each node the version for which 
   of it hold is computed again by their rules when they are read.
 - What cannot be followed is captured: ``Source(node, version)`` is that tensor at that time.
 - A tensor that the graph does not make is captured after a write: its operators read it then.
+- So is one whose new value is computed from a captured old one, which is in no memory any more.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
+from torch_streamkl.fx_passes.reading.positions import nodes_read
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, Result
 from torch_streamkl.fx_passes.reading.rules.views import (
     ORDERS,
@@ -161,10 +164,10 @@ class Writes:
         except (NoRule, NoView):
             chain = chain[:1]
         self.unread(targets)
-        if is_outside:
-            self.reader.reading.reasons[node] = (
-                "it writes to a tensor that the graph does not make"
-            )
+        chain = list(itertools.takewhile(lambda each: not self._reads_memory(*each), chain))
+        if is_outside or not chain:
+            made = "the graph does not make" if is_outside else "is captured"
+            self.reader.reading.reasons[node] = f"it writes to a tensor that {made}"
             captured = self.reader.captured(node)
             self.reader.reading.arrays[node] = captured
             chain = [(targets[0], captured)]
@@ -172,6 +175,10 @@ class Writes:
             self._keep(x, value)
         self._keep(node, chain[0][1])
         self._parent[node] = targets[0]
+
+    def _reads_memory(self, node: fx.Node, new: Array) -> bool:
+        """Whether a node's new value is computed from what its memory held before."""
+        return storage_of(node) in map(storage_of, nodes_read(new.expr))
 
     def _written_back(self, view: fx.Node, new: Array, old: Array) -> Array:
         """What a write to a view makes of the tensor that it is a view of."""

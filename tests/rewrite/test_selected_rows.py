@@ -309,6 +309,11 @@ def mask_made_in_place(s, t, keep):
     return kd(s[mask], t[mask])
 
 
+@FOUND(sites=1)
+def a_list_of_lists_that_torch_may_take_for_a_tuple(s, t):
+    return rows_of_kl(s, t)[[[0, 1, 1], [0, 3, -1]]].sum()
+
+
 WRITES = {
     "by add": lambda index: index.add_(1).remainder_(TOKENS),
     "by copy": lambda index: index.copy_((index + 1) % TOKENS),

@@ -245,3 +245,48 @@ def test_a_projection_holds_what_was_written_to_it(fn):
     make = torch.Generator().manual_seed(0)
     given = [torch.randn(s, generator=make).requires_grad_() for s in ((6, 4), (11, 4), (4, 1))]
     compare(fn, given, options={"streamkl.verify": "never"}).check()
+
+
+def numbers_that_are_scaled(rows, logs):
+    weights = rows.cumsum(-1)
+    weights.mul_(2)
+    return (weights * logs.exp() * logs).sum()
+
+
+def numbers_that_are_scaled_through_a_view(rows, logs):
+    weights = rows.cumsum(-1)
+    weights.view(-1).mul_(2)
+    return (weights * logs.exp() * logs).sum()
+
+
+def numbers_to_which_a_product_is_added(rows, logs):
+    bounds = rows.cumsum(-1).addcmul_(logs.exp(), logs)
+    return (logs.exp() * logs).where(bounds > -0.1, 0.0).sum()
+
+
+def a_copy_to_which_a_product_is_added(rows, logs):
+    bounds = rows.clone().addcmul_(logs.exp(), logs)
+    return (logs.exp() * logs).where(bounds > -0.1, 0.0).sum()
+
+
+def numbers_of_the_shape_of_a_product(rows, logs):
+    bounds = torch.full_like(logs, 0.05) * 1.0
+    bounds.addcmul_(logs.exp(), logs)
+    return (logs.exp() * logs).where(bounds > -0.1, 0.0).sum()
+
+
+@pytest.mark.parametrize("fn", [
+    numbers_that_are_scaled, numbers_that_are_scaled_through_a_view,
+    numbers_to_which_a_product_is_added, a_copy_to_which_a_product_is_added,
+    numbers_of_the_shape_of_a_product,
+])  # fmt: skip
+def test_a_captured_tensor_holds_what_was_written_to_it(fn):
+    """Its old numbers are nowhere: the operator would read the new ones, and write again."""
+    make = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=make).requires_grad_() for s in ((6, 4), (11, 4))]
+
+    def loss(h, w, rows):
+        return fn(rows, (h @ w.mT).log_softmax(-1))
+
+    rows = torch.randn(6, 11, generator=make)
+    compare(loss, [*given, rows], options={"streamkl.verify": "never"}).check()
