@@ -38,6 +38,7 @@ OTHER_SIZES = "two distributions whose sizes are not known to be equal are combi
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
 SELECTED_KEYS = "keys are selected after the softmax"
+JOINED = "parts of the scores are joined by {}"
 STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn"}  # whose gradient is 0
 NO_GRADIENT = "the gradient of the scores is a constant"
 CONSTANT = "a gradient flows through what is a constant"
@@ -47,6 +48,8 @@ NO_PRODUCT = "the scores of a softmax are no product"
 NOT_IN_GRAPH = "scores that no product in the graph makes"
 SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+JOINS = {"cat", "stack", "concat"}
+PARTS = {"select", "slice", "narrow"}
 # operations after which the keys of a softmax are no dimension any more
 OF_KEYS = {
     "slice": SOME_KEYS, "narrow": SOME_KEYS, "select": SOME_KEYS,
@@ -101,6 +104,7 @@ class Refusals:
                 self.captured(earlier)
                 or self._of_keys(earlier)
                 or self._of_ids(earlier)
+                or self._of_parts(earlier)
                 or self._of_softmax(earlier)
             )
             if found is not None:
@@ -214,6 +218,18 @@ class Refusals:
         if any(self.levels.are_chosen(a) for a in node.all_input_nodes):
             return None
         return Refusal(f"{name_of(node)} of scores", node)
+
+    def _of_parts(self, node: fx.Node) -> Refusal | None:
+        """Columns or slices of scores that are put together to other keys."""
+        if node.op != "call_function" or name_of(node) not in JOINS:
+            return None
+        parts = [a.args[0] if name_of(a) == "unsqueeze" else a for a in node.all_input_nodes]
+        if any(name_of(a) not in PARTS or not a.all_input_nodes for a in parts):
+            return None
+        sources = [a.all_input_nodes[0] for a in parts]
+        if any(self.levels.of(a) is not Level.SCORES for a in sources):
+            return None
+        return Refusal(JOINED.format(name_of(node)), node)
 
     def _of_softmax(self, node: fx.Node) -> Refusal | None:
         if node.op != "call_function" or name_of(node) not in SOFTMAXES | LOG_SOFTMAXES:

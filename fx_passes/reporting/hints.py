@@ -280,6 +280,12 @@ ADVICE = (
         "program",
     ),
     Advice(
+        "columns or slices of the scores are joined (cat, stack)",
+        "parts of the scores are joined",
+        "index the scores once with a list of the columns, as in logits[:, [5, 9, 11]]: the same "
+        "values, which fuse",
+    ),
+    Advice(
         "scores are sliced, reshaped or flattened so that their axes mix",
         "sliced|mixes the axes|flattened|another shape",
         "slice or reshape the hidden states, q or k before the matmul: the same scores",

@@ -98,7 +98,8 @@ def _unsummed(site: fx.Node, refusals: Refusals) -> Refusal:
 
 def _is_returned_whole(site: fx.Node, refusals: Refusals) -> bool:
     """Whether the graph returns something as large as what two distributions meet in."""
-    least = site.meta["val"].numel() if isinstance(site.meta.get("val"), Tensor) else 0
+    values = [n.meta.get("val") for n in (site, *site.all_input_nodes)]
+    least = max((x.numel() for x in values if isinstance(x, Tensor)), default=0)
     for node in nearest_users(site):
         value, outer = node.meta.get("val"), node_of(refusals.trace, node)
         if outer is None or not isinstance(value, Tensor) or 2 * value.numel() < least:

@@ -97,6 +97,12 @@ def sorted_in_a_checkpoint(h, w, g, v):
     return checkpoint(loss, h, g, use_reentrant=False)
 
 
+def three_columns(join):
+    return lambda h, w, g, v: F.kl_div(
+        join(h @ w.T).log_softmax(-1), join(g @ v.T).log_softmax(-1), None, None, "sum", True
+    )
+
+
 def overwritten(q, k, r, u):
     a, b = q @ k.mT, r @ u.mT
     a[a < 0] = 0
@@ -216,6 +222,12 @@ SAID = {
     "a slice with a step": Said(
         a_slice_with_a_step, ("s[..., ::2] = -1e4  # here",), usual="gram"
     ),
+    "joined columns": Said(
+        three_columns(lambda x: torch.stack([x[:, 5], x[:, 9], x[:, 11]], -1)),
+        ("parts of the scores are joined by stack", "logits[:, [5, 9, 11]]"),
+        ("leaves the graph",),
+    ),
+    "listed columns": Said(three_columns(lambda x: x[:, [5, 9, 11]]), ("1 of 1 loss fused",)),
     "a hook on probabilities": Said(
         hook_on_probabilities,
         ("comes from register_hook at", "register the hook on the hidden states"),

@@ -96,6 +96,8 @@ EVENTS = {
         "The padded entries take part in the softmax.",
     "keys are sliced away after the softmax":
         "The loss reads only a slice of the probabilities along the keys.",
+    "columns or slices of the scores are joined (cat, stack)":
+        "Several columns or slices of the scores are put together to other keys, at uneven steps.",
     "scores are sliced, reshaped or flattened so that their axes mix":
         "After a slice or reshape, one dimension holds parts of several dimensions of the scores.",
     "the probabilities of both sides are averaged over heads":

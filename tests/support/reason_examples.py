@@ -212,6 +212,12 @@ def cross_entropy_by_matmul(h, w, g, v):
     return -(t @ s.mT).diagonal().mean()
 
 
+@example("columns or slices of the scores are joined (cat, stack)")
+def three_columns_joined(h, w, g, v):
+    s, t = (torch.stack([x[:, 5], x[:, 9], x[:, 11]], -1) for x in (h @ w.T, g @ v.T))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
 @example("scores are sliced, reshaped or flattened so that their axes mix")
 def mixed_axes(h, w, g, v):
     return kl(*((x @ y.T).view(-1, 96) for x, y in ((h, w), (g, v))))
