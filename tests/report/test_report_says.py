@@ -103,6 +103,15 @@ def three_columns(join):
     )
 
 
+def with_agreement(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    return F.kl_div(s, t, reduction="batchmean", log_target=True), agreement(s, t)
+
+
+def agreement(s, t):
+    return (s.log_softmax(-1).argmax(-1) == t.log_softmax(-1).argmax(-1)).float().mean()
+
+
 def overwritten(q, k, r, u):
     a, b = q @ k.mT, r @ u.mT
     a[a < 0] = 0
@@ -246,6 +255,8 @@ SAID = {
         "attention_alone", "attention probabilities that are compared with no other distribution"
     ),
     "rows of a loss are no second one": user("bhattacharyya", "1 of 1 loss fused"),
+    "equal argmaxes are no loss": Said(with_agreement, ("1 of 1 loss fused",), ("not fused",)),
+    "equal argmaxes alone": Said(of_logits(agreement), ("no distillation loss",), ("not fused",)),
     # warnings
     "logarithms of log-probabilities": Said(
         of_logits(lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="sum")),
