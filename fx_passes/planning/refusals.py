@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
@@ -23,6 +24,7 @@ from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -38,6 +40,7 @@ OTHER_SIZES = "two distributions whose sizes are not known to be equal are combi
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
 SELECTED_KEYS = "keys are selected after the softmax"
+MASKED_ENTRIES = "a mask selects single entries of each row"
 JOINED = "parts of the scores are joined by {}"
 STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn"}  # whose gradient is 0
 NO_GRADIENT = "the gradient of the scores is a constant"
@@ -185,7 +188,10 @@ class Refusals:
         if name == "masked_select" or any(
             self.levels.are_entries(a) for a in node.all_input_nodes
         ):
-            return Refusal(SINGLE_ENTRIES, node)
+            masked = next(filter(_selects_entries, nearest_inputs(node)), None)
+            return Refusal(SINGLE_ENTRIES if masked is None else MASKED_ENTRIES, masked or node)
+        if _selects_entries(node):
+            return Refusal(MASKED_ENTRIES, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
         if reason.startswith("tensors of sizes "):
@@ -217,7 +223,7 @@ class Refusals:
             return None
         if any(self.levels.are_chosen(a) for a in node.all_input_nodes):
             return None
-        return Refusal(f"{name_of(node)} of scores", node)
+        return Refusal(_of_scores(node), node)
 
     def _of_parts(self, node: fx.Node) -> Refusal | None:
         """Columns or slices of scores that are put together to other keys."""
@@ -292,7 +298,7 @@ class Refusals:
             node = self._first_that_reads(at, node, default) or default
         assert node is not None or default is None
         if node is not None and _OPERATION.match(refused.reason):
-            return Refusal(f"{name_of(node)} of scores", node)
+            return Refusal(_of_scores(node), node)
         return Refusal(refused.reason, node)
 
     def _of_source(self, source: Source) -> Refusal | None:
@@ -339,3 +345,22 @@ class Refusals:
                     seen.add(x)
                     self._first.setdefault(forms.of(x), node)
         return forms
+
+
+def _of_scores(node: fx.Node) -> str:
+    return MASKED_ENTRIES if _selects_entries(node) else f"{name_of(node)} of scores"
+
+
+def _selects_entries(node: fx.Node) -> bool:
+    """Whether a boolean mask over the last dimension selects what a node returns."""
+    if node.op != "call_function" or name_of(node) not in ("index", "masked_select"):
+        return False
+    source, given = node.args[:2]
+    indices = given if isinstance(given, (list, tuple)) else [given]
+    last = indices[-1]
+    if not isinstance(source, fx.Node) or not isinstance(last, fx.Node):
+        return False
+    mask, x = last.meta["val"], source.meta["val"]
+    if mask.dtype != torch.bool or not mask.dim() or is_one(mask.shape[-1]):
+        return False  # whole rows of a mask that is broadcast
+    return bool(len(indices) - 1 + mask.dim() == x.dim())

@@ -88,6 +88,13 @@ ADVICE = (
         "per-row values or the loss",
     ),
     Advice(
+        "a mask selects entries of each row (all logits but the label's)",
+        "a mask selects single entries",
+        "if every row keeps as many entries, fill the others before the softmax: "
+        "logits.masked_fill(~mask, torch.finfo(logits.dtype).min) adds the same to a sum over the "
+        "keys, and fuses. After the softmax, multiply by the mask instead",
+    ),
+    Advice(
         "entries of rows are gathered by ids (a cached or served top-k)",
         "^(gather|take_along_dim|index_select|index)\\b|single entries",
         f"if no row has an id twice, call {ROW_PROGRAM}(..., columns={{'ids': ids}}) "

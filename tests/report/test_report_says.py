@@ -112,6 +112,12 @@ def agreement(s, t):
     return (s.log_softmax(-1).argmax(-1) == t.log_softmax(-1).argmax(-1)).float().mean()
 
 
+def but_the_label(s, t):
+    keep = torch.arange(s.shape[-1]) != torch.arange(len(s))[:, None]
+    s, t = (x.masked_fill(~keep, torch.finfo(x.dtype).min) for x in (s, t))
+    return -(t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
+
+
 def overwritten(q, k, r, u):
     a, b = q @ k.mT, r @ u.mT
     a[a < 0] = 0
@@ -237,6 +243,7 @@ SAID = {
         ("leaves the graph",),
     ),
     "listed columns": Said(three_columns(lambda x: x[:, [5, 9, 11]]), ("1 of 1 loss fused",)),
+    "all logits but the label's": Said(of_logits(but_the_label), ("1 of 1 loss fused",)),
     "a hook on probabilities": Said(
         hook_on_probabilities,
         ("comes from register_hook at", "register the hook on the hidden states"),

@@ -21,6 +21,8 @@ EVENTS = {
     "the divergence leaves the graph before it is summed over the keys":
         "The compiled function returns one value for each query and key, or for each token and "
         "vocabulary entry.",
+    "a mask selects entries of each row (all logits but the label's)":
+        "A boolean mask over tokens and vocabulary entries makes one list of what it selects.",
     "entries of rows are gathered by ids (a cached or served top-k)":
         "The loss reads a few entries of each row, and the graph cannot tell whether an id "
         "repeats.",

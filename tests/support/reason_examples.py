@@ -218,6 +218,16 @@ def three_columns_joined(h, w, g, v):
     return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
+@example(
+    "a mask selects entries of each row (all logits but the label's)",
+    config={"capture_dynamic_output_shape_ops": True},
+)
+def all_logits_but_one(h, w, g, v):
+    keep = torch.arange(len(w)) != torch.arange(len(h))[:, None]
+    s, t = ((x @ y.T)[keep].reshape(len(h), -1) for x, y in ((h, w), (g, v)))
+    return kl(s, t)
+
+
 @example("scores are sliced, reshaped or flattened so that their axes mix")
 def mixed_axes(h, w, g, v):
     return kl(*((x @ y.T).view(-1, 96) for x, y in ((h, w), (g, v))))
