@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
+from torch_streamkl.fx_passes.closed_forms.heads import EARLIER_SUM, OTHER_DIMENSIONS
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
@@ -41,6 +42,7 @@ OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row prog
 SOME_KEYS = "only some of the keys are used after the softmax"
 SELECTED_KEYS = "keys are selected after the softmax"
 MASKED_ENTRIES = "a mask selects single entries of each row"
+SCATTERED = "chosen probabilities are scattered to the keys"
 JOINED = "parts of the scores are joined by {}"
 STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn"}  # whose gradient is 0
 NO_GRADIENT = "the gradient of the scores is a constant"
@@ -297,6 +299,9 @@ class Refusals:
         if self.levels.of(node) is Level.OTHER:  # a mask or factor: where scores meet it
             node = self._first_that_reads(at, node, default) or default
         assert node is not None or default is None
+        is_of_sums = refused.reason in (OTHER_DIMENSIONS, EARLIER_SUM)
+        if node is not None and is_of_sums and name_of(node) in ("scatter", "scatter_"):
+            return Refusal(SCATTERED, node)
         if node is not None and _OPERATION.match(refused.reason):
             return Refusal(_of_scores(node), node)
         return Refusal(refused.reason, node)

@@ -95,6 +95,13 @@ ADVICE = (
         "keys, and fuses. After the softmax, multiply by the mask instead",
     ),
     Advice(
+        "a top-k is renormalized and scattered to a dense target",
+        "probabilities are scattered",
+        "sum over the k entries alone: (p * log_s.gather(-1, ids)).sum(-1) of the renormalized "
+        "p of a top-k is the same sum, which fuses. So does (p * (p.log() - log_s.gather(-1, "
+        "ids))).sum(-1), for a KL",
+    ),
+    Advice(
         "entries of rows are gathered by ids (a cached or served top-k)",
         "^(gather|take_along_dim|index_select|index)\\b|single entries",
         f"if no row has an id twice, call {ROW_PROGRAM}(..., columns={{'ids': ids}}) "

@@ -26,6 +26,7 @@ from torch_streamkl.fx_passes.planning.refusals import (
 from torch_streamkl.fx_passes.planning.score_levels import Level
 
 ONE_SIDE = "the scores or probabilities of one side are not made"
+UNSUMMED = f"{ONE_SIDE} in this graph, or not summed in it"
 AS_PRODUCT = "the sum over the keys is written as a matrix product"
 LEAVES = "the divergence leaves the graph before it is summed over the keys"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
@@ -93,7 +94,7 @@ def _unsummed(site: fx.Node, refusals: Refusals) -> Refusal:
         return Refusal(AS_PRODUCT, site)
     if _is_returned_whole(site, refusals):
         return Refusal(LEAVES)
-    return Refusal(f"{ONE_SIDE} in this graph, or not summed in it")
+    return Refusal(UNSUMMED)
 
 
 def _is_returned_whole(site: fx.Node, refusals: Refusals) -> bool:

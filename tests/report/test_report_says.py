@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,6 +117,37 @@ def but_the_label(s, t):
     keep = torch.arange(s.shape[-1]) != torch.arange(len(s))[:, None]
     s, t = (x.masked_fill(~keep, torch.finfo(x.dtype).min) for x in (s, t))
     return -(t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
+
+
+SCATTERED = {
+    "by scatter": lambda p, ids, v: torch.zeros_like(p).scatter(-1, ids, v / v.sum(-1, True)),
+    "by scatter_": lambda p, ids, v: torch.zeros_like(p).scatter_(-1, ids, v.softmax(-1)),
+    "before it is divided": lambda p, ids, v: (
+        (x := torch.zeros_like(p).scatter(-1, ids, v)) / x.sum(-1, True)
+    ),
+}
+
+
+def dense_topk_loss(scatter, s, t):
+    p = t.softmax(-1)
+    values, ids = p.topk(4)
+    return -(scatter(p, ids, values) * s.log_softmax(-1)).sum(-1).mean()
+
+
+def of_topk_entries(s, t):
+    values, ids = t.softmax(-1).topk(4)
+    p = values / values.sum(-1, keepdim=True)
+    return (p * (p.log() - s.log_softmax(-1).gather(-1, ids))).sum(-1).mean()
+
+
+def binary_of_a_label(s, t):
+    p, q = t.softmax(-1), s.softmax(-1)
+    labels = torch.arange(len(s))[:, None] % s.shape[-1]
+    p, q = (
+        torch.cat([x.gather(1, labels), x.sum(1, keepdim=True) - x.gather(1, labels)], 1)
+        for x in (p, q)
+    )
+    return (p * (p.log() - q.log())).sum(-1).mean()
 
 
 def overwritten(q, k, r, u):
@@ -244,6 +276,18 @@ SAID = {
     ),
     "listed columns": Said(three_columns(lambda x: x[:, [5, 9, 11]]), ("1 of 1 loss fused",)),
     "all logits but the label's": Said(of_logits(but_the_label), ("1 of 1 loss fused",)),
+    **{
+        f"a top-k scattered {name}": Said(
+            of_logits(functools.partial(dense_topk_loss, scatter)),
+            ("probabilities are scattered to the keys", "log_s.gather(-1, ids)"),
+            ("different dimensions", "rows or some heads"),
+        )
+        for name, scatter in SCATTERED.items()
+    },
+    "entries of a top-k": Said(of_logits(of_topk_entries), ("1 of 1 loss fused",)),
+    "labels of this graph": Said(
+        of_logits(binary_of_a_label), ("read by code outside of the loss",), ("not made",)
+    ),
     "a hook on probabilities": Said(
         hook_on_probabilities,
         ("comes from register_hook at", "register the hook on the hidden states"),

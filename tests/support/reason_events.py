@@ -23,6 +23,8 @@ EVENTS = {
         "vocabulary entry.",
     "a mask selects entries of each row (all logits but the label's)":
         "A boolean mask over tokens and vocabulary entries makes one list of what it selects.",
+    "a top-k is renormalized and scattered to a dense target":
+        "The target has k probabilities of a row, divided by their sum, and zeros elsewhere.",
     "entries of rows are gathered by ids (a cached or served top-k)":
         "The loss reads a few entries of each row, and the graph cannot tell whether an id "
         "repeats.",

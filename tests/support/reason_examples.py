@@ -228,6 +228,14 @@ def all_logits_but_one(h, w, g, v):
     return kl(s, t)
 
 
+@example("a top-k is renormalized and scattered to a dense target")
+def renormalized_topk_scattered(h, w, g, v):
+    t = (g @ v.T).softmax(-1)
+    values, ids = t.topk(8)
+    p = torch.zeros_like(t).scatter(-1, ids, values / values.sum(-1, keepdim=True))
+    return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
+
+
 @example("scores are sliced, reshaped or flattened so that their axes mix")
 def mixed_axes(h, w, g, v):
     return kl(*((x @ y.T).view(-1, 96) for x, y in ((h, w), (g, v))))
