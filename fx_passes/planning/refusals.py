@@ -40,6 +40,7 @@ PROBABILITIES = "attention or vocabulary probabilities"
 OTHER_SIZES = "two distributions whose sizes are not known to be equal are combined"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
+PADDED = "probabilities are padded with other values"
 SELECTED_KEYS = "keys are selected after the softmax"
 MASKED_ENTRIES = "a mask selects single entries of each row"
 SCATTERED = "chosen probabilities are scattered to the keys"
@@ -55,6 +56,7 @@ SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
 JOINS = {"cat", "stack", "concat"}
 PARTS = {"select", "slice", "narrow"}
+PADS = {"pad", "constant_pad_nd"}
 # operations after which the keys of a softmax are no dimension any more
 OF_KEYS = {
     "slice": SOME_KEYS, "narrow": SOME_KEYS, "select": SOME_KEYS,
@@ -299,12 +301,25 @@ class Refusals:
         if self.levels.of(node) is Level.OTHER:  # a mask or factor: where scores meet it
             node = self._first_that_reads(at, node, default) or default
         assert node is not None or default is None
+        if refused.reason == SOME_KEYS:
+            padded = self._padded(default if default is not None else node)
+            if padded is not None:
+                return Refusal(PADDED, padded)
         is_of_sums = refused.reason in (OTHER_DIMENSIONS, EARLIER_SUM)
         if node is not None and is_of_sums and name_of(node) in ("scatter", "scatter_"):
             return Refusal(SCATTERED, node)
         if node is not None and _OPERATION.match(refused.reason):
             return Refusal(_of_scores(node), node)
         return Refusal(refused.reason, node)
+
+    def _padded(self, site: fx.Node | None) -> fx.Node | None:
+        """Returns what pads probabilities before a site, if nothing takes some of them there."""
+        every = nearest_inputs(site) if site is not None else ()
+        before = [n for n in every if n.op == "call_function" and n.all_input_nodes]
+        before = [n for n in before if self.levels.of(n.all_input_nodes[0]) is Level.PROBABILITIES]
+        if any(name_of(n) in PARTS for n in before):
+            return None
+        return next((n for n in before if name_of(n) in PADS | JOINS), None)
 
     def _of_source(self, source: Source) -> Refusal | None:
         """Returns why a tensor that is made of scores is captured."""

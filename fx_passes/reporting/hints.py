@@ -282,6 +282,12 @@ ADVICE = (
         "True, which recompiles for each value",
     ),
     Advice(
+        "probabilities are padded to another vocabulary size",
+        "probabilities are padded",
+        "if they are padded with zeros, pad the scores instead, with torch.finfo(dtype).min: "
+        "their softmax is 0 there, and the loss fuses",
+    ),
+    Advice(
         "logits are padded to another vocabulary size",
         "padded to another|are padded with",
         "if the added entries should have probability 0, pad with float('-inf'). If you do not "

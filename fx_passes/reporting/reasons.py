@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.planning.refusals import (
     NO_PRODUCT,
     NOT_IN_GRAPH,
     NOT_MADE,
+    PADS,
     SELECTED_KEYS,
     Refusal,
     Refusals,
@@ -31,7 +32,6 @@ AS_PRODUCT = "the sum over the keys is written as a matrix product"
 LEAVES = "the divergence leaves the graph before it is summed over the keys"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
 OTHER_ROWS = "teacher and student do not share a dimension of query rows"
-PADS = {"pad", "constant_pad_nd"}
 _FROM_BEFORE = (NO_PRODUCT, NOT_IN_GRAPH, SELECTED_KEYS)  # what was before says more
 
 

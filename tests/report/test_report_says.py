@@ -207,6 +207,31 @@ def sliced_probabilities(s, t):
     return (s.softmax(-1)[:, :5] - t.softmax(-1)[:, :5]).square().sum()
 
 
+def weighted_keys(p, t):
+    p, t = (x.softmax(-1)[:, :, 0] for x in (p, t))
+    keys = p.shape[-1]
+    kept = (torch.arange(keys) > 0).to(p.dtype)
+    return ((p - t).square() * kept).sum() / (p[..., 0].numel() * (keys - 1))
+
+
+def a_slice_of_one_query(p, t):
+    return F.mse_loss(*(x.softmax(-1)[:, :, 0, 1:] for x in (p, t)))
+
+
+def padded_probabilities(s, t):
+    return F.mse_loss(*(F.pad(x.softmax(-1), (0, 3)) for x in (s, t)))
+
+
+def joined_with_zeros(s, t):
+    p = t.softmax(-1)
+    return (torch.cat([p, p.new_zeros(len(p), 2)], -1) - s.softmax(-1)).square().sum()
+
+
+def padded_scores(s, t):
+    t = F.pad(t, (0, 2), value=torch.finfo(t.dtype).min)
+    return (t.softmax(-1) - s.softmax(-1)).square().sum()
+
+
 def a_sliced_vocabulary(s, t):
     s[..., 7:] = -torch.inf
     t[..., 7:] = -torch.inf
@@ -232,6 +257,7 @@ def means(s, t):
 
 
 HEADS = (5, 4), (9, 4), (5, 3), (9, 3)
+SMALLER = (5, 4), (9, 4), (5, 3), (7, 3)  # the teacher's vocabulary
 MAPS = (2, 3, 5, 4), (2, 3, 9, 4), (2, 3, 5, 4), (2, 3, 9, 4)
 AVERAGED = "forward_kl, {} averaged over a leading dimension"
 SAID = {
@@ -346,6 +372,19 @@ SAID = {
         of_logits(sliced_probabilities), ("only some of the keys are used after the softmax",),
         ("single entries",), ((6, 4), (96, 4), (6, 3), (96, 3)),
     ),
+    "keys of one query": Said(
+        of_logits(a_slice_of_one_query), ("only some of the keys are used",), ("padded",), MAPS
+    ),
+    "weighted keys of one query": Said(
+        of_logits(weighted_keys), ("1 of 1 loss fused",), shapes=MAPS
+    ),
+    "padded probabilities": Said(
+        of_logits(padded_probabilities), ("probabilities are padded",), ("only some",), HEADS
+    ),
+    "probabilities joined with zeros": Said(
+        of_logits(joined_with_zeros), ("probabilities are padded",), ("only some",), SMALLER
+    ),
+    "padded scores": Said(of_logits(padded_scores), ("1 of 1 loss fused",), shapes=SMALLER),
     "a sliced vocabulary": Said(
         of_logits(a_sliced_vocabulary), ("linear_kl: forward_kl",), shapes=HEADS
     ),

@@ -96,6 +96,8 @@ EVENTS = {
         "A size depends on the values of a tensor.",
     "a Python number that changes between calls":
         "Dynamo saw a second value of the number, and made it an input of the graph.",
+    "probabilities are padded to another vocabulary size":
+        "Probabilities of a smaller vocabulary get further entries after the softmax.",
     "logits are padded to another vocabulary size":
         "The padded entries take part in the softmax.",
     "keys are sliced away after the softmax":

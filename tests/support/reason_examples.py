@@ -236,6 +236,12 @@ def renormalized_topk_scattered(h, w, g, v):
     return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
 
 
+@example("probabilities are padded to another vocabulary size")
+def padded_probabilities(h, w, g, v):
+    p = F.pad((g @ v[:-3].T).softmax(-1), (0, 3))
+    return F.kl_div((h @ w.T).log_softmax(-1), p, reduction="batchmean")
+
+
 @example("scores are sliced, reshaped or flattened so that their axes mix")
 def mixed_axes(h, w, g, v):
     return kl(*((x @ y.T).view(-1, 96) for x, y in ((h, w), (g, v))))
