@@ -233,7 +233,9 @@ class Refusals:
         """Columns or slices of scores that are put together to other keys."""
         if node.op != "call_function" or name_of(node) not in JOINS:
             return None
-        parts = [a.args[0] if name_of(a) == "unsqueeze" else a for a in node.all_input_nodes]
+        parts = [
+            a.all_input_nodes[0] if name_of(a) == "unsqueeze" else a for a in node.all_input_nodes
+        ]
         if any(name_of(a) not in PARTS or not a.all_input_nodes for a in parts):
             return None
         sources = [a.all_input_nodes[0] for a in parts]

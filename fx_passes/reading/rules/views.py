@@ -259,9 +259,8 @@ def _of_even_steps(
     (source, first), (_, second), *_ = known
     step = second - first
     for i, own in enumerate(every):  # as each part was read: one may be detached
-        at = first + i * step
-        inside = 0 <= at < source.size(d) if isinstance(source.size(d), int) else at >= 0
-        if not step or not inside or own != arrays.indexed(source, d, const(at, INT), [()]):
+        at = const(first + i * step, INT)
+        if not step or own != arrays.indexed(source, d, at, [()]):
             return None
     return arrays.sliced(source, d, first, len(every), step)
 
