@@ -18,6 +18,8 @@ from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 LEAVES = ("log_softmax", CONTRACT, "capture", "reduce", "index")
 SELECTED = "keys are selected after the softmax"
+OTHER_DIMENSIONS = "two distributions over different dimensions are combined"
+EARLIER_SUM = "a sum over rows or some heads comes before the sum over the keys"
 PLAIN = ("capture", "index", "const", "size", "linear")  # what weights of keys are made of
 
 
@@ -83,7 +85,7 @@ class Variables:
                 if x.value == self.key:
                     return self._variable(Distribution(x.args[0]))
                 if not _mentions_softmax(x.args[0], self.key):
-                    raise NoForm("two distributions over different dimensions are combined", x)
+                    raise NoForm(OTHER_DIMENSIONS, x)
                 return self._compared_with_mean(x)
             case "reduce" if x.value.kind in (SUM, LOGSUMEXP):
                 return self._mean(x)
@@ -136,10 +138,10 @@ def _why_no_mean(x: Node, key: Axis, over: Sequence[Axis]) -> str:
     """Says why a sum over heads inside of the sum over keys is no mean of probabilities."""
     softmaxes = [y for y in walk([x]) if y.op == "log_softmax"]
     if any(y.value in over for y in softmaxes):
-        return "two distributions over different dimensions are combined"
+        return OTHER_DIMENSIONS
     if len(softmaxes) == 1 and softmaxes[0].value == key:
         return "probabilities are not averaged with equal weights over heads"
-    return "a sum over rows or some heads comes before the sum over the keys"
+    return EARLIER_SUM
 
 
 def _num_heads(axes: Sequence[Axis]) -> float:

@@ -18,7 +18,14 @@ from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import descendants, needs_gradient, tensor_of
+from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    descendants,
+    name_of,
+    needs_gradient,
+    storage_of,
+    tensor_of,
+)
 from torch_streamkl.fx_passes.fx_utils.sizes import expression, hint_of, is_one, is_unknown
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.reading.arrays import Dim
@@ -84,10 +91,30 @@ class Captures:
             copies = descendants([name])
             found = (n for n in name.graph.nodes if n in copies and n in self.outer)
             name = next((n for n in found if n.target in LIFTED), name)
-        x = outer_node(name, self.outer)
+        x = self._sibling(name) or outer_node(name, self.outer)
         if not source.grad_flows and _may_need_gradient(x):
             return self.build.method("detach", x)
         return x
+
+    def _sibling(self, node: fx.Node) -> fx.Node | None:
+        """Returns a result that the user's code leaves out: ids of a topk whose values it has."""
+        if node in self.outer or node.target is not operator.getitem:
+            return None
+        made, which = node.args
+        for other in made.users if isinstance(made, fx.Node) else ():
+            taken = self.outer.get(other)
+            if taken is None or taken.target is not operator.getitem:
+                continue
+            result, index = taken.args
+            assert isinstance(result, fx.Node)
+            same = [u for u in result.users if u.target is operator.getitem and u.args[1] == which]
+            written = written_storages(result.graph) if same else ()
+            if any(storage_of(u) in written for u in same):
+                raise Unsupported(f"a result of {name_of(result)} is written to in place")
+            if index == other.args[1]:
+                inserted: fx.Node = self.build.call(operator.getitem, result, which)
+                return inserted
+        return None
 
     def placed(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace
@@ -45,6 +45,8 @@ def divergence_sites(trace: Trace, reading: Reading) -> list[fx.Node]:
         marks[node] = _marks_of(node, name, inherited, reading)
         if any(a in met for a in node.all_input_nodes):
             met.add(node)
+        elif _meet(inherited) and not _is_floating(node):
+            marks[node] = frozenset()  # a metric, such as equal argmaxes: it has no gradient
         elif _meet(inherited) or _is_call(node, name) or compared_by_hand(node):
             met.add(node)
             sites.append(node)
@@ -77,6 +79,11 @@ def scores_of(node: fx.Node, reading: Reading) -> object:
 def _meet(marks: frozenset[_Mark]) -> bool:
     logs = {m.scores for m in marks if m.is_log}
     return bool(logs) and len({m.scores for m in marks}) > 1
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point()
 
 
 def _is_call(node: fx.Node, name: str) -> bool:

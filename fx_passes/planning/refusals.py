@@ -13,16 +13,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
+from torch_streamkl.fx_passes.closed_forms.heads import EARLIER_SUM, OTHER_DIMENSIONS
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -37,7 +40,11 @@ PROBABILITIES = "attention or vocabulary probabilities"
 OTHER_SIZES = "two distributions whose sizes are not known to be equal are combined"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
+PADDED = "probabilities are padded with other values"
 SELECTED_KEYS = "keys are selected after the softmax"
+MASKED_ENTRIES = "a mask selects single entries of each row"
+SCATTERED = "chosen probabilities are scattered to the keys"
+JOINED = "parts of the scores are joined by {}"
 STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn"}  # whose gradient is 0
 NO_GRADIENT = "the gradient of the scores is a constant"
 CONSTANT = "a gradient flows through what is a constant"
@@ -47,6 +54,9 @@ NO_PRODUCT = "the scores of a softmax are no product"
 NOT_IN_GRAPH = "scores that no product in the graph makes"
 SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+JOINS = {"cat", "stack", "concat"}
+PARTS = {"select", "slice", "narrow"}
+PADS = {"pad", "constant_pad_nd"}
 # operations after which the keys of a softmax are no dimension any more
 OF_KEYS = {
     "slice": SOME_KEYS, "narrow": SOME_KEYS, "select": SOME_KEYS,
@@ -101,6 +111,7 @@ class Refusals:
                 self.captured(earlier)
                 or self._of_keys(earlier)
                 or self._of_ids(earlier)
+                or self._of_parts(earlier)
                 or self._of_softmax(earlier)
             )
             if found is not None:
@@ -181,7 +192,10 @@ class Refusals:
         if name == "masked_select" or any(
             self.levels.are_entries(a) for a in node.all_input_nodes
         ):
-            return Refusal(SINGLE_ENTRIES, node)
+            masked = next(filter(_selects_entries, nearest_inputs(node)), None)
+            return Refusal(SINGLE_ENTRIES if masked is None else MASKED_ENTRIES, masked or node)
+        if _selects_entries(node):
+            return Refusal(MASKED_ENTRIES, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
         if reason.startswith("tensors of sizes "):
@@ -213,7 +227,21 @@ class Refusals:
             return None
         if any(self.levels.are_chosen(a) for a in node.all_input_nodes):
             return None
-        return Refusal(f"{name_of(node)} of scores", node)
+        return Refusal(_of_scores(node), node)
+
+    def _of_parts(self, node: fx.Node) -> Refusal | None:
+        """Columns or slices of scores that are put together to other keys."""
+        if node.op != "call_function" or name_of(node) not in JOINS:
+            return None
+        parts = [
+            a.all_input_nodes[0] if name_of(a) == "unsqueeze" else a for a in node.all_input_nodes
+        ]
+        if any(name_of(a) not in PARTS or not a.all_input_nodes for a in parts):
+            return None
+        sources = [a.all_input_nodes[0] for a in parts]
+        if any(self.levels.of(a) is not Level.SCORES for a in sources):
+            return None
+        return Refusal(JOINED.format(name_of(node)), node)
 
     def _of_softmax(self, node: fx.Node) -> Refusal | None:
         if node.op != "call_function" or name_of(node) not in SOFTMAXES | LOG_SOFTMAXES:
@@ -275,9 +303,25 @@ class Refusals:
         if self.levels.of(node) is Level.OTHER:  # a mask or factor: where scores meet it
             node = self._first_that_reads(at, node, default) or default
         assert node is not None or default is None
+        if refused.reason == SOME_KEYS:
+            padded = self._padded(default if default is not None else node)
+            if padded is not None:
+                return Refusal(PADDED, padded)
+        is_of_sums = refused.reason in (OTHER_DIMENSIONS, EARLIER_SUM)
+        if node is not None and is_of_sums and name_of(node) in ("scatter", "scatter_"):
+            return Refusal(SCATTERED, node)
         if node is not None and _OPERATION.match(refused.reason):
-            return Refusal(f"{name_of(node)} of scores", node)
+            return Refusal(_of_scores(node), node)
         return Refusal(refused.reason, node)
+
+    def _padded(self, site: fx.Node | None) -> fx.Node | None:
+        """Returns what pads probabilities before a site, if nothing takes some of them there."""
+        every = nearest_inputs(site) if site is not None else ()
+        before = [n for n in every if n.op == "call_function" and n.all_input_nodes]
+        before = [n for n in before if self.levels.of(n.all_input_nodes[0]) is Level.PROBABILITIES]
+        if any(name_of(n) in PARTS for n in before):
+            return None
+        return next((n for n in before if name_of(n) in PADS | JOINS), None)
 
     def _of_source(self, source: Source) -> Refusal | None:
         """Returns why a tensor that is made of scores is captured."""
@@ -323,3 +367,22 @@ class Refusals:
                     seen.add(x)
                     self._first.setdefault(forms.of(x), node)
         return forms
+
+
+def _of_scores(node: fx.Node) -> str:
+    return MASKED_ENTRIES if _selects_entries(node) else f"{name_of(node)} of scores"
+
+
+def _selects_entries(node: fx.Node) -> bool:
+    """Whether a boolean mask over the last dimension selects what a node returns."""
+    if node.op != "call_function" or name_of(node) not in ("index", "masked_select"):
+        return False
+    source, given = node.args[:2]
+    indices = given if isinstance(given, (list, tuple)) else [given]
+    last = indices[-1]
+    if not isinstance(source, fx.Node) or not isinstance(last, fx.Node):
+        return False
+    mask, x = last.meta["val"], source.meta["val"]
+    if mask.dtype != torch.bool or not mask.dim() or is_one(mask.shape[-1]):
+        return False  # whole rows of a mask that is broadcast
+    return bool(len(indices) - 1 + mask.dim() == x.dim())

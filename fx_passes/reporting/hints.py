@@ -88,6 +88,20 @@ ADVICE = (
         "per-row values or the loss",
     ),
     Advice(
+        "a mask selects entries of each row (all logits but the label's)",
+        "a mask selects single entries",
+        "if every row keeps as many entries, fill the others before the softmax: "
+        "logits.masked_fill(~mask, torch.finfo(logits.dtype).min) adds the same to a sum over the "
+        "keys, and fuses. After the softmax, multiply by the mask instead",
+    ),
+    Advice(
+        "a top-k is renormalized and scattered to a dense target",
+        "probabilities are scattered",
+        "sum over the k entries alone: (p * log_s.gather(-1, ids)).sum(-1) of the renormalized "
+        "p of a top-k is the same sum, which fuses. So does (p * (p.log() - log_s.gather(-1, "
+        "ids))).sum(-1), for a KL",
+    ),
+    Advice(
         "entries of rows are gathered by ids (a cached or served top-k)",
         "^(gather|take_along_dim|index_select|index)\\b|single entries",
         f"if no row has an id twice, call {ROW_PROGRAM}(..., columns={{'ids': ids}}) "
@@ -268,6 +282,12 @@ ADVICE = (
         "True, which recompiles for each value",
     ),
     Advice(
+        "probabilities are padded to another vocabulary size",
+        "probabilities are padded",
+        "if they are padded with zeros, pad the scores instead, with torch.finfo(dtype).min: "
+        "their softmax is 0 there, and the loss fuses",
+    ),
+    Advice(
         "logits are padded to another vocabulary size",
         "padded to another|are padded with",
         "if the added entries should have probability 0, pad with float('-inf'). If you do not "
@@ -278,6 +298,12 @@ ADVICE = (
         "only some of the keys|keys are selected",
         "multiply by a 0/1 weight per key instead of slicing: the same sum, which fuses as a row "
         "program",
+    ),
+    Advice(
+        "columns or slices of the scores are joined (cat, stack)",
+        "parts of the scores are joined",
+        "index the scores once with a list of the columns, as in logits[:, [5, 9, 11]]: the same "
+        "values, which fuse",
     ),
     Advice(
         "scores are sliced, reshaped or flattened so that their axes mix",

@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.planning.refusals import (
     NO_PRODUCT,
     NOT_IN_GRAPH,
     NOT_MADE,
+    PADS,
     SELECTED_KEYS,
     Refusal,
     Refusals,
@@ -26,11 +27,11 @@ from torch_streamkl.fx_passes.planning.refusals import (
 from torch_streamkl.fx_passes.planning.score_levels import Level
 
 ONE_SIDE = "the scores or probabilities of one side are not made"
+UNSUMMED = f"{ONE_SIDE} in this graph, or not summed in it"
 AS_PRODUCT = "the sum over the keys is written as a matrix product"
 LEAVES = "the divergence leaves the graph before it is summed over the keys"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
 OTHER_ROWS = "teacher and student do not share a dimension of query rows"
-PADS = {"pad", "constant_pad_nd"}
 _FROM_BEFORE = (NO_PRODUCT, NOT_IN_GRAPH, SELECTED_KEYS)  # what was before says more
 
 
@@ -93,12 +94,13 @@ def _unsummed(site: fx.Node, refusals: Refusals) -> Refusal:
         return Refusal(AS_PRODUCT, site)
     if _is_returned_whole(site, refusals):
         return Refusal(LEAVES)
-    return Refusal(f"{ONE_SIDE} in this graph, or not summed in it")
+    return Refusal(UNSUMMED)
 
 
 def _is_returned_whole(site: fx.Node, refusals: Refusals) -> bool:
     """Whether the graph returns something as large as what two distributions meet in."""
-    least = site.meta["val"].numel() if isinstance(site.meta.get("val"), Tensor) else 0
+    values = [n.meta.get("val") for n in (site, *site.all_input_nodes)]
+    least = max((x.numel() for x in values if isinstance(x, Tensor)), default=0)
     for node in nearest_users(site):
         value, outer = node.meta.get("val"), node_of(refusals.trace, node)
         if outer is None or not isinstance(value, Tensor) or 2 * value.numel() < least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,6 +98,58 @@ def sorted_in_a_checkpoint(h, w, g, v):
     return checkpoint(loss, h, g, use_reentrant=False)
 
 
+def three_columns(join):
+    return lambda h, w, g, v: F.kl_div(
+        join(h @ w.T).log_softmax(-1), join(g @ v.T).log_softmax(-1), None, None, "sum", True
+    )
+
+
+def with_agreement(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    return F.kl_div(s, t, reduction="batchmean", log_target=True), agreement(s, t)
+
+
+def agreement(s, t):
+    return (s.log_softmax(-1).argmax(-1) == t.log_softmax(-1).argmax(-1)).float().mean()
+
+
+def but_the_label(s, t):
+    keep = torch.arange(s.shape[-1]) != torch.arange(len(s))[:, None]
+    s, t = (x.masked_fill(~keep, torch.finfo(x.dtype).min) for x in (s, t))
+    return -(t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
+
+
+SCATTERED = {
+    "by scatter": lambda p, ids, v: torch.zeros_like(p).scatter(-1, ids, v / v.sum(-1, True)),
+    "by scatter_": lambda p, ids, v: torch.zeros_like(p).scatter_(-1, ids, v.softmax(-1)),
+    "before it is divided": lambda p, ids, v: (
+        (x := torch.zeros_like(p).scatter(-1, ids, v)) / x.sum(-1, True)
+    ),
+}
+
+
+def dense_topk_loss(scatter, s, t):
+    p = t.softmax(-1)
+    values, ids = p.topk(4)
+    return -(scatter(p, ids, values) * s.log_softmax(-1)).sum(-1).mean()
+
+
+def of_topk_entries(s, t):
+    values, ids = t.softmax(-1).topk(4)
+    p = values / values.sum(-1, keepdim=True)
+    return (p * (p.log() - s.log_softmax(-1).gather(-1, ids))).sum(-1).mean()
+
+
+def binary_of_a_label(s, t):
+    p, q = t.softmax(-1), s.softmax(-1)
+    labels = torch.arange(len(s))[:, None] % s.shape[-1]
+    p, q = (
+        torch.cat([x.gather(1, labels), x.sum(1, keepdim=True) - x.gather(1, labels)], 1)
+        for x in (p, q)
+    )
+    return (p * (p.log() - q.log())).sum(-1).mean()
+
+
 def overwritten(q, k, r, u):
     a, b = q @ k.mT, r @ u.mT
     a[a < 0] = 0
@@ -154,6 +207,31 @@ def sliced_probabilities(s, t):
     return (s.softmax(-1)[:, :5] - t.softmax(-1)[:, :5]).square().sum()
 
 
+def weighted_keys(p, t):
+    p, t = (x.softmax(-1)[:, :, 0] for x in (p, t))
+    keys = p.shape[-1]
+    kept = (torch.arange(keys) > 0).to(p.dtype)
+    return ((p - t).square() * kept).sum() / (p[..., 0].numel() * (keys - 1))
+
+
+def a_slice_of_one_query(p, t):
+    return F.mse_loss(*(x.softmax(-1)[:, :, 0, 1:] for x in (p, t)))
+
+
+def padded_probabilities(s, t):
+    return F.mse_loss(*(F.pad(x.softmax(-1), (0, 3)) for x in (s, t)))
+
+
+def joined_with_zeros(s, t):
+    p = t.softmax(-1)
+    return (torch.cat([p, p.new_zeros(len(p), 2)], -1) - s.softmax(-1)).square().sum()
+
+
+def padded_scores(s, t):
+    t = F.pad(t, (0, 2), value=torch.finfo(t.dtype).min)
+    return (t.softmax(-1) - s.softmax(-1)).square().sum()
+
+
 def a_sliced_vocabulary(s, t):
     s[..., 7:] = -torch.inf
     t[..., 7:] = -torch.inf
@@ -179,6 +257,7 @@ def means(s, t):
 
 
 HEADS = (5, 4), (9, 4), (5, 3), (9, 3)
+SMALLER = (5, 4), (9, 4), (5, 3), (7, 3)  # the teacher's vocabulary
 MAPS = (2, 3, 5, 4), (2, 3, 9, 4), (2, 3, 5, 4), (2, 3, 9, 4)
 AVERAGED = "forward_kl, {} averaged over a leading dimension"
 SAID = {
@@ -216,6 +295,25 @@ SAID = {
     "a slice with a step": Said(
         a_slice_with_a_step, ("s[..., ::2] = -1e4  # here",), usual="gram"
     ),
+    "joined columns": Said(
+        three_columns(lambda x: torch.stack([x[:, 5], x[:, 9], x[:, 11]], -1)),
+        ("parts of the scores are joined by stack", "logits[:, [5, 9, 11]]"),
+        ("leaves the graph",),
+    ),
+    "listed columns": Said(three_columns(lambda x: x[:, [5, 9, 11]]), ("1 of 1 loss fused",)),
+    "all logits but the label's": Said(of_logits(but_the_label), ("1 of 1 loss fused",)),
+    **{
+        f"a top-k scattered {name}": Said(
+            of_logits(functools.partial(dense_topk_loss, scatter)),
+            ("probabilities are scattered to the keys", "log_s.gather(-1, ids)"),
+            ("different dimensions", "rows or some heads"),
+        )
+        for name, scatter in SCATTERED.items()
+    },
+    "entries of a top-k": Said(of_logits(of_topk_entries), ("1 of 1 loss fused",)),
+    "labels of this graph": Said(
+        of_logits(binary_of_a_label), ("read by code outside of the loss",), ("not made",)
+    ),
     "a hook on probabilities": Said(
         hook_on_probabilities,
         ("comes from register_hook at", "register the hook on the hidden states"),
@@ -234,6 +332,8 @@ SAID = {
         "attention_alone", "attention probabilities that are compared with no other distribution"
     ),
     "rows of a loss are no second one": user("bhattacharyya", "1 of 1 loss fused"),
+    "equal argmaxes are no loss": Said(with_agreement, ("1 of 1 loss fused",), ("not fused",)),
+    "equal argmaxes alone": Said(of_logits(agreement), ("no distillation loss",), ("not fused",)),
     # warnings
     "logarithms of log-probabilities": Said(
         of_logits(lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="sum")),
@@ -272,6 +372,19 @@ SAID = {
         of_logits(sliced_probabilities), ("only some of the keys are used after the softmax",),
         ("single entries",), ((6, 4), (96, 4), (6, 3), (96, 3)),
     ),
+    "keys of one query": Said(
+        of_logits(a_slice_of_one_query), ("only some of the keys are used",), ("padded",), MAPS
+    ),
+    "weighted keys of one query": Said(
+        of_logits(weighted_keys), ("1 of 1 loss fused",), shapes=MAPS
+    ),
+    "padded probabilities": Said(
+        of_logits(padded_probabilities), ("probabilities are padded",), ("only some",), HEADS
+    ),
+    "probabilities joined with zeros": Said(
+        of_logits(joined_with_zeros), ("probabilities are padded",), ("only some",), SMALLER
+    ),
+    "padded scores": Said(of_logits(padded_scores), ("1 of 1 loss fused",), shapes=SMALLER),
     "a sliced vocabulary": Said(
         of_logits(a_sliced_vocabulary), ("linear_kl: forward_kl",), shapes=HEADS
     ),

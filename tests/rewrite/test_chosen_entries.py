@@ -42,6 +42,44 @@ def test_the_mean_of_no_entry_has_no_gradient(count):
     judge(step, operands(), int(count > 0))
 
 
+def least_of_largest(t):
+    return t.topk(2, -1).values[..., -1:]
+
+
+FILTERS = {
+    "-inf": lambda t: t.masked_fill(t < least_of_largest(t), -torch.inf).softmax(-1),
+    "-1e9": lambda t: t.masked_fill(t < least_of_largest(t), -1e9).softmax(-1),
+    "where": lambda t: torch.where(t >= least_of_largest(t), t, -torch.inf).softmax(-1),
+    "probabilities": lambda t: t.softmax(-1) * (t >= least_of_largest(t)),
+    "entries": lambda t: t.softmax(-1) - least_of_largest(t),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_topk_filter_needs_ids_that_the_code_leaves_out(name):
+    @of_scores
+    def step(z, t):
+        return -(FILTERS[name](t) * z.log_softmax(-1)).sum(-1).mean()
+
+    judge(step, operands(), 1)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_ids_that_the_code_writes_to_are_others(is_later):
+    @of_scores
+    def step(z, t):
+        top = t.topk(2, -1)
+        least = top.values[..., -1:]
+        if not is_later:
+            top.indices.zero_()
+        p = t.masked_fill(t < least, -torch.inf).softmax(-1)
+        loss = -(p * z.log_softmax(-1)).sum(-1).mean()
+        return loss + top.indices.zero_().sum() if is_later else loss
+
+    outcome = judge(step, operands(), 0)
+    assert "a result of topk is written to in place" in str(outcome.report)
+
+
 def wide(x, *dims):
     return x.expand(2, 3, ROWS, *dims)
 

@@ -211,6 +211,14 @@ def padded_and_joined(x, y):
     return p.softmax(-1).sum(0)[:6] * torch.stack([x, x * 3]).logsumexp(0) * j[1] * j.flip(-1)[0]
 
 
+def columns_joined(x, y):
+    a = torch.cat([y[:4, 2:3], y[:4, 5:6]], -1)[:, :1]
+    a = a + torch.stack([x[:, 4], x[:, -4], x[:, 0]], -1)
+    once = torch.stack([x[1], x[1]], 0) + torch.cat([x[:1], x[2:3]]) + torch.stack([x[0], x[3]])
+    other = torch.stack([x[:, 0], y[:4, 1]], 1) + torch.cat([x[:, ::2], x[:, 1::2]], 1)[:, :2]
+    return a.softmax(-1).sum() + once.logsumexp(0)[:4, None] * other
+
+
 def repeated(x, y):
     a = x.repeat_interleave(3, dim=0).view(4, 3, 6).mean(1)
     return a + x.repeat(2, 1)[2:6] + x.unsqueeze(1).expand(4, 5, 6).reshape(20, 6)[3:7]
@@ -297,8 +305,8 @@ def topk_of_scores(x, y):
 PROGRAMS = [
     columns_filled, base_read_after_its_view_was_written, views_of_written_parts,
     masked_in_place, assembled_in_place, input_written_under_no_grad, entries_by_index,
-    rows_of_masks, padded_and_joined, repeated, norms, functions, of_labels, other_losses,
-    with_tensor_scales, values_of_maps, einsums, without_gradient, topk_of_scores,
+    rows_of_masks, padded_and_joined, columns_joined, repeated, norms, functions, of_labels,
+    other_losses, with_tensor_scales, values_of_maps, einsums, without_gradient, topk_of_scores,
     conditions, ids_of_another_dimension,
 ]  # fmt: skip
 # what is no input, in the result

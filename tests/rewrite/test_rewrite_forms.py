@@ -394,6 +394,27 @@ def a_layer_of_cohere_before_the_head(xs, ws, xt, wt):
     return kd(normalized(hidden[0]) @ ws.T * 0.25, normalized(hidden[1]) @ wt.T * 0.25)
 
 
+def _one_detached(x):
+    with torch.no_grad():
+        first = x[..., 9]
+    return torch.stack([first, x[..., 5]], -1)
+
+
+COLUMNS = {  # of a reranker's yes and no tokens
+    "stack": lambda x: torch.stack([x[..., 5], x[..., 9]], -1),
+    "backwards": lambda x: torch.stack([x[..., 9], x[..., -7]], -1),
+    "cat": lambda x: torch.cat([x[..., 3:4], x[..., 9:10], x[..., 15:16]], -1),
+    "unsqueezed": lambda x: torch.cat([x[..., 5].unsqueeze(-1), x[..., 9].unsqueeze(2)], 2),
+    "uneven slices": lambda x: torch.cat([x[..., :3], x[..., 9:11]], -1),
+    "one without a gradient": (_one_detached, None),
+}
+
+
+@HEADS.each(COLUMNS)
+def columns_that_are_joined(join, xs, ws, xt, wt):
+    return kd(join(F.linear(xs, ws)), join(F.linear(xt, wt)))
+
+
 def chunks_of_tokens(chunks, xs, ws, xt, wt, labels):
     total = 0.0
     keep = labels != -100

@@ -21,6 +21,10 @@ EVENTS = {
     "the divergence leaves the graph before it is summed over the keys":
         "The compiled function returns one value for each query and key, or for each token and "
         "vocabulary entry.",
+    "a mask selects entries of each row (all logits but the label's)":
+        "A boolean mask over tokens and vocabulary entries makes one list of what it selects.",
+    "a top-k is renormalized and scattered to a dense target":
+        "The target has k probabilities of a row, divided by their sum, and zeros elsewhere.",
     "entries of rows are gathered by ids (a cached or served top-k)":
         "The loss reads a few entries of each row, and the graph cannot tell whether an id "
         "repeats.",
@@ -92,10 +96,14 @@ EVENTS = {
         "A size depends on the values of a tensor.",
     "a Python number that changes between calls":
         "Dynamo saw a second value of the number, and made it an input of the graph.",
+    "probabilities are padded to another vocabulary size":
+        "Probabilities of a smaller vocabulary get further entries after the softmax.",
     "logits are padded to another vocabulary size":
         "The padded entries take part in the softmax.",
     "keys are sliced away after the softmax":
         "The loss reads only a slice of the probabilities along the keys.",
+    "columns or slices of the scores are joined (cat, stack)":
+        "Several columns or slices of the scores are put together to other keys, at uneven steps.",
     "scores are sliced, reshaped or flattened so that their axes mix":
         "After a slice or reshape, one dimension holds parts of several dimensions of the scores.",
     "the probabilities of both sides are averaged over heads":

@@ -212,6 +212,36 @@ def cross_entropy_by_matmul(h, w, g, v):
     return -(t @ s.mT).diagonal().mean()
 
 
+@example("columns or slices of the scores are joined (cat, stack)")
+def three_columns_joined(h, w, g, v):
+    s, t = (torch.stack([x[:, 5], x[:, 9], x[:, 11]], -1) for x in (h @ w.T, g @ v.T))
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+
+@example(
+    "a mask selects entries of each row (all logits but the label's)",
+    config={"capture_dynamic_output_shape_ops": True},
+)
+def all_logits_but_one(h, w, g, v):
+    keep = torch.arange(len(w)) != torch.arange(len(h))[:, None]
+    s, t = ((x @ y.T)[keep].reshape(len(h), -1) for x, y in ((h, w), (g, v)))
+    return kl(s, t)
+
+
+@example("a top-k is renormalized and scattered to a dense target")
+def renormalized_topk_scattered(h, w, g, v):
+    t = (g @ v.T).softmax(-1)
+    values, ids = t.topk(8)
+    p = torch.zeros_like(t).scatter(-1, ids, values / values.sum(-1, keepdim=True))
+    return -(p * (h @ w.T).log_softmax(-1)).sum(-1).mean()
+
+
+@example("probabilities are padded to another vocabulary size")
+def padded_probabilities(h, w, g, v):
+    p = F.pad((g @ v[:-3].T).softmax(-1), (0, 3))
+    return F.kl_div((h @ w.T).log_softmax(-1), p, reduction="batchmean")
+
+
 @example("scores are sliced, reshaped or flattened so that their axes mix")
 def mixed_axes(h, w, g, v):
     return kl(*((x @ y.T).view(-1, 96) for x, y in ((h, w), (g, v))))

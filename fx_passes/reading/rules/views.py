@@ -231,7 +231,7 @@ def concatenate(call: Call) -> Array:
     d = call.known("dim", 0) % len(every[0].dims)
     if len(every) == 1:
         return every[0]
-    return _joined(call, every, d)
+    return _of_even_steps(call, given, every, d) or _joined(call, every, d)
 
 
 @rule(aten.stack.default)
@@ -240,7 +240,44 @@ def stack(call: Call) -> Array:
     every = [call.reader.array(x) for x in call.get("tensors")]
     d = call.known("dim", 0) % (len(every[0].dims) + 1)
     new = [call.made(x.expr, (*x.dims[:d], (), *x.dims[d:])) for x in every]
-    return new[0] if len(new) == 1 else _joined(call, new, d)
+    if len(new) == 1:
+        return new[0]
+    return _of_even_steps(call, call.get("tensors"), new, d) or _joined(call, new, d)
+
+
+def _of_even_steps(
+    call: Call, parts: Sequence[torch.fx.Node], every: Sequence[Array], d: int
+) -> Array | None:
+    """Returns single positions of one tensor as a slice, if they are evenly spaced.
+
+    Two always are: of a yes and a no token, ``stack([z[:, 5], z[:, 9]], -1)`` is ``z[:, 5:10:4]``.
+    """
+    found = [_position_of(call, part, d) for part in parts]
+    known = [x for x in found if x is not None]
+    if len(known) < len(found):
+        return None
+    (source, first), (_, second), *_ = known
+    step = second - first
+    for i, own in enumerate(every):  # as each part was read: one may be detached
+        at = const(first + i * step, INT)
+        if not step or own != arrays.indexed(source, d, at, [()]):
+            return None
+    return arrays.sliced(source, d, first, len(every), step)
+
+
+def _position_of(call: Call, part: torch.fx.Node, d: int) -> tuple[Array, int] | None:
+    """Returns the tensor that a single position of a dimension is read from, and the position."""
+    if part.target == aten.unsqueeze.default and part.args[1] in (d, d - part.meta["val"].dim()):
+        part = part.args[0]  # type: ignore[assignment]
+    if part.target not in (aten.select.int, aten.slice.Tensor):
+        return None
+    own = Call(call.reader, part)
+    try:
+        at, start, _ = part_of(own)
+    except NoRule:  # joined as any other tensor
+        return None
+    is_known = start.op == "const" and at == d
+    return (own.array("self"), int(start.value)) if is_known else None
 
 
 @rule(aten.repeat_interleave.self_int)
