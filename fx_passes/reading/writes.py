@@ -9,6 +9,7 @@ version, the number of writes to it so far, and each node the version for which 
 - What cannot be followed is captured: ``Source(node, version)`` is that tensor at that time.
 - A tensor that the graph does not make is captured after a write: its operators read it then.
 - So is one whose new value is computed from a captured old one, which is in no memory any more.
+  Where a write leaves a captured value as it was, memory still has it.
 """
 
 from __future__ import annotations
@@ -148,23 +149,23 @@ class Writes:
             self._made[node] = self.version(node)
             return
         chain, value = [(targets[0], result)], result
-        olds = {}
         x = targets[0]
+        olds = {x: self.current(x)}
         while x in self._parent:
-            parent = self._parent[x]
-            olds[x] = self.current(parent)
-            x = parent
+            x = self._parent[x]
+            olds[x] = self.current(x)
         is_outside = x.op in ("placeholder", "get_attr")
         x = targets[0]
         try:
             while x in self._parent and not is_outside:
-                value = self._written_back(x, value, olds[x])
+                value = self._written_back(x, value, olds[self._parent[x]])
                 x = self._parent[x]
                 chain.append((x, value))
         except (NoRule, NoView):
             chain = chain[:1]
         self.unread(targets)
-        chain = list(itertools.takewhile(lambda each: not self._reads_memory(*each), chain))
+        kept = itertools.takewhile(lambda x: not _reads_memory(*x, olds[x[0]]), chain)
+        chain = list(kept)
         if is_outside or not chain:
             made = "the graph does not make" if is_outside else "is captured"
             self.reader.reading.reasons[node] = f"it writes to a tensor that {made}"
@@ -175,10 +176,6 @@ class Writes:
             self._keep(x, value)
         self._keep(node, chain[0][1])
         self._parent[node] = targets[0]
-
-    def _reads_memory(self, node: fx.Node, new: Array) -> bool:
-        """Whether a node's new value is computed from what its memory held before."""
-        return storage_of(node) in map(storage_of, nodes_read(new.expr))
 
     def _written_back(self, view: fx.Node, new: Array, old: Array) -> Array:
         """What a write to a view makes of the tensor that it is a view of."""
@@ -195,3 +192,16 @@ class Writes:
         if target in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
             return part_written(call, part_of(call), new, old)
         raise NoRule(STALE)
+
+
+def _reads_memory(node: fx.Node, new: Array, old: Array) -> bool:
+    """Whether a new value is computed from what memory held, other than being left as it was."""
+    computed, branches = [], [new.expr]
+    while branches:
+        x = branches.pop()
+        if x.op == "where":
+            computed.append(x.args[0])
+            branches += [branch for branch in x.args[1:] if branch != old.expr]
+        else:
+            computed.append(x)
+    return storage_of(node) in map(storage_of, nodes_read(*computed))
