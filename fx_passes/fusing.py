@@ -155,11 +155,11 @@ class Fusing:
     def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
         """Raises Unsupported if code after a sum would see another number than in eager code."""
         found = readers_behind([output.node], self.outside)
+        if not found.special and not found.infinite:
+            return
         special = why_special(plan, output, found)
         if special:
             raise Unsupported(special)
-        if not found.special and not found.infinite:
-            return
         scores = Scores(output.inner, (), self.losses.reading)
         if scores.may_underflow or (found.special and scores.has_lost_rows):
             raise Unsupported(special_reason(min(found.special or found.infinite)))

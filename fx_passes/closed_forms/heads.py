@@ -17,7 +17,7 @@ from torch_streamkl.program.reductions import detached, fresh_axis, reduced, rem
 from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 LEAVES = ("log_softmax", CONTRACT, "capture", "reduce", "index")
-SELECTED = "keys are selected after the softmax"
+SELECTED_KEYS = "keys are selected after the softmax"
 OTHER_DIMENSIONS = "two distributions over different dimensions are combined"
 EARLIER_SUM = "a sum over rows or some heads comes before the sum over the keys"
 PLAIN = ("capture", "index", "const", "size", "linear")  # what weights of keys are made of
@@ -75,7 +75,7 @@ class Variables:
         if x.op == "linear" and scores and normalisers:
             is_same = set(sources_in(*scores)) <= set(sources_in(*normalisers))
             other = "a log-sum-exp of other scores is subtracted"
-            raise NoForm(SELECTED if is_same else other, x)
+            raise NoForm(SELECTED_KEYS if is_same else other, x)
 
     def _changed(self, x: Node) -> Node:
         if self.key not in x.axes or x.dtype == BOOL:

@@ -20,7 +20,11 @@ from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
-from torch_streamkl.fx_passes.closed_forms.heads import EARLIER_SUM, OTHER_DIMENSIONS
+from torch_streamkl.fx_passes.closed_forms.heads import (
+    EARLIER_SUM,
+    OTHER_DIMENSIONS,
+    SELECTED_KEYS,
+)
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
@@ -41,7 +45,6 @@ OTHER_SIZES = "two distributions whose sizes are not known to be equal are combi
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
 SOME_KEYS = "only some of the keys are used after the softmax"
 PADDED = "probabilities are padded with other values"
-SELECTED_KEYS = "keys are selected after the softmax"
 MASKED_ENTRIES = "a mask selects single entries of each row"
 SCATTERED = "chosen probabilities are scattered to the keys"
 JOINED = "parts of the scores are joined by {}"

@@ -6,6 +6,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import node_of
+from torch_streamkl.fx_passes.closed_forms.heads import SELECTED_KEYS
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
     named_arguments,
@@ -20,7 +21,6 @@ from torch_streamkl.fx_passes.planning.refusals import (
     NOT_IN_GRAPH,
     NOT_MADE,
     PADS,
-    SELECTED_KEYS,
     Refusal,
     Refusals,
 )

@@ -125,6 +125,7 @@ def _is_measured(problem: AttentionProblem, backward: bool) -> bool:
 
 
 def _is_measured_with_64(problem: AttentionProblem) -> bool:
+    """Whether they were with tiles of 64 columns."""
     if problem.mask is None and not has_bias(problem):
         return problem.functional.mixture is not None
     return (
