@@ -219,7 +219,7 @@ class Captures:
                 raise Unsupported(NO_VIEW)
             span = self.sizes.product([span, t.axis.size])
         if step != 1:
-            return self._stepped(x, d, at, step), at.dim
+            return self._stepped(x, d, at, have, step), at.dim
         length = size_of(span)
         is_first = at.offset.op == "const" and at.offset.value == 0.0
         if is_first and (length is have or self._is_count(x, d, span)):
@@ -280,15 +280,12 @@ class Captures:
         length = self.arranging.inserted_size(span)
         return self.build.method("narrow", x, d, begin, length)
 
-    def _stepped(self, x: fx.Node, d: int, at: Affine, step: Size) -> fx.Node:
-        start, count = (
-            constant(at.offset),
-            self.sizes.product([t.axis.size or 0 for t in at.terms]),
-        )
-        if start is None or start < 0 or not isinstance(step, int) or not isinstance(count, int):
+    def _stepped(self, x: fx.Node, d: int, at: Affine, have: Node, step: Size) -> fx.Node:
+        count = self.sizes.product([t.axis.size or 0 for t in at.terms])
+        if not isinstance(step, int) or not isinstance(count, int):
             raise Unsupported(UNKNOWN_PLACE)
-        stop = int(start) + step * (count - 1) + 1
-        index = (*(slice(None),) * d, slice(int(start), stop, step))
+        x = self._narrowed(x, d, at.offset, have, step * (count - 1) + 1)
+        index = (*(slice(None),) * d, slice(None, None, step))
         return self.build.call(operator.getitem, x, index)
 
     def _inserted(self, x: Node) -> int | fx.Node:

@@ -406,6 +406,8 @@ COLUMNS = {  # of a reranker's yes and no tokens
     "cat": lambda x: torch.cat([x[..., 3:4], x[..., 9:10], x[..., 15:16]], -1),
     "unsqueezed": lambda x: torch.cat([x[..., 5].unsqueeze(-1), x[..., 9].unsqueeze(2)], 2),
     "uneven slices": lambda x: torch.cat([x[..., :3], x[..., 9:11]], -1),
+    "before a slice": lambda x: torch.cat([x[..., 1:9:4], x[..., 9:]], -1),
+    "after a slice": lambda x: torch.cat([x[..., 9:], x[..., 1:9:4]], -1),
     "one without a gradient": (_one_detached, None),
 }
 

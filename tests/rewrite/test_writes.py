@@ -290,3 +290,38 @@ def test_a_captured_tensor_holds_what_was_written_to_it(fn):
 
     rows = torch.randn(6, 11, generator=make)
     compare(loss, [*given, rows], options={"streamkl.verify": "never"}).check()
+
+
+def a_part_through_a_transposed_view(x):
+    z = torch.full_like(x, 2.0)
+    z.mT[:, :4] = x[:, :4]
+    return z
+
+
+def one_column_through_a_transposed_view(x):
+    z = torch.full_like(x, 2.0)
+    z.mT[:, 4:5] = x[:, 4:5]
+    return z
+
+
+def a_part_of_a_transposed_tensor(x):
+    z = torch.empty_like(x)
+    z[:3] = x[:3]
+    z[3:] = x.mT[3:]
+    return z.clamp(min=-1.0)
+
+
+@pytest.mark.parametrize("fn", [
+    a_part_through_a_transposed_view, one_column_through_a_transposed_view,
+    a_part_of_a_transposed_tensor,
+])  # fmt: skip
+def test_a_part_of_a_square_is_written_across_it(fn):
+    """The part runs along the axis that the tensor has in its other dimension."""
+    make = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=make).requires_grad_() for s in ((6, 4), (6, 4))]
+
+    def loss(h, w, rows):
+        return F.kl_div((h @ w.mT).log_softmax(-1), fn(rows).softmax(-1), reduction="sum")
+
+    rows = torch.randn(6, 6, generator=make)
+    compare(loss, [*given, rows], options={"streamkl.verify": "never"}).check()

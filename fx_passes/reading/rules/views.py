@@ -155,7 +155,10 @@ def part_written(call: Call, part: tuple[int, Node, Node | None], new: Array, ol
         at = linear(0.0, [(1.0, j), (-1.0, start)])
         last = linear(-1.0, [(1.0, count), (-1.0, at)])
         here = all_of(nonnegative(at), nonnegative(last))
-        inside = arrays.indexed(new, d, at, [base.dims[d]])
+        # an axis of its own: another dimension of what is written may have that of the base
+        axis = arrays.own_axis(new, d, base.size(d))
+        own = linear(0.0, [(1.0, index(axis)), (-1.0, start)])
+        inside = arrays.indexed(new, d, own, [(axis,)])
     position = [()] * len(base.dims)
     condition = call.made(here, [base.dims[d] if i == d else x for i, x in enumerate(position)])
     return call.pointwise(choose, condition, inside, base)
