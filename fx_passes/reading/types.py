@@ -75,7 +75,7 @@ def stored(x: Node, dtype: torch.dtype) -> Node:
         raise NoRule(f"values times a number that {name} does not hold")
     if kind == INT and x.op == "const":  # a folded sum is one of floating-point numbers
         return in_type(x.value, dtype)
-    if INT in (kind, x.dtype) and not holds(x, dtype):
+    if (INT in (kind, x.dtype) or _is_position(x)) and not holds(x, dtype):
         if is_of_positions(x) or kind == FLOAT:
             return _rounded(x, name, kind)
         raise NoRule(f"integers that {name} may not hold")
@@ -151,6 +151,11 @@ def is_whole(x: Node) -> bool:
 def is_of_positions(x: Node) -> bool:
     """Returns whether an expression has no captured tensor."""
     return not has_op(x, "capture")
+
+
+def _is_position(x: Node) -> bool:
+    """Whether positions were added to a floating-point number that is whole, such as 300.0."""
+    return x.op == "linear" and has_op(x, "index") and is_of_positions(x) and is_whole(x)
 
 
 def floor(x: Node) -> Node:

@@ -164,3 +164,29 @@ def test_given_tensors_are_computed_with_in_float64(dtype):
         found = torch.compile(loss, backend="streamkl", options=options)(x, w, z)
     assert report.num_fused == 1, report
     torch.testing.assert_close(found, loss(x, w, z), rtol=1e-12, atol=1e-12)
+
+
+NARROW = {
+    "a number of positions": lambda n, v, t: torch.arange(300, 300 + n, dtype=t)[:, None] + v,
+    "a number": lambda n, v, t: torch.full((n, 1), 300.0, dtype=t) + v,
+    "a scalar": lambda n, v, t: v + torch.scalar_tensor(300.0, dtype=t).expand(n, 1),
+    "a cast": lambda n, v, t: torch.arange(300, 300 + n).to(t)[:, None] + v,
+}
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("name", NARROW)
+def test_positions_are_rounded_next_to_floating_point_numbers(name, rows):
+    """bfloat16 has even numbers alone from 256 on."""
+
+    def loss(x, w):
+        places = NARROW[name](rows, torch.arange(11), torch.bfloat16)
+        return torch.where(places % 2 == 0, x @ w.mT, -1e4).log_softmax(-1).sum(-1)
+
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 4, dtype=torch.float64) for n in (rows, 11))
+    torch._dynamo.reset()
+    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
+    torch.testing.assert_close(
+        torch.compile(loss, backend="streamkl", options=options)(x, w), loss(x, w)
+    )
