@@ -106,14 +106,15 @@ class Captures:
             if taken is None or taken.target is not operator.getitem:
                 continue
             result, index = taken.args
+            if index != other.args[1]:
+                continue
             assert isinstance(result, fx.Node)
             same = [u for u in result.users if u.target is operator.getitem and u.args[1] == which]
             written = written_storages(result.graph) if same else ()
             if any(storage_of(u) in written for u in same):
                 raise Unsupported(f"a result of {name_of(result)} is written to in place")
-            if index == other.args[1]:
-                inserted: fx.Node = self.build.call(operator.getitem, result, which)
-                return inserted
+            inserted: fx.Node = self.build.call(operator.getitem, result, which)
+            return inserted
         return None
 
     def placed(
@@ -284,9 +285,12 @@ class Captures:
         count = self.sizes.product([t.axis.size or 0 for t in at.terms])
         if not isinstance(step, int) or not isinstance(count, int):
             raise Unsupported(UNKNOWN_PLACE)
-        x = self._narrowed(x, d, at.offset, have, step * (count - 1) + 1)
-        index = (*(slice(None),) * d, slice(None, None, step))
-        return self.build.call(operator.getitem, x, index)
+        start, length, size = constant(at.offset), step * (count - 1) + 1, tensor_of(x).shape[d]
+        if start is not None and isinstance(size, int) and 0 <= start <= size - length:
+            places = slice(int(start), int(start) + length, step)
+        else:  # it begins or ends outside of the tensor, or may
+            x, places = self._narrowed(x, d, at.offset, have, length), slice(None, None, step)
+        return self.build.call(operator.getitem, x, (*(slice(None),) * d, places))
 
     def _inserted(self, x: Node) -> int | fx.Node:
         """An integer that is made of sizes."""

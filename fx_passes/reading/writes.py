@@ -196,12 +196,13 @@ class Writes:
 
 def _reads_memory(node: fx.Node, new: Array, old: Array) -> bool:
     """Whether a new value is computed from what memory held, other than being left as it was."""
+    kept = old.expr if new.dims == old.dims else None  # of other dimensions it is a transposed one
     computed, branches = [], [new.expr]
     while branches:
         x = branches.pop()
         if x.op == "where":
             computed.append(x.args[0])
-            branches += [branch for branch in x.args[1:] if branch != old.expr]
+            branches += [branch for branch in x.args[1:] if branch != kept]
         else:
             computed.append(x)
     return storage_of(node) in map(storage_of, nodes_read(*computed))
