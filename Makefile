@@ -14,7 +14,7 @@ INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install -qq
 
 LANES := test-operators test-kernels test-rewrite test-report test-distributed test-packaging test-bench test-fuzz
 
-.PHONY: everything demo docs test test-slow test-all test-integrations test-mutations test-matrix $(LANES) dist bench lint clean
+.PHONY: everything demo docs test test-slow test-all test-integrations test-mutations test-matrix test-nightly $(LANES) dist bench lint clean
 
 # The site, into build/site; links are strict.
 docs: $(VENV)/.docs
@@ -51,13 +51,19 @@ test-all: $(VENV)/.test
 
 # Each pair in an environment of its own; a Python that is not here is left out and said.
 PYTHONS ?= python3.11 python3.12 python3.13
-TORCHES ?= 2.11.0 2.13.0
+TORCHES ?= 2.11.0 2.13.0 2.15.0
 test-matrix:
 	@for python in $(PYTHONS); do for torch in $(TORCHES); do \
 	    if ! $$python --version >/dev/null 2>&1; then echo "$$python is not installed: left out"; continue; fi; \
 	    echo "== $$python, torch $$torch"; \
 	    $(MAKE) test PYTHON=$$python TORCH="torch==$$torch" VENV=.venv/matrix/$$python-$$torch || exit 1; \
 	done; done
+
+# The newest torch that is to be had (gigabytes): private names, texts of reports, the corpus.
+NIGHTLY := tests/rewrite/test_torch_names.py tests/rewrite/test_moved_names.py tests/rewrite/test_corpus.py tests/report
+test-nightly:
+	rm -rf .venv/nightly
+	$(MAKE) test TORCH=torch VENV=.venv/nightly PYTEST_ARGS="$(NIGHTLY) $(PYTEST_ARGS)"
 
 dist: $(VENV)/.base
 	rm -rf dist && $(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"

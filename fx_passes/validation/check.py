@@ -22,6 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import first_line
 from torch_streamkl.fx_passes.fx_utils.mutation import draws_random
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
+from torch_streamkl.fx_passes.fx_utils.torch_names import later
 from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
@@ -141,7 +142,8 @@ def _check_region(
     if passed_before(fingerprint, options):
         return ""
     with isolated(devices):
-        found = _Comparison(region, owner, sizes, budget, devices).difference()
+        comparison = _Comparison(region, owner, sizes, budget, devices, options.uses_inductor)
+        found = comparison.difference()
     if not found:
         record_pass(fingerprint, options)
     return found
@@ -188,9 +190,11 @@ class _Comparison:
         sizes: Sizes,
         budget: Budget,
         devices: set[torch.device],
+        uses_inductor: bool,
     ) -> None:
         self.region, self.owner, self.sizes, self.budget = region, owner, sizes, budget
         self.devices = devices
+        self.uses_inductor = uses_inductor
 
     def difference(self) -> str:
         """Describes the difference on the first inputs that show one; empty if none do."""
@@ -218,8 +222,10 @@ class _Comparison:
         finite = draw.finite and any(n.target in PROGRAM_TEXTS for n in self.region.after)
         name = self.region.change.after.name
         compute = functools.partial(run, self.region.after, name, inputs, finite=finite)
-        with compiled_beside(compute, self.devices):
+        with compiled_beside(compute, self.devices) as is_compiling:
             naive, exact = self._run_both(inputs, draw)
+            if is_compiling and self.uses_inductor:
+                later("torch._inductor.compile_fx", "compile_fx")  # seconds, else after the check
         try:
             ours = compute()
         except torch.OutOfMemoryError:

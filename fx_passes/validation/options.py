@@ -21,7 +21,14 @@ class CheckOptions:
     max_mib: float | None = None  # memory of one check; None is a share of what is free
     max_seconds: float = 1.0  # of all checks of a graph, compiling kernels excepted
     version: str = ""  # of the sources: passes are recorded in Inductor's cache for it
+    uses_inductor: bool = False  # after the check
 
     @classmethod
     def of(cls, options: RewriteOptions, version: str) -> CheckOptions:
-        return cls(options.verify, options.verify_max_mib, options.verify_max_seconds, version)
+        return cls(
+            options.verify,
+            options.verify_max_mib,
+            options.verify_max_seconds,
+            version,
+            options.inner == "inductor",
+        )

@@ -172,13 +172,14 @@ def test_kernels_compile_beside_other_code(gpus: Gpus, monkeypatch: pytest.Monke
         Doubled.apply(torch.ones(3, requires_grad=True)).sum().backward()
         raise RuntimeError("on results that are not initialized")
 
-    with compiled_beside(compute, {FIRST}):
-        assert AsyncCompileMode.active == ["(1, 1, 1) on 1", "(2, 1, 1) on 1"]
-        with compiled_beside(compute, {FIRST}):  # the outer one's threads are the caller's
+    with compiled_beside(compute, {FIRST}) as is_compiling:
+        assert is_compiling and AsyncCompileMode.active == ["(1, 1, 1) on 1", "(2, 1, 1) on 1"]
+        with compiled_beside(compute, {FIRST}) as is_compiling:
+            assert not is_compiling  # the outer one's threads are the caller's
             assert len(AsyncCompileMode.active) == 2
     assert not kernel.seen and runtime.active_observer() is None
-    with compiled_beside(compute, {torch.device("cpu")}):
-        assert AsyncCompileMode.active is None
+    with compiled_beside(compute, {torch.device("cpu")}) as is_compiling:
+        assert not is_compiling and AsyncCompileMode.active is None
 
 
 def test_whoever_observed_before_does_again() -> None:

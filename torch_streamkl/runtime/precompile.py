@@ -44,22 +44,23 @@ class _Compiler:
 @contextlib.contextmanager
 def compiled_beside(
     compute: Callable[[], object], devices: Collection[torch.device]
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Compiles the kernels that ``compute`` launches while the code inside runs.
 
     ``compute`` is called without its launches, so its results are not initialized. At the end of
     the ``with`` block all kernels are compiled. One that does not compile raises where it is
-    launched. Without a GPU among ``devices`` nothing is compiled.
+    launched. Without a GPU among ``devices`` nothing is compiled, and the context is False.
     """
     with contextlib.ExitStack() as stack:
-        if any(d.type == "cuda" for d in devices) and _enter_threads(stack):
+        is_compiling = any(d.type == "cuda" for d in devices) and _enter_threads(stack)
+        if is_compiling:
             try:
                 # autograd's own threads have no observer
                 with torch.autograd.set_multithreading_enabled(False), observed_by(_Compiler()):
                     compute()
             except Exception:
                 log.debug("kernels are compiled when they are launched", exc_info=True)
-        yield
+        yield is_compiling
 
 
 def _enter_threads(stack: contextlib.ExitStack) -> bool:
