@@ -30,6 +30,13 @@ OF_SPECIAL: dict[object, str] = {
         "erf": "erf", "erfc": "erfc", "logit": "logit", "round": "round",
     }.items()
 }  # fmt: skip
+# attributes that are views: torch 2.13 traces getattr, and torch 2.14 an operator
+ATTRIBUTES: dict[object, str] = {
+    torch.ops.aten.numpy_T: "T",
+    torch.ops.aten.mT: "mT",
+    torch.ops.aten.matrix_H: "H",
+    torch.ops.aten.mH: "mH",
+}
 
 
 def name_of(node: fx.Node) -> str:
@@ -47,6 +54,8 @@ def target_name(target: Callable[..., Any] | str) -> str:
         return target
     if target in OF_SPECIAL:
         return OF_SPECIAL[target]
+    if target in ATTRIBUTES:
+        return "getattr"
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name).removeprefix("aten::")
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -60,6 +69,8 @@ def said_name(node: fx.Node) -> str:
     """Returns the name for a report: without its module, and of a tensor's attribute its own."""
     if node.target is getattr:
         return str(node.args[1])
+    if node.target in ATTRIBUTES:
+        return ATTRIBUTES[node.target]
     return name_of(node).split(".")[-1]
 
 

@@ -210,7 +210,7 @@ def _operand(node: fx.Node) -> str:
 
 
 # such as w.T, which a checkpointed function takes from the code around it
-_VIEW_OF_OUTER = re.compile(r"(?:getattr|transpose|permute|view|reshape|t)(?:_\d+)?")
+_VIEW_OF_OUTER = re.compile(r"(?:getattr|numpy_t|mt|transpose|permute|view|reshape|t)(?:_\d+)?")
 
 
 def warning_of(calls: Sequence[Call]) -> str:

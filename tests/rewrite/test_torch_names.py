@@ -12,8 +12,9 @@ import torch
 import torch._prims_common
 import torch._subclasses.fake_tensor
 import torch.fx.experimental.symbolic_shapes
+from torch import fx
 
-from torch_streamkl.fx_passes.fx_utils import torch_names
+from torch_streamkl.fx_passes.fx_utils import nodes, torch_names
 
 PASSES = Path(__file__).parents[2] / "fx_passes"
 MOVED = {
@@ -114,3 +115,15 @@ FILES = sorted(f for f in PASSES.rglob("*.py") if f.name not in {"torch_names.py
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PASSES)))
 def test_private_names_are_imported_in_one_place(file):
     assert not list(_private_imports(file))
+
+
+@pytest.mark.parametrize("target", nodes.ATTRIBUTES)
+def test_an_attribute_has_the_same_names_as_an_operator(target):
+    """As which torch 2.14 traces it."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    name = nodes.ATTRIBUTES[target]
+    attribute = graph.call_function(getattr, (x, name))
+    operator = graph.call_function(target, (x,))
+    assert nodes.name_of(operator) == nodes.name_of(attribute) == "getattr"
+    assert nodes.said_name(operator) == nodes.said_name(attribute) == name
