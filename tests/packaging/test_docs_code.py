@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 OVERVIEW = DOCS / "how-it-works" / "overview.md"
 README = (ROOT / "README.md").read_text()
-VIEWS = {"permute", "flatten", "unsqueeze", "reshape", "getattr"}
+VIEWS = {"permute", "flatten", "unsqueeze", "reshape", "getattr", "mT"}
 
 
 # ------------------------------------------------------------------------------------------ guide

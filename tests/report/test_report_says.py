@@ -179,6 +179,10 @@ def of_logits(loss):
     return lambda h, w, g, v: loss(h @ w.mT, g @ v.mT)
 
 
+# what a checkpoint's body takes from around it: a transpose of w, or w from torch 2.14 on
+OUTER, OUTER_TEACHER = ("w", "v") if torch.__version__ >= (2, 14) else ("a view", "a view")
+
+
 def in_a_checkpoint(h, w, g, v):
     return checkpoint(lambda a, b: kd(a @ w.T, b @ v.T), h, g, use_reentrant=False)
 
@@ -358,7 +362,7 @@ SAID = {
     ),
     "inputs of a checkpointed function": Said(
         in_a_checkpoint,
-        ("student: matmul of h and a view (", "teacher: matmul of g and a view ("),
+        (f"student: matmul of h and {OUTER} (", f"teacher: matmul of g and {OUTER_TEACHER} ("),
     ),
     "JS of a beta in float32": Said(of_logits(js_of_float32_numbers), ("js, beta=0.1",)),
     "a number": Said(skewed, ("skewed forward_kl, KL(P || 0.1 P + 0.9 S)",)),

@@ -17,6 +17,8 @@ from torch_streamkl.fx_passes.fx_utils.errors import SIZES_OF_DATA
 IS_OLD_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 IS_FULL = bool(os.environ.get("STREAMKL_FULL_CORPUS"))
 OTHERS = [s for s in SETTINGS if s != TABLE_SETTING]
+# from torch 2.14 on, Dynamo leaves out what does nothing
+WITHOUT_DROPOUT = {"bitdistill_relation_of_probs": "6 score- or logit-sized tensors remain"}
 LONGEST = "minilmv2_bloomberg_tolist"  # a sixth of the time of all settings
 
 
@@ -57,7 +59,10 @@ def test_is_exact_and_the_table_is_current(name, committed):
     row = row_of(BY_NAME[name], outcome)
     if IS_OLD_TORCH and row.reason == SIZES_OF_DATA:
         pytest.skip("this torch cannot trace sizes that are read from tensors so far")
-    assert committed[name] == (row.verdict, table.escaped(row.reason))
+    verdict, reason = committed[name]
+    if torch.__version__ >= (2, 14):
+        reason = WITHOUT_DROPOUT.get(name, reason)
+    assert (verdict, reason) == (row.verdict, table.escaped(row.reason))
 
 
 @pytest.mark.skipif(IS_OLD_TORCH, reason="without nested graph breaks")
