@@ -60,9 +60,9 @@ def _check_inductor() -> None:
     from torch._inductor.kernel.mm import aten_mm
 
     kernel = ir.UserDefinedTritonKernel
-    inspect.signature(kernel.__init__).bind(
-        None, kernel_idx=0, grid=(), tma_descriptor_metadata={}, kernel_args={}
-    )
+    made = inspect.signature(kernel.__init__)
+    options = {"launch_kwargs": ()} if "launch_kwargs" in made.parameters else {}  # torch 2.14
+    made.bind(None, kernel_idx=0, grid=(), tma_descriptor_metadata={}, kernel_args={}, **options)
     inspect.signature(ir.MutationOutput.__init__).bind(None, None, None, None)
     inspect.signature(ir.ir_node_to_tensor).bind(None)
     define = PythonWrapperCodegen.define_user_defined_triton_kernel

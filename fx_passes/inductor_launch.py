@@ -48,6 +48,7 @@ class KernelLaunch(ir.UserDefinedTritonKernel):
         ir.ExternKernel.__init__(self, None, layout, inputs, others, kwargs)
         self.entry = entry
         self.grid = [tuple(grid)]
+        self.launch_kwargs: tuple[str, ...] = ()  # of torch 2.14: options among the arguments
         self.config = triton.Config({}, **{k: options[k] for k in CONFIGURED if k in options})
         self.ordered_kwargs_for_cpp_kernel = entry.arg_names
         self.mutable_args = list(written)
