@@ -98,7 +98,6 @@ class _Rewriting:
         self.operands = losses.operands()
         self.unused = {n for n in region.nodes if not n.users}
         self.views = {n for n in graph.nodes if is_view(n)}
-        self.outer = dict(trace.outer)  # before later passes replace nodes
         self.of_rows: set[object] = set()  # operands of products that programs read as tensors
 
     def builder(self, before: fx.Node) -> Builder:
@@ -241,7 +240,7 @@ class _Rewriting:
             compared = losses.refusals.places_of(planner.refused, planner.compared())
             self.report.unrecognized += reasons_of_programs(losses.trace, of_programs, compared)
         self.report.remaining = large_tensors_left(
-            self.given.graph, sizes, losses.refusals, self.outer
+            self.given.graph, sizes, losses.refusals, losses.trace.outer
         )
         if self.report.remaining:  # else it is attention whose maps nobody distils
             self.report.notes += kept
