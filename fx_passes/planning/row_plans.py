@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
-from torch_streamkl.fx_passes.planning.divergences import product_types
+from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
@@ -104,9 +104,14 @@ def may_have_programs(trace: Trace) -> bool:
 class RowPlanner:
     """Plans the row programs of a trace; ``refused`` says why a sum has none, and at what."""
 
-    def __init__(self, trace: Trace, reading: Reading, region: Region) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        reading: Reading,
+        region: Region,
+        types: Mapping[frozenset[object], ProductType],
+    ) -> None:
         self.trace, self.reading, self.region = trace, reading, region
-        types = product_types(trace, reading)
         made = {names: found.result for names, found in types.items()}
         self.facts = replace(facts_of(reading), product_types=made)
         self._logarithms, self._log_softmaxes = logarithms_of(reading), log_softmaxes_of(reading)
