@@ -20,7 +20,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
-from torch_streamkl.fx_passes.planning.divergence_sites import without_divergence
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
 from torch_streamkl.fx_passes.planning.profitability import (
@@ -29,7 +28,6 @@ from torch_streamkl.fx_passes.planning.profitability import (
     why_program_is_left,
 )
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
-from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
     RowOutput,
@@ -46,8 +44,10 @@ from torch_streamkl.fx_passes.planning.special_values import (
     check_replaced,
 )
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
+from torch_streamkl.fx_passes.reporting.divergence_sites import without_divergence
 from torch_streamkl.fx_passes.reporting.execution import SITE, mark_site
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.rows import op as row_op

@@ -38,16 +38,16 @@ from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
 from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, reread_counts
 from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
-from torch_streamkl.fx_passes.planning.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.planning.losses import Losses, find_losses
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
-from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reading.reader import read_trace
+from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.reporting.execution import (
     how_sites_run,
     shared_with,
     sum_in_any_order,
 )
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.score_tensors import (
     large_tensors_left,

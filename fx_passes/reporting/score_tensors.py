@@ -26,11 +26,9 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     same_shape,
     shown_shape,
 )
-from torch_streamkl.fx_passes.planning.divergence_sites import scores_of
 from torch_streamkl.fx_passes.planning.divergences import Divergence
-from torch_streamkl.fx_passes.planning.refusals import Refusals
-from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.positions import source_name
+from torch_streamkl.fx_passes.reporting.divergence_sites import scores_of
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     OF_AN_INPUT,
     SMALLER,
@@ -38,7 +36,9 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
     readers_text,
     unread_nodes,
 )
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Remaining
+from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reporting.wording import as_sentence
 
 ORIGINS = SOFTMAXES | {"log_softmax", "log"}  # also of logits from elsewhere

@@ -18,13 +18,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import ORDERED
-from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import UNSUMMED, reason_of
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
 
