@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
+from torch_streamkl.fx_passes.lowering.sites import SITE, mark_site
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
 from torch_streamkl.fx_passes.planning.profitability import (
@@ -45,7 +46,6 @@ from torch_streamkl.fx_passes.planning.special_values import (
 )
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
 from torch_streamkl.fx_passes.reporting.divergence_sites import without_divergence
-from torch_streamkl.fx_passes.reporting.execution import SITE, mark_site
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Site

@@ -29,6 +29,7 @@ from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.errors import Agree, Fatal, Refused, Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, location_of, users_of_body
+from torch_streamkl.fx_passes.lowering.sites import sum_in_any_order
 from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
 from torch_streamkl.fx_passes.passes.listed_positions import lists_as_tensors
@@ -42,11 +43,7 @@ from torch_streamkl.fx_passes.planning.losses import Losses, find_losses
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
 from torch_streamkl.fx_passes.reading.reader import read_trace
 from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
-from torch_streamkl.fx_passes.reporting.execution import (
-    how_sites_run,
-    shared_with,
-    sum_in_any_order,
-)
+from torch_streamkl.fx_passes.reporting.execution import how_sites_run, shared_with
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.score_tensors import (

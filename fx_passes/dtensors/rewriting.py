@@ -13,7 +13,7 @@ from torch_streamkl.fx_passes.dtensors.restore import DoesNotFit, Restore
 from torch_streamkl.fx_passes.dtensors.unshard import whole_graph
 from torch_streamkl.fx_passes.fx_utils.errors import Agree, Refused
 from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
-from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.validation.check import PASSED
 from torch_streamkl.fx_passes.validation.options import CheckOptions

@@ -50,7 +50,7 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     provably_equal,
     same_shape,
 )
-from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.graph import FLOAT, ROW, Node, capture, const, literally
 from torch_streamkl.program.operations import MAX_POWER

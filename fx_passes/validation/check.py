@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import first_line
 from torch_streamkl.fx_passes.fx_utils.mutation import draws_random
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
-from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
