@@ -17,6 +17,12 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     sources_in,
 )
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
+from torch_streamkl.fx_passes.closed_forms.row_facts import (
+    facts_of,
+    log_softmaxes_of,
+    logarithms_of,
+    taken_in,
+)
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
@@ -35,12 +41,6 @@ from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
-from torch_streamkl.fx_passes.planning.row_facts import (
-    facts_of,
-    log_softmaxes_of,
-    logarithms_of,
-    taken_in,
-)
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
