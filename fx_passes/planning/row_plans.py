@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.closed_forms.form import (
 )
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
 from torch_streamkl.fx_passes.closed_forms.row_facts import (
+    dtype_of,
     facts_of,
     log_softmaxes_of,
     logarithms_of,
@@ -151,7 +152,7 @@ class RowPlanner:
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
         every = [x for p in form.replaced for x in (p.rows, p.keys)]
-        dtypes = set(map(self.facts.dtypes, sources_in(*every)))
+        dtypes = set(map(dtype_of, sources_in(*every)))
         check_eager(
             roots, [*(c.value for c in form.captures), *form.of_rows], dtypes, self.reading
         )

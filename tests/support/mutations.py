@@ -56,7 +56,7 @@ BODY = "torch_streamkl/attention/compiled_rows.py"
 VOCAB = "torch_streamkl/linear/compiled_rows.py"
 SHARDS = "torch_streamkl/distributed/shard_rows.py"
 PACKED = "torch_streamkl/attention/hopper/packed.py"
-FACTS = "fx_passes/closed_forms/row_facts.py"
+REPEATED = "fx_passes/closed_forms/repeated_ids.py"
 CHOSEN = "rewrite/test_chosen_entries.py"
 RULES = "fx_passes/reading/rules"
 CLOSED = "fx_passes/closed_forms"
@@ -946,19 +946,19 @@ FAULTS = (
     ),
     # ------------------------------------------------------------ row programs of a graph
     Fault(
-        FACTS,
+        REPEATED,
         "    if entries.size == 0:",
         "    if False:",
         CHOSEN,
     ),
     Fault(
-        FACTS,
+        REPEATED,
         "isinstance(whole, int) and length <= whole",
         "isinstance(whole, int)",
         CHOSEN,
     ),
     Fault(
-        FACTS,
+        REPEATED,
         "    if places != [dim]:",
         "    if False:",
         CHOSEN,
