@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -87,12 +89,11 @@ def _walk(loss: Any) -> Walk:
     return walk
 
 
-def _hops() -> list[list[str]]:
+def _hops(name: str = "walk") -> list[list[str]]:
     """The files of each hop; the first one is where a reader comes in."""
-    table = PAGE.split("<!-- walk:begin -->")[1].split("<!-- walk:end -->")[0]
+    table = PAGE.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
     rows = [line.split("|") for line in table.splitlines() if re.match(r"\| \d", line)]
     assert [int(row[1]) for row in rows] == list(range(1, len(rows) + 1))
-    assert f"So there are {len(rows)} hops." in PAGE
     return [re.findall(r"`([\w/]+\.py)`", row[3]) for row in rows]
 
 
@@ -107,6 +108,7 @@ def test_a_loss_goes_through_the_stages_in_their_order(loss: Any) -> None:
     entered = [walk.files.index(hop[0]) for hop in hops]
     assert entered == sorted(entered), [hop[0] for hop in hops]
     assert {file for hop in hops for file in hop} <= set(walk.files)
+    assert f"So there are {len(_hops())} hops." in PAGE
     known = {_stage(file) for hop in _hops() for file in hop} | HELPERS
     assert {_stage(file) for file in walk.files} <= known
     assert sum(_stage(file) not in HELPERS for file in walk.files) <= MOST_FILES
@@ -118,3 +120,37 @@ def test_no_stage_calls_a_later_one(loss: Any) -> None:
     for caller, called in _walk(loss).calls:
         later = STAGES.index(called) > STAGES.index(caller)
         assert not later or caller == "fx_utils", (caller, called)
+
+
+CALL = """
+import sys
+import torch
+from torch_streamkl.attention import ops
+
+files = {}
+
+def entered(frame, event, _):
+    if event == "call" and not frame.f_code.co_name.startswith("<"):
+        files.setdefault(frame.f_code.co_filename)
+
+inputs = [torch.randn(1, 2, 32, 16) for _ in range(4)]
+sys.setprofile(entered)
+ops.attention_kl(*inputs, teacher_scale=0.1, student_scale=0.1, window_right=0, impl="triton")
+sys.setprofile(None)
+print(*files, sep="\\n")
+"""
+
+
+def test_a_call_goes_down_to_its_kernel() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CALL], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    package = ROOT / "torch_streamkl"
+    found = [Path(x) for x in done.stdout.splitlines()]
+    files = [x.relative_to(package).as_posix() for x in found if x.is_relative_to(package)]
+    hops = _hops("call")
+    entered = [files.index(hop[0]) for hop in hops]
+    assert entered == sorted(entered), [hop[0] for hop in hops]
+    assert {file for hop in hops for file in hop} <= set(files)
