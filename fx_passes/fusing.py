@@ -1,18 +1,26 @@
-"""Replaces losses by operators in the user's graph, one loss or row program at a time."""
+"""Replaces the losses of a graph by operators, one loss or row program at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.closed_forms.form import Call
+from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
-from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import location_of, needs_gradient, tensor_of
+from torch_streamkl.fx_passes.fx_utils.errors import Refused, Unsupported
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    location_of,
+    needs_gradient,
+    tensor_of,
+)
 from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
 from torch_streamkl.fx_passes.lowering import divergences, row_calls
+from torch_streamkl.fx_passes.lowering.sites import SITE, mark_site
 from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
 from torch_streamkl.fx_passes.planning.profitability import (
@@ -37,23 +45,121 @@ from torch_streamkl.fx_passes.planning.special_values import (
     check_replaced,
 )
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
-from torch_streamkl.fx_passes.reporting.execution import SITE, mark_site
+from torch_streamkl.fx_passes.reporting.divergence_sites import without_divergence
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Site
-from torch_streamkl.fx_passes.validation.refusal import Refused
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.rows import op as row_op
 
 
 @dataclass
-class Fusing:
-    """Inserts operators into one graph.
+class Fused:
+    """Holds what became of the losses of one graph; all nodes are those of the trace."""
+
+    values: list[fx.Node]  # that operators compute, or for which some were planned
+    unfused: list[fx.Node]  # where distributions meet, and no operator computes the result
+    sites: list[tuple[fx.Node, Site]] = field(default_factory=list)  # fused, with their values
+    left: list[Site] = field(default_factory=list)  # skipped for their size, or refused
+    operands: list[fx.Node] = field(default_factory=list)  # of the products of row programs
+    of_rows: set[object] = field(default_factory=set)  # of products that programs read as tensors
+
+
+def fuse(insert: Inserting, losses: Losses, sites: Sequence[fx.Node]) -> Fused:
+    """Replaces all losses that operators compute; ``sites`` are where distributions meet."""
+    fusing = _Fusing(insert, losses, sites)
+    fusing.run()
+    fused = fusing.fused
+    fused.left += [site for _, site in fusing.stayed]
+    return fused
+
+
+class _Fusing:
+    """Replaces divergences, and then what row programs compute.
+
+    What one of those may compute as well waits for them, as does what only elements read.
+    """
+
+    def __init__(self, insert: Inserting, losses: Losses, sites: Sequence[fx.Node]) -> None:
+        self.insert, self.losses, self.sites = insert, losses, sites
+        values = [d.inner for d in losses.divergences]
+        self.fused = Fused(values, without_divergence(sites, losses.divergences))
+        self.stayed: list[tuple[Divergence, Site]] = []
+        self.handled: set[fx.Node] = set()
+
+    def run(self) -> None:
+        planner, fused = self.losses.planner, self.fused
+        waiting, sharing = self.losses.delayed(self._is_left)
+        for divergence in self.losses.divergences:
+            if divergence not in waiting:
+                self._fuse_divergence(divergence)
+        if planner is not None:
+            plans = planner.find(self.handled)
+            replaced = [p for p in plans if self._fuse_program(p, sharing, waiting)]
+            computed = {a for p in replaced for o in p.outputs for a in ancestors(o.inner)}
+            waiting = [d for d in waiting if not d.parts <= computed]
+            fused.unfused = [n for n in fused.unfused if planner.reads_products(n, replaced)]
+            of_rows = (x for p in replaced for x in p.of_rows)
+            fused.of_rows = {tuple(map(source_of, x.args)) for x in of_rows}
+        for divergence in waiting:
+            self._fuse_divergence(divergence)
+
+    def _fuse_divergence(self, divergence: Divergence) -> None:
+        site = self.insert.divergence(divergence)
+        if site.skipped:
+            self.fused.left.append(site)
+        elif not site.fused:
+            self.stayed.append((divergence, site))
+            return
+        else:
+            self.fused.sites.append((divergence.inner, site))
+        self.handled |= ancestors(divergence.inner)
+
+    def _is_left(self, plan: ProgramPlan) -> bool:
+        device = tensor_of(plan.outputs[0].node).device.type
+        return bool(why_program_is_left(plan.form.products, device, self.insert.min_mib))
+
+    def _fuse_program(
+        self, plan: ProgramPlan, sharing: Sequence[Divergence], waiting: Sequence[Divergence]
+    ) -> bool:
+        """Inserts a row program; returns whether it or its report takes the place of its sums."""
+        inner, fused = [o.inner for o in plan.outputs], self.fused
+        if any(d.parts == set(inner) for d in sharing):
+            return False  # a divergence after all
+        computed = {a for n in inner for a in ancestors(n)}
+        sites = self.insert.program(plan)
+        own = {d.inner: d for d in sharing}
+        named = [own.get(n) for n in inner]
+        sites = [
+            site if d is None else self.insert.named(site, d)
+            for site, d in zip(sites, named, strict=True)
+        ]
+        if sites[0].reason and any(d.parts <= computed for d, _ in self.stayed):
+            return False  # why the divergence stays says more
+        if not sites[0].fused and any(d.parts <= computed for d in waiting):
+            return False  # it is fused as a divergence, later
+        is_new = computed.isdisjoint(self.sites)
+        if sites[0].reason and is_new and sites[0].node not in self.insert.refused:
+            sites = [replace(s, is_required=False) for s in sites]
+        fused.sites += [x for x in zip(inner, sites, strict=True) if x[1].fused]
+        fused.left += [site for site in sites if not site.fused]
+        fused.values += inner
+        fused.operands += plan.operands
+        fused.unfused = [n for n in fused.unfused if n not in computed]
+        self.stayed = [(d, site) for d, site in self.stayed if not d.parts <= computed]
+        return True
+
+
+@dataclass
+class Inserting:
+    """Inserts the operators of one loss into a graph.
 
     ``refused`` has the sites that an attempt before has refused, by name. ``late`` gets what is
     written after a site, of what its operators read.
     """
 
     losses: Losses
+    refusals: Refusals
     builder: MakeBuilder
     aliases: Aliases
     refused: Refused
@@ -97,7 +203,7 @@ class Fusing:
     def _described(self, found: Divergence) -> Site:
         kind, form = describe(found.calls)
         site = Site(True, kind, form, "", *location_of(found.node), node=found.node.name)
-        roles = roles_of(found.calls, self.losses.refusals)
+        roles = roles_of(found.calls, self.refusals)
         return replace(site, warning=warning_of(found.calls), roles=roles)
 
     def _check(self, found: Divergence) -> None:
@@ -174,22 +280,23 @@ class Fusing:
         for node, replacement in replacements.items():
             node.replace_all_uses_with(replacement)
 
-    def read_after_writes(self, graph: fx.Graph) -> dict[str, str]:
-        """Finds losses with an operator that reads a tensor after a write, and says why not.
 
-        `linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does
-        not, because it computes its gradients in the forward. Which of the two a divergence
-        becomes is known at the end. So it is fused first, and if it stays `linear_kl`, the graph
-        is rewritten again without it: a teacher that is updated in the step.
-        """
-        position = {node: i for i, node in enumerate(graph.nodes)}
-        found: dict[str, str] = {}
-        for node in graph.nodes:
-            for write in self.late.get(node.meta.get(SITE, ""), ()):
-                is_later = position[write.write] > position[node]
-                if not is_later or _reads_again(node):
-                    found[node.meta[SITE]] = write.reason
-        return found
+def read_after_writes(graph: fx.Graph, late: Mapping[str, Sequence[LateWrite]]) -> dict[str, str]:
+    """Finds losses with an operator that reads a tensor after a write, and says why not.
+
+    `linear_kl` reads hidden states and weights again in its backward. `linear_kl_sum` does
+    not, because it computes its gradients in the forward. Which of the two a divergence
+    becomes is known at the end. So it is fused first, and if it stays `linear_kl`, the graph
+    is rewritten again without it: a teacher that is updated in the step.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        for write in late.get(node.meta.get(SITE, ""), ()):
+            is_later = position[write.write] > position[node]
+            if not is_later or _reads_again(node):
+                found[node.meta[SITE]] = write.reason
+    return found
 
 
 def _reads_again(node: fx.Node) -> bool:

@@ -1,34 +1,83 @@
 """Defines rewrite(gm): replaces every loss found in a Dynamo graph by a streaming operator.
 
-Stages: capture -> reading -> closed_forms -> planning -> lowering -> passes -> validation, each a
-folder; graph_rewriting.py has those of one graph. A graph of DTensors goes through them as one of
-whole tensors (dtensors/). The work is done on a copy of the graph, which replaces the original
-only if everything succeeds: a program that compiles without the rewrite compiles with it.
+`rewrite_once` calls the stages, each of which gets the results of earlier ones: capture ->
+reading -> planning with closed_forms -> lowering (fusing.py) -> passes -> reporting.
+`rewrite_checked` compares what it made with the user's code (validation/), and begins again
+without the losses that differ. A graph of DTensors goes through both as one of whole tensors
+(dtensors/). The work is done on a copy of the graph, which replaces the original only if
+everything succeeds: a program that compiles without the rewrite compiles with it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
-from torch import fx
+from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.region import has_seeds
+from torch_streamkl.fx_passes.capture.retrace import capture
+from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
+from torch_streamkl.fx_passes.fusing import Fused, Inserting, fuse, read_after_writes
+from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
+from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
-from torch_streamkl.fx_passes.fx_utils.errors import Fatal, Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import users_of_body
-from torch_streamkl.fx_passes.graph_rewriting import Given, rewrite_graph
+from torch_streamkl.fx_passes.fx_utils.errors import Agree, Fatal, Refused, Unsupported
+from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
+from torch_streamkl.fx_passes.fx_utils.nodes import example, is_view, location_of, users_of_body
+from torch_streamkl.fx_passes.lowering.sites import sum_in_any_order
 from torch_streamkl.fx_passes.options import RewriteOptions
+from torch_streamkl.fx_passes.passes.forbid_double_backward import refuse_second_derivatives
+from torch_streamkl.fx_passes.passes.listed_positions import lists_as_tensors
+from torch_streamkl.fx_passes.passes.loss_sum import sum_in_forward
+from torch_streamkl.fx_passes.passes.row_sums import sum_rows_in_forward
+from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
+from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, reread_counts
+from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
+from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
+from torch_streamkl.fx_passes.planning.losses import Losses, find_losses
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
-from torch_streamkl.fx_passes.reporting.report import Report
-from torch_streamkl.fx_passes.reporting.unfused import not_fused
+from torch_streamkl.fx_passes.reading.reader import read_trace
+from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
+from torch_streamkl.fx_passes.reporting.execution import how_sites_run, shared_with
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.score_tensors import (
+    large_tensors_left,
+    operands_of_calls,
+    savings_of,
+    score_sized_nodes,
+)
+from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.unfused import (
+    not_fused,
+    reasons_of_programs,
+    too_large,
+    unfused_sites,
+)
+from torch_streamkl.fx_passes.validation.check import FAILED, check, refused_by, with_verdict
 from torch_streamkl.fx_passes.validation.options import CheckOptions
-from torch_streamkl.fx_passes.validation.refusal import Refused, rewrite_checked
 
 log = logging.getLogger("torch_streamkl.rewrite")
 EVERYTHING = RewriteOptions(min_mib=0)  # whatever its size
+
+
+@dataclass(frozen=True)
+class Given:
+    """Holds what the rewrite of a module is given, besides its graph."""
+
+    owner: fx.GraphModule
+    options: RewriteOptions
+    outside: Readers
+    is_compiled: bool
+    checks: CheckOptions
+
+
+# ----------------------------------------------------------------------------- one module
 
 
 def rewrite(
@@ -56,19 +105,15 @@ def rewrite(
                 reason = f"it is in {_owner_of(gm, name)}"
                 report.extend(not_fused(reason, child.graph, is_body=True))
 
+        given = Given(gm, options, outside, is_compiled, CheckOptions.of(options, version))
         if has_dtensors(gm.graph):  # which row programs do not run on
-            options = replace(options, row_programs=False)
+            from torch_streamkl.fx_passes.dtensors.rewriting import rewrite_sharded
 
-        def attempt(source: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
-            while True:
-                graph = copied(source)
-                given = Given(gm, graph, refused, options, outside, is_compiled)
-                left, late = rewrite_graph(given)
-                if not late:
-                    return graph, left
-                refused = {**refused, **late}
-
-        graph, found = _checked_with(gm)(gm, attempt, CheckOptions.of(options, version))
+            given = replace(given, options=replace(options, row_programs=False))
+            checked = functools.partial(rewrite_checked, given)
+            graph, found = rewrite_sharded(gm.graph, given.checks, checked)
+        else:
+            graph, found = rewrite_checked(given, gm.graph)
         if found.num_fused:
             graph.lint()
             gm.graph = graph
@@ -107,10 +152,173 @@ def _has_nothing_to_find(body: fx.GraphModule) -> bool:
     return not has_seeds(body.graph) and all(map(_has_nothing_to_find, subgraphs))
 
 
-def _checked_with(gm: fx.GraphModule) -> Callable[..., tuple[fx.Graph, Report]]:
-    """Chooses how the rewrite of a graph is checked: DTensors as whole tensors, by all ranks."""
-    if not has_dtensors(gm.graph):
-        return rewrite_checked
-    from torch_streamkl.fx_passes.dtensors.rewriting import rewrite_sharded  # needs DTensor
+# ----------------------------------------------------------------------------- one graph
 
-    return rewrite_sharded
+
+def _alone(graph: fx.Graph, sites: Sequence[str], refused: Refused) -> Refused:
+    return refused
+
+
+def rewrite_checked(
+    given: Given, original: fx.Graph, unfit: Refused | None = None, agree: Agree = _alone
+) -> tuple[fx.Graph, Report]:
+    """Returns the rewritten graph with the losses that passed, and the report of all.
+
+    ``unfit`` are losses that are not tried. ``agree`` adds what other ranks refuse.
+    """
+    refused: dict[str, str] = {}
+    losses: set[str] = set()  # others are attention, or reads of sizes
+    while True:
+        graph, report = rewritten(given, original, {**(unfit or {}), **refused})
+        is_changed = bool(report.num_fused)
+        verdicts = check(original, graph, given.owner, given.checks) if is_changed else []
+        losses |= {site.node for site in report.sites}
+        wrong: Refused = refused_by(verdicts, given.checks)
+        if report.sites:
+            wrong = agree(graph, [site.node for site in report.sites if site.fused], wrong)
+        if not wrong:
+            report.sites = [with_verdict(site, verdicts) for site in report.sites]
+            _report_refused(report, original, refused, losses)
+            return graph, report
+        new = {node: reason for node, reason in wrong.items() if node not in refused}
+        for reason in new.values():
+            log.warning("%s", reason)
+        if not new:  # refusing did not help: nothing is rewritten
+            new = {s.node: next(iter(wrong.values())) for s in report.sites if s.fused}
+        refused.update(new)
+
+
+def rewritten(given: Given, original: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
+    """Returns a rewritten copy without the refused losses, and those that read a late write."""
+    while True:
+        graph = copied(original)
+        report, late = rewrite_once(given, graph, refused)
+        if not late:
+            return graph, report
+        refused = {**refused, **late}
+
+
+def rewrite_once(
+    given: Given, graph: fx.Graph, refused: Refused
+) -> tuple[Report, Mapping[str, str]]:
+    """Rewrites a graph in place, by all stages in their order.
+
+    Returns the report, and losses to refuse. If there are any, discard this graph, and begin
+    again without them.
+    """
+    lists_as_tensors(graph)
+    captured = capture(given.owner, graph)
+    if isinstance(captured, str):
+        return (not_fused(captured, graph) if captured else Report()), {}
+    trace, region = captured
+    reading = read_trace(trace)
+    sites = divergence_sites(trace, reading)
+    losses = find_losses(trace, region, reading, given.options.row_programs)
+    if losses.is_empty and not sites:
+        return Report(), {}
+    mode, refusals = fake_mode_of((*region.leaves, *region.nodes)), Refusals(trace, reading)
+    selections = Selections(masks_of_counts(trace, reading))
+    builder = functools.partial(Builder, mode=mode, selections=selections)
+    unused, views = {n for n in region.nodes if not n.users}, set(filter(is_view, graph.nodes))
+    min_mib, aliases = given.options.min_mib, Aliases(graph, region)
+
+    insert = Inserting(losses, refusals, builder, aliases, refused, given.outside, min_mib)
+    fused = fuse(insert, losses, sites)
+    large = _score_sized(losses, refusals, fused)
+    reread_counts(region.nodes, selections, builder)
+    nodes = list(region.nodes)
+    nodes += shapes_as_sizes(region, large, builder) if fused.sites else []
+    removed, kept, notes = remove_dead(graph, nodes, unused, views), [], []
+    if fused.sites:
+        kept = replace_attention(graph, losses, aliases, builder, refused, min_mib)
+        notes = _improve(given, graph, losses, builder)
+        removed += remove_dead(graph, nodes, unused, views)
+    late = read_after_writes(graph, insert.late)
+    if late:
+        return Report(), late
+    report = Report(list(fused.left), notes=notes)
+    runs = how_sites_run(graph, mode, given.is_compiled)
+    report.sites += _sites_of(graph, fused, {n: large[n] for n in removed if n in large}, runs)
+    _report_unfused(report, losses, refusals, fused)
+    report.remaining = large_tensors_left(graph, large, refusals, trace.outer)
+    if report.remaining:  # else it is attention whose maps nobody distils
+        report.notes += kept
+    report.notes += too_large(reading)
+    return report, {}
+
+
+def _score_sized(losses: Losses, refusals: Refusals, fused: Fused) -> dict[fx.Node, fx.Node]:
+    """Score-sized nodes of the user's on the paths of losses, with those of the trace."""
+    operands = operands_of_calls(losses.divergences, refusals) + fused.operands
+    values = [*fused.values, *fused.unfused]
+    found = score_sized_nodes(losses.trace, refusals.levels, values, operands)
+    found = {n: i for n, i in found.items() if not is_view(n) and not _is_scalar(n)}
+    return {n: i for n, i in found.items() if not _is_of_rows(i, refusals, fused)}
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """Whether a value is a scalar, which has no score-sized memory even if scores lead to it."""
+    value = example(node)
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _is_of_rows(inner: fx.Node, refusals: Refusals, fused: Fused) -> bool:
+    """Whether a node is made of products that fused programs read as values of their rows."""
+    found = refusals.levels.products_of(inner) if fused.of_rows else []
+    return bool(found) and all(tuple(map(source_of, x.args)) in fused.of_rows for x in found)
+
+
+def _improve(given: Given, graph: fx.Graph, losses: Losses, builder: MakeBuilder) -> list[str]:
+    """Rewrites the operators that were inserted, and what reads them; returns notes."""
+    notes = share_cross_entropy(graph, losses.trace, losses.reading, builder)
+    sum_in_forward(graph, builder)
+    sum_rows_in_forward(graph, builder)
+    if not has_dtensors(given.owner.graph):  # of which AOTAutograd keeps shards
+        refuse_second_derivatives(graph, builder)
+    if not given.options.deterministic:
+        sum_in_any_order(graph)
+    return notes
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def _sites_of(
+    graph: fx.Graph, fused: Fused, gone: Mapping[fx.Node, fx.Node], runs: Mapping[str, str]
+) -> list[Site]:
+    """The fused losses, with what each saves; ``gone`` are score-sized nodes that were removed."""
+    savings = savings_of(gone, [inner for inner, _ in fused.sites])
+    shared = shared_with(graph)
+    return [
+        replace(
+            site,
+            bytes_saved=saving.num_bytes,
+            num_sharing=saving.num_sharing,
+            runs=runs.get(site.node, ""),
+            also=shared.get(site.node, ""),
+        )
+        for (_, site), saving in zip(fused.sites, savings, strict=True)
+    ]
+
+
+def _report_unfused(report: Report, losses: Losses, refusals: Refusals, fused: Fused) -> None:
+    planner = losses.planner
+    of_programs = refusals.of_programs(planner.refused) if planner else {}
+    report.sites += unfused_sites(fused.unfused, refusals, of_programs)
+    if not report.sites and planner is not None:
+        compared = refusals.places_of(planner.refused, planner.compared())
+        report.unrecognized += reasons_of_programs(losses.trace, of_programs, compared)
+
+
+def _report_refused(
+    report: Report, original: fx.Graph, refused: Refused, losses: Set[str]
+) -> None:
+    """Adds what is as the user wrote it because its check failed; ``losses`` are all sites."""
+    nodes = {n.name: n for n in original.nodes}
+    known = {site.node for site in report.sites}
+    for name, reason in refused.items():
+        place = location_of(nodes[name])
+        if name in losses - known or (name not in known and reason.startswith(FAILED)):
+            report.sites.append(Site(False, "", "", reason, *place, node=name))
+        elif name not in losses:
+            report.notes.append(f"the code at {shown(place[0])} is as written: {reason}")

@@ -313,7 +313,7 @@ def log_sum_exps(x: Tensor, shape: tuple[int, ...], device: torch.device) -> Non
         raise ValueError(f"teacher_lse must have shape {shape}, got {tuple(x.shape)}")
     on_device("teacher_lse", x, device)
     if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"teacher_lse must be float32 (float64 on the CPU), got {x.dtype}")
+        raise TypeError(f"teacher_lse must be float32 or float64, got {x.dtype}")
 
 
 def offsets(device: torch.device, **named: Tensor | None) -> None:

@@ -69,16 +69,17 @@ def forward_kl(
         )
 
     Args:
-        xs, xt: ``[batch, tokens, hidden_size]``, hidden states of the student and the teacher. The
-            hidden sizes may differ.
+        xs, xt: ``[..., hidden_size]``, hidden states of the student and the teacher, such as
+            ``[batch, tokens, hidden_size]``. The hidden sizes may differ.
         ws, wt: ``[vocab_size, hidden_size]``, their LM heads.
         temperature: divides the logits of both sides. Multiply by T^2 yourself.
-        reduction: ``"mean"`` over tokens, ``"sum"``, ``"batchmean"`` or ``"none"``.
-        chunk_V: bounds the memory for logits to ``batch * tokens * chunk_V`` elements a side, or
-            to one token's logits if these are larger.
+        reduction: ``"mean"`` over tokens, ``"sum"``, ``"batchmean"`` (the sum
+            divided by the first dimension) or ``"none"``.
+        chunk_V: bounds the memory for logits to ``tokens * chunk_V`` elements a side, or to one
+            token's logits if these are larger. Here ``tokens`` is their number in all sequences.
 
     Returns:
-        A scalar, or ``[batch, tokens]`` with ``reduction="none"``. float32, in nats.
+        A scalar, or one value per token ``[...]`` with ``reduction="none"``. float32, in nats.
         Gradients go to xs and ws; the teacher is a constant.
 
     Raises:

@@ -37,13 +37,3 @@ def why_unsupported(graph: fx.Graph) -> str:
         if name_of(node) in _LIKE_A_DIVERGENCE and is_traceable_wrapper_subclass(example(node)):
             return f"the probabilities are in a tensor subclass, {type(example(node)).__name__}"
     return ""
-
-
-def divergence_like(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the calls to show for a graph that was not analysed: losses, or else
-    log-softmaxes.
-    """
-    calls = [n for n in graph.nodes if n.op.startswith("call")]
-    losses = [n for n in calls if name_of(n) == "kl_div"]
-    logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]
-    return losses or (logs if any(name_of(n) == "softmax" for n in calls) else [])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import why_repeated
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
@@ -68,12 +69,8 @@ class Entries:
 
 @dataclass
 class Search:
-    """Finds the entries that products are.
+    """Finds the entries that products are; ``extent`` says how long a dimension is."""
 
-    ``why_repeated`` says why a row may have an id twice, ``extent`` how long a dimension is.
-    """
-
-    why_repeated: Callable[[Node, Axis, Axis], str]
     extent: Callable[[object, int], Size | None]
     _known: dict[Node, Entries] = field(default_factory=dict)
 
@@ -85,7 +82,7 @@ class Search:
         entries = self._known.get(same)
         if entries is not None:
             return entries, [back[a] for a in entries.axes]
-        entries = _entries_of(same, self.why_repeated, self.extent)
+        entries = _entries_of(same, self.extent)
         if entries is None:
             return None
         if not entries.ids.axes & {*entries.rows} and any(back[a].level for a in entries.rows):
@@ -119,11 +116,7 @@ def without_entries(
     return [made[x] for x in roots], tuple(found)
 
 
-def _entries_of(
-    x: Node,
-    why_repeated: Callable[[Node, Axis, Axis], str],
-    extent: Callable[[object, int], Size | None],
-) -> Entries | None:
+def _entries_of(x: Node, extent: Callable[[object, int], Size | None]) -> Entries | None:
     """The entries that a product is, None if it is none: one operand is read at ids."""
     contracted = set(x.value)
     for keys, rows, d in _places_of_ids(x):

@@ -19,26 +19,18 @@ from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import Axis, Node, Size, num_positions
 from torch_streamkl.program.reductions import fresh_axis
 
-NOT_RANKED = (
-    "gather reads entries of each row by ids that are no top-k of this graph: an id may be there "
-    "twice"
-)
-
 
 @dataclass(frozen=True)
 class Facts:
     """Says what expressions do not: of the user's graph that they were read from.
 
-    ``why_repeated`` says why a row of ids may have one twice. ``logarithms`` are expressions of
-    logarithms of probabilities, which are -inf in eager code where a probability underflows;
-    ``log_softmaxes`` are numbers there. ``made_of_products`` are captured tensors that are
-    computed from matmuls.
+    ``logarithms`` are expressions of logarithms of probabilities, which are -inf in eager code
+    where a probability underflows; ``log_softmaxes`` are numbers there. ``made_of_products`` are
+    captured tensors that are computed from matmuls.
     """
 
-    why_repeated: Callable[[Node, Axis, Axis], str]
     made_of_products: Collection[Any]
-    dtypes: Callable[[Any], Any]  # of captured tensors
-    extent: Callable[[Any, int], Any]  # of their dimensions
+    extent: Callable[[Any, int], Any]  # of the dimensions of captured tensors
     index_size: Callable[[Node], Size | None]  # of the one dimension that is read at positions
     logarithms: tuple[Node, ...] = ()
     log_softmaxes: tuple[Node, ...] = ()

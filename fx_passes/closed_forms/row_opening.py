@@ -7,9 +7,9 @@ over `Opening.whole`, or over some of the axes in `Opening.keys` where code sums
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import why_repeated
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     has_entries,
@@ -108,14 +108,8 @@ def _named(a: Axis, b: Axis, names: dict[Axis, Axis]) -> bool:
 class Opening:
     """Holds the axes of a program, and the products that were found with them."""
 
-    def __init__(
-        self,
-        places: frozenset[Place],
-        keys: tuple[Axis, ...],
-        why_repeated: Callable[[Node, Axis, Axis], str],
-    ) -> None:
+    def __init__(self, places: frozenset[Place], keys: tuple[Axis, ...]) -> None:
         self.places, self.keys = places, keys
-        self.why_repeated = why_repeated  # whether a row may have an id twice along an axis
         self.whole = keys[0] if len(keys) == 1 else fresh_axis(None)
         self.parts: dict[tuple[Axis, ...], Axis] = {}  # of the keys, and the axis of their sums
         self.products: dict[Node, None] = {}
@@ -298,7 +292,7 @@ class Opening:
     def _of_chosen(self, x: Node, ids: Node) -> Node:
         """A reduction of chosen entries, as a masked one over all keys."""
         axis = x.value.axis
-        why = self.why_repeated(ids, axis, self.whole)
+        why = why_repeated(ids, axis, self.whole)
         if why:
             raise NoForm(why, x)
         free = fresh_axis(axis.size)

@@ -45,6 +45,7 @@ from torch_streamkl.fx_passes.closed_forms.row_checks import (
     check_readers_inside,
     is_filled,
 )
+from torch_streamkl.fx_passes.closed_forms.row_facts import dtype_of
 from torch_streamkl.fx_passes.closed_forms.row_groups import (
     Dim,
     RowAxes,
@@ -164,7 +165,7 @@ class _Site:
 
 def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:
     """Returns one program for the sums over keys of all roots; raises NoForm if there is none."""
-    search = Search(facts.why_repeated, facts.extent)
+    search = Search(facts.extent)
     left, every = with_chosen(roots, search, lambda x: len(set(dtypes_of(x, facts))) == 1)
     chosen = in_one_pass(every, {names_of(x.args) for x in products_in(left)})
     left += [x for c in chosen for x in c.parts]
@@ -205,7 +206,7 @@ class _Planner:
         check_single_keys(roots, bindings, places, keys, facts)
         self.roots = [with_whole_rows(root, places, keys) for root in roots]
         self.order, self.facts = order, facts
-        self.opening = Opening(places, keys, facts.why_repeated)
+        self.opening = Opening(places, keys)
         self.sites: list[_Site] = []
         nodes = dict.fromkeys(x for root in self.roots for x in sites_of(root, places))
         for node in _connected(list(nodes)):
@@ -421,5 +422,5 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:
     """Returns the types of a product's operands, and its own, which autocast decides."""
     found = [y.value for y in (x.rows, x.keys) if y.op == "capture"]
-    own, made = map(facts.dtypes, found), facts.product_types.get(x.names)
+    own, made = map(dtype_of, found), facts.product_types.get(x.names)
     return [*own] if made is None else [*own, made]

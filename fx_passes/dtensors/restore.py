@@ -37,8 +37,8 @@ from torch_streamkl.fx_passes.fx_utils.results import set_memory
 from torch_streamkl.fx_passes.fx_utils.shape_reads import WITH_SIZES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown
 from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensorMode, enable_python_dispatcher
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.fx_passes.passes.flex_attention import softcapped_attention
-from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.fx_passes.validation.changes import Change, compare_graphs
 from torch_streamkl.fx_passes.validation.regions import replacement_of
 from torch_streamkl.linear import ops as linear_ops

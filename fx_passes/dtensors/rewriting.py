@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -11,51 +11,39 @@ from torch import fx
 from torch_streamkl.fx_passes.dtensors.agreement import Agreement
 from torch_streamkl.fx_passes.dtensors.restore import DoesNotFit, Restore
 from torch_streamkl.fx_passes.dtensors.unshard import whole_graph
+from torch_streamkl.fx_passes.fx_utils.errors import Agree, Refused
 from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
-from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.validation.check import PASSED
 from torch_streamkl.fx_passes.validation.options import CheckOptions
-from torch_streamkl.fx_passes.validation.refusal import Attempt, Refused, rewrite_checked
 
 log = logging.getLogger("torch_streamkl.sharded")
 
 
 def rewrite_sharded(
-    gm: fx.GraphModule,
-    attempt: Attempt,
+    sharded: fx.Graph,
     options: CheckOptions,
+    rewrite_checked: Callable[[fx.Graph, Refused, Agree], tuple[fx.Graph, Report]],
 ) -> tuple[fx.Graph, Report]:
     """Returns the rewritten graph with the losses that passed and fit, and the report of all.
 
     Checks run on whole tensors, on every rank by itself.
     """
-    agreement = Agreement(gm.graph)
+    agreement = Agreement(sharded)
     with agreement.sharing_failures():
-        whole = whole_graph(gm.graph)
+        whole = whole_graph(sharded)
         unfit: dict[str, str] = {}
-        latest = whole
 
-        def attempted(source: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
-            nonlocal latest
-            latest, report = attempt(source, {**unfit, **refused})
-            return latest, report
-
-        def agreed(sites: Sequence[str], refused: Refused) -> Mapping[str, str]:
-            return agreement.refusals([repr(options), *sites, *_calls(latest)], refused)
+        def agreed(graph: fx.Graph, sites: Sequence[str], refused: Refused) -> Refused:
+            return agreement.refusals([repr(options), *sites, *_calls(graph)], refused)
 
         while True:
-            graph, report = rewrite_checked(
-                gm,
-                attempted,
-                options,
-                original=whole,
-                agree=agreed,
-            )
+            graph, report = rewrite_checked(whole, unfit, agreed)
             fused = frozenset(s.node for s in report.sites if s.fused)
             if not fused:
                 return graph, report
-            back = Restore(gm.graph, whole, graph, fake_mode_of(gm.graph.nodes))
+            back = Restore(sharded, whole, graph, fake_mode_of(sharded.nodes))
             new: dict[str, str] = {}
             try:
                 back.run()

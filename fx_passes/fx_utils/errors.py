@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import fx
+
 SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
 
 
 def first_line(error: Exception, longest: int = 600) -> str:
     """Returns the beginning of what an error says."""
     return str(error).partition("\n")[0][:longest]
+
+
+Refused = Mapping[str, str]  # nodes of the user's graph that stay as they are, and why
+Agree = Callable[[fx.Graph, Sequence[str], Refused], Refused]  # graph, fused sites, refused ones
 
 
 class Unsupported(Exception):

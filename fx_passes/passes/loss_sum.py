@@ -38,7 +38,7 @@ from torch_streamkl.fx_passes.fx_utils.op_names import (
     RESHAPES,
 )
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal, same_shape
-from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.linear import ops as linear_ops
 
 SAME_SHAPE = COPIES | DTYPES

@@ -62,10 +62,10 @@ def replace_attention(
     Returns what the report says of that which stays.
     """
     notes: dict[str, None] = {}
-    trace, reading = losses.trace, losses.reading
-    remaining, written = RemainingAttention(losses), written_storages(graph)
-    for inner in trace.graph.nodes:
-        found, node = reading.arrays.get(inner), trace.outer.get(inner)
+    outer = dict(losses.trace.outer)
+    remaining, written = RemainingAttention(losses, outer), written_storages(graph)
+    for inner in losses.trace.graph.nodes:
+        found, node = losses.reading.arrays.get(inner), outer.get(inner)
         if not isinstance(found, Array) or node is None or inner.op != "call_function":
             continue
         if node._erased:  # a product of a fused loss, such as of features that are a softmax
@@ -96,7 +96,7 @@ def replace_attention(
             notes[f"{place} keeps its probabilities: {reason}"] = None
             continue
         node.replace_all_uses_with(replacement)
-        trace.outer[inner] = replacement  # the next layer reads it
+        outer[inner] = replacement  # the next layer reads it
     return list(notes)
 
 
@@ -119,6 +119,7 @@ class RemainingAttention:
     """Rewrites the attention of one graph; masks that layers share are built once."""
 
     losses: Losses
+    outer: Mapping[fx.Node, fx.Node]  # the user's nodes, or what took their place
     masks: dict[object, fx.Node] = field(default_factory=dict)
     alive: dict[fx.Node, fx.Node] = field(default_factory=dict)  # rows with keys, by mask
 
@@ -135,7 +136,7 @@ class RemainingAttention:
         form = found.form
         if form.mask and form.fill > ABSORBING:
             raise Unsupported(f"attention with the finite mask value {form.fill:g}")
-        writer = Writer(build, self.losses.reading, self.losses.trace.outer, _read_by(found))
+        writer = Writer(build, self.losses.reading, self.outer, _read_by(found))
         tensors = CallTensors(writer, found.call, self.losses.product_types)
         q, k, v = self._inputs(tensors, found, value.dtype)
         # with a softcap, masks are no tensor of queries x keys: one is made to look for empty rows

@@ -40,9 +40,9 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     tensor_of,
 )
 from torch_streamkl.fx_passes.lowering.linear_call import STUDENT
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView, met
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.fx_passes.reporting.execution import SITE
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.walks import has_op

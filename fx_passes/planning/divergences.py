@@ -12,11 +12,11 @@ from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
 from torch_streamkl.fx_passes.closed_forms.match import match_program
+from torch_streamkl.fx_passes.closed_forms.row_facts import logarithms_of, taken_in
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
-from torch_streamkl.fx_passes.planning.row_facts import logarithms_of, taken_in
 from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import SUM, Node

@@ -1,94 +1,45 @@
-"""Finds the losses of a region: divergences, other sums over keys, and what is none of these."""
+"""Finds what operators may compute in a region: divergences, and other sums over keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from functools import cached_property
-
-from torch import fx
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
-from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
-from torch_streamkl.fx_passes.planning.divergence_sites import CALLS, divergence_sites
 from torch_streamkl.fx_passes.planning.divergences import (
     Divergence,
     ProductType,
     find_divergences,
     product_types,
 )
-from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
     RowPlanner,
     may_have_programs,
 )
-from torch_streamkl.fx_passes.reading.positions import source_name
-from torch_streamkl.fx_passes.reading.reader import Reading, read_trace
+from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
 
-# what a divergence reads that is computed besides a planned operator
-DISTRIBUTIONS = MATMULS | SOFTMAXES | LOG_SOFTMAXES | CALLS
 
-
-@dataclass
+@dataclass(frozen=True)
 class Losses:
     """Holds what was found in a region, before anything is replaced."""
 
     trace: Trace
     region: Region
-    row_programs: bool  # whether sums that are no divergence may become row programs
-    reading: Reading = field(init=False)
-    sites: list[fx.Node] = field(init=False)  # where two distributions meet
-    divergences: list[Divergence] = field(init=False)
-    refusals: Refusals = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reading = read_trace(self.trace)
-        self.sites = divergence_sites(self.trace, self.reading)
-        self.divergences = find_divergences(self.trace, self.reading)
-        self.refusals = Refusals(self.trace, self.reading)
-        self.row_programs = self.row_programs and may_have_programs(self.trace)
+    reading: Reading
+    divergences: list[Divergence]
+    product_types: Mapping[frozenset[object], ProductType]
+    planner: RowPlanner | None  # plans row programs; None if there are to be none
 
     @property
     def is_empty(self) -> bool:
-        return not (self.sites or self.divergences or self.row_programs)
-
-    @cached_property
-    def planner(self) -> RowPlanner | None:
-        """Returns what plans row programs, None if there are to be none."""
-        return RowPlanner(self.trace, self.reading, self.region) if self.row_programs else None
-
-    @cached_property
-    def product_types(self) -> dict[frozenset[object], ProductType]:
-        return product_types(self.trace, self.reading)
-
-    @property
-    def unfused(self) -> list[fx.Node]:
-        """Returns the sites that no operator is planned for."""
-        handled: set[fx.Node] = set()
-        for divergence in self.divergences:
-            handled |= ancestors(divergence.inner)
-        values = {divergence.inner for divergence in self.divergences}
-        return [n for n in self.sites if n not in handled and not _is_made_of(n, values)]
-
-    def operands(self) -> list[fx.Node]:
-        """Returns the tensors of the trace that the divergences' products are made of."""
-        found = [
-            x
-            for divergence in self.divergences
-            for call in divergence.calls
-            for side in call.sides
-            for x in side.operands
-        ]
-        nodes = (source_name(x) or self.refusals.first_with(x) for x in found)
-        return [x for x in nodes if isinstance(x, fx.Node)]
+        return not self.divergences and self.planner is None
 
     def delayed(
         self, is_left: Callable[[ProgramPlan], bool]
@@ -112,6 +63,15 @@ class Losses:
         plans = self.planner.sharing({part for d in heads for part in d.parts})
         outputs = [plan.unlabelled for plan in plans if not is_left(plan)]
         return [d for d in heads if any(d.parts < every for every in outputs)]
+
+
+def find_losses(trace: Trace, region: Region, reading: Reading, row_programs: bool) -> Losses:
+    """Returns what operators may compute; other sums than divergences, if ``row_programs``."""
+    types = product_types(trace, reading)
+    has_planner = row_programs and may_have_programs(trace)
+    planner = RowPlanner(trace, reading, region, types) if has_planner else None
+    divergences = find_divergences(trace, reading)
+    return Losses(trace, region, reading, divergences, types, planner)
 
 
 def _needs_no_tensor(divergence: Divergence) -> bool:
@@ -155,13 +115,3 @@ def _is_hit(x: Node) -> bool:
         return True
     is_position = x.op == "eq" and all(a.dtype == INT for a in x.args)
     return is_position and any(a.op == "index" for a in x.args)
-
-
-def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:
-    """Whether a node reads distributions only as values of planned operators.
-
-    The logarithm of a Bhattacharyya coefficient is arithmetic on rows and no second loss.
-    """
-    read = reached([node], lambda n: () if n in values else n.all_input_nodes)
-    others = (n for n in read if n not in values and n.op == "call_function")
-    return not read.isdisjoint(values) and all(name_of(n) not in DISTRIBUTIONS for n in others)

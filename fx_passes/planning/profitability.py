@@ -31,7 +31,7 @@ LEAST_ATTENTION_MIB = {"cuda": 32.0, "cpu": 0.0}
 
 
 # of a row program, in MiB of all of its products together in float32. By blocks of plain torch it
-# needs tens of MiB, and longer than Inductor's code: 1.6 to 5.6 times as long on a CPU
+# needs tens of MiB, and longer than Inductor's code: 1.6 to 5.5 times as long on a CPU
 # (bench/results/row_programs_cpu.json). So it is taken where the tensors may not fit.
 LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 4096.0}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,13 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     sources_in,
 )
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_as_special, is_never_infinite
+from torch_streamkl.fx_passes.closed_forms.row_facts import (
+    dtype_of,
+    facts_of,
+    log_softmaxes_of,
+    logarithms_of,
+    taken_in,
+)
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
@@ -31,16 +38,10 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
-from torch_streamkl.fx_passes.planning.divergences import product_types
+from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.planning.profitability import why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
-from torch_streamkl.fx_passes.planning.row_facts import (
-    facts_of,
-    log_softmaxes_of,
-    logarithms_of,
-    taken_in,
-)
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
@@ -104,9 +105,14 @@ def may_have_programs(trace: Trace) -> bool:
 class RowPlanner:
     """Plans the row programs of a trace; ``refused`` says why a sum has none, and at what."""
 
-    def __init__(self, trace: Trace, reading: Reading, region: Region) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        reading: Reading,
+        region: Region,
+        types: Mapping[frozenset[object], ProductType],
+    ) -> None:
         self.trace, self.reading, self.region = trace, reading, region
-        types = product_types(trace, reading)
         made = {names: found.result for names, found in types.items()}
         self.facts = replace(facts_of(reading), product_types=made)
         self._logarithms, self._log_softmaxes = logarithms_of(reading), log_softmaxes_of(reading)
@@ -146,7 +152,7 @@ class RowPlanner:
             for r, around, x in zip(roots, form.around, arrays, strict=True)
         )
         every = [x for p in form.replaced for x in (p.rows, p.keys)]
-        dtypes = set(map(self.facts.dtypes, sources_in(*every)))
+        dtypes = set(map(dtype_of, sources_in(*every)))
         check_eager(
             roots, [*(c.value for c in form.captures), *form.of_rows], dtypes, self.reading
         )

@@ -27,13 +27,13 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     sources_in,
 )
 from torch_streamkl.fx_passes.closed_forms.heads import Variables
+from torch_streamkl.fx_passes.closed_forms.row_facts import LOGARITHMS
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import World, has_infinite_bias, value_at
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, named_arguments, reached
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
-from torch_streamkl.fx_passes.planning.row_facts import LOGARITHMS
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import Axis, Node

@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes.closed_forms.scores import element_of
 from torch_streamkl.fx_passes.fx_utils.nodes import is_view, location_of, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.user_names import user_name
-from torch_streamkl.fx_passes.planning.refusals import Refusals
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.spoken import (
     has_exp_of_probability,
     has_log_of_log,

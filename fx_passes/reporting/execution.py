@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx
@@ -17,13 +16,13 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import (
     FakeTensorMode,
     GuardOnDataDependentSymNode,
 )
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
 from torch_streamkl.rows import op as row_op
 from torch_streamkl.topk import log_probs
 
-SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
 IMPLEMENTATIONS = {
     "torch": "in plain torch, by blocks of queries and keys",
     "triton": "as Triton kernels",
@@ -45,25 +44,6 @@ ANY_ORDER = "gradients in any order of sums"
 BY_SIZE = "as the number of selected rows decides in each call"
 IN_FORWARD = "gradients in the forward, by chunks of tokens"
 IN_BACKWARD = "logits computed again in the backward"
-
-
-MARKED = {
-    ops.attention_kl, linear_ops.linear_kl, row_op.row_program, log_probs.entry_log_probs,
-}  # fmt: skip
-
-
-def mark_site(added: Iterable[fx.Node], site: str) -> None:
-    """Remembers which loss the inserted operators compute."""
-    for node in added:
-        if node.target in MARKED:
-            node.meta[SITE] = site
-
-
-def sum_in_any_order(graph: fx.Graph) -> None:
-    """Lets the inserted operators compute gradients that are not the same bits on every run."""
-    for node in graph.nodes:
-        if SITE in node.meta and node.target == ops.attention_kl:
-            node.kwargs = {**node.kwargs, "deterministic": False}
 
 
 def how_sites_run(graph: fx.Graph, mode: FakeTensorMode, is_compiled: bool) -> dict[str, str]:

@@ -24,7 +24,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
-from torch_streamkl.fx_passes.planning.refusals import ELSEWHERE, NOT_MADE, Refusals
 from torch_streamkl.fx_passes.reporting.graph_breaks import (
     break_after,
     break_before,
@@ -32,6 +31,7 @@ from torch_streamkl.fx_passes.reporting.graph_breaks import (
 )
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.reasons import LEAVES
+from torch_streamkl.fx_passes.reporting.refusals import ELSEWHERE, NOT_MADE, Refusals
 from torch_streamkl.fx_passes.reporting.text import shown
 from torch_streamkl.fx_passes.reporting.unrecognized import CHECKPOINT, called
 

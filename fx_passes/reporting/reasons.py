@@ -14,8 +14,8 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     nearest_users,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
-from torch_streamkl.fx_passes.planning.divergence_sites import CALLS
-from torch_streamkl.fx_passes.planning.refusals import (
+from torch_streamkl.fx_passes.reporting.divergence_sites import CALLS
+from torch_streamkl.fx_passes.reporting.refusals import (
     ELSEWHERE,
     NO_PRODUCT,
     NOT_IN_GRAPH,
@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.planning.refusals import (
     Refusal,
     Refusals,
 )
-from torch_streamkl.fx_passes.planning.score_levels import Level
+from torch_streamkl.fx_passes.reporting.score_levels import Level
 
 ONE_SIDE = "the scores or probabilities of one side are not made"
 UNSUMMED = f"{ONE_SIDE} in this graph, or not summed in it"

@@ -26,10 +26,9 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     same_shape,
     shown_shape,
 )
-from torch_streamkl.fx_passes.planning.divergence_sites import scores_of
-from torch_streamkl.fx_passes.planning.refusals import Refusals
-from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
+from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.reading.positions import source_name
+from torch_streamkl.fx_passes.reporting.divergence_sites import scores_of
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     OF_AN_INPUT,
     SMALLER,
@@ -37,7 +36,9 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
     readers_text,
     unread_nodes,
 )
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Remaining
+from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reporting.wording import as_sentence
 
 ORIGINS = SOFTMAXES | {"log_softmax", "log"}  # also of logits from elsewhere
@@ -71,6 +72,14 @@ def score_sized_nodes(
         if (known and not families.sums_keys(inner)) or is_large:
             result[node] = inner
     return result
+
+
+def operands_of_calls(divergences: Iterable[Divergence], refusals: Refusals) -> list[fx.Node]:
+    """Returns the tensors of the trace that the products of divergences are made of."""
+    calls = (call for divergence in divergences for call in divergence.calls)
+    found = (x for call in calls for side in call.sides for x in side.operands)
+    nodes = (source_name(x) or refusals.first_with(x) for x in found)
+    return [x for x in nodes if isinstance(x, fx.Node)]
 
 
 def _products_of(trace: Trace, operands: set[fx.Node]) -> set[fx.Node]:

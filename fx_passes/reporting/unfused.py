@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.preconditions import divergence_like
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
@@ -18,13 +17,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import ORDERED
-from torch_streamkl.fx_passes.planning.refusals import Refusals
 from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import UNSUMMED, reason_of
+from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
 
@@ -36,9 +35,17 @@ def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
     """
     hint = hint_for(reason)
     sites = [
-        Site(False, "", "", reason, *location_of(n), hint=hint) for n in divergence_like(graph)
+        Site(False, "", "", reason, *location_of(n), hint=hint) for n in _divergence_like(graph)
     ]
     return Report(sites, not_analysed=int(bool(sites) and not is_body))
+
+
+def _divergence_like(graph: fx.Graph) -> list[fx.Node]:
+    """The calls to show for a graph that was not analysed: losses, or else log-softmaxes."""
+    calls = [n for n in graph.nodes if n.op.startswith("call")]
+    losses = [n for n in calls if name_of(n) == "kl_div"]
+    logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]
+    return losses or (logs if any(name_of(n) == "softmax" for n in calls) else [])
 
 
 def too_large(reading: Reading) -> list[str]:

@@ -11,8 +11,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from torch_streamkl.fx_passes.fx_utils.mutation import draws_random
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text
 from torch_streamkl.fx_passes.fx_utils.torch_names import later
-from torch_streamkl.fx_passes.reporting.execution import SITE
+from torch_streamkl.fx_passes.lowering.sites import SITE
 from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
+from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.fx_passes.validation.changes import compare_graphs
 from torch_streamkl.fx_passes.validation.compare import (
     Tolerance,
@@ -58,6 +59,7 @@ from torch_streamkl.fx_passes.validation.sizes import Sizes, smaller_sizes
 from torch_streamkl.runtime.precompile import compiled_beside
 
 log = logging.getLogger("torch_streamkl.validation")
+FAILED = "the check failed"
 PASSED = "same value and gradients on random inputs"
 TIME_LIMIT_FACTOR = 2  # of the time left, before a run is stopped
 NUM_ROUNDINGS = 5  # runs with other roundings, before a difference is believed
@@ -80,6 +82,27 @@ class CheckResult:
         return self.difference or (
             f"check skipped: {self.not_checked}" if self.not_checked else PASSED
         )
+
+
+def refused_by(verdicts: Sequence[CheckResult], options: CheckOptions) -> dict[str, str]:
+    """Returns the losses not to rewrite after the verdicts of a graph, and why."""
+    found: dict[str, str] = {}
+    for verdict in verdicts:
+        reason = ""
+        if verdict.difference:
+            reason = f"{FAILED}: {verdict.difference}"
+        elif verdict.not_checked and options.mode == "always":
+            reason = f'streamkl.verify is "always", and it was not checked: {verdict.not_checked}'
+        found |= dict.fromkeys(verdict.sites or {verdict.node}, reason) if reason else {}
+    return found
+
+
+def with_verdict(site: Site, verdicts: Sequence[CheckResult]) -> Site:
+    """Adds to a fused loss the first check of its values that did not pass."""
+    mine = [v for v in verdicts if site.node in v.sites]
+    if not site.fused or not mine:
+        return site
+    return replace(site, check=str(min(mine, key=lambda v: not v.not_checked)))
 
 
 @dataclass

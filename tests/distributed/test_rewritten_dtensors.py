@@ -33,10 +33,10 @@ from tests.support.ranks import (
     on_ranks,
     run_check,
 )
-from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes import backend, pipeline
 from torch_streamkl.fx_passes.dtensors import agreement, rewriting
 from torch_streamkl.fx_passes.reporting.report import Report
-from torch_streamkl.fx_passes.validation import check, refusal
+from torch_streamkl.fx_passes.validation import check
 
 NUM_TOKENS, NUM_WORDS, WIDTH = 12, 23, 8  # vocabulary entries that two ranks do not share evenly
 Program = Callable[..., Any]
@@ -531,7 +531,7 @@ def checks_of_one_rank(me: Rank) -> None:
         text: str = original(*args)
         return text
 
-    with failing(refusal, "check", off):
+    with failing(pipeline, "check", off):
         Case(summed_on_dtensors).stays(me, "rank 1: the check failed: the value is off")
     with failing(check, "_check_region", without_memory):
         always = Case(on_whole_logits, options={"streamkl.verify": "always"})

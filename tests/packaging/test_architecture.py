@@ -25,7 +25,6 @@ STAGES = (
     "validation",
     "dtensors",
     "fusing",
-    "graph_rewriting",
     "pipeline",
     "ddp",
     "inductor_calls",

@@ -9,13 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+import torch_streamkl
 from bench.table import between
 from torch_streamkl.fx_passes.backend import rewrite_and_report
 from torch_streamkl.fx_passes.options import RewriteOptions
@@ -42,6 +43,94 @@ def run(page: str) -> dict[str, Any]:
 @pytest.mark.parametrize("page", ["attention.md", "cached-teachers.md", "indexers.md"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     assert run(page)
+
+
+class OfMaps(NamedTuple):
+    attentions: list[Tensor]
+
+
+class OfLogits(NamedTuple):
+    logits: Tensor
+
+
+class Maps(nn.Module):
+    """Two layers that return their attention probabilities, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, output_attentions: bool) -> OfMaps:
+        return OfMaps([(f(x) @ x.mT).softmax(-1) for f in self.layers])
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(30, 8), nn.Linear(8, 30, bias=False)
+
+    def forward(self, ids: Tensor) -> OfLogits:
+        return OfLogits(self.lm_head(self.embedding(ids)))
+
+
+def _inputs(page: str) -> dict[str, Any]:
+    """What a page's blocks take for the reader's, and the arguments of their step."""
+    ids, randn = torch.randint(30, (16,)), torch.randn
+    if page == "guide/quickstart.md":
+        student, teacher = Logits(), Logits()
+
+        def step(ids: Tensor) -> Tensor:
+            log_s, t = student(ids).logits.log_softmax(-1), teacher(ids).logits.softmax(-1)
+            return F.kl_div(log_s, t, reduction="batchmean")
+
+        models = {"student": student, "teacher": teacher, "torch_streamkl": torch_streamkl}
+        return {**models, "step": step, "batch": ids, "inputs": (ids,), "arguments": (ids,)}
+    if page == "guide/attention.md":
+        return {"student": Maps(), "teacher": Maps(), "arguments": (randn(1, 2, 12, 8),)}
+    if page == "reference/row-programs.md":
+        return {"arguments": (*(randn(1, 2, 12, 8) for _ in range(4)), torch.rand(12))}
+    return {
+        "attention_topk_kl": torch_streamkl.attention_topk_kl,  # which the first block imports
+        "index_q": randn(12, 1, 2, 8),
+        "index_k": randn(12, 1, 8),
+        "weights": randn(12, 1, 2),
+        "query": randn(12, 1, 4, 8),
+        "key": randn(12, 1, 1, 8),
+        "topk_indices": torch.randint(12, (1, 12, 3)),
+        "softmax_scale": 0.3,
+        "loss_coeff": 0.01,
+    }
+
+
+OF_YOURS = (
+    "guide/quickstart.md", "guide/attention.md", "guide/indexers.md", "reference/row-programs.md",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", OF_YOURS)
+def test_blocks_with_your_own_tensors_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Inductor, and whatever the size: the steps that blocks define are called, too."""
+    compiled = torch.compile
+    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0, "streamkl.strict": True}
+
+    def compile_quickly(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **{**kwargs, "backend": "streamkl", "options": options})
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    scope: dict[str, Any] = {"torch": torch, "F": F, **_inputs(page)}
+    try:
+        for block in re.findall(r"```py\n(.*?)```", _dedented(DOCS / page), re.DOTALL):
+            exec(block, scope)
+    finally:
+        torch_streamkl.disable()
+    step = scope.get("step") or scope.get("weighted")
+    value = step(*scope["arguments"]) if step is not None else scope["loss"]
+    assert value.isfinite()
+
+
+def _dedented(path: Path) -> str:
+    """A page whose blocks in lists begin at the first column."""
+    return re.sub(r"^ {3}(?=\S)", "", path.read_text(), flags=re.MULTILINE)
 
 
 def js(student: Tensor, teacher: Tensor) -> Tensor:

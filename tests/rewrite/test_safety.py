@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from tests.support.comparing import compare
 from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, make_inputs
-from torch_streamkl.fx_passes import backend, fusing, graph_rewriting, pipeline
+from torch_streamkl.fx_passes import backend, fusing, pipeline
 from torch_streamkl.fx_passes.capture import retrace
 from torch_streamkl.fx_passes.lowering import attention_call, writer
 from torch_streamkl.fx_passes.planning import divergences, losses
@@ -187,21 +187,21 @@ STAGES = [
     (retrace, "why_unsupported"),
     (retrace, "find_region"),
     (retrace, "trace_region"),
-    (losses, "read_trace"),
-    (losses, "divergence_sites"),
+    (pipeline, "read_trace"),
+    (pipeline, "divergence_sites"),
     (losses, "find_divergences"),
     (divergences, "match_program"),
-    (graph_rewriting, "Aliases"),
-    (graph_rewriting, "score_sized_nodes"),
+    (pipeline, "Aliases"),
+    (pipeline, "score_sized_nodes"),
     (fusing, "describe"),
     (fusing.divergences, "emit"),
     (attention_call.CallTensors, "emit"),
     (writer.Writer, "tensor"),
-    (graph_rewriting, "shapes_as_sizes"),
-    (graph_rewriting, "remove_dead"),
-    (graph_rewriting, "replace_attention"),
-    (graph_rewriting, "how_sites_run"),
-    (graph_rewriting, "large_tensors_left"),
+    (pipeline, "shapes_as_sizes"),
+    (pipeline, "remove_dead"),
+    (pipeline, "replace_attention"),
+    (pipeline, "how_sites_run"),
+    (pipeline, "large_tensors_left"),
     (torch.fx.Graph, "lint"),
 ]
 

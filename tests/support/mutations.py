@@ -49,14 +49,14 @@ PROGRAMS = "torch_streamkl/rows/torch_impl.py"
 LOSSES = "torch_streamkl/rows/losses.py"
 MAP_BLOCKS = "torch_streamkl/rows/triton/blocks.py"
 MAP_GRADIENTS = "torch_streamkl/rows/triton/gradients.py"
-ROW_SUMS = "fx_passes/passes/row_sums.py"
+ROW_CHAINS = "fx_passes/passes/row_chains.py"
 GENERATED = "torch_streamkl/rows/triton/source.py"
 TURNS = "torch_streamkl/attention/hopper/tile_scheduler.py"
 BODY = "torch_streamkl/attention/compiled_rows.py"
 VOCAB = "torch_streamkl/linear/compiled_rows.py"
 SHARDS = "torch_streamkl/distributed/shard_rows.py"
 PACKED = "torch_streamkl/attention/hopper/packed.py"
-FACTS = "fx_passes/planning/row_facts.py"
+REPEATED = "fx_passes/closed_forms/repeated_ids.py"
 CHOSEN = "rewrite/test_chosen_entries.py"
 RULES = "fx_passes/reading/rules"
 CLOSED = "fx_passes/closed_forms"
@@ -714,25 +714,25 @@ FAULTS = (
         True,
     ),
     Fault(
-        ROW_SUMS,
+        ROW_CHAINS,
         "if x in self.terms:  # of one shape: else rows meet other rows",
         "if x in self.terms and is_condition:",
         "rewrite/test_row_sums_in_graphs.py",
     ),
     Fault(
-        ROW_SUMS,
+        ROW_CHAINS,
         "if not isinstance(value, Tensor) or x in self.after_call or value.requires_grad:",
         "if not isinstance(value, Tensor):",
         "rewrite/test_row_sums_in_graphs.py",
     ),
     Fault(
-        ROW_SUMS,
+        ROW_CHAINS,
         "return all(u in allowed for n in learned for u in n.users)",
         "return True",
         "rewrite/test_row_sums_in_graphs.py",
     ),
     Fault(
-        ROW_SUMS,
+        ROW_CHAINS,
         'return Term(literally("div", x.expr, self._number_of_rows()), True)',
         "return Term(x.expr, True)",
         "rewrite/test_row_sums_in_graphs.py",
@@ -946,19 +946,19 @@ FAULTS = (
     ),
     # ------------------------------------------------------------ row programs of a graph
     Fault(
-        FACTS,
+        REPEATED,
         "    if entries.size == 0:",
         "    if False:",
         CHOSEN,
     ),
     Fault(
-        FACTS,
+        REPEATED,
         "isinstance(whole, int) and length <= whole",
         "isinstance(whole, int)",
         CHOSEN,
     ),
     Fault(
-        FACTS,
+        REPEATED,
         "    if places != [dim]:",
         "    if False:",
         CHOSEN,

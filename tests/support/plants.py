@@ -26,24 +26,21 @@ Edit = Callable[[fx.Graph], None]
 @contextmanager
 def planted(edit):
     """Every rewrite meanwhile is followed by ``edit``; whether one was is noted in the list."""
-    original, edited = pipeline.rewrite_checked, []
+    original, edited = pipeline.rewritten, []
 
-    def rewrite_checked(gm, attempt, options):
-        def faulty(source, refused):
-            graph, report = attempt(source, refused)
-            if report.num_fused:
-                with suppress(StopIteration):  # what it changes was refused before
-                    edit(graph)
-                    edited.append(True)
-            return graph, report
+    def rewritten(given, source, refused):
+        graph, report = original(given, source, refused)
+        if report.num_fused:
+            with suppress(StopIteration):  # what it changes was refused before
+                edit(graph)
+                edited.append(True)
+        return graph, report
 
-        return original(gm, faulty, options)
-
-    pipeline.rewrite_checked = rewrite_checked
+    pipeline.rewritten = rewritten
     try:
         yield edited
     finally:
-        pipeline.rewrite_checked = original
+        pipeline.rewritten = original
 
 
 def first_call(graph):

@@ -106,10 +106,10 @@ def attention_kl(
 
     Args:
         student_q, teacher_q: ``[batch, num_heads, seqlen_q, head_dim]``. The head_dim of the two
-            sides may differ. float16, bfloat16, float32, or float64 on the CPU; one dtype for
-            queries and keys of both sides. Any strides with a contiguous last dimension: nothing
-            is copied. Under autocast, operands are cast as those of a matmul are, and their dtypes
-            may differ.
+            sides may differ. float16, bfloat16, float32, or float64 in plain torch; one dtype
+            for queries and keys of both sides. Any strides with a contiguous last dimension:
+            nothing is copied. Under autocast, operands are cast as those of a matmul are, and
+            their dtypes may differ.
         student_k, teacher_k: ``[batch, num_kv_heads, seqlen_k, head_dim]``. num_kv_heads divides
             num_heads (GQA, MQA), and may differ between the sides.
         divergence: ``"forward_kl"`` is KL(P||S), ``"reverse_kl"`` KL(S||P), ``"cross_entropy"``

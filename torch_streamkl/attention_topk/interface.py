@@ -57,9 +57,9 @@ def attention_topk_kl(
 
     Args:
         student_q: the indexer's queries ``[batch, num_student_heads, seqlen_q, head_dim]``.
-            float16, bfloat16, float32, or float64 on the CPU; one dtype for queries and keys of
-            both sides. Any strides with a contiguous last dimension. Under autocast, operands are
-            cast as those of a matmul are.
+            float16, bfloat16, float32, or float64 in plain torch; one dtype for queries and keys
+            of both sides. Any strides with a contiguous last dimension. Under autocast, operands
+            are cast as those of a matmul are.
         student_k: ``[batch, seqlen_k, head_dim]``, or with a dimension of one head: the index key
             of a position, which all student heads share.
         teacher_q: ``[batch, num_heads, seqlen_q, teacher_head_dim]``.

@@ -110,7 +110,7 @@ def linear_kl(
         student_hidden, teacher_hidden: ``[..., hidden_size]``, with at least one leading
             dimension. The leading dimensions are the tokens: they are the same for both sides, and
             their sizes may be 0. The hidden sizes may differ. float16, bfloat16, float32, or
-            float64 on the CPU. Under autocast, operands are cast as those of a matmul are.
+            float64 in plain torch. Under autocast, operands are cast as those of a matmul are.
         student_weight, teacher_weight: ``[vocab_size, hidden_size]``, with contiguous rows or
             columns, in the dtype of the side's hidden states (under autocast, any). Entry j of
             both vocabularies is the same token. If one vocabulary is larger, its further entries

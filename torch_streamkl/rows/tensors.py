@@ -85,7 +85,7 @@ def keys_of(
     is_bounded = is_causal or left is not None or right is not None
     if inputs.row_shape is not None and is_bounded:
         what = "is_causal=True" if is_causal else f"window={window!r}"
-        raise ValueError(f"{what} is of keys with positions; {_OF_LM_HEADS}")
+        raise ValueError(f"{what} needs keys with positions; {_OF_LM_HEADS}")
     return Keys(left, 0 if is_causal else right, inputs.has_lengths, inputs.has_mask)
 
 
@@ -352,7 +352,7 @@ def _columns(name: str, given: object, sizes: _Sizes) -> list[tuple[str, Tensor]
 
 def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
     if sizes.row_shape is not None:
-        raise ValueError(f"key_lengths are of keys with positions; {_OF_LM_HEADS}")
+        raise ValueError(f"key_lengths need keys with positions; {_OF_LM_HEADS}")
     _check_tensor("key_lengths", lengths)
     if lengths.shape != (sizes.batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -365,7 +365,7 @@ def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
 
 def _mask(mask: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
     if sizes.row_shape is not None:
-        raise ValueError(f"mask is of keys with positions; {_OF_LM_HEADS}")
+        raise ValueError(f"mask needs keys with positions; {_OF_LM_HEADS}")
     _check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, True takes part, got {mask.dtype}")

@@ -77,8 +77,8 @@ def linear_topk_kl(
 
     Args:
         hidden: the student's hidden states ``[..., hidden_size]``. The leading dimensions, at
-            least one, are the tokens. float16, bfloat16, float32, or float64 on the CPU. Under
-            autocast, operands are cast as those of a matmul are.
+            least one, are the tokens. float16, bfloat16, float32, or float64 in plain torch.
+            Under autocast, operands are cast as those of a matmul are.
         weight: ``[vocab_size, hidden_size]``, with contiguous rows or columns.
         ids: int64 or int32 ``[..., k]``, vocabulary ids in any order. A negative id is padding.
         log_probs: ``[..., k]``, the teacher's log-probabilities in nats, at the temperature of the

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
-from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
-from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
+from torch_streamkl.fx_passes.closed_forms.row_keys import Facts
 from torch_streamkl.fx_passes.reading.arrays import Array
-from torch_streamkl.fx_passes.reading.positions import key_of, source_name
+from torch_streamkl.fx_passes.reading.positions import key_of
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.fx_passes.reading.rules.selections import top_of
-from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import Axis, Node, Size, Source
+from torch_streamkl.program.graph import Node, Size, Source
 from torch_streamkl.program.walks import has_op
 
 aten = torch.ops.aten
@@ -35,7 +30,7 @@ def facts_of(reading: Reading) -> Facts:
         sizes = reading.index_sizes.get(key_of(at), set())
         return next(iter(sizes)) if len(sizes) == 1 else None
 
-    return Facts(why_repeated, reading.reads_products, dtype_of, reading.sizes.extent, index_size)
+    return Facts(reading.reads_products, reading.sizes.extent, index_size)
 
 
 def logarithms_of(reading: Reading, *, hidden: bool = True) -> dict[fx.Node, list[Node]]:
@@ -117,26 +112,6 @@ def _is_hidden(node: fx.Node, reading: Reading) -> bool:
         return False
     x, y = (reading.arrays.get(a) for a in node.args)  # type: ignore[arg-type]
     return isinstance(x, Array) and isinstance(y, Array) and (x.expr, x.dims) == (y.expr, y.dims)
-
-
-def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
-    """Explains why a row of ids may have one twice: they are no top-k of keys along that axis."""
-    found = top_of(source_name(ids))
-    if found is None:
-        return NOT_RANKED
-    top, dim = found
-    places = [d for d, at in enumerate(ids.args) if entries in at.axes]
-    if places != [dim]:
-        return NOT_RANKED
-    if entries.size == 0:
-        return "no entry of a row is gathered"  # their mean has no gradient, not NaN
-    length: Any = tensor_of(top.args[0]).shape[dim]
-    assert keys.size is not None
-    whole = torch_size(keys.size)
-    is_within = isinstance(length, int) and isinstance(whole, int) and length <= whole
-    if not is_within and not provably_equal(length, whole):
-        return "ids of more keys than there are"  # eager code raises
-    return ""
 
 
 def dtype_of(source: object) -> torch.dtype:

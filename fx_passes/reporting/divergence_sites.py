@@ -7,19 +7,23 @@ the input of its softmax (or logarithm). This mark is followed through everythin
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 
 CALLS = {"kl_div", "cross_entropy_loss"}
+# what a divergence reads that is computed besides a planned operator
+DISTRIBUTIONS = MATMULS | SOFTMAXES | LOG_SOFTMAXES | CALLS
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,25 @@ def divergence_sites(trace: Trace, reading: Reading) -> list[fx.Node]:
             met.add(node)
             sites.append(node)
     return sites
+
+
+def without_divergence(
+    sites: Iterable[fx.Node], divergences: Sequence[Divergence]
+) -> list[fx.Node]:
+    """Returns the sites that no divergence of an operator is computed from, or is read by."""
+    handled = {a for d in divergences for a in ancestors(d.inner)}
+    values = {d.inner for d in divergences}
+    return [n for n in sites if n not in handled and not _is_made_of(n, values)]
+
+
+def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:
+    """Whether a node reads distributions only as values of planned operators.
+
+    The logarithm of a Bhattacharyya coefficient is arithmetic on rows and no second loss.
+    """
+    read = reached([node], lambda n: () if n in values else n.all_input_nodes)
+    others = (n for n in read if n not in values and n.op == "call_function")
+    return not read.isdisjoint(values) and all(name_of(n) not in DISTRIBUTIONS for n in others)
 
 
 def _marks_of(

@@ -30,10 +30,10 @@ from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_o
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
-from torch_streamkl.fx_passes.planning.score_levels import Level, ScoreLevels
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.writes import STALE
+from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
 from torch_streamkl.program.graph import Node, Source
 from torch_streamkl.program.walks import walk
 
