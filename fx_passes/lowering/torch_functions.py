@@ -16,6 +16,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 } | {
     "softplus": torch.nn.functional.softplus, "not": torch.logical_not, "div": torch.div,
     "eq": torch.eq, "gt": torch.gt, "ge": torch.ge, "floor_divide": torch.floor_divide,
+    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
 }  # fmt: skip
 # of a tensor and a number what operations are of a number and a tensor, which torch has not
 TURNED: dict[str, Callable[..., Any]] = {

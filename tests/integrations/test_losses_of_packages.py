@@ -66,7 +66,7 @@ def judged(program: Callable[..., Any], inputs: list[Tensor], **config: Any) -> 
 MASK = (torch.arange(TOKENS) > 2)[None]
 POSITIONS = torch.arange(TOKENS)[None] % 3
 DRAFTS = {
-    "kl_div": {"linear_kl"}, "rkl": {"linear_kl"}, "jsd": {"row_program"}, "tv": {"linear_kl"},
+    "kl_div": {"linear_kl"}, "rkl": {"linear_kl"}, "jsd": {"linear_kl"}, "tv": {"linear_kl"},
     "nla": {"linear_kl"}, "lk_hybrid": {"linear_kl"},
 }  # fmt: skip
 

@@ -147,10 +147,12 @@ def without_clamps(e: Node, floors: dict[Node, float]) -> Node:
 
 
 def where_clamped(e: Node, branch: int, floors: set[float]) -> Node:
-    """Returns the expression with a branch of each ``where(logS >= floor, ...)``; adds floors."""
+    """Returns the expression with a branch of each ``where(logS > floor, ...)``, or >=; adds
+    floors.
+    """
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
-        if x.op == "where" and x.args[0].op == "ge":
+        if x.op == "where" and x.args[0].op in ("gt", "ge"):
             log, floor = x.args[0].args
             if log is LOG_S and floor.op == "const":
                 floors.add(floor.value)

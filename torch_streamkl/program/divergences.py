@@ -128,7 +128,7 @@ def _parse_node(node: ast.AST, text: str) -> Node:
 def derivative(e: Node, log: Node) -> Node:
     """Returns the derivative to logP or logS, with P = exp(logP) and torch's conventions at kinks.
 
-    ``max(x, c)`` passes the gradient where x >= c, as ``clamp(min=c)`` does.
+    ``max(x, c)`` has the gradient of ``clamp(min=c)``: NOTE [The bound of a clamp] in meanings.py.
     """
 
     def known(x: Node) -> Node | None:

@@ -3,7 +3,8 @@
 A derivative is a rule `(build, node, argument, t) -> t * d(node)/d(argument)`, which makes nodes
 with ``build``. It serves both directions, since a pointwise derivative multiplies a tangent and an
 adjoint alike. At kinks it is what torch's autograd gives: 1/2 and 1/2 where minimum and maximum
-tie, 1 at the bound of a clamp, 0 for relu, abs and a norm at 0.
+tie, 0 for relu, abs and a norm at 0, and at the bound of a clamp: NOTE [The bound of a clamp] in
+meanings.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.autograd import forward_ad
 
 from torch_streamkl.program import ranges
+from torch_streamkl.program.meanings import (
+    TIES_ARE_CUT,
+    clamp_max,
+    clamp_min,
+    div0,
+    logaddexp,
+    mul0,
+    norm,
+    softplus,
+)
 
 if TYPE_CHECKING:
     from torch_streamkl.program.graph import Node
@@ -42,35 +52,6 @@ class Operation:
     triton_int: str = ""  # the text for integers, where it is another
     bools: str = ""  # the operation that it is of conditions, as torch has it
     range: Callable[[Sequence[ranges.Range]], ranges.Range] | ranges.Range = ranges.EVERY
-
-
-def mul0(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies; 0 where a factor is 0: NOTE [Zero annihilates] in graph.py."""
-    return torch.where((a == 0) | (b == 0), 0.0, a * b)
-
-
-def div0(a: Tensor, b: Tensor) -> Tensor:
-    """Divides; 0 where the dividend is 0: NOTE [Zero annihilates] in graph.py."""
-    return torch.where(a == 0, 0.0, a / b)
-
-
-def norm(squares: Tensor) -> Tensor:
-    """Returns the square root of a sum of squares: its gradient at 0 is 0, also by autograd."""
-    is_zero = squares == 0
-    return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
-
-
-def _softplus(x: Tensor) -> Tensor:
-    return torch.nn.functional.softplus(x, threshold=80.0)  # exp has no overflow below
-
-
-def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    """log(e^a + e^b), with the derivative 0 where both are -inf; that of torch's is NaN."""
-    if not (a.requires_grad or b.requires_grad or forward_ad._current_level >= 0):
-        return torch.logaddexp(a, b)
-    absent = (a == -math.inf) & (b == -math.inf)
-    present = torch.logaddexp(a.masked_fill(absent, 0.0), b.masked_fill(absent, 0.0))
-    return present.masked_fill(absent, -math.inf)
 
 
 _TYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
@@ -99,7 +80,7 @@ def _linear(*signs: int) -> Rule:
 
 
 def _mul(f: Build, node: Node, arg: int, t: Node) -> Node:
-    # an ranges.exponential is its own derivative, and so is a product with one
+    # an exponential is its own derivative, and so is a product with one
     return node if t is node.args[arg] else f("mul", t, node.args[1 - arg])
 
 
@@ -114,7 +95,7 @@ def _log_div(f: Build, node: Node, arg: int, t: Node) -> Node:
 
 
 def _by(factor: Factor) -> Rule:
-    """t ranges.times a function of node and argument."""
+    """t times a function of node and argument."""
 
     def rule(f: Build, node: Node, arg: int, t: Node) -> Node:
         return f("mul", t, factor(f, node, node.args[arg]))
@@ -146,11 +127,19 @@ def _extremum(loses: str) -> Rule:
 
 
 def _clamp_rule(inside: str, outside: str) -> Rule:
+    """Of comparisons in which x is strictly inside, and outside."""
+
     def rule(f: Build, node: Node, arg: int, t: Node) -> Node:
-        takes = f(inside if arg == 0 else outside, *node.args)
+        if TIES_ARE_CUT:
+            takes = f(inside if arg == 0 else _OR_EQUAL[outside], *node.args)
+        else:
+            takes = f(_OR_EQUAL[inside] if arg == 0 else outside, *node.args)
         return f("where", takes, t, 0.0)
 
     return rule
+
+
+_OR_EQUAL = {"gt": "ge", "lt": "le"}
 
 
 def _relu_rule(f: Build, node: Node, arg: int, t: Node) -> Node:
@@ -350,7 +339,7 @@ OPERATIONS: dict[str, Operation] = {
         _over(lambda f, n, x: f("add", x, 1.0)),
         is_finite=False,
     ),
-    "logaddexp": Operation(2, _logaddexp, _LOGADDEXP, _logaddexp_rule, is_commutative=True),
+    "logaddexp": Operation(2, logaddexp, _LOGADDEXP, _logaddexp_rule, is_commutative=True),
     "sqrt": Operation(1, torch.sqrt, "tl.sqrt({0})", _sqrt_rule, range=ranges.NOT_NEGATIVE),
     "norm": Operation(1, norm, "tl.sqrt({0})", _norm_rule, range=ranges.NOT_NEGATIVE),
     "pow": Operation(1, torch.pow, "", _power_rule, is_finite=False),  # of its value
@@ -392,7 +381,7 @@ OPERATIONS: dict[str, Operation] = {
         range=lambda of: (1.0, math.inf),
     ),
     "softplus": Operation(
-        1, _softplus, _SOFTPLUS, _by(lambda f, n, x: f("sigmoid", x)), range=ranges.NOT_NEGATIVE
+        1, softplus, _SOFTPLUS, _by(lambda f, n, x: f("sigmoid", x)), range=ranges.NOT_NEGATIVE
     ),
     "relu": Operation(
         1,
@@ -425,21 +414,21 @@ OPERATIONS: dict[str, Operation] = {
         bools="or",
         range=ranges.each(max),
     ),
-    # gradient 1 at the bound, which differs from maximum and minimum
+    # NOTE [The bound of a clamp] in meanings.py
     "clamp_min": Operation(
         2,
-        torch.clamp_min,
+        clamp_min,
         _MAXIMUM,
-        _clamp_rule("ge", "lt"),
+        _clamp_rule("gt", "lt"),
         "same",
         bools="or",
         range=ranges.each(max),
     ),
     "clamp_max": Operation(
         2,
-        torch.clamp_max,
+        clamp_max,
         _MINIMUM,
-        _clamp_rule("le", "gt"),
+        _clamp_rule("lt", "gt"),
         "same",
         bools="and",
         range=ranges.each(min),

@@ -24,6 +24,7 @@ from torch_streamkl.program.graph import (
     const,
     constant,
 )
+from torch_streamkl.program.meanings import CLAMPS, CLAMPS_BY_TENSOR
 from torch_streamkl.rows.elements import (
     ALIASES,
     FUNCTIONS,
@@ -149,18 +150,19 @@ def _rpow(exponent: Element, base: Any) -> Element:
 def _clamp(input: Element, min: Any = None, max: Any = None) -> Element:
     if min is None and max is None:
         raise TypeError("clamp of an element must have a min or a max, got None for both")
-    for bound, op in ((min, "clamp_min"), (max, "clamp_max")):
+    for bound, side in ((min, "min"), (max, "max")):
         if bound is not None:
-            input = _applied(op, input, bound)
+            ops = CLAMPS_BY_TENSOR if isinstance(bound, Element) else CLAMPS
+            input = _applied(ops[side], input, bound)
     return input
 
 
 def _clamp_min(input: Element, min: Any) -> Element:
-    return _applied("clamp_min", input, min)
+    return _clamp(input, min)
 
 
 def _clamp_max(input: Element, max: Any) -> Element:
-    return _applied("clamp_max", input, max)
+    return _clamp(input, max=max)
 
 
 def _reversed(function: Callable[..., Element]) -> Callable[[Element, Any], Element]:

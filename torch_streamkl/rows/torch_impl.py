@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_streamkl.program import operations
+from torch_streamkl.program import meanings
 from torch_streamkl.program.steps import Step
 from torch_streamkl.rows import derive, losses, tile
 from torch_streamkl.rows.losses import RowLoss
@@ -93,12 +93,12 @@ class Result:
 
 def _mul0(a: Tensor, b: Tensor) -> Tensor:
     product = a * b
-    return operations.mul0(a, b) if _has_nan(product) else product
+    return meanings.mul0(a, b) if _has_nan(product) else product
 
 
 def _div0(a: Tensor, b: Tensor) -> Tensor:
     quotient = a / b
-    return operations.div0(a, b) if _has_nan(quotient) else quotient
+    return meanings.div0(a, b) if _has_nan(quotient) else quotient
 
 
 def _has_nan(x: Tensor) -> bool:

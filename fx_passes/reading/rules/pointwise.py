@@ -36,6 +36,7 @@ from torch_streamkl.program.functions import (
     quotient,
 )
 from torch_streamkl.program.graph import BOOL, FLOAT, Node, const, made_power
+from torch_streamkl.program.meanings import CLAMPS, CLAMPS_BY_TENSOR
 from torch_streamkl.program.operations import MAX_POWER
 
 aten = torch.ops.aten
@@ -214,12 +215,18 @@ def power_of_number(call: Call) -> Array:
     return call.array("exponent").map(lambda e: exponential(scaled(math.log(base), number_of(e))))
 
 
+_CLAMPS_BY_TENSOR = (
+    aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clip.Tensor,
+)  # fmt: skip
+
+
 @rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clip.default,
-      aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor)  # fmt: skip
+      *_CLAMPS_BY_TENSOR)  # fmt: skip
 def clamp(call: Call) -> Array:
     """Reads bounds, which may be tensors."""
     x = call.array("self")
-    for name, op in (("min", "clamp_min"), ("max", "clamp_max")):
+    of_tensors = call.node.target in _CLAMPS_BY_TENSOR
+    for name, op in (CLAMPS_BY_TENSOR if of_tensors else CLAMPS).items():
         if call.has(name):
             x = call.pointwise(applied(op), x, call.array(name))
     call.observes("clamp")
