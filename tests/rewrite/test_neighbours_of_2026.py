@@ -291,6 +291,36 @@ def test_labels_out_of_range_raise_as_in_eager():
             step(*inputs("h w"), labels)
 
 
+# ------------------------------------------------------------------ entries that no sum reads
+ORDER = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(5)).argsort(-1)
+SHARED = torch.tensor([4, 0, 9])
+
+
+def entries_of(read, ids=IDS):
+    return lambda h, w: read((h @ w.T).log_softmax(-1).gather(-1, ids))
+
+
+PROGRAMS |= {
+    "entries that are returned": (entries_of(lambda e: e), True),
+    "sums of the first entries": (entries_of(lambda e: e.cumsum(-1).square().mean()), True),
+    "entries next to their sum": (
+        entries_of(lambda e: (loss_of(e), e.cumsum(-1).detach(), e[IDS % 2 == 0].sum())), True,
+    ),
+    "probabilities of entries by a mask": (entries_of(lambda e: e.exp()[IDS > 9].mean()), True),
+    "entries that a mask chooses, written in place": (
+        entries_of(lambda e: e.masked_fill_(IDS > 9, 0.0)[IDS > 5].mean()), True,
+    ),
+    "a sum of logits at ids": (
+        lambda h, w: ((z := h @ w.T).gather(-1, IDS).sum(-1) - z.logsumexp(-1)).square().mean(),
+        True,
+    ),
+    "as many entries as the row has": (entries_of(lambda e: e.cumsum(-1).mean(), ORDER), False),
+    "entries at ids that all rows share": (
+        lambda h, w: (h @ w.T).log_softmax(-1)[:, SHARED].cumsum(-1).mean(), False,
+    ),
+}  # fmt: skip
+
+
 # ------------------------------------------------------------------ a column next to the keys
 SINK = torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1)
 
