@@ -321,6 +321,24 @@ PROGRAMS |= {
 }  # fmt: skip
 
 
+# ------------------------------------------------------------------ columns of probabilities
+def columns(read):
+    return lambda h, w: read((h @ w.T).log_softmax(-1))
+
+
+PROGRAMS |= {
+    "a column": (columns(lambda s: s[:, 3].exp().mean()), True),
+    "columns of sequences": (columns(lambda s: s.view(2, HALF, -1)[..., 3].sum(-1).mean()), True),
+    "one column of two dimensions": (columns(lambda s: (s[:, 2:3] * s[:, 4:5]).mean()), True),
+    # these show how far apart its elements lie
+    "a column that is returned": (columns(lambda s: (s[:, 3], s[:, 3].sum())), False),
+    "the strides of a column": (columns(lambda s: s[:, 3].sum() * s[:, 3].stride(0)), None),
+    "a column that is written to": (
+        lambda h, w: (z := h @ w.T)[:, 3].mul_(0.5).sum() + z.logsumexp(-1).sum(), None,
+    ),
+}  # fmt: skip
+
+
 # ------------------------------------------------------------------ a column next to the keys
 SINK = torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1)
 
