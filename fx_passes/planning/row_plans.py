@@ -49,7 +49,7 @@ from torch_streamkl.program.graph import Node
 
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
-    "linalg_vector_norm", "smooth_l1_loss", "huber_loss",
+    "linalg_vector_norm", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
 }  # fmt: skip
 
 

@@ -321,6 +321,23 @@ PROGRAMS |= {
 }  # fmt: skip
 
 
+# ------------------------------------------------------------------ probabilities by sigmoids
+def sigmoids(**arguments):
+    def program(h, w, g, v):
+        # large ones, of which the sigmoids are 0 and 1
+        s, t = 40.0 * (h @ w.T), 40.0 * (g @ v.T)
+        return F.binary_cross_entropy_with_logits(s, t.sigmoid(), **arguments)
+
+    return program
+
+
+PROGRAMS |= {
+    "sigmoids": (sigmoids(), True),
+    "sigmoids, a value of each": (sigmoids(reduction="none"), False),
+    "sigmoids of weights": (sigmoids(pos_weight=torch.linspace(0.5, 2.0, VOCAB)), False),
+}  # fmt: skip
+
+
 # ------------------------------------------------------------------ columns of probabilities
 def columns(read):
     return lambda h, w: read((h @ w.T).log_softmax(-1))

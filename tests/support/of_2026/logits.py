@@ -228,6 +228,9 @@ loss(EAGER, style="GOLD, ULD: sorted probabilities", reason="sort has no rule",
 loss(ROW, style="MSE of logits", findings=True, mse_of_logits=lambda s, t: (s - t).pow(2).mean())
 loss(ROW, style="a smooth L1 of logits", findings=True,
      smooth_l1=lambda s, t: F.smooth_l1_loss(s, t, beta=0.5))
+loss(ROW, style="iCaRL, detectors: probabilities of their own, the old classes alone",
+     sigmoids_of_old_classes=lambda s, t: F.binary_cross_entropy_with_logits(
+         s[:, :WIDER], t[:, :WIDER].sigmoid(), reduction="none").sum(1).mean())
 loss(ROW, style="Liger: cosine of logits", findings=True,
      cosine_of_logits=lambda s, t: (1 - F.cosine_similarity(s, t, dim=-1)).mean())
 # ------------------------------------------------------------------ quantised heads
