@@ -347,6 +347,9 @@ PROGRAMS |= {
     "a column": (columns(lambda s: s[:, 3].exp().mean()), True),
     "columns of sequences": (columns(lambda s: s.view(2, HALF, -1)[..., 3].sum(-1).mean()), True),
     "one column of two dimensions": (columns(lambda s: (s[:, 2:3] * s[:, 4:5]).mean()), True),
+    "a copy of a column that is returned": (
+        columns(lambda s: (s[:, 3].clone(), s[:, 3].sum())), True,
+    ),
     # these show how far apart its elements lie
     "a column that is returned": (columns(lambda s: (s[:, 3], s[:, 3].sum())), False),
     "the strides of a column": (columns(lambda s: s[:, 3].sum() * s[:, 3].stride(0)), None),
