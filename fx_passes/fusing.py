@@ -179,14 +179,15 @@ class Inserting:
                 if node.name in self.refused:
                     raise Unsupported(self.refused[node.name])
                 self._check(found)
+                writes = self.aliases.writes
                 replacement = divergences.emit(
                     build,
                     found,
                     self.losses.reading,
                     self.losses.trace.outer,
                     self.losses.product_types,
+                    writes,
                 )
-                writes = self.aliases.writes
                 replacement = with_own_memory(build, replacement, node, writes)
                 self.late[node.name] = self.aliases.check(
                     build.added, build.selecting, before=node

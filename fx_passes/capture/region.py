@@ -43,7 +43,8 @@ BARRIERS = LAYERS | {
     "gelu", "silu", "checkpoint", "all_reduce", "all_gather",
     f"{opaque.__module__}.{opaque.__name__}",
 }  # fmt: skip
-COMPARISONS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity"}
+COMPARISONS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity",
+               "binary_cross_entropy_with_logits"}  # fmt: skip
 MEASURES = {"pow", "square", "abs", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
             "linalg_matrix_norm", "linalg_norm"}  # fmt: skip
 ADDITIONS, SCALINGS = {"add", "iadd"} | DIFFERENCES, PRODUCTS | QUOTIENTS | {"neg"}

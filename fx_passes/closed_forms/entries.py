@@ -23,6 +23,7 @@ from torch_streamkl.program.graph import (
     FLOAT,
     INT,
     LOGSUMEXP,
+    SUM,
     Axis,
     Node,
     Size,
@@ -30,7 +31,13 @@ from torch_streamkl.program.graph import (
     capture,
     index,
 )
-from torch_streamkl.program.reductions import remade
+from torch_streamkl.program.reductions import (
+    contraction,
+    fresh_axis,
+    reduced,
+    remade,
+    substitute,
+)
 from torch_streamkl.program.shifts import LARGE
 from torch_streamkl.program.walks import rebuilt, walk
 
@@ -104,13 +111,19 @@ def without_entries(
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         x = remade(x, args)
-        at_ids = search.at(x) if x.op == CONTRACT else None
+        if x.op != CONTRACT:
+            return x
+        of_one, summed = _of_one_id(x)
+        at_ids = search.at(of_one)
         if at_ids is None:
             return x
         entries, order = at_ids
         number = found.setdefault(entries, len(found))
         source = Source(EntryValue(number), 0, entries.flows)
-        return capture(source, FLOAT, at=list(map(index, order)))
+        value = capture(source, FLOAT, at=list(map(index, order)))
+        for axis in summed:
+            value = reduced(SUM, axis, value)
+        return value
 
     made = rebuilt(roots, change, is_entered)
     return [made[x] for x in roots], tuple(found)
@@ -143,6 +156,23 @@ def _entries_of(x: Node, extent: Callable[[object, int], Size | None]) -> Entrie
             tuple(a for a in order if a in places),
         )
     return None
+
+
+def _of_one_id(x: Node) -> tuple[Node, list[Axis]]:
+    """The product at one id of each row, and the places of ids that a product is summed over.
+
+    The sum of scores at ids is a matmul's element that sums over them, too.
+    """
+    for keys, rows, d in _places_of_ids(x):
+        others = rows.axes.union(*(p.axes for i, p in enumerate(keys.args) if i != d))
+        at = {a: fresh_axis(a.size) for a in x.value if a in keys.args[d].axes - others}
+        if at:
+            free = {axis: index(place) for axis, place in at.items()}
+            a, b = (substitute(operand, free) for operand in x.args)
+            of_one = contraction(a, b, [axis for axis in x.value if axis not in at])
+            if of_one.op == CONTRACT:
+                return of_one, list(at.values())
+    return x, []
 
 
 def _places_of_ids(x: Node) -> Iterator[tuple[Node, Node, int]]:

@@ -48,6 +48,22 @@ def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
     return x
 
 
+def with_layout_of(
+    build: Builder, x: fx.Node, node: fx.Node, written: Container[int | None]
+) -> fx.Node:
+    """Returns ``x`` in the memory layout of a node's value, or in its own if no code can tell.
+
+    A column of probabilities lies as far apart as their rows. ``written`` is the memory that the
+    graph writes to.
+    """
+    try:
+        return with_strides_of(build, x, tensor_of(node))
+    except Unsupported:
+        if strides_are_seen(node, x, build, written):
+            raise
+        return x
+
+
 def with_own_memory(
     build: Builder, x: fx.Node, node: fx.Node, written: Container[int | None]
 ) -> fx.Node:

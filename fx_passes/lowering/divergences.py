@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
-from torch import Tensor, fx
+from torch import fx
 
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, RowValue
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
@@ -12,7 +12,7 @@ from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import is_unknown, provably_equal
-from torch_streamkl.fx_passes.fx_utils.strides import with_strides_of
+from torch_streamkl.fx_passes.fx_utils.strides import with_layout_of
 from torch_streamkl.fx_passes.lowering.attention_call import CallTensors, Types
 from torch_streamkl.fx_passes.lowering.linear_call import HeadTensors
 from torch_streamkl.fx_passes.lowering.writer import Writer
@@ -30,8 +30,12 @@ def emit(
     reading: Reading,
     outer: Mapping[fx.Node, fx.Node],
     types: Types,
+    written: Container[int | None],
 ) -> fx.Node:
-    """Inserts the calls; the returned node has the value and metadata of the user's node."""
+    """Inserts the calls; the returned node has the value and metadata of the user's node.
+
+    ``written`` is the memory that the graph writes to.
+    """
     array = reading.array(found.inner)
     writer = Writer(build, reading, outer, [found.matched.root])
     changes = {
@@ -40,11 +44,12 @@ def emit(
     }
     around = replaced(found.matched.root, changes)
     total = writer.tensor(around, array.dims, expand=range(len(array.dims)))
-    return as_user(build, total, tensor_of(found.node))
+    return as_user(build, total, found.node, written)
 
 
-def as_user(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
+def as_user(build: Builder, x: fx.Node, node: fx.Node, written: Container[int | None]) -> fx.Node:
     """Returns a value in the type and memory layout of the user's, whose shape it must have."""
+    like = tensor_of(node)
     x = build.cast(x, like.dtype)
     made = tensor_of(x)
     # a number of selected rows has a symbol of its own in the rewritten graph
@@ -55,7 +60,7 @@ def as_user(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
         raise Unsupported(
             f"the fused value has shape {tuple(made.shape)}, the user's {tuple(like.shape)}"
         )
-    return with_strides_of(build, x, like)
+    return with_layout_of(build, x, node, written)
 
 
 def _rows(writer: Writer, form: ClosedForm, number: int, types: Types) -> Node:

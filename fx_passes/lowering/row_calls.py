@@ -52,7 +52,7 @@ def emit(
     results: dict[fx.Node, fx.Node] = {}
     made: set[int | None] = set()
     for output in plan.outputs:
-        x = _result(writer, output, values)
+        x = _result(writer, output, values, written)
         if may_be_written(output.node, written) or storage_of(x) in made:
             x = build.method("clone", x)
         made.add(storage_of(x))
@@ -123,14 +123,19 @@ def _values(
     return found
 
 
-def _result(writer: Writer, output: RowOutput, values: Mapping[object, fx.Node]) -> fx.Node:
+def _result(
+    writer: Writer,
+    output: RowOutput,
+    values: Mapping[object, fx.Node],
+    written: Container[int | None],
+) -> fx.Node:
     """What the user's node computes of the rows' values, as the user's code has it."""
     build, like = writer.build, tensor_of(output.node)
     if not like.is_floating_point():  # counts, which a float would round
         values = {k: build.method("to", x, like.dtype) for k, x in values.items()}
     dims = output.dims
     x = _around(writer, values).tensor(output.around, dims, expand=range(len(dims)))
-    return as_user(build, x, like)
+    return as_user(build, x, output.node, written)
 
 
 def _around(writer: Writer, values: Mapping[object, fx.Node]) -> Writer:

@@ -124,6 +124,12 @@ def why_small(form: RowForm) -> str:
     return "products that are not larger than what they are computed from" if is_small else ""
 
 
+def are_all_keys(form: RowForm) -> bool:
+    """Returns whether entries at ids are as many as the scores, such as those of a sort."""
+    sizes = [(num_positions(x.places), x.key.size) for x in form.every_entries]
+    return any(isinstance(n, int) and isinstance(k, int) and n >= k for n, k in sizes)
+
+
 def _is_small(product: Product) -> bool:
     made = num_positions(axes_of(product))
     operands = [num_positions(x.axes) for x in (product.rows, product.keys)]

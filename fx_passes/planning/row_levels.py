@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.entries import ids_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
@@ -24,7 +25,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     sites_of,
 )
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
-from torch_streamkl.fx_passes.fx_utils.nodes import reached
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, reached
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.views import RESHAPES, SAME
 from torch_streamkl.program.graph import CONTRACT, Node
@@ -106,6 +107,23 @@ class Levels:
             for u in users
         )
 
+    def entries(self, region: Region, refused: Collection[fx.Node]) -> list[fx.Node]:
+        """Returns values at ids that other code reads, or sums without a program; the last ones.
+
+        They are no per-row values: there is one for each id. But they are as small.
+        """
+        self._read_outside(region)
+        behind = self._left.union(*map(ancestors, refused))
+        found = [n for n in self.made if n in behind and n in self.trace.outer]
+        found = [n for n in found if self._is_of_entries(n)]
+        inner = {a for n in found for a in ancestors(n) - {n}} - self._left
+        return [n for n in found if n not in inner]
+
+    def _is_of_entries(self, node: fx.Node) -> bool:
+        """Whether a value is made of entries at ids, and of sums over keys next to them."""
+        sites = [x for x in sites_of(self.made[node], self.places) if x.op == CONTRACT]
+        return bool(sites) and all(_is_at_ids(x, self.places) for x in sites)
+
     def read_by_elements(self, region: Region) -> set[fx.Node]:
         """Returns the per-row values that only elements read, whose sums compute them, too."""
         read = self._read_outside(region)
@@ -151,6 +169,15 @@ def _is_of_row(site: Node, places: frozenset[Place]) -> bool:
     """Whether an expression is a product without keys, and no map of its own."""
     is_product = site.op == CONTRACT and key_position(site, places) is None
     return is_product and not is_score_sized(site, [site])
+
+
+def _is_at_ids(product: Node, places: frozenset[Place]) -> bool:
+    """Whether a product is at ids of its own in each row."""
+    place = key_position(product, places)
+    if place is None or not ids_of(product) or not has_entries(product, place):
+        return False
+    side, d = place
+    return bool(product.args[side].args[d].axes & product.args[1 - side].axes)
 
 
 def _is_at_one_key(product: Node, places: frozenset[Place]) -> bool:

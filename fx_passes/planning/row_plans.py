@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.region import Region
+from torch_streamkl.fx_passes.capture.region import ENTRIES, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
@@ -39,7 +39,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached,
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.planning.divergences import ProductType
-from torch_streamkl.fx_passes.planning.profitability import why_small
+from torch_streamkl.fx_passes.planning.profitability import are_all_keys, why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_levels import Levels
@@ -50,7 +50,7 @@ from torch_streamkl.program.graph import Node
 
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
-    "linalg_vector_norm", "smooth_l1_loss", "huber_loss",
+    "linalg_vector_norm", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
 }  # fmt: skip
 
 
@@ -97,9 +97,9 @@ class ProgramPlan:
 
 
 def may_have_programs(trace: Trace) -> bool:
-    """Returns whether there are a product and a sum at all."""
+    """Returns whether there are a product and a sum, or entries at ids, at all."""
     names = {name_of(n) for n in trace.graph.nodes if n.op == "call_function"}
-    return bool(names & MATMULS) and bool(names & SUMS)
+    return bool(names & MATMULS) and bool(names & (SUMS | ENTRIES))
 
 
 class RowPlanner:
@@ -186,6 +186,7 @@ class RowPlanner:
                 continue
             if not self._join(plans, root):
                 plans.append(alone)
+        self._add_entries(plans)
         self._merge(plans)
         replaced = {o.node for plan in plans for o in plan.outputs}
         fused = (self.trace.outer[n] for n in handled if n in self.trace.outer)
@@ -200,6 +201,22 @@ class RowPlanner:
             if not reason:
                 found.append(plan)
         return found
+
+    def _add_entries(self, plans: list[ProgramPlan]) -> None:
+        """Adds programs of entries at ids that something else than a program's sum reads.
+
+        What a mask selects of them, for example, is no sum over the ids of each row.
+        """
+        for node in self.levels.entries(self.region, self.refused):
+            try:
+                alone = self.plan([node])
+            except Unsupported:
+                continue
+            if are_all_keys(alone.form):
+                continue
+            self.refused = {n: x for n, x in self.refused.items() if node not in ancestors(n)}
+            if not self._join(plans, node):
+                plans.append(alone)
 
     def _join(self, plans: list[ProgramPlan], root: fx.Node) -> bool:
         """Lets the first program that can compute another sum, too; returns whether one can."""

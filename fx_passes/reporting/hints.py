@@ -102,6 +102,12 @@ ADVICE = (
         "ids))).sum(-1), for a KL",
     ),
     Advice(
+        "a column or slice of scores or probabilities is returned, written to or viewed again",
+        "has strides",
+        "read a copy of it, x[..., i].clone(): its elements lie next to each other, and not as "
+        "far apart as the rows of scores that the loss does without",
+    ),
+    Advice(
         "entries of rows are gathered by ids (a cached or served top-k)",
         "^(gather|take_along_dim|index_select|index)\\b|single entries",
         f"if no row has an id twice, call {ROW_PROGRAM}(..., columns={{'ids': ids}}) "

@@ -47,6 +47,26 @@ def test_rounding_is_kept(name, where):
 
 
 @of_scores
+def softmaxes_with_a_type(s, t):
+    log_s, p = F.log_softmax(s, -1, dtype=torch.float32), F.softmax(t, -1, dtype=torch.float32)
+    return (p * (p.log() - log_s)).sum(-1)
+
+
+@of_scores
+def sums_with_a_type(s, t):
+    return (s.softmax(-1) * t.softmax(-1)).sum(-1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("loss", [softmaxes_with_a_type, sums_with_a_type])
+def test_scores_are_rounded_before_what_has_a_narrower_type(loss):
+    outcome = compare(loss, inputs(torch.float64), options=UNCHECKED)
+    assert outcome.num_fused == 0
+    assert compare(loss, inputs(), options=UNCHECKED).check().num_fused
+    for ours, eager in zip(outcome.compiled.tensors(), outcome.eager.tensors(), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+@of_scores
 def back_to_the_dtype_of_the_inputs(s, t):
     log_p = F.log_softmax(s, -1, dtype=torch.float32).to(s.dtype)
     p = F.softmax(t, -1, dtype=torch.float32).to(s.dtype)

@@ -33,7 +33,8 @@ QUICK_ROWS = {
 # of these the sums alone are programs: what they are computed from, or what is computed of them,
 # has no form
 OF_SUMS = {
-    "axolotl_with_labels", "gram", "gram_of_both", "relational_angles", "reverse_kl_as_advantage",
+    "axolotl_masked", "axolotl_with_labels", "gram", "gram_of_both", "relational_angles",
+    "reverse_kl_as_advantage",
 }  # fmt: skip
 # of these one value per row has no rule: the pipeline computes it as the user's code does
 OF_VALUES = {"entropic_tokens"}

@@ -291,6 +291,74 @@ def test_labels_out_of_range_raise_as_in_eager():
             step(*inputs("h w"), labels)
 
 
+# ------------------------------------------------------------------ entries that no sum reads
+ORDER = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(5)).argsort(-1)
+SHARED = torch.tensor([4, 0, 9])
+
+
+def entries_of(read, ids=IDS):
+    return lambda h, w: read((h @ w.T).log_softmax(-1).gather(-1, ids))
+
+
+PROGRAMS |= {
+    "entries that are returned": (entries_of(lambda e: e), True),
+    "sums of the first entries": (entries_of(lambda e: e.cumsum(-1).square().mean()), True),
+    "entries next to their sum": (
+        entries_of(lambda e: (loss_of(e), e.cumsum(-1).detach(), e[IDS % 2 == 0].sum())), True,
+    ),
+    "probabilities of entries by a mask": (entries_of(lambda e: e.exp()[IDS > 9].mean()), True),
+    "entries that a mask chooses, written in place": (
+        entries_of(lambda e: e.masked_fill_(IDS > 9, 0.0)[IDS > 5].mean()), True,
+    ),
+    "a sum of logits at ids": (
+        lambda h, w: ((z := h @ w.T).gather(-1, IDS).sum(-1) - z.logsumexp(-1)).square().mean(),
+        True,
+    ),
+    "as many entries as the row has": (entries_of(lambda e: e.cumsum(-1).mean(), ORDER), False),
+    "entries at ids that all rows share": (
+        lambda h, w: (h @ w.T).log_softmax(-1)[:, SHARED].cumsum(-1).mean(), False,
+    ),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ probabilities by sigmoids
+def sigmoids(**arguments):
+    def program(h, w, g, v):
+        # large ones, of which the sigmoids are 0 and 1
+        s, t = 40.0 * (h @ w.T), 40.0 * (g @ v.T)
+        return F.binary_cross_entropy_with_logits(s, t.sigmoid(), **arguments)
+
+    return program
+
+
+PROGRAMS |= {
+    "sigmoids": (sigmoids(), True),
+    "sigmoids, a value of each": (sigmoids(reduction="none"), False),
+    "sigmoids of weights": (sigmoids(pos_weight=torch.linspace(0.5, 2.0, VOCAB)), False),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ columns of probabilities
+def columns(read):
+    return lambda h, w: read((h @ w.T).log_softmax(-1))
+
+
+PROGRAMS |= {
+    "a column": (columns(lambda s: s[:, 3].exp().mean()), True),
+    "columns of sequences": (columns(lambda s: s.view(2, HALF, -1)[..., 3].sum(-1).mean()), True),
+    "one column of two dimensions": (columns(lambda s: (s[:, 2:3] * s[:, 4:5]).mean()), True),
+    "a copy of a column that is returned": (
+        columns(lambda s: (s[:, 3].clone(), s[:, 3].sum())), True,
+    ),
+    # these show how far apart its elements lie
+    "a column that is returned": (columns(lambda s: (s[:, 3], s[:, 3].sum())), False),
+    "the strides of a column": (columns(lambda s: s[:, 3].sum() * s[:, 3].stride(0)), None),
+    "a column that is written to": (
+        lambda h, w: (z := h @ w.T)[:, 3].mul_(0.5).sum() + z.logsumexp(-1).sum(), None,
+    ),
+}  # fmt: skip
+
+
 # ------------------------------------------------------------------ a column next to the keys
 SINK = torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1)
 

@@ -53,6 +53,8 @@ EVENTS = {
         "One einsum or matmul multiplies two tensors and sums over the keys.",
     "a slice or column of the scores is overwritten":
         "An assignment such as x[..., i] = value modifies a part of the scores.",
+    "a column or slice of scores or probabilities is returned, written to or viewed again":
+        "The code reads how the elements of a part of the scores lie in memory.",
     "a tensor is modified in place":
         "An operand of the loss, or of a tensor that the loss reads, is modified in place.",
     "a bias or adapter needs a gradient":

@@ -154,6 +154,11 @@ of_scores("keys are sliced away after the softmax",
               s.log_softmax(-1)[..., 1:], t.softmax(-1)[..., 1:], reduction="sum"))  # fmt: skip
 
 
+of_scores("a column or slice of scores or probabilities is returned, written to or viewed again",
+          returned_column=lambda s, t: (
+              p := s.log_softmax(-1)[..., 3], (p * t.softmax(-1)[..., 3]).sum()))  # fmt: skip
+
+
 of_scores("an operation that is read in another spelling (hardtanh, huber_loss, silu)",
           hardtanh=lambda s, t: kl(F.hardtanh(s), t))  # fmt: skip
 

@@ -74,6 +74,19 @@ def l1_loss(call: Call) -> Array:
     return _of_pair(call, lambda x, y: function("abs", added(x, y, -1.0)))
 
 
+@rule(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(call: Call) -> Array:
+    """Reads ``(1 - target) * input + softplus(-input)``."""
+    if call.has("weight") or call.has("pos_weight"):
+        raise NoRule("binary_cross_entropy_with_logits with weights")
+
+    def values(x: Node, t: Node) -> Node:
+        rest = product(subtracted(const(1.0), t), x)
+        return linear(0.0, [(1.0, rest), (1.0, function("softplus", scaled(-1.0, x)))])
+
+    return _of_pair(call, values)
+
+
 @rule(aten.smooth_l1_loss.default, aten.huber_loss.default)
 def huber_loss(call: Call) -> Array:
     """Reads a square near 0, and a distance further away."""

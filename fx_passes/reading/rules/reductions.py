@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_streamkl.fx_passes.reading import arrays
+from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
 from torch_streamkl.program.canonical import choose, compare, linear, product, scaled, subtracted
@@ -44,17 +44,30 @@ def averaged(x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
     return over(SUM, x, dims, keepdim).map(lambda e: quotient(e, count))
 
 
+def _cast_first(call: Call) -> Array:
+    """The input of a reduction with a type of its own, to which torch casts it: NOTE [Types]."""
+    x, to, than = call.array("self"), call.get("dtype"), call.dtype_of("self")
+    if to is None or than is None or not (to.is_floating_point and than.is_floating_point):
+        return x
+    if not types.is_narrower(to, than):
+        return x
+    if call.node not in call.reader.reading.reads_products:
+        raise NoRule(f"an input is rounded to {str(to).removeprefix('torch.')}")
+    call.observes("rounding")
+    return x.map(lambda e: types.cast(e, to, than))
+
+
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(call: Call) -> Array:
     """Reads a sum."""
-    x = call.array("self")
+    x = _cast_first(call)
     return over(SUM, x, call.dims(), call.keepdim)
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Array:
     """Reads a mean."""
-    x = call.array("self")
+    x = _cast_first(call)
     return averaged(x, call.dims(), call.keepdim)
 
 
@@ -118,7 +131,7 @@ def log_softmax_of(x: Array, d: int) -> Array:
 
 
 def _softmax(call: Call) -> Array:
-    x = call.array("self")
+    x = _cast_first(call)
     return log_softmax_of(x, call.dim()) if x.dims else x.map(lambda e: const(0.0))
 
 

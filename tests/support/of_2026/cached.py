@@ -169,6 +169,30 @@ def axolotl_with_labels(s):
     return 0.7 * kd + 0.3 * F.cross_entropy(s, OF_ANSWERS)
 
 
+@loss(ROW, style="axolotl: entries of a mask of ids, the mean over them")
+def axolotl_masked(s):
+    s = s.view(2, TOKENS // 2, VOCAB)
+    e = s.gather(-1, IDS.view(2, -1, TOP)) - torch.logsumexp(s, -1, keepdim=True)
+    t, keep = LOG_P.view(2, -1, TOP), (LOG_P.median() < LOG_P).view(2, -1, TOP)
+    terms = t[keep].exp() * (t[keep] - e[keep])
+    return terms.sum() / terms.size(0)
+
+
+@loss(ROW, style="axolotl: z-scores of entries and of the teacher's")
+def axolotl_z_scores(s):
+    s, t = (
+        ((x - x.mean(-1, keepdim=True)) / (x.std(-1, unbiased=False, keepdim=True) + 1e-8)) / 2.0
+        for x in (at_ids(s), LOG_P)
+    )
+    return 4.0 * kl_of_logs(s - s.logsumexp(-1, keepdim=True), t.log_softmax(-1)).sum(-1).mean()
+
+
+@loss(ROW, style="verl: entries for the trainer, which computes the loss, and their mass")
+def verl_entries(log_s):
+    s = at_ids(log_s)
+    return s, s.exp().sum(-1).detach()
+
+
 @loss(
     EAGER,
     reason="top-k reads whole logits",

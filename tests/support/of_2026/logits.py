@@ -169,6 +169,14 @@ def adapted_head(s, h, p_t):
     return batchmean(s.log_softmax(-1), p_t)
 
 
+@loss(LINEAR, ROW, style="CTC: the blank apart, the others renormalised without it")
+def blank_apart(log_s, log_t):
+    s, t = (x[..., 1:] - x[..., 1:].logsumexp(-1, keepdim=True) for x in (log_s, log_t))
+    p, q = (x[..., 0].exp().clamp_min(1e-6) for x in (log_t, log_s))
+    of_blank = p * (p.log() - q.log()) + (1 - p) * ((1 - p).log() - (1 - q).log())
+    return (of_blank + (1 - p) * of_rows(t.exp(), t - s)).mean()
+
+
 # ------------------------------------------------------------------ vocabularies of two sizes
 @loss(LINEAR, style="logits padded to the larger vocabulary", findings=True)
 def padded_vocabulary(h, w, t):
@@ -220,6 +228,9 @@ loss(EAGER, style="GOLD, ULD: sorted probabilities", reason="sort has no rule",
 loss(ROW, style="MSE of logits", findings=True, mse_of_logits=lambda s, t: (s - t).pow(2).mean())
 loss(ROW, style="a smooth L1 of logits", findings=True,
      smooth_l1=lambda s, t: F.smooth_l1_loss(s, t, beta=0.5))
+loss(ROW, style="iCaRL, detectors: probabilities of their own, the old classes alone",
+     sigmoids_of_old_classes=lambda s, t: F.binary_cross_entropy_with_logits(
+         s[:, :WIDER], t[:, :WIDER].sigmoid(), reduction="none").sum(1).mean())
 loss(ROW, style="Liger: cosine of logits", findings=True,
      cosine_of_logits=lambda s, t: (1 - F.cosine_similarity(s, t, dim=-1)).mean())
 # ------------------------------------------------------------------ quantised heads
