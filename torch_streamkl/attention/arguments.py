@@ -99,7 +99,7 @@ def operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     if teacher_bias is not None:
         teacher_bias = with_dims(teacher_bias, 4)
     if teacher_lse is not None:
-        teacher_lse = with_dims(teacher_lse.detach(), 3)
+        teacher_lse = with_dims(teacher_lse, 3)
     return (q_s, k_s, q_t, k_t, mask, student_bias, teacher_bias, *others, teacher_lse)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl.attention import query_tiles, torch_impl
+from torch_streamkl.attention import query_tiles, torch_impl, values
 from torch_streamkl.attention.heuristics import LSE_UNIT, select_implementation
 from torch_streamkl.attention.problem import (
     SPEC,
@@ -76,6 +76,7 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[AttentionProblem, str]:
 
 def forward(problem: AttentionProblem, is_compiled: bool = False) -> tuple[Tensor, RowStatistics]:
     """Computes values and statistics, by the implementation that the problem asks for."""
+    values.check(problem)
     found: tuple[Tensor, RowStatistics] = _module_for(is_compiled, problem).forward(problem)
     return found
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
+from torch_streamkl.bounds import check_key_lengths
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.rows.program import (
     COLUMNS,
@@ -360,6 +361,8 @@ def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
             f"{tuple(lengths.shape)}"
         )
     checks.on_device("key_lengths", lengths, device)
+    if checks.is_plain((lengths,)):
+        check_key_lengths(lengths, sizes.num_keys)
     return lengths
 
 
