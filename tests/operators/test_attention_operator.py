@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import check_call
-from torch_streamkl import attention_kl, checks, inductor_options
+from torch_streamkl import (
+    attention_kl,
+    attention_kl_varlen,
+    checks,
+    inductor_options,
+    row_program,
+)
 from torch_streamkl.attention import arguments, heuristics, ops, torch_impl
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import NeedsGrad
@@ -389,6 +396,33 @@ def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", logger="torch_streamkl"):
         assert heuristics.select_implementation(problem, "auto") == "torch"
     assert "which is slower: the kernel needs a GPU" in caplog.text
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_meta_tensors_of_packed_sequences(has_gradient: bool) -> None:
+    """Their offsets have no values."""
+    q, k = (torch.randn(n, 2, 8, device="meta", requires_grad=has_gradient) for n in (5, 7))
+    offsets = torch.zeros(3, dtype=torch.int32, device="meta")
+    value = attention_kl_varlen(
+        q, k, q.detach(), k.detach(), cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+        max_seqlen_q=5, max_seqlen_k=7, is_causal=True,
+    )  # fmt: skip
+    assert (value.device.type, value.shape) == ("meta", (2, 5))
+    if has_gradient:
+        grads = torch.autograd.grad(value.sum(), (q, k))
+        assert [x.shape for x in grads] == [q.shape, k.shape]
+
+
+def test_numbers_of_numpy() -> None:
+    """Bounds of a window become part of a row program's text."""
+    x, window = torch.randn(1, 2, 5, 4), (np.int64(2), np.int32(0))
+    dots = {"s": (x, x)}
+
+    def last(e: Any) -> Any:
+        return e.s.sum("key")
+
+    for call in (partial(attention_kl, x, x, x, 2 * x), partial(row_program, last, dots=dots)):
+        assert torch.equal(call(window=window), call(window=(2, 0)))
 
 
 @pytest.mark.parametrize("shape", [(1, 0, 4, 5), (0, 2, 4, 5), (1, 2, 0, 5), (1, 2, 4, 0)])

@@ -359,14 +359,15 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         verdict = checks.Validation(checked_options(inputs, settings))
     options = verdict.options
     tensors = operands(inputs, settings)
-    if tensors[0].numel() == 0 or tensors[1].numel() == 0:
+    student_q = tensors[0]
+    if student_q.numel() == 0 or tensors[1].numel() == 0:
         value = _of_nothing(tensors)
     elif settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
         if plain:
             values.check(problem)
         value = without_autocast(reference.attention_kl_rows, problem)  # operands are cast
-    elif plain:
+    elif plain and not student_q.is_meta:  # meta tensors have no values: fake implementations
         bound = verdict.bound = verdict.bound or BoundOp(options)
         value = direct.attention_kl(tensors, bound)
     else:

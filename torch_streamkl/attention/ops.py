@@ -247,7 +247,8 @@ def gradients(
     needs_grad = needs[:4]
     if any(needs_grad):
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
-        if not torch.is_grad_enabled() and is_plain((grad, *tensors)):
+        is_direct = not torch.is_grad_enabled() and is_plain((grad, *tensors))
+        if is_direct and not grad.is_meta:
             call = implementation or functools.partial(_with_options, options)
             grads[:4] = without_autocast(call, needs_grad, grad, *saved)
         else:
