@@ -398,6 +398,18 @@ def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -
     assert "which is slower: the kernel needs a GPU" in caplog.text
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_lengths_are_checked_in_compiled_graphs(backend: str) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 1, 5, 4)
+    call = torch.compile(lambda lengths: attention_kl(x, x, x, -x, key_lengths=lengths),
+                         backend=backend, fullgraph=True)  # fmt: skip
+    lengths = torch.tensor([5, 0])
+    torch.testing.assert_close(call(lengths), attention_kl(x, x, x, -x, key_lengths=lengths))
+    with pytest.raises(ValueError, match=r"key_lengths must be in \[0, 5\].*, got 6"):
+        call(lengths + 1)
+
+
 @pytest.mark.parametrize("has_gradient", [False, True])
 def test_meta_tensors_of_packed_sequences(has_gradient: bool) -> None:
     """Their offsets have no values."""
