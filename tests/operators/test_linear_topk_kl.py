@@ -402,6 +402,26 @@ def test_weights_of_tokens_that_do_not_count(impl: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_bias_hides_the_tail(divergence: str, impl: str) -> None:
+    """As it hides the padding of a vocabulary: the rest is all that the student has."""
+    every, ids, log_probs = head(vocab=5), torch.arange(3).expand(7, 3), torch.randn(7, 3)
+    log_probs = log_probs.log_softmax(-1) - 0.1
+    every["bias"][3:] = -math.inf
+    part = {name: x if name == "hidden" else x[:3] for name, x in every.items()}
+    outcomes = []
+    for tensors in (leaves(every), leaves(part)):
+        value = linear_topk_kl(
+            **tensors, ids=ids, log_probs=log_probs, tail="bucket", divergence=divergence,
+            impl=impl,
+        )  # fmt: skip
+        found = outcome(value, tensors, torch.ones(()))
+        assert not any(x[3:].any() for x in found[2:])
+        outcomes.append([*found[:2], *(x[:3] for x in found[2:])])
+    torch.testing.assert_close(*outcomes)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize(
     ("divergence", "expected"),
     [("forward_kl", math.inf), ("reverse_kl", 0.0), ("tv", 0.5), ("js", 0.5 * math.log(2))],
