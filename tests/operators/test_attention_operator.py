@@ -142,6 +142,13 @@ def test_checks_are_remembered_for_one_metadata_only() -> None:
         attention_kl(*inputs, student_bias=bias.requires_grad_())
 
 
+def test_the_operator_itself_refuses_gradients_that_it_has_not() -> None:
+    x, lse = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, requires_grad=True)
+    value = ops.attention_kl(x, x, x, x, teacher_lse=lse, head_mean=True)[0]
+    with pytest.raises(NotImplementedError, match="teacher_lse gets no gradient"):
+        value.sum().backward()
+
+
 def test_a_full_cache_lets_everything_go() -> None:
     cache: Bounded[int] = Bounded(2)
     for i in range(5):

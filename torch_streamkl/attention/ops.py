@@ -53,7 +53,7 @@ DIFFERENTIABLE = SPEC.positions(
 )
 differentiable = operator.itemgetter(*DIFFERENTIABLE)
 _NOT_DIFFERENTIABLE = (
-    "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes"
+    "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes", "teacher_lse"
 )  # fmt: skip
 
 attention_kl = define(
