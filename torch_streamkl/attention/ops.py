@@ -77,6 +77,7 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[AttentionProblem, str]:
 def forward(problem: AttentionProblem, is_compiled: bool = False) -> tuple[Tensor, RowStatistics]:
     """Computes values and statistics, by the implementation that the problem asks for."""
     values.check(problem)
+    problem = problem.with_contiguous_vectors()
     found: tuple[Tensor, RowStatistics] = _module_for(is_compiled, problem).forward(problem)
     return found
 
@@ -89,6 +90,7 @@ def backward(
     is_compiled: bool = False,
 ) -> Gradients:
     """Computes gradients, None for what is not needed."""
+    problem = problem.with_contiguous_vectors()
     module = _module_for(is_compiled, problem, backward=True)
     grads: Gradients = module.backward(problem, stats, grad, NeedsGrad(*needs_grad))
     return grads
