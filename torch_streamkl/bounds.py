@@ -1,13 +1,15 @@
-"""Checks that ids and labels are in range, as torch does for its own indices.
+"""Checks that ids, labels, lengths and offsets are in range, as torch does for its own indices.
 
 A row program compares the ids of a row with the keys, and `linear_kl` searches the vocabulary for
 a label. An id out of range would be found nowhere, and give a plausible number. On a CPU the error
-names the value. On a GPU a kernel asserts, as Inductor's do, and the CPU does not wait. Fake
-tensors have no values, and are not checked.
+names the value. On a GPU a kernel asserts, as Inductor's do, and the CPU does not wait.
+Lengths and offsets are checked on a CPU alone: a kernel that asserts may take as long as the call.
+Fake tensors have no values, and are not checked.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +46,40 @@ def check_labels(labels: Tensor | None, vocab_size: int, ignore_index: int) -> N
         torch._assert_async(is_right.all(), rule)
     elif not is_right.all():
         raise IndexError(f"{rule}, got {int(labels[~is_right][0])}")  # torch's type
+
+
+def check_key_lengths(lengths: Tensor, num_keys: int) -> None:
+    """Raises on a CPU if a number of valid keys is not one of 0 to all keys."""
+    if lengths.device.type != "cpu" or not has_values(lengths):
+        return
+    is_right = lengths.clamp(0, num_keys) == lengths
+    if not is_right.all():
+        raise ValueError(
+            f"key_lengths must be in [0, {num_keys}], the number of keys, got "
+            f"{int(lengths[~is_right][0])}"
+        )
+
+
+def check_offsets(what: str, offsets: Tensor, total: int, longest: int | None = None) -> None:
+    """Raises on a CPU if offsets of packed sequences do not divide a total of queries or keys.
+
+    ``what`` ends the names of both arguments, and ``longest`` is a bound of the lengths.
+    """
+    if offsets.device.type != "cpu" or not has_values(offsets):
+        return
+    numbers: list[int] = offsets.tolist()
+    if numbers[0] != 0 or numbers[-1] != total or sorted(numbers) != numbers:
+        shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+        raise ValueError(
+            f"cu_seqlens{what} must begin with 0, never decrease, and end with the total "
+            f"{total}, got [{shown}]"
+        )
+    length = max(stop - start for start, stop in pairwise(numbers))
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"max_seqlen{what} must be at least {length}, the length of the longest sequence, "
+            f"got {longest}"
+        )
 
 
 def _checked(ids: Tensor, size: int, dim: int, of: str = "gather") -> Tensor:

@@ -314,6 +314,7 @@ def log_sum_exps(x: Tensor, shape: tuple[int, ...], device: torch.device) -> Non
     on_device("teacher_lse", x, device)
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"teacher_lse must be float32 or float64, got {x.dtype}")
+    no_gradient("teacher_lse", x)
 
 
 def offsets(device: torch.device, **named: Tensor | None) -> None:

@@ -401,6 +401,17 @@ def save(entries: list[MeasuredLaunch], device: str, path: Path) -> None:
     print(f"{len(entries)} launches written to {path}")
 
 
+def _size(text: str, least: int = 1) -> int:
+    """Reads a whole number of at least ``least`` from the command line."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     """Makes the command line's parser."""
     parser = argparse.ArgumentParser(
@@ -410,20 +421,20 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--batch", type=int, default=1, help="sequences in a batch (default 1)")
-    add("--heads", type=int, default=32, help="query heads of both sides (default 32)")
-    add("--kv-heads", type=int, help="key heads of both sides (default: as many as --heads)")
-    add("--head-dim", type=int, default=128, help="head_dim of the student (default 128)")
-    add("--teacher-head-dim", type=int, help="head_dim of the teacher (default: the student's)")
+    add("--batch", type=_size, default=1, help="sequences in a batch (default 1)")
+    add("--heads", type=_size, default=32, help="query heads of both sides (default 32)")
+    add("--kv-heads", type=_size, help="key heads of both sides (default: as many as --heads)")
+    add("--head-dim", type=_size, default=128, help="head_dim of the student (default 128)")
+    add("--teacher-head-dim", type=_size, help="head_dim of the teacher (default: the student's)")
     add(
-        "--seqlen", type=int, nargs="+", default=[8192], metavar="N",
+        "--seqlen", type=_size, nargs="+", default=[8192], metavar="N",
         help="queries and keys of a sequence; several lengths are tuned one by one (default 8192)",
     )  # fmt: skip
     add("--causal", action="store_true", help="tune for is_causal=True (default: without a mask)")
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: bfloat16")
     add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="default: all")
     add(
-        "--jobs", type=int, default=min(8, os.cpu_count() or 1),
+        "--jobs", type=functools.partial(_size, least=0), default=min(8, os.cpu_count() or 1),
         help="processes that compile and try launches first; 0 for none",
     )  # fmt: skip
     add(
@@ -435,7 +446,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None, timer: Timer = device_timer) -> int:
     """Runs the command line."""
-    options = parser().parse_args(arguments)
+    of_command_line = parser()
+    options = of_command_line.parse_args(arguments)
+    if options.heads % (options.kv_heads or options.heads):
+        of_command_line.error(
+            f"--heads must be a multiple of --kv-heads, got {options.heads} and {options.kv_heads}"
+        )
+    if options.out is not None and options.out.is_dir():  # found before it is written to
+        of_command_line.error(f"--out must be a file, got the folder {options.out}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     entries: list[MeasuredLaunch] = []
     for seqlen in options.seqlen:
@@ -446,7 +464,7 @@ def main(arguments: list[str] | None = None, timer: Timer = device_timer) -> int
         )  # fmt: skip
         limit = limits.triton_limit(replace(shape, seqlen=1).problem())
         if limit is not None:
-            print(f"the attention kernels {limit}: nothing to tune", file=sys.stderr)
+            print(f"the attention kernel {limit}: nothing to tune", file=sys.stderr)
             return 1
         entries += tune(shape, options.kernels, options.jobs, timer)
     name = device_name(torch.device(device))

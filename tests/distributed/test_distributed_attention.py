@@ -455,13 +455,20 @@ def context_parallel_refusals(me: Rank) -> None:
         (one | {"max_seqlen": 0}, ("max_seqlen must be", "got 0")),
         (one | {"window": (2, 2)}, ("method='heads' takes any",)),
         (one | ring | {"is_causal": True, "window": (2, None)}, ("method='gather'",)),
-        (one | {"max_seqlen": 30 + me.rank}, ("max_seqlen", "30 (rank 0)")),
+        (one | {"max_seqlen": SEQLEN + me.rank}, ("max_seqlen", f"{SEQLEN} (rank 0)")),
         (fewer | {"method": "heads"}, (f"multiple of {me.size} heads, got 3",)),
         (odd, ("two chunks", "23 rows")),
         ({"mesh": square}, ("mesh must be", "one dimension", f"shape (1, {me.size})")),
         ({"mesh": "rows"}, ("mesh must be", "got str")),
         (on_mesh, ("this rank's rows, got a DTensor",)),
     ]
+    if me.device.type == "cpu":  # a GPU's values are not read
+        lengths = torch.full((BATCH,), SEQLEN + 1)
+        refused += [
+            ({"key_lengths": lengths}, (f"key_lengths must be in [0, {SEQLEN}]",)),
+            (one | {"cu_seqlens": offsets // 2}, ("cu_seqlens must", f"the total {SEQLEN}")),
+            (one | {"max_seqlen": 3}, (f"max_seqlen must be at least {SEQLEN}", "got 3")),
+        ]
     of_last: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         (odd, ("number of rows", "24 (rank 0)", "23 (rank")),
         ({"is_causal": True}, ("is_causal", "False (rank 0)", f"True (rank {me.size - 1})")),

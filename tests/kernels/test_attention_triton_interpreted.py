@@ -410,3 +410,27 @@ def test_parts_of_rows_are_united(
     torch.testing.assert_close(
         stats.student[0].flatten()[first_row:] * unit, lse.flatten()[first_row:]
     )
+
+
+@inside
+@pytest.mark.parametrize("made", ["strided", "expanded"])
+def test_vectors_that_are_not_contiguous(made: str) -> None:
+    """Kernels read lengths, slopes and sinks without strides."""
+    inputs = [torch.randn(2, 2, n, 4) for n in (5, 6, 5, 6)]
+    vectors = {
+        "key_lengths": torch.tensor([5, 3]), "student_alibi_slopes": torch.tensor([0.5, 0.1]),
+        "teacher_alibi_slopes": torch.tensor([0.2, 0.3]), "student_sink": torch.randn(2),
+        "teacher_sink": torch.randn(2),
+    }  # fmt: skip
+    if made == "expanded":
+        given = {name: x[:1].expand(2) for name, x in vectors.items()}
+    else:
+        given = {name: torch.stack([x, x + 100], -1)[:, 0] for name, x in vectors.items()}
+    dense = {name: x.contiguous() for name, x in given.items()}
+    outcomes = []
+    for options in (given, dense):
+        q, k = (x.clone().requires_grad_() for x in inputs[:2])
+        value = attention_kl(q, k, *inputs[2:], **options, is_causal=True, impl="triton")
+        outcomes.append([value, *torch.autograd.grad(value.sum(), (q, k))])
+    for found, expected in zip(*outcomes, strict=True):
+        assert torch.equal(found, expected)

@@ -194,3 +194,24 @@ def test_the_topk_kernels_compile(tail: Tail) -> None:
     assert len(launches) == 2
     for launch in launches:
         check_frontend(launch, "sm_90")
+
+
+@inside
+@pytest.mark.parametrize("made", ["strided", "expanded"])
+def test_biases_that_are_not_contiguous(made: str) -> None:
+    """Kernels read a bias without strides."""
+    hidden, weight = torch.randn(5, 4), torch.randn(7, 4)
+    bias = torch.randn(1).expand(7) if made == "expanded" else torch.randn(7, 2)[:, 0]
+    ids, log_probs = torch.tensor([[3, 0]]).expand(5, 2), torch.full((5, 2), -1.0)
+    calls = [
+        lambda b: linear_kl(
+            hidden, weight, hidden, weight.cos(), student_bias=b, teacher_bias=2 * b.cos(),
+            impl="triton",
+        ),
+        lambda b: linear_kl(hidden, weight, hidden, weight.cos(), teacher_bias=b, impl="triton"),
+        lambda b: linear_topk_kl(
+            hidden, weight, ids, log_probs, bias=b, tail="bucket", impl="triton"
+        ),
+    ]  # fmt: skip
+    for call in calls:
+        assert torch.equal(call(bias), call(bias.contiguous()))

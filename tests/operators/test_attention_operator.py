@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import check_call
-from torch_streamkl import attention_kl, checks, inductor_options
+from torch_streamkl import (
+    attention_kl,
+    attention_kl_varlen,
+    checks,
+    inductor_options,
+    row_program,
+)
 from torch_streamkl.attention import arguments, heuristics, ops, torch_impl
 from torch_streamkl.attention.ops import problem_of
 from torch_streamkl.attention.problem import NeedsGrad
@@ -133,6 +140,13 @@ def test_checks_are_remembered_for_one_metadata_only() -> None:
     attention_kl(*inputs, student_bias=bias)
     with pytest.raises(NotImplementedError, match="student_bias gets no gradient"):
         attention_kl(*inputs, student_bias=bias.requires_grad_())
+
+
+def test_the_operator_itself_refuses_gradients_that_it_has_not() -> None:
+    x, lse = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, requires_grad=True)
+    value = ops.attention_kl(x, x, x, x, teacher_lse=lse, head_mean=True)[0]
+    with pytest.raises(NotImplementedError, match="teacher_lse gets no gradient"):
+        value.sum().backward()
 
 
 def test_a_full_cache_lets_everything_go() -> None:
@@ -309,9 +323,8 @@ def test_flops_of_a_compiled_graph() -> None:
     inputs = tensors_of()
     outputs = ops.attention_kl(*inputs)
     backward = (torch.ones_like(outputs[0]), *outputs[1:], [True] * 4, *inputs)
-    counts = []
-    for operators in (WITHOUT_AUTOGRAD.keys(), WITHOUT_AUTOGRAD.values()):
-        forward_op, backward_op, *_ = operators
+    counts, of_eager = [], (ops.attention_kl, ops.attention_kl_backward)
+    for forward_op, backward_op in (of_eager, [WITHOUT_AUTOGRAD[x] for x in of_eager]):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             forward_op(*inputs)
             backward_op(*backward)
@@ -390,6 +403,45 @@ def test_slower_choice_on_a_device_is_logged(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", logger="torch_streamkl"):
         assert heuristics.select_implementation(problem, "auto") == "torch"
     assert "which is slower: the kernel needs a GPU" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_lengths_are_checked_in_compiled_graphs(backend: str) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 1, 5, 4)
+    call = torch.compile(lambda lengths: attention_kl(x, x, x, -x, key_lengths=lengths),
+                         backend=backend, fullgraph=True)  # fmt: skip
+    lengths = torch.tensor([5, 0])
+    torch.testing.assert_close(call(lengths), attention_kl(x, x, x, -x, key_lengths=lengths))
+    with pytest.raises(ValueError, match=r"key_lengths must be in \[0, 5\].*, got 6"):
+        call(lengths + 1)
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_meta_tensors_of_packed_sequences(has_gradient: bool) -> None:
+    """Their offsets have no values."""
+    q, k = (torch.randn(n, 2, 8, device="meta", requires_grad=has_gradient) for n in (5, 7))
+    offsets = torch.zeros(3, dtype=torch.int32, device="meta")
+    value = attention_kl_varlen(
+        q, k, q.detach(), k.detach(), cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+        max_seqlen_q=5, max_seqlen_k=7, is_causal=True,
+    )  # fmt: skip
+    assert (value.device.type, value.shape) == ("meta", (2, 5))
+    if has_gradient:
+        grads = torch.autograd.grad(value.sum(), (q, k))
+        assert [x.shape for x in grads] == [q.shape, k.shape]
+
+
+def test_numbers_of_numpy() -> None:
+    """Bounds of a window become part of a row program's text."""
+    x, window = torch.randn(1, 2, 5, 4), (np.int64(2), np.int32(0))
+    dots = {"s": (x, x)}
+
+    def last(e: Any) -> Any:
+        return e.s.sum("key")
+
+    for call in (partial(attention_kl, x, x, x, 2 * x), partial(row_program, last, dots=dots)):
+        assert torch.equal(call(window=window), call(window=(2, 0)))
 
 
 @pytest.mark.parametrize("shape", [(1, 0, 4, 5), (0, 2, 4, 5), (1, 2, 0, 5), (1, 2, 4, 0)])

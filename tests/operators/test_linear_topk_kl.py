@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_streamkl import linear_topk_kl
+from torch_streamkl import linear_kl, linear_topk_kl
 from torch_streamkl.linear.problem import Head
 from torch_streamkl.program.divergences import named
 from torch_streamkl.topk import chunks, sparse
@@ -378,6 +378,67 @@ def test_weights_of_tokens_learn() -> None:
     total = linear_topk_kl(**tensors, ids=IDS, log_probs=LOGS, row_weight=factor, reduction="sum")
     total.backward()
     torch.testing.assert_close(factor.grad, rows)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_weights_of_tokens_that_do_not_count(impl: str, reduction: str) -> None:
+    """They may be infinite: 0 times infinity is no 0."""
+    counted = torch.arange(7) > 2
+    factor = torch.where(counted, 0.5, torch.tensor([math.inf, math.nan, -math.inf, 1, 1, 1, 1]))
+    hidden, weight, _ = head().values()
+    calls = [
+        lambda **x: linear_topk_kl(hidden, weight, IDS, LOGS, **x),
+        lambda **x: linear_kl(hidden, weight, hidden.cos(), weight.sin(), **x),
+    ]
+    for call in calls:
+        given = {"row_mask": counted, "impl": impl, "reduction": reduction}
+        learned = factor.requires_grad_()
+        value = call(**given, row_weight=learned)
+        torch.testing.assert_close(value, call(**given) * 0.5)
+        (grad,) = torch.autograd.grad(value.sum(), learned)
+        assert not grad[~counted].any()
+        assert grad[counted].isfinite().all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_bias_hides_the_tail(divergence: str, impl: str) -> None:
+    """As it hides the padding of a vocabulary: the rest is all that the student has."""
+    every, ids, log_probs = head(vocab=5), torch.arange(3).expand(7, 3), torch.randn(7, 3)
+    log_probs = log_probs.log_softmax(-1) - 0.1
+    every["bias"][3:] = -math.inf
+    part = {name: x if name == "hidden" else x[:3] for name, x in every.items()}
+    outcomes = []
+    for tensors in (leaves(every), leaves(part)):
+        value = linear_topk_kl(
+            **tensors, ids=ids, log_probs=log_probs, tail="bucket", divergence=divergence,
+            impl=impl,
+        )  # fmt: skip
+        found = outcome(value, tensors, torch.ones(()))
+        assert not any(x[3:].any() for x in found[2:])
+        outcomes.append([*found[:2], *(x[:3] for x in found[2:])])
+    torch.testing.assert_close(*outcomes)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [("forward_kl", math.inf), ("reverse_kl", 0.0), ("tv", 0.5), ("js", 0.5 * math.log(2))],
+)
+def test_a_bias_hides_all_entries(divergence: str, expected: float, impl: str) -> None:
+    """The student has no probability to divide among them."""
+    tensors = leaves(head(num_tokens=1))
+    with torch.no_grad():
+        tensors["bias"][:3] = -math.inf
+    value = linear_topk_kl(
+        **tensors, ids=torch.arange(3)[None], log_probs=-torch.ones(1, 3, dtype=torch.float64),
+        tail="renormalize", divergence=divergence, impl=impl,
+    )  # fmt: skip
+    torch.testing.assert_close(value, torch.tensor([expected], dtype=torch.float64))
+    if math.isfinite(expected):
+        grads = torch.autograd.grad(value.sum(), list(tensors.values()))
+        assert not any(g.any() for g in grads)
 
 
 def test_logits_of_entries_without_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

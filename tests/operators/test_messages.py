@@ -80,7 +80,9 @@ ATTENTION: Changes = {
     "teacher_alibi_slopes": (ones(3), ones(4, requires_grad=True)),
     "student_sink": (ones(3), ones(4).long()),
     "teacher_sink": (ones(4, 1), ones(4).to("meta")),
-    "key_lengths": (ones(3).int(), ones(2), [6, 6]),
+    "key_lengths": (
+        ones(3).int(), ones(2), [6, 6], torch.tensor([6, 7]), torch.tensor([-1, 6]),
+    ),
     "row_mask": (ones(6), ones(5) > 0, ones(2, 4, 6, 1) > 0),
     "teacher_lse": (zeros(2, 4, 6), zeros(4, 6)),
     "causal": (True,),
@@ -95,6 +97,8 @@ TOGETHER: list[dict[str, Any]] = [
     {"head_reduction": "mean", "teacher_q": zeros(2, 8, 6, 8), "attn_mask": zeros(4, 6, 6)},
     {"head_reduction": "mean", "teacher_lse": zeros(4, 6)},
     {"head_reduction": "mean", "teacher_lse": zeros(2, 4, 6).half()},
+    {"head_reduction": "mean", "teacher_lse": zeros(2, 4, 6, requires_grad=True)},
+    {"key_lengths": torch.tensor([6, 7]), "impl": "reference"},
     dict.fromkeys(OF_ATTENTION, zeros(2, 0, 6, 8)),
 ]
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -105,17 +109,35 @@ OF_PACKED = {
 }
 PACKED: Changes = {
     "student_q": (X, zeros(5, 4, 8)),
-    "cu_seqlens_q": (OFFSETS.long(), OFFSETS[:2], OFFSETS[:1], OFFSETS[None], [0, 6]),
-    "cu_seqlens_k": (OFFSETS.float(), OFFSETS[:2]),
-    "max_seqlen_q": (0, -1),
-    "max_seqlen_k": (0, -4),
+    "cu_seqlens_q": (
+        OFFSETS.long(),
+        OFFSETS[:2],
+        OFFSETS[:1],
+        OFFSETS[None],
+        [0, 6],
+        OFFSETS + 1,
+        OFFSETS.flip(0),
+    ),
+    "cu_seqlens_k": (OFFSETS.float(), OFFSETS[:2], OFFSETS * 2),
+    "max_seqlen_q": (0, -1, 3),
+    "max_seqlen_k": (0, -4, 1),
     "row_mask": (ones(5) > 0,),
     "softmax_scale": (1.0,),
 }
 PACKED_TOGETHER = [
     dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), OFFSETS[:1]),
     {"head_reduction": "mean", "teacher_lse": zeros(6, 4)},
+    dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.arange(12).int()),
+    dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), OFFSETS * 0),
+    {"cu_seqlens_k": OFFSETS // 2, "impl": "reference"},
 ]
+OF_PACKED_CHOSEN = {
+    **dict.fromkeys(("student_q", "student_k"), zeros(6, 1, 8)),
+    **dict.fromkeys(("teacher_q", "teacher_k"), zeros(6, 4, 8)),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), OFFSETS),
+    "ids": zeros(6, 3).long(),
+}
+PACKED_CHOSEN: Changes = {"cu_seqlens_q": (OFFSETS + 1,), "cu_seqlens_k": (OFFSETS // 2,)}
 KEYS = zeros(2, 9, 5)
 OF_CHOSEN = {
     "student_q": zeros(2, 3, 7, 5), "student_k": KEYS, "student_head_weights": zeros(2, 3, 7),
@@ -131,7 +153,7 @@ CHOSEN: Changes = {
     "student_head_weights": (None, zeros(2, 7, 3)),
     "teacher_q": (zeros(2, 4, 7, 6, requires_grad=True),),
     "teacher_k": (zeros(2, 3, 9, 6),),
-    "teacher_lse": (zeros(2, 4, 6),),
+    "teacher_lse": (zeros(2, 4, 6), zeros(2, 4, 7, requires_grad=True)),
     "row_mask": (ones(2, 7),),
     "cu_seqlens_q": (torch.tensor([0, 7]),),
     "layout": ("sbhd",),
@@ -215,7 +237,10 @@ PROGRAM: Changes = {
     "columns": ({"c": [0]}, {"c": CHOICES.float()}, {"c": (CHOICES, CHOICES)},
                 {"c": CHOICES[:, :, :5]}, {"c": (CHOICES, zeros(2, 1, 6, 4))}),
     "window": ((-1, None), (None, -2), (1.5, None)),
-    "key_lengths": (ones(3).int(), ones(2), ones(2).int().to("meta")),
+    "key_lengths": (
+        ones(3).int(), ones(2), ones(2).int().to("meta"), torch.tensor([6, 7]),
+        torch.tensor([-2, 0]).int(),
+    ),
     "mask": (ones(6, 6), ones(5, 6) > 0, ones(2, 4, 6, 6) > 0),
     "impl": ("cuda", "eager", "triton"),
     "reduction": ("batchmean",),
@@ -333,6 +358,9 @@ def calls() -> Iterator[Call]:
         chunks: Changes = {"chunk_V": (0, -5), "chunk_v": (2,)}
         yield from _each(f"nitrobrew.{f.__name__}", f, OF_NITROBREW, chunks)
     yield from _each("attention_topk_kl", attention_topk_kl, OF_CHOSEN, CHOSEN)
+    yield from _each(
+        "attention_topk_kl of packed sequences", attention_topk_kl, OF_PACKED_CHOSEN, PACKED_CHOSEN
+    )
     yield from _each("linear_topk_kl", linear_topk_kl, OF_ENTRIES, ENTRIES, ENTRIES_TOGETHER)
     yield from _each("row_program", row_program, OF_PROGRAM, PROGRAM)
     yield from _each("row_program of vocabulary entries", row_program, OF_HEAD, HEAD)

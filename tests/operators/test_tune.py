@@ -30,6 +30,28 @@ def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @outside
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        (["--heads", "0"], "--heads: must be at least 1, got 0"),
+        (["--kv-heads", "-2"], "--kv-heads: must be at least 1, got -2"),
+        (["--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 2 and 3"),
+        (["--seqlen", "16", "0"], "--seqlen: must be at least 1, got 0"),
+        (["--head-dim", "8.5"], "--head-dim: must be an integer, got '8.5'"),
+        (["--jobs", "-1"], "--jobs: must be at least 0, got -1"),
+        (["--out", "."], "--out must be a file, got the folder ."),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_wrong_sizes_are_refused(
+    wrong: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        tune.main([*TINY, *wrong])
+    assert rule in capsys.readouterr().err
+
+
+@outside
 @pytest.mark.parametrize(("element_bytes", "most"), [(2, 64), (4, 16)])
 def test_candidates_fit_registers_and_begin_with_the_default(
     element_bytes: int, most: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -99,7 +100,7 @@ def operands(inputs: Inputs, settings: Settings) -> tuple[Any, ...]:
     if teacher_bias is not None:
         teacher_bias = with_dims(teacher_bias, 4)
     if teacher_lse is not None:
-        teacher_lse = with_dims(teacher_lse.detach(), 3)
+        teacher_lse = with_dims(teacher_lse, 3)
     return (q_s, k_s, q_t, k_t, mask, student_bias, teacher_bias, *others, teacher_lse)
 
 
@@ -265,7 +266,9 @@ def window_of(window: Any) -> tuple[int | None, int | None] | None:
     for name, bound in zip(("left", "right"), window, strict=True):
         if bound is not None:
             checks.integer(f"window's {name} bound", bound, 0)
-    return window[0], window[1]
+    # numpy's integers are none of Python, and int() would fix one that is symbolic
+    left, right = (int(x) if isinstance(x, numbers.Integral) else x for x in window)
+    return left, right
 
 
 def window_bounds(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
-from torch_streamkl.attention import direct, ops, reference
+from torch_streamkl.attention import direct, ops, reference, values
 from torch_streamkl.attention.arguments import (
     LAYOUTS,
     PACKED,
@@ -131,7 +131,8 @@ def attention_kl(
         attn_mask: a boolean mask, True for keys that take part, or a float mask that is added to
             the scores of both sides. It broadcasts to ``[batch, num_heads, seqlen_q, seqlen_k]``
             in either layout, and is never expanded in memory.
-        key_lengths: int32 or int64 ``[batch]``, the number of valid keys.
+        key_lengths: int32 or int64 ``[batch]``, the number of valid keys, from 0 to seqlen_k. On a
+            CPU another number raises. A GPU takes the nearest of these, and does not wait.
         row_mask: boolean, broadcasts to ``[batch, num_heads, seqlen_q]``. A False row has value 0
             and no gradient.
         student_bias, teacher_bias: added to the scores of one side. They broadcast as attn_mask
@@ -147,7 +148,7 @@ def attention_kl(
             belong to one student head. num_heads of the teacher is then a multiple of the
             student's.
         teacher_lse: ``[batch, num_teacher_heads, seqlen_q]``, the teacher's log-sum-exps in nats
-            if they are known. Needs head_reduction.
+            if they are known. Needs head_reduction. They get no gradient: detach them.
         layout: ``"bhnd"`` as above, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]``
             queries and keys. The result is ``[batch, num_heads, seqlen_q]`` in both.
         reduction: ``"none"``, ``"mean"``, ``"sum"``, or ``"batchmean"``, the sum divided by batch.
@@ -283,10 +284,10 @@ def attention_kl_varlen(
             other.
         student_k, teacher_k: ``[total_k, num_kv_heads, head_dim]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[num_sequences + 1]``, where each sequence begins, then
-            the total; from 0 and not decreasing. The values are not checked, because that would
-            wait for the GPU.
-        max_seqlen_q, max_seqlen_k: upper bounds of the sequence lengths. A longer sequence gives
-            wrong values.
+            the total; from 0 and not decreasing. On a CPU other values raise. On a GPU they give
+            wrong results: a check would wait for it.
+        max_seqlen_q, max_seqlen_k: upper bounds of the sequence lengths. A longer sequence raises
+            on a CPU, and gives wrong values on a GPU.
         row_mask: boolean, broadcasts to ``[num_heads, total_q]``.
         teacher_lse: ``[num_teacher_heads, total_q]``.
         student_scale, teacher_scale: as in `attention_kl`; a tensor broadcasts to ``[total_q,
@@ -358,12 +359,15 @@ def _run(inputs: Inputs, settings: Settings) -> Tensor:
         verdict = checks.Validation(checked_options(inputs, settings))
     options = verdict.options
     tensors = operands(inputs, settings)
-    if tensors[0].numel() == 0 or tensors[1].numel() == 0:
+    student_q = tensors[0]
+    if student_q.numel() == 0 or tensors[1].numel() == 0:
         value = _of_nothing(tensors)
     elif settings.impl == "reference":
         problem, _ = ops.problem_of(*tensors, *options)
+        if plain:
+            values.check(problem)
         value = without_autocast(reference.attention_kl_rows, problem)  # operands are cast
-    elif plain:
+    elif plain and not student_q.is_meta:  # meta tensors have no values: fake implementations
         bound = verdict.bound = verdict.bound or BoundOp(options)
         value = direct.attention_kl(tensors, bound)
     else:

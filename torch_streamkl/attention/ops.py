@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_streamkl.attention import query_tiles, torch_impl
+from torch_streamkl.attention import query_tiles, torch_impl, values
 from torch_streamkl.attention.heuristics import LSE_UNIT, select_implementation
 from torch_streamkl.attention.problem import (
     SPEC,
@@ -53,7 +53,7 @@ DIFFERENTIABLE = SPEC.positions(
 )
 differentiable = operator.itemgetter(*DIFFERENTIABLE)
 _NOT_DIFFERENTIABLE = (
-    "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes"
+    "student_bias", "teacher_bias", "student_alibi_slopes", "teacher_alibi_slopes", "teacher_lse"
 )  # fmt: skip
 
 attention_kl = define(
@@ -76,6 +76,8 @@ def problem_of(*args: Any, **kwargs: Any) -> tuple[AttentionProblem, str]:
 
 def forward(problem: AttentionProblem, is_compiled: bool = False) -> tuple[Tensor, RowStatistics]:
     """Computes values and statistics, by the implementation that the problem asks for."""
+    values.check(problem)
+    problem = problem.with_contiguous_vectors()
     found: tuple[Tensor, RowStatistics] = _module_for(is_compiled, problem).forward(problem)
     return found
 
@@ -88,6 +90,7 @@ def backward(
     is_compiled: bool = False,
 ) -> Gradients:
     """Computes gradients, None for what is not needed."""
+    problem = problem.with_contiguous_vectors()
     module = _module_for(is_compiled, problem, backward=True)
     grads: Gradients = module.backward(problem, stats, grad, NeedsGrad(*needs_grad))
     return grads
@@ -246,7 +249,8 @@ def gradients(
     needs_grad = needs[:4]
     if any(needs_grad):
         # with gradients enabled (create_graph) the operator must be seen, to refuse a second one
-        if not torch.is_grad_enabled() and is_plain((grad, *tensors)):
+        is_direct = not torch.is_grad_enabled() and is_plain((grad, *tensors))
+        if is_direct and not grad.is_meta:
             call = implementation or functools.partial(_with_options, options)
             grads[:4] = without_autocast(call, needs_grad, grad, *saved)
         else:

@@ -151,6 +151,32 @@ class AttentionProblem:
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None
 
+    def with_contiguous_vectors(self) -> AttentionProblem:
+        """Returns a problem whose lengths, offsets, slopes and sinks are contiguous.
+
+        Kernels have no strides for them, and a user may slice or expand them.
+        """
+        student, teacher = (
+            side
+            if _is_contiguous(side.alibi_slopes, side.sink)
+            else replace(
+                side, alibi_slopes=_contiguous(side.alibi_slopes), sink=_contiguous(side.sink)
+            )
+            for side in self.sides
+        )
+        own = self.key_lengths, self.cu_seqlens_q, self.cu_seqlens_k
+        if student is self.student and teacher is self.teacher and _is_contiguous(*own):
+            return self
+        key_lengths, cu_seqlens_q, cu_seqlens_k = map(_contiguous, own)
+        return replace(
+            self,
+            student=student,
+            teacher=teacher,
+            key_lengths=key_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+
     def sequences(self) -> Iterator[tuple[slice, slice, AttentionProblem]]:
         """Yields the row range, key range and problem of each packed sequence; reads offsets on
         the CPU.
@@ -176,6 +202,14 @@ class AttentionProblem:
                     cu_seqlens_k=None,
                 ),
             )
+
+
+def _is_contiguous(*vectors: Tensor | None) -> bool:
+    return all(x is None or x.is_contiguous() for x in vectors)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 SPEC = Spec(AttentionProblem, Side, first=("mask",))

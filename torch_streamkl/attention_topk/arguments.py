@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
+from torch_streamkl.bounds import check_offsets
 from torch_streamkl.divergences.names import Reduction
 
 TopkImpl = Literal["auto", "triton", "torch", "reference"]
@@ -178,7 +179,6 @@ def _teacher_lse(q: Tensor, options: Options) -> Tensor | None:
         return None
     shape = tuple(q.shape[1:3] if options.is_packed else q.shape[:3])
     checks.log_sum_exps(lse, shape, q.device)
-    checks.no_gradient("teacher_lse", lse)
     return lse[None] if options.is_packed else lse
 
 
@@ -194,7 +194,8 @@ def _key_ranges(
     counted = _row_mask(rows, device, options)
     query = torch.arange(seqlen_q, dtype=torch.int32, device=device)
     if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
-        first, end = _packed_ranges(query, options.cu_seqlens_q, options.cu_seqlens_k, options)
+        offsets = (options.cu_seqlens_q, options.cu_seqlens_k)
+        first, end = _packed_ranges(query, num_keys, *offsets, options.is_causal)
     elif options.is_causal or counted is not None:
         first = torch.zeros_like(query)
         end = torch.full_like(query, num_keys)
@@ -209,12 +210,15 @@ def _key_ranges(
 
 
 def _packed_ranges(
-    query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options
+    query: Tensor, num_keys: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     checks.offsets(query.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if checks.is_plain((cu_seqlens_q, cu_seqlens_k)):
+        check_offsets("_q", cu_seqlens_q, query.shape[0])
+        check_offsets("_k", cu_seqlens_k, num_keys)
     sequence = torch.searchsorted(cu_seqlens_q[1:-1].contiguous(), query, right=True)
     first, end = cu_seqlens_k[:-1][sequence], cu_seqlens_k[1:][sequence]
-    if options.is_causal:
+    if is_causal:
         end = end - (cu_seqlens_q[1:][sequence] - 1 - query)
     return first, torch.where(query < cu_seqlens_q[-1], end, 0)  # past the last sequence: no key
 

@@ -86,7 +86,8 @@ def attention_topk_kl(
             begins, then the total. Queries are then ``[total_q, num_heads, head_dim]``, keys
             ``[total_k, num_kv_heads, head_dim]``, student_head_weights ``[total_q,
             num_student_heads]``, teacher_lse ``[num_heads, total_q]``, and ids ``[total_q,
-            topk]`` are positions among all keys. Ids of another sequence do not count.
+            topk]`` are positions among all keys. Ids of another sequence do not count. In eager
+            mode on a CPU, offsets that decrease or leave queries or keys out raise.
         layout: ``"bhnd"`` as above, or ``"bnhd"`` for ``[batch, seqlen, num_heads, head_dim]``
             queries and keys and ``[batch, seqlen_q, num_student_heads]`` weights.
         check_values: True raises on a GPU, too, for ids past the last key, which waits for it. On

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch_streamkl import checks
 from torch_streamkl.attention import arguments as call_arguments
 from torch_streamkl.attention import interface
+from torch_streamkl.bounds import check_key_lengths, check_offsets
 from torch_streamkl.distributed import ring
 from torch_streamkl.distributed.agreement import agree
 from torch_streamkl.distributed.arguments import defaults, on_group
@@ -151,6 +152,7 @@ def _check(group: ProcessGroup, arguments: dict[str, Any], options: dict[str, An
     if method == "ring":
         _check_ring(options)
     _check_as_one_rank(given, keys, arguments["row_mask"], options)
+    _check_values(keys, q.shape[2] * ranks.size)
     sizes = {
         f"{what} of {name}": x.shape[dim]
         for name, x in given.items()
@@ -178,6 +180,15 @@ def _check_as_one_rank(
             if hasattr(scale, "device_mesh"):
                 raise TypeError(f"{name} must be a plain tensor, got a DTensor")
     call_arguments.operator_call(*call_of(given, keys, row_mask, numbers))
+
+
+def _check_values(keys: Keys, total: int) -> None:
+    """Checks lengths and offsets in the whole sequence."""
+    if keys.lengths is not None:
+        check_key_lengths(keys.lengths, total)
+    if keys.packing is not None:
+        offsets, longest = keys.packing.cu_seqlens, keys.packing.max_seqlen
+        check_offsets("", offsets, total, longest)
 
 
 def _check_packing(

@@ -117,7 +117,8 @@ def attention_kl_context_parallel(
             sequence, from 0 to its length. It is the same on every rank. batch must be 1. Each
             sequence attends to its own keys. ``window`` then needs ``is_causal``, and does not run
             as a ring.
-        max_seqlen: an upper bound of the lengths of packed sequences.
+        max_seqlen: an upper bound of the lengths of packed sequences. As in `attention_kl`, values
+            of lengths and offsets are checked on a CPU.
         row_mask: boolean, broadcasts to this rank's rows. A False row has value 0 and no gradient.
         reduction: ``"none"``, or ``"mean"``, ``"sum"`` or ``"batchmean"`` over the rows of all
             ranks. With packed sequences, ``"batchmean"`` divides by their number.

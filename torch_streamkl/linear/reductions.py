@@ -54,10 +54,13 @@ class TokenReduction:
 
     def reduced(self, value: Tensor) -> Tensor:
         """Returns the reduction of one value per token."""
+        factor = self.factor
         if self.counted is not None:
             value = torch.where(self.counted, value, 0.0)
-        if self.factor is not None:
-            value = _weighted(value, self.factor.to(value.dtype))
+            if factor is not None:  # which may be infinite where it does not count
+                factor = torch.where(self.counted, factor, 0.0)
+        if factor is not None:
+            value = _weighted(value, factor.to(value.dtype))
         if self.reduction == "none":
             return value.view(self.tokens)
         return value.sum() / denominator(self.counted, self.reduction, self.tokens)

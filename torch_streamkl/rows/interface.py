@@ -110,7 +110,8 @@ def row_program(
             this, ``window``, ``key_lengths`` and ``mask``.
         window: ``(left, right)``: query i sees the keys from i + seqlen_k - seqlen_q - left to i +
             seqlen_k - seqlen_q + right. None is no bound.
-        key_lengths: ``[batch]``, the number of valid keys.
+        key_lengths: ``[batch]``, the number of valid keys, from 0 to seqlen_k. On a CPU another
+            number raises. A GPU takes the nearest of these, and does not wait.
         mask: boolean, broadcasts to ``[batch, 1, seqlen_q, seqlen_k]``, True for keys that take
             part. A mask that differs between heads goes into ``pairs`` and ``torch.where``.
         reduction: ``"none"``, or ``"sum"`` or ``"mean"`` over all rows of the one value that

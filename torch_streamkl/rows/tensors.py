@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks
+from torch_streamkl.attention.arguments import window_of
+from torch_streamkl.bounds import check_key_lengths
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.rows.program import (
     COLUMNS,
@@ -81,7 +83,7 @@ def keys_of(
     """Returns which keys a row has."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    left, right = _window(window)
+    left, right = window_of(window) or (None, None)
     is_bounded = is_causal or left is not None or right is not None
     if inputs.row_shape is not None and is_bounded:
         what = "is_causal=True" if is_causal else f"window={window!r}"
@@ -93,22 +95,6 @@ _OF_LM_HEADS = (
     "the vocabulary of an LM head has none: hide entries in the function, by torch.where and a "
     "condition in keys, pairs or columns"
 )
-
-
-def _window(window: object) -> tuple[int | None, int | None]:
-    if window is None:
-        return None, None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}")
-    for name, bound in zip(("left", "right"), window, strict=True):
-        if bound is None:
-            continue
-        if isinstance(bound, bool) or not isinstance(bound, int):
-            raise TypeError(f"window {name} must be None or a number of keys, got {bound!r}")
-        if bound < 0:
-            raise ValueError(f"window {name} must be at least 0, got {bound}")
-    left, right = window
-    return left, right
 
 
 def _check_no_dtensors(inputs: Inputs) -> None:
@@ -360,6 +346,8 @@ def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
             f"{tuple(lengths.shape)}"
         )
     checks.on_device("key_lengths", lengths, device)
+    if checks.is_plain((lengths,)):
+        check_key_lengths(lengths, sizes.num_keys)
     return lengths
 
 

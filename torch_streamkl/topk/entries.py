@@ -88,6 +88,8 @@ def _student_log_probs(
     high = torch.where(high == -torch.inf, 0.0, high)[:, None]
     if problem.tail == "renormalize":
         log_sum = (given - high).exp().sum(-1, keepdim=True).log()
+        # -inf where a bias hides all entries of a row: so are their logarithms
+        log_sum = torch.where(log_sum == -torch.inf, 0.0, log_sum)
         return (scores - high) - log_sum, present
     tail = (parts.high[:, None] - high) + parts.log_sum[:, None]
     given = torch.cat([given - high, tail], -1)

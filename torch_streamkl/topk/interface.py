@@ -127,8 +127,8 @@ def linear_topk_kl(
     Numerics:
         - Logits are rounded to the inputs' dtype, as those of a matmul are. All else is float32.
         - The probability of the student's tail is a sum over the other ids, not a difference from
-          1. That of the teacher's tail is at least 1e-7, as in TRL. If the ids of a token name the
-          whole vocabulary, it has no tail.
+          1. That of the teacher's tail is at least 1e-7, as in TRL. A token has no tail if its ids
+          name the whole vocabulary, or all of it that no bias of -inf hides.
         - An id that stands twice counts twice, as in the naive code, unless there is a bucket.
         - ``"renormalize"`` reads the weight rows of the entries alone, and costs no product with
           the whole vocabulary.

@@ -27,7 +27,7 @@ def topk_rows(problem: TopkProblem) -> tuple[Tensor, Tensor]:
         tail_s = _logsumexp(x.masked_fill(named, -torch.inf)) - x.logsumexp(-1, keepdim=True)
         tail_t = torch.log(-torch.expm1(_logsumexp(log_t).clamp_max(-LEAST_TAIL)))
         log_t, log_s = torch.cat([log_t, tail_t], -1), torch.cat([log_s, tail_s], -1)
-        exists = torch.cat([exists, ~named.all(-1, keepdim=True)], -1)
+        exists = torch.cat([exists, tail_s != -torch.inf], -1)
     log_t, kept = (y.masked_fill(~exists, 0.0) for y in (log_t, log_s))
     terms = evaluate_logs(problem.functional.expr, log_t, kept).masked_fill(~exists, 0.0)
     return terms.sum(-1), log_s.detach()[:, : ids.shape[1]]

@@ -126,11 +126,12 @@ def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights = NO_WE
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
-    # the gradient of a sum is one number with stride 0
+    # kernels have no strides for it: the gradient of a sum is one number with stride 0
     return None if x is None else x.contiguous()
 
 
 def _head_args(head: Head, logits: Tensor) -> HeadArgs:
+    bias = _dense(head.bias)
     return HeadArgs(
-        logits, logits.stride(0), head.bias, head.vocab_size, head.scale, head.softcap or 1.0
+        logits, logits.stride(0), bias, head.vocab_size, head.scale, head.softcap or 1.0
     )

@@ -73,8 +73,9 @@ def _launch(kernel: Any, problem: TopkProblem, logits: Tensor, factors: Tensor) 
         BIAS=head.bias is not None,
         HIDES=problem.tail == "bucket",
     )
+    bias = None if head.bias is None else head.bias.contiguous()
     rows = RowArgs(
-        logits, logits.stride(0), head.bias, head.vocab_size, head.scale, head.softcap or 1.0,
+        logits, logits.stride(0), bias, head.vocab_size, head.scale, head.softcap or 1.0,
         1.0 / problem.temperature, *factors,
     )  # fmt: skip
     launch(kernel, (num_rows, 1, 1), (rows,), (config,), {"num_warps": num_warps})
