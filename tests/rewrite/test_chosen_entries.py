@@ -430,3 +430,23 @@ def test_ignored_labels_of_sequences_read_nothing(fill):
         return hard + z.softmax(-1).square().sum(-1).flatten()
 
     assert compare(step, [h, w], options=OPTIONS).check().num_fused
+
+
+TRAINED_LEVELS = {
+    "added": lambda z, ids, level: z + torch.zeros_like(z).scatter(-1, ids, level),
+    "written": lambda z, ids, level: z.scatter(-1, ids, level),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED_LEVELS)
+def test_a_trained_number_at_ids_that_are_the_same(name):
+    """Torch's gradient of a number that is scattered counts every id, also the same one twice."""
+    ids = torch.tensor([0, 3, 3]).expand(2, 3, ROWS, 3)
+
+    def step(q, k, r, s, level):
+        z, t = q @ k.mT * 0.3, r @ s.mT * 0.3
+        z = TRAINED_LEVELS[name](z, ids, level.expand(ids.shape))
+        return F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+
+    level = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    compare(step, [*operands()[:4], level], options=OPTIONS).check()
