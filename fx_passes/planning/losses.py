@@ -9,10 +9,11 @@ from functools import cached_property
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.region import Region
-from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
+from torch_streamkl.fx_passes.fx_utils.mutation import is_unused
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.planning.divergence_sites import CALLS, divergence_sites
@@ -71,12 +72,14 @@ class Losses:
 
     @property
     def unfused(self) -> list[fx.Node]:
-        """Returns the sites that no operator is planned for."""
+        """Returns the sites that no operator is planned for, and that something reads."""
         handled: set[fx.Node] = set()
         for divergence in self.divergences:
             handled |= ancestors(divergence.inner)
         values = {divergence.inner for divergence in self.divergences}
-        return [n for n in self.sites if n not in handled and not _is_made_of(n, values)]
+        sites = [n for n in self.sites if n not in handled and not _is_made_of(n, values)]
+        origins = ((n, node_of(self.trace, n)) for n in sites)
+        return [n for n, origin in origins if origin is None or not is_unused(origin)]
 
     def operands(self) -> list[fx.Node]:
         """Returns the tensors of the trace that the divergences' products are made of."""
