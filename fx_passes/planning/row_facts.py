@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.row_keys import NOT_RANKED, Facts
 from torch_streamkl.fx_passes.fx_utils.nodes import tensor_of
 from torch_streamkl.fx_passes.fx_utils.sizes import provably_equal
@@ -126,8 +127,8 @@ def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
         return NOT_RANKED
     top, dim = found
     places = [d for d, at in enumerate(ids.args) if entries in at.axes]
-    if places != [dim]:
-        return NOT_RANKED
+    if places != [dim]:  # as of a sum over other rows, at the ids of one
+        return SINGLE_ENTRIES
     if entries.size == 0:
         return "no entry of a row is gathered"  # their mean has no gradient, not NaN
     length: Any = tensor_of(top.args[0]).shape[dim]
