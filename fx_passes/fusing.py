@@ -83,7 +83,7 @@ class _Fusing:
     def __init__(self, insert: Inserting, losses: Losses, sites: Sequence[fx.Node]) -> None:
         self.insert, self.losses, self.sites = insert, losses, sites
         values = [d.inner for d in losses.divergences]
-        self.fused = Fused(values, without_divergence(sites, losses.divergences))
+        self.fused = Fused(values, without_divergence(losses.trace, sites, losses.divergences))
         self.stayed: list[tuple[Divergence, Site]] = []
         self.handled: set[fx.Node] = set()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
-from torch_streamkl.fx_passes.closed_forms.repeated_ids import why_repeated
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES, why_repeated
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
@@ -41,7 +41,6 @@ from torch_streamkl.program.reductions import (
 from torch_streamkl.program.shifts import LARGE
 from torch_streamkl.program.walks import rebuilt, walk
 
-SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 HIDDEN = "an entry of a row of scores that a finite mask may hide"
 
 

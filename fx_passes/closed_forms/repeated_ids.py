@@ -11,6 +11,7 @@ from torch_streamkl.fx_passes.reading.rules.selections import top_of
 from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.graph import Axis, Node
 
+SINGLE_ENTRIES = "single entries of scores or probabilities are selected"
 NOT_RANKED = (
     "gather reads entries of each row by ids that are no top-k of this graph: an id may be there "
     "twice"
@@ -24,8 +25,8 @@ def why_repeated(ids: Node, entries: Axis, keys: Axis) -> str:
         return NOT_RANKED
     top, dim = found
     places = [d for d, at in enumerate(ids.args) if entries in at.axes]
-    if places != [dim]:
-        return NOT_RANKED
+    if places != [dim]:  # as of a sum over other rows, at the ids of one
+        return SINGLE_ENTRIES
     if entries.size == 0:
         return "no entry of a row is gathered"  # their mean has no gradient, not NaN
     length: Any = tensor_of(top.args[0]).shape[dim]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Binding,
     Place,

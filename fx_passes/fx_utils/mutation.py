@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    descendants,
     is_call,
     memory_of,
     name_of,
@@ -37,6 +39,11 @@ def has_effect(node: fx.Node) -> bool:
     if not is_call(node):
         return True
     return draws_random(node) or is_in_place(node) or node.is_impure()
+
+
+def is_unused(node: fx.Node) -> bool:
+    """Returns whether neither a result nor an effect of the graph depends on a node."""
+    return not any(map(has_effect, descendants([node])))
 
 
 RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
@@ -237,12 +244,23 @@ def _marked_as_written(
         overloads = [getattr(target, name) for name in target.overloads()]
     return tuple(
         dict.fromkeys(
-            (index, argument.name)
+            (_BY_NAME_ALONE if argument.kwarg_only else index, argument.name)
             for overload in overloads
+            if not _is_sort_of_lists(overload)
             for index, argument in enumerate(overload._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
     )
+
+
+# a place behind all: the second tensor of ``max(a, b)`` is not the ``out`` of another overload
+_BY_NAME_ALONE = sys.maxsize
+
+
+def _is_sort_of_lists(overload: torch._ops.OpOverload) -> bool:
+    """Whether an overload is TorchScript's ``list.sort()``, beside the one of tensors."""
+    schema = overload._schema
+    return schema.name == "aten::sort" and "List" in str(schema.arguments[0].type)
 
 
 def _asks_for_in_place(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import outer_node
-from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import is_tensor, tensor_of

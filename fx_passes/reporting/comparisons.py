@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, fx
 
+from torch_streamkl.fx_passes.fx_utils.mutation import is_unused
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     descendants,
     example,
@@ -28,7 +29,7 @@ def unfused_comparisons(
 ) -> list[str]:
     """Returns the places where two large distributions meet before keys are summed.
 
-    Losses that are skipped for their size, among ``sites``, are left out.
+    Losses that are skipped for their size, among ``sites``, are left out, and what nothing reads.
     """
     marks: dict[fx.Node, frozenset[fx.Node]] = {}  # the scores of the softmaxes before a node
     softmaxes: dict[fx.Node, fx.Node] = {}  # by their scores
@@ -62,7 +63,8 @@ def unfused_comparisons(
                 met[node] = place or node
         marks[node] = made_of
     skipped = [site for site in sites if site.skipped]
-    nodes = [n for n in found if not any(_is_part_of(n, site) for site in skipped)]
+    read = [n for n in found if not is_unused(n)]
+    nodes = [n for n in read if not any(_is_part_of(n, site) for site in skipped)]
     return list(dict.fromkeys(shown(location_of(n)[0]) for n in nodes))
 
 

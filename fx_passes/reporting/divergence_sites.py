@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import compared_by_hand
-from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.fx_utils.mutation import is_unused
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
@@ -58,12 +59,17 @@ def divergence_sites(trace: Trace, reading: Reading) -> list[fx.Node]:
 
 
 def without_divergence(
-    sites: Iterable[fx.Node], divergences: Sequence[Divergence]
+    trace: Trace, sites: Iterable[fx.Node], divergences: Sequence[Divergence]
 ) -> list[fx.Node]:
-    """Returns the sites that no divergence of an operator is computed from, or is read by."""
+    """Returns the sites that no divergence of an operator is computed from, or is read by.
+
+    Those that nothing reads are left out.
+    """
     handled = {a for d in divergences for a in ancestors(d.inner)}
     values = {d.inner for d in divergences}
-    return [n for n in sites if n not in handled and not _is_made_of(n, values)]
+    sites = [n for n in sites if n not in handled and not _is_made_of(n, values)]
+    origins = ((n, node_of(trace, n)) for n in sites)
+    return [n for n, origin in origins if origin is None or not is_unused(origin)]
 
 
 def _is_made_of(node: fx.Node, values: Collection[fx.Node]) -> bool:

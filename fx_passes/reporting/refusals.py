@@ -18,7 +18,6 @@ from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
-from torch_streamkl.fx_passes.closed_forms.entries import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.heads import (
     EARLIER_SUM,
@@ -26,6 +25,7 @@ from torch_streamkl.fx_passes.closed_forms.heads import (
     SELECTED_KEYS,
 )
 from torch_streamkl.fx_passes.closed_forms.match import match
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES

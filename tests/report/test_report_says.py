@@ -134,6 +134,11 @@ def dense_topk_loss(scatter, s, t):
     return -(scatter(p, ids, values) * s.log_softmax(-1)).sum(-1).mean()
 
 
+def of_topk_entries_over_rows(s, t):
+    values, ids = t.topk(4)
+    return F.kl_div(s.log_softmax(0).gather(-1, ids), values.softmax(-1), reduction="batchmean")
+
+
 def of_topk_entries(s, t):
     values, ids = t.softmax(-1).topk(4)
     p = values / values.sum(-1, keepdim=True)
@@ -298,6 +303,9 @@ SAID = {
     ),
     "a slice with a step": Said(
         a_slice_with_a_step, ("s[..., ::2] = -1e4  # here",), usual="gram"
+    ),
+    "a top-k of what is normalized over rows": Said(
+        of_logits(of_topk_entries_over_rows), ("single entries of scores",), ("no top-k",)
     ),
     "joined columns": Said(
         three_columns(lambda x: torch.stack([x[:, 5], x[:, 9], x[:, 11]], -1)),

@@ -50,6 +50,14 @@ def without_logarithms(h, w, g, v):
     return ((g @ v.T).softmax(-1) - (h @ w.T).softmax(-1)).atan().square().sum()
 
 
+def what_nothing_reads(h, w, g, v):
+    logs, p = (h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1)
+    F.kl_div(logs, p, reduction="none")
+    (p - logs.exp()).atan().square().sum()
+    (p * logs).sort(-1).values.sum()
+    return F.kl_div(logs, p, reduction="batchmean")
+
+
 COMPARES = {
     regularizers: False,
     log_ratios_of_written_logits: False,
@@ -57,6 +65,7 @@ COMPARES = {
     assigned_by_sinkhorn: True,
     sorted_in_a_checkpoint: True,
     without_logarithms: True,
+    what_nothing_reads: False,
     USER_LOSSES["universal_logit_distillation"].fn: True,
     USER_LOSSES["reverse_kl"].fn: False,  # fused
     USER_LOSSES["cross_entropy_alone"].fn: False,

@@ -430,3 +430,47 @@ def test_ignored_labels_of_sequences_read_nothing(fill):
         return hard + z.softmax(-1).square().sum(-1).flatten()
 
     assert compare(step, [h, w], options=OPTIONS).check().num_fused
+
+
+TRAINED_LEVELS = {
+    "added": lambda z, ids, level: z + torch.zeros_like(z).scatter(-1, ids, level),
+    "written": lambda z, ids, level: z.scatter(-1, ids, level),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED_LEVELS)
+def test_a_trained_number_at_ids_that_are_the_same(name):
+    """Torch's gradient of a number that is scattered counts every id, also the same one twice."""
+    ids = torch.tensor([0, 3, 3]).expand(2, 3, ROWS, 3)
+
+    def step(q, k, r, s, level):
+        z, t = q @ k.mT * 0.3, r @ s.mT * 0.3
+        z = TRAINED_LEVELS[name](z, ids, level.expand(ids.shape))
+        return F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+
+    level = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    compare(step, [*operands()[:4], level], options=OPTIONS).check()
+
+
+OVER_ROWS = {
+    "gather": lambda z, ids: z.log_softmax(-2).gather(-1, ids),
+    "probabilities": lambda z, ids: z.softmax(-2).gather(-1, ids),
+    "take_along_dim": lambda z, ids: z.log_softmax(-2).take_along_dim(ids, -1),
+    "two indices": lambda z, ids: z.log_softmax(-2)[torch.arange(ROWS)[:, None], ids],
+    "a diagonal": lambda z, ids: z[:, :ROWS].log_softmax(-2).diagonal()[:, None].expand(ids.shape),
+    "keys and rows": lambda z, ids: z.log_softmax(-1).log_softmax(-2).gather(-1, ids),
+}
+
+
+@pytest.mark.parametrize("name", OVER_ROWS)
+def test_entries_of_what_is_normalized_over_rows(name):
+    """The ids of a row are not those of the rows that its normalizer sums."""
+    h, w, g, v = (torch.randn(n, 3, dtype=torch.float64) for n in (ROWS, KEYS, ROWS, KEYS))
+    ids = torch.arange(ROWS * 3).view(ROWS, 3) * 5 % KEYS
+
+    def step(h, w, g, v):
+        p = (g @ v.mT).gather(-1, ids).softmax(-1)
+        return (p * OVER_ROWS[name](h @ w.mT, ids)).sum(-1)
+
+    trained = [h.requires_grad_(), w.requires_grad_(), g, v]
+    compare(step, trained, options=OPTIONS, largest_score=8.0).check()

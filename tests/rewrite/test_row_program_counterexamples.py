@@ -723,6 +723,27 @@ def test_readers_of_log_probabilities(name, bad):
     judge(step, given, 2)
 
 
+DEVIATIONS = {
+    "standardized": lambda s: s / (s.std(-1, keepdim=True) + 1e-6),
+    "unbiased": lambda s: s * s.std(-1, keepdim=True),
+    "of a population": lambda s: s * s.std(-1, unbiased=False, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", DEVIATIONS)
+def test_the_deviation_of_equal_scores(name):
+    """As of a head that is initialized to zeros: the gradient of torch's deviation is 0 there."""
+
+    @of_scores
+    def step(z, t):
+        return -(t.softmax(-1) * DEVIATIONS[name](z).log_softmax(-1)).sum(-1)
+
+    given = tensors("qk")
+    with torch.no_grad():
+        given[1].zero_()
+    judge(step, given, 1)
+
+
 @PROGRAMS.parametrized()
 def test_equals_eager(row):
     judge(row.program, tensors(row.trained, row.size), row.sites, row.inner)

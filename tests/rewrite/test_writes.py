@@ -41,6 +41,12 @@ WRITES = [
     (torch._foreach_addcdiv_, ([A], [B], [C], 0.1), {}, {A}),
     (torch._foreach_copy_, ([A, B], [C, D]), {}, {A, B}),
     (torch._foreach_mul, ([A, B], [C, D]), {}, set()),
+    ("sort", (A, -1), {}, set()),  # that of lists is in place
+    (torch.sort, (A,), {}, set()),
+    (torch.sort, (A,), {"out": (B, C)}, {B, C}),
+    (torch.max, (A, B), {}, set()),
+    ("min", (A, B), {}, set()),
+    (torch.max, (A, 0), {"out": (B, C)}, {B, C}),
 ]
 
 

@@ -312,7 +312,10 @@ def substitute(x: Node, theta: Theta) -> Node:
         return renamed(x, names)
     wanted = frozenset(theta)
     # one walk also enters reductions, unless a position has an axis that may be bound there
-    enters = not any(a.level for e in theta.values() for a in e.axes)
+    places = frozenset[Axis]().union(*(e.axes for e in theta.values()))
+    enters = not any(a.level for a in places)
+    # the axis of a log-softmax is bound in its normaliser, under the name that it has outside
+    caught = wanted | places
 
     def change(y: Node, args: tuple[Node, ...]) -> Node:
         if not y.axes & wanted:
@@ -320,7 +323,7 @@ def substitute(x: Node, theta: Theta) -> Node:
         match y.op:
             case "index":
                 return theta[y.value]
-            case "log_softmax" if not enters or y.value in theta:
+            case "log_softmax" if not enters or y.value in caught:
                 return _substituted_log_softmax(y, theta)
             case "contract":
                 names = {} if enters else {x: fresh_axis(x.size) for x in y.value}
@@ -338,7 +341,7 @@ def substitute(x: Node, theta: Theta) -> Node:
 
     def enter(y: Node) -> bool:
         is_opened = y.op in ("reduce", "log_softmax", CONTRACT)
-        is_whole = enters and (y.op != "log_softmax" or y.value not in theta)
+        is_whole = enters and (y.op != "log_softmax" or y.value not in caught)
         return bool(y.axes & wanted) and (is_whole or not is_opened)
 
     return rebuilt([x], change, enter)[x] if theta else x
@@ -346,12 +349,10 @@ def substitute(x: Node, theta: Theta) -> Node:
 
 def _substituted_log_softmax(x: Node, theta: Theta) -> Node:
     axis, score = x.value, x.args[0]
-    place = theta.get(axis)
-    if place is None:
-        return log_softmax(substitute(score, theta), axis)
+    place = theta.get(axis, index(axis))
     if place.op == "index" and place.value.size == axis.size:
         others = (theta[a].axes if a in theta else {a} for a in score.axes - {axis})
-        if place.value not in frozenset[Axis]().union(*others):  # else it is a diagonal
+        if place.value not in frozenset[Axis]().union(*others):  # else it is caught
             return log_softmax(substitute(score, theta), place.value)
     free = fresh_axis(axis.size)
     every = substitute(score, {**theta, axis: index(free)})

@@ -209,4 +209,5 @@ def variance(call: Call) -> Array:
     count = linear(-float(correction), [(1.0, count_of(x, dims))])
     found = squares.map(lambda e: quotient(e, count))
     is_root = call.node.target in (aten.std.correction, aten.std.dim)
-    return found.map(applied("sqrt")) if is_root else found
+    # the gradient of torch's deviation is 0 where all values are equal, that of a root infinite
+    return found.map(applied("norm")) if is_root else found

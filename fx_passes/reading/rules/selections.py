@@ -239,7 +239,8 @@ def scatter(call: Call) -> Array:
         raise NoRule("scatter to a number")
     d = call.dim()
     value = call.array("src") if call.has("src") else call.array("value")
-    if value.expr.axes:
+    # the gradient of a value is the sum over its positions, also over those that are the same
+    if value.expr.axes or value.expr.flows:
         if not _are_unique(call.get("index"), d):
             raise NoRule("scatter of a tensor at positions that may be the same")
     else:
