@@ -63,7 +63,7 @@ def test_imports_load_no_compiler_and_change_nothing() -> None:
     modules, *counts = done.stdout.splitlines()
     foreign = [name for name in modules.split() if name.split(".")[0] != "torch_streamkl"]
     assert foreign == []  # no torch._dynamo, torch._inductor, triton, sympy
-    assert len(modules.split()) < 100  # 97, in 0.3 s of CPU time
+    assert len(modules.split()) < 105  # 101, in 0.3 s of CPU time
     attention, head = 2 * (2 * 8 * 8 * 4), 2 * (3 * 7 * 4)  # student and teacher, of each product
     assert counts == [str(2 * attention), str(2 * head), str(2 * attention)]
 

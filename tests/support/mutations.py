@@ -93,8 +93,8 @@ FAULTS = (
     ),
     Fault(
         OPERATIONS,
-        "takes = f(inside if arg == 0 else outside, *node.args)",
-        "takes = f(outside if arg == 0 else inside, *node.args)",
+        "takes = f(inner if arg == 0 else outer, *node.args)",
+        "takes = f(outer if arg == 0 else inner, *node.args)",
         _streaming("clamp_reached"),
     ),
     Fault(

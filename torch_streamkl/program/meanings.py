@@ -35,6 +35,7 @@ def norm(squares: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
+    """Returns log(1 + e^x)."""
     return torch.nn.functional.softplus(x, threshold=80.0)  # exp has no overflow below
 
 
@@ -48,13 +49,14 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
 
 
 def clamp_min(x: Tensor, bound: Tensor) -> Tensor:
-    """Clamps by a number that is a tensor here, with the gradient of a clamp by a number."""
+    """Returns the larger; ``bound`` is a number as a tensor: NOTE [The bound of a clamp]."""
     if not (TIES_ARE_CUT and _is_differentiated(x)):
         return torch.clamp_min(x, bound)
     return torch.where(x > bound, x, torch.maximum(x.detach(), bound))
 
 
 def clamp_max(x: Tensor, bound: Tensor) -> Tensor:
+    """Returns the smaller; ``bound`` is a number as a tensor: NOTE [The bound of a clamp]."""
     if not (TIES_ARE_CUT and _is_differentiated(x)):
         return torch.clamp_max(x, bound)
     return torch.where(x < bound, x, torch.minimum(x.detach(), bound))

@@ -126,20 +126,18 @@ def _extremum(loses: str) -> Rule:
     return rule
 
 
+_OR_EQUAL = {"gt": "ge", "lt": "le"}
+
+
 def _clamp_rule(inside: str, outside: str) -> Rule:
     """Of comparisons in which x is strictly inside, and outside."""
+    inner, outer = (inside, _OR_EQUAL[outside]) if TIES_ARE_CUT else (_OR_EQUAL[inside], outside)
 
     def rule(f: Build, node: Node, arg: int, t: Node) -> Node:
-        if TIES_ARE_CUT:
-            takes = f(inside if arg == 0 else _OR_EQUAL[outside], *node.args)
-        else:
-            takes = f(_OR_EQUAL[inside] if arg == 0 else outside, *node.args)
+        takes = f(inner if arg == 0 else outer, *node.args)
         return f("where", takes, t, 0.0)
 
     return rule
-
-
-_OR_EQUAL = {"gt": "ge", "lt": "le"}
 
 
 def _relu_rule(f: Build, node: Node, arg: int, t: Node) -> Node:
