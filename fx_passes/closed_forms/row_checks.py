@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.closed_forms.worlds import is_formula
 from torch_streamkl.program.canonical import terms_of
 from torch_streamkl.program.graph import CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
 from torch_streamkl.program.identities import exponentials_in
-from torch_streamkl.program.steps import Step
+from torch_streamkl.program.steps import Reduced, Step
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows.program import Program
 
@@ -244,13 +244,27 @@ def is_as_special(program: Program, dtypes: Collection[torch.dtype]) -> bool:
     and where a score is none, no row with it has one. A log-sum-exp of infinity is infinite in
     eager code alone, and float16 has it earlier.
     """
+    largest = _largest(program)
     return (
         torch.float16 not in dtypes
         and all((n.op in PLAIN and n.is_finite) or _is_scale(program, n) for n in program.nodes)
-        and all(program.reductions[c].kind == SUM for c in program.outputs)
-        and all(r.kind != MAX for r in program.reductions)
+        and all(r.kind == SUM or r.node in largest for r in _returned(program))
+        and all(r.kind != MAX or r.node in largest for r in program.reductions)
         and not any(_adds_values_per_row(program, n) for n in program.nodes)
     )
+
+
+def _returned(program: Program) -> list[Reduced]:
+    return [program.reductions[c] for c in program.outputs]
+
+
+def _largest(program: Program) -> set[int]:
+    """The elements of which a program returns the maximum and the log-sum-exp.
+
+    Their difference is what is used: a number for finite scores, and else NaN, as in eager code.
+    """
+    found = {(r.node, r.kind) for r in _returned(program)}
+    return {node for node, kind in found if kind == MAX and (node, LOGSUMEXP) in found}
 
 
 def _adds_values_per_row(program: Program, node: Step) -> bool:
@@ -275,15 +289,18 @@ def is_never_infinite(program: Program, dtypes: Collection[torch.dtype]) -> bool
     They are sums of probabilities, times what is finite: a probability is at most 1, and 0 or, in
     eager code, NaN where a row has no key.
     """
+    largest = _largest(program)
     return (
         torch.float16 not in dtypes
         and all(
             n.op in PLAIN or n.op == "sum_heads" or _is_scale(program, n) for n in program.nodes
         )
         and all(_is_probability(program, n) for n in program.nodes if n.op == "exp")
-        and all(program.reductions[c].is_added for c in program.outputs)
+        and all(r.is_added or r.node in largest for r in _returned(program))
         and all(
-            program.nodes[r.node].is_finite if r.is_added else r.kind == LOGSUMEXP
+            program.nodes[r.node].is_finite
+            if r.is_added
+            else r.kind == LOGSUMEXP or r.node in largest
             for r in program.reductions
         )
     )

@@ -54,6 +54,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
 )
 from torch_streamkl.fx_passes.closed_forms.row_keys import Facts, check_single_keys, keys_of
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
+from torch_streamkl.fx_passes.closed_forms.row_maxima import with_largest_scores
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_products import (
     with_row_products,
@@ -200,7 +201,7 @@ class _Planner:
     def __init__(
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
-        roots = without_row_products(roots, places)
+        roots = with_largest_scores(without_row_products(roots, places))
         bindings = [b for b in bindings_of(roots) if b.is_over(places)]
         keys = keys_of(bindings, places, facts)
         check_single_keys(roots, bindings, places, keys, facts)

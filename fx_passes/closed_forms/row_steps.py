@@ -45,6 +45,8 @@ from torch_streamkl.program.steps import is_inside
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows.trace import Tracer
 
+OF_MAXIMUM = "the gradient of a maximum over the keys"
+
 
 class Steps:
     """Makes the steps of a program from opened expressions."""
@@ -88,12 +90,16 @@ class Steps:
         """Returns the reduction that a sum is, over all keys or over blocks of them."""
         about = x.value
         body = self.of(x.args[0])
-        if about.kind == MAX:
-            raise NoForm("a maximum over the keys leaves the elements", x)
+        if about.kind == MAX and x.args[0].flows:
+            raise NoForm(OF_MAXIMUM, x)
+        if about.kind == MAX and (not body.is_finite or may_be_masked(body)):
+            # the log-sum-exp next to it would lose the count of keys that a finite mask hides
+            raise NoForm("the maximum of masked scores leaves the elements", x)
         if about.kind == ANY:
             raise NoForm("whether any key meets a condition leaves the elements", x)
         if about.axis == self.whole:
-            return self.tracer.reduce(about.kind, body)
+            value = self.tracer.reduce(about.kind, body)
+            return value.args[0] if about.kind == MAX else value  # without its detach
         part = self.leaves.parts.get(about.axis, ())
         if not part or part != self.axes.keys[-len(part) :] or about.kind != SUM:
             raise NoForm("a sum over keys that are not next to each other", x)
@@ -399,7 +405,7 @@ class Steps:
                 count = self.tracer.reduce(SUM, cast(body, FLOAT))
                 return apply("gt", count, const(0.0))
             if kind == MAX and x.args[0].flows:
-                raise NoForm("the gradient of a maximum over the keys", x)
+                raise NoForm(OF_MAXIMUM, x)
             return self.tracer.reduce(kind, body)
         if axis in self.leaves.parts:
             raise NoForm("elements use sums over blocks of keys", x)

@@ -82,7 +82,7 @@ class Levels:
         for node in self.made:
             if not self.is_of_rows(node):
                 continue
-            inputs = [a for a in node.all_input_nodes if a in self.made]
+            inputs = [a for a in _inputs_of(node) if a in self.made]
             is_sum = any(not self.is_of_rows(a) for a in inputs)
             if not is_sum and not hidden & set(inputs) and node not in added:
                 continue
@@ -157,6 +157,13 @@ class Levels:
         """Whether an operation is not read."""
         value = node.meta.get("val")
         return isinstance(value, (Tensor, list, tuple)) and node not in self.made
+
+
+def _inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node: of one of several results, those of all."""
+    inputs = node.all_input_nodes
+    is_part = len(inputs) == 1 and isinstance(inputs[0].meta.get("val"), (list, tuple))
+    return inputs[0].all_input_nodes if is_part else inputs
 
 
 def _are_summed(expr: Node, places: frozenset[Place]) -> bool:

@@ -19,7 +19,10 @@ from tests.support.interpreter import inside, outside, quiet
 from tests.support.naive_rows import check
 from tests.support.row_cases import CASES, Sizes, check_errors, recorded
 from torch_streamkl import row_program
+from torch_streamkl.program.masks import Keys
+from torch_streamkl.rows.op import row_program as row_program_of
 from torch_streamkl.rows.problem import RowProblem
+from torch_streamkl.rows.trace import Tracer
 
 pytestmark = quiet
 NAMES = list(CASES)
@@ -222,6 +225,29 @@ def _by_columns(e: Any) -> Any:
     return (e.v * e.s.softmax("key")).sum("key")
 
 
+def _largest_scores(device: str, rows: int, keys: int) -> None:
+    """A maximum that a program returns has no gradient, and the sum beside it has."""
+    tracer = Tracer((1,), (), Keys(), {})
+    score = tracer.dot(0)
+    largest, total = tracer.reduce("max", score).args[0], tracer.reduce("logsumexp", score)
+    program, _ = tracer.program([largest, total])
+    make = torch.Generator().manual_seed(0)
+    operands = [torch.randn(1, 2, n, 16, generator=make).to(device) for n in (rows, keys)]
+    found = []
+    for impl in ("triton", "reference"):
+        given = [x.detach().clone().requires_grad_() for x in operands]
+        values = row_program_of(given, program.text, True, impl)[:2]
+        gradients = torch.autograd.grad(values[1].square().sum(), given)
+        assert (values[0] <= values[1]).all()
+        found.append([*values, *gradients])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@inside
+def test_a_maximum_is_returned() -> None:
+    _largest_scores("cpu", 19, 70)
+
+
 @inside
 @pytest.mark.parametrize("shape", [(1, 1, 19), (2, 1, 1)])
 def test_columns_broadcast(shape: tuple[int, ...]) -> None:
@@ -311,6 +337,12 @@ def test_example_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     sizes = Sizes(batch=2, heads=4, rows=193, keys=259, dim=64, spread=spread)
     check_errors(name, "triton", dtype, sizes, "cuda")
     check_errors(name, "torch", dtype, sizes, "cuda")
+
+
+@on_a_gpu
+@pytest.mark.gpu
+def test_a_maximum_is_returned_on_a_gpu() -> None:
+    _largest_scores("cuda", 193, 259)
 
 
 @on_a_gpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.comparing import compare
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 
@@ -63,9 +64,20 @@ def weighted_by_the_entropy(s, t, h):
     return (kl(t, s) * weight).mean(), weight.mean()
 
 
+def confidences(s, t, h):
+    """The largest probabilities, as metrics of both sides."""
+    largest = s.detach().exp().max(-1).values, t.exp().amax(-1)
+    return kl(t, s).mean(), *(x.mean() for x in largest)
+
+
+def weighted_by_the_confidence(s, t, h):
+    weight = t.exp().amax(-1)
+    return (kl(t, s) * weight).mean(), weight.mean()
+
+
 LOSSES = [
-    detached_entropies, entropies_of_detached, other_divergences, acceptance,
-    metrics_of_some_tokens, weighted_by_the_entropy,
+    confidences, weighted_by_the_confidence, detached_entropies, entropies_of_detached,
+    other_divergences, acceptance, metrics_of_some_tokens, weighted_by_the_entropy,
 ]  # fmt: skip
 
 
@@ -101,3 +113,53 @@ def test_each_product_is_made_once(loss):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs[:2]))
     assert forward_counter.get_total_flops() == 3 * STUDENT + TEACHER
     assert backward_counter.get_total_flops() == 0
+
+
+def of_sure_tokens(s, t):
+    is_sure = t.softmax(-1).amax(-1) > 0.2
+    rows = kl(t.log_softmax(-1), s.log_softmax(-1))
+    return torch.where(is_sure, rows, 0.0).sum() / is_sure.sum().clamp(min=1)
+
+
+def of_an_unlikely_largest(s, t):
+    return (kl(t.log_softmax(-1), s.log_softmax(-1)) * (1 - t.softmax(-1).amax(-1)).log()).sum()
+
+
+def beside_nan(s, t):
+    """Of one token: a kernel's maximum ignores it."""
+    broken = t * torch.tensor([1.0, math.nan] + [1.0] * (TOKENS - 2))[:, None]
+    rows = kl(t.log_softmax(-1), s.log_softmax(-1))
+    return rows.sum(), broken.softmax(-1).amax(-1)
+
+
+def with_a_gradient(s, t):
+    return (kl(t.log_softmax(-1), s.log_softmax(-1)) * s.softmax(-1).amax(-1)).sum()
+
+
+def of_hidden_rows(s, t):
+    """Eager code has the share of each key, which one log-sum-exp of a row does not know."""
+    hidden = t.masked_fill((torch.arange(TOKENS) == 3)[:, None], torch.finfo(t.dtype).min)
+    return kl(t.log_softmax(-1), s.log_softmax(-1)).sum(), hidden.softmax(-1).amax(-1)
+
+
+def of_scores(s, t):
+    return kl(t.log_softmax(-1), s.log_softmax(-1)).sum(), t.amax(-1)
+
+
+# and how many logits remain
+CONFIDENCES = {
+    of_sure_tokens: 0, of_an_unlikely_largest: 0, beside_nan: 0, with_a_gradient: 2,
+    of_hidden_rows: 3, of_scores: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", CONFIDENCES, ids=lambda f: f.__name__)
+def test_the_largest_probability_of_a_row(loss):
+    sizes = ((TOKENS, WIDTH), (VOCAB, WIDTH), (TOKENS, TEACHER_WIDTH), (VOCAB, TEACHER_WIDTH))
+    inputs = [torch.randn(n, requires_grad=i < 2) * 0.3 for i, n in enumerate(sizes)]
+    outcome = compare(
+        lambda h, w, th, tw: loss(h @ w.T, th @ tw.T), inputs, options={"streamkl.min_mib": 0.0}
+    )
+    outcome.check()
+    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
+    assert outcome.report.num_remaining == CONFIDENCES[loss], outcome.report.details()
