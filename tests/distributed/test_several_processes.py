@@ -98,6 +98,8 @@ def expected_gradients(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 # torch 2.11 alone, backend="eager", raises: the split compiles each part on tensors of symbolic
 # sizes, of which its `linear` without gradients asks numel()
+# torch 2.15 alone, on a CPU, raises in every graph that its split cuts: parts have meta tensors
+CAN_SPLIT = TorchVersion(torch.__version__) < "2.15"
 CAN_RUN_EAGER_PARTS = TorchVersion(torch.__version__) >= "2.13"
 
 
@@ -197,6 +199,7 @@ def test_maps_of_different_buckets_inside_inductor(small_buckets: None) -> None:
     as_expected(step, expected_gradients(torch.float32))
 
 
+@pytest.mark.skipif(not CAN_SPLIT, reason="this torch cannot split the graph")
 def test_strict_sees_maps_of_another_graph(
     small_buckets: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
