@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import torch_streamkl
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 
@@ -101,3 +102,26 @@ def test_each_product_is_made_once(loss):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs[:2]))
     assert forward_counter.get_total_flops() == 3 * STUDENT + TEACHER
     assert backward_counter.get_total_flops() == 0
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_metrics_that_nothing_reads_keep_no_scores(draws):
+    """Compiled code does not compute them, but draws the same random numbers."""
+
+    def step(h, w):
+        s = h @ w.T
+        p = s.softmax(-1)
+        entropy(p.log())  # of no logger
+        if draws:
+            torch.dropout(p, 0.5, True)
+        return entropy(s.log_softmax(-1)).mean(), torch.rand_like(h)
+
+    sizes = (TOKENS, WIDTH), (VOCAB, WIDTH)
+    inputs = [torch.randn(n, dtype=torch.float64, requires_grad=True) for n in sizes]
+    torch._dynamo.reset()
+    with torch_streamkl.reports() as report, torch.random.fork_rng():
+        options = {"streamkl.inner": "eager", "streamkl.min_mib": 0}
+        compiled = torch.compile(step, backend="streamkl", options=options)
+        found = [f(*inputs) for f in (compiled, step) if torch.manual_seed(0)]
+    torch.testing.assert_close(*found)
+    assert report.num_fused == 1 - draws, report
