@@ -207,7 +207,8 @@ def rewrite_once(
     Returns the report, and losses to refuse. If there are any, discard this graph, and begin
     again without them.
     """
-    remove_unread(graph, names_of_rules())
+    if not has_dtensors(given.owner.graph):  # where nodes of the user's are put back by name
+        remove_unread(graph, names_of_rules())
     lists_as_tensors(graph)
     captured = capture(given.owner, graph)
     if isinstance(captured, str):
