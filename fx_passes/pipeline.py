@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fusing import Fused, Inserting, fuse, read_after_writes
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
-from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead
+from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead, remove_unread
 from torch_streamkl.fx_passes.fx_utils.dtensors import has_dtensors
 from torch_streamkl.fx_passes.fx_utils.errors import Agree, Fatal, Refused, Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of
@@ -42,6 +42,7 @@ from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entr
 from torch_streamkl.fx_passes.planning.losses import Losses, find_losses
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
 from torch_streamkl.fx_passes.reading.reader import read_trace
+from torch_streamkl.fx_passes.reading.registry import names_of_rules
 from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
 from torch_streamkl.fx_passes.reporting.execution import how_sites_run, shared_with
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
@@ -206,6 +207,8 @@ def rewrite_once(
     Returns the report, and losses to refuse. If there are any, discard this graph, and begin
     again without them.
     """
+    if not has_dtensors(given.owner.graph):  # where nodes of the user's are put back by name
+        remove_unread(graph, names_of_rules())
     lists_as_tensors(graph)
     captured = capture(given.owner, graph)
     if isinstance(captured, str):

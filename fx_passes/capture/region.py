@@ -218,10 +218,12 @@ def _is_softmax_by_hand(node: fx.Node) -> bool:
 
 def _compares_products(node: fx.Node) -> bool:
     """Whether a node compares two matmuls: a loss of both, or what measures their difference."""
-    tensors = node.all_input_nodes
+    tensors, is_loss = node.all_input_nodes, name_of(node) in COMPARISONS
+    if is_loss:
+        tensors = tensors[:2]  # before weights
     if len(tensors) != 2 or not all(map(_is_of_product, tensors)):
         return False
-    if name_of(node) in COMPARISONS:
+    if is_loss:
         return True
     return name_of(node) in DIFFERENCES and any(name_of(u) in MEASURES for u in node.users)
 

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from torch import fx
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     Memory,
     by_storage,
+    has_effect,
     is_in_place,
     written_by,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import is_call, reached, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    example,
+    is_call,
+    name_of,
+    reached,
+    storage_of,
+)
+from torch_streamkl.fx_passes.fx_utils.op_names import (
+    CASTS,
+    DIFFERENCES,
+    MATMULS,
+    ORDERED,
+    PARTS,
+    PRODUCTS,
+    QUOTIENTS,
+)
+
+PURE = MATMULS | PRODUCTS | QUOTIENTS | DIFFERENCES | PARTS | CASTS | ORDERED
+
+
+def remove_unread(graph: fx.Graph, names: Collection[str]) -> None:
+    """Erases what nothing reads, as a metric that is not logged: compiled code has none of it.
+
+    ``names`` are operations that do nothing but return values, besides those of ``PURE``.
+    """
+    for node in reversed(graph.nodes):
+        is_named = name_of(node) in PURE or name_of(node) in names
+        is_known = is_named and isinstance(example(node), (Tensor, tuple, list))
+        if not node.users and is_known and not has_effect(node):
+            graph.erase_node(node)
 
 
 def remove_dead(

@@ -215,8 +215,21 @@ class RowPlanner:
             if are_all_keys(alone.form):
                 continue
             self.refused = {n: x for n, x in self.refused.items() if node not in ancestors(n)}
+            before = list(plans)
             if not self._join(plans, node):
                 plans.append(alone)
+            for i, plan in enumerate(before):
+                sums = [o.inner for o in plan.outputs]
+                if plans[i] is not plan and self._is_made_of(sums, node):
+                    plans[i] = alone
+
+    def _is_made_of(self, roots: Sequence[fx.Node], entries: fx.Node) -> bool:
+        """Whether sums are of entries alone: the user's code computes them from these."""
+
+        def inputs(node: fx.Node) -> Sequence[fx.Node]:
+            return () if node is entries else node.all_input_nodes
+
+        return reached(roots, inputs).isdisjoint(self._matmuls.values())
 
     def _join(self, plans: list[ProgramPlan], root: fx.Node) -> bool:
         """Lets the first program that can compute another sum, too; returns whether one can."""

@@ -6,6 +6,7 @@ the operation has several results, or raises `NoRule` with the reason why this c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.bounds import LABELS
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, named_arguments, target_name
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim
 from torch_streamkl.fx_passes.reading.positions import key_of
@@ -31,6 +32,13 @@ Result = Array | tuple[Array | None, ...]
 Rule = Callable[["Call"], Result]
 R = TypeVar("R", bound=Rule)
 RULES: dict[object, Rule] = {}
+
+
+@functools.cache
+def names_of_rules() -> frozenset[str]:
+    """Returns the names of operations with a rule, as torch's functions and methods have them."""
+    overloads = (x for x in RULES if isinstance(x, torch._ops.OpOverload))
+    return frozenset(target_name(x).strip("_") for x in overloads)
 
 
 class NoRule(ValueError):

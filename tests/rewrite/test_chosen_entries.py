@@ -365,6 +365,20 @@ def test_operators_of_entries(loss, kind, is_beside):
     assert any("and entry_log_probs" in x.form for x in outcome.report.sites) == is_beside
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_sums_of_entries_that_the_code_reads_are_no_other_losses(is_dynamic):
+    """The user's code sums what it reads, or what asserts the number of rows that data decide."""
+
+    def step(h, w, _, ids):
+        entries = logs(h @ w.mT, ids)
+        mean = entries[ids[:, 0] > 3].mean() if is_dynamic else entries.mean()
+        return mean, *(() if is_dynamic else (entries.sum(-1).exp(), entries))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        outcome = compare(step, peaked(), options=OPTIONS).check()
+    assert len(outcome.report.sites) == outcome.num_fused == 1, outcome.report
+
+
 LAST = torch.full((TOKENS, 1), VOCAB - 3)  # of a slice, and of what the slice lacks
 SLICED = {
     "the largest of the last": lambda z, ids: (

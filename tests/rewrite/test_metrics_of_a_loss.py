@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import torch_streamkl
 from tests.support.comparing import compare
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
@@ -163,3 +164,26 @@ def test_the_largest_probability_of_a_row(loss):
     outcome.check()
     assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
     assert outcome.report.num_remaining == CONFIDENCES[loss], outcome.report.details()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_metrics_that_nothing_reads_keep_no_scores(draws):
+    """Compiled code does not compute them, but draws the same random numbers."""
+
+    def step(h, w):
+        s = h @ w.T
+        p = s.softmax(-1)
+        entropy(p.log())  # of no logger
+        if draws:
+            torch.dropout(p, 0.5, True)
+        return entropy(s.log_softmax(-1)).mean(), torch.rand_like(h)
+
+    sizes = (TOKENS, WIDTH), (VOCAB, WIDTH)
+    inputs = [torch.randn(n, dtype=torch.float64, requires_grad=True) for n in sizes]
+    torch._dynamo.reset()
+    with torch_streamkl.reports() as report, torch.random.fork_rng():
+        options = {"streamkl.inner": "eager", "streamkl.min_mib": 0}
+        compiled = torch.compile(step, backend="streamkl", options=options)
+        found = [f(*inputs) for f in (compiled, step) if torch.manual_seed(0)]
+    torch.testing.assert_close(*found)
+    assert report.num_fused == 1 - draws, report

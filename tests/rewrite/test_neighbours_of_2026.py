@@ -322,6 +322,9 @@ PROGRAMS |= {
 
 
 # ------------------------------------------------------------------ probabilities by sigmoids
+CLASS_WEIGHTS = torch.linspace(0.5, 2.0, VOCAB)
+
+
 def sigmoids(**arguments):
     def program(h, w, g, v):
         # large ones, of which the sigmoids are 0 and 1
@@ -334,7 +337,9 @@ def sigmoids(**arguments):
 PROGRAMS |= {
     "sigmoids": (sigmoids(), True),
     "sigmoids, a value of each": (sigmoids(reduction="none"), False),
-    "sigmoids of weights": (sigmoids(pos_weight=torch.linspace(0.5, 2.0, VOCAB)), False),
+    "sigmoids of weights": (sigmoids(pos_weight=CLASS_WEIGHTS), True),
+    "sigmoids of weights of classes": (sigmoids(weight=CLASS_WEIGHTS, reduction="sum"), True),
+    "sigmoids of both weights": (sigmoids(weight=CLASS_WEIGHTS, pos_weight=CLASS_WEIGHTS), True),
 }  # fmt: skip
 
 

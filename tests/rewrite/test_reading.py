@@ -259,6 +259,8 @@ def other_losses(x, y):
     t = y[:4, :6]
     found = F.mse_loss(x, t) + F.l1_loss(x, t) + F.smooth_l1_loss(x, t, beta=0.4)
     found = found + F.binary_cross_entropy_with_logits(x, t.sigmoid(), reduction="sum")
+    weights = {"weight": a_weight(), "pos_weight": a_weight().flip(0)}
+    found = found + F.binary_cross_entropy_with_logits(x, t.sigmoid(), **weights)
     return found + F.huber_loss(x, t, delta=0.7) + F.kl_div(x, t.log_softmax(-1), log_target=True)
 
 

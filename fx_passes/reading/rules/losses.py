@@ -33,11 +33,12 @@ from torch_streamkl.program.reductions import detached
 
 aten = torch.ops.aten
 NONE, MEAN, TOTAL = range(3)
+WEIGHTS = ("pos_weight", "weight")  # of a binary cross-entropy
 
 
-def _of_pair(call: Call, make: Callable[[Node, Node], Node]) -> Array:
+def _of_pair(call: Call, make: Callable[..., Node], *others: Array) -> Array:
     """What a loss makes of each pair of values, and the reduction with which it ends."""
-    values = call.pointwise(make, *call.arrays("self", "target"))
+    values = call.pointwise(make, *call.arrays("self", "target"), *others)
     reduction = call.known("reduction", MEAN)
     every = range(len(values.dims))
     if reduction == NONE:
@@ -76,15 +77,19 @@ def l1_loss(call: Call) -> Array:
 
 @rule(aten.binary_cross_entropy_with_logits.default)
 def binary_cross_entropy_with_logits(call: Call) -> Array:
-    """Reads ``(1 - target) * input + softplus(-input)``."""
-    if call.has("weight") or call.has("pos_weight"):
-        raise NoRule("binary_cross_entropy_with_logits with weights")
+    """Reads ``(1 - target) * input + softplus(-input)``, with weights of either class and of all.
 
-    def values(x: Node, t: Node) -> Node:
+    Torch has no gradient to a weight, and raises where one is needed.
+    """
+
+    def values(x: Node, t: Node, positive: Node, weight: Node) -> Node:
         rest = product(subtracted(const(1.0), t), x)
-        return linear(0.0, [(1.0, rest), (1.0, function("softplus", scaled(-1.0, x)))])
+        factor = linear(1.0, [(1.0, product(t, subtracted(positive, const(1.0))))])
+        found = [(1.0, rest), (1.0, product(factor, function("softplus", scaled(-1.0, x))))]
+        return product(linear(0.0, found), weight)
 
-    return _of_pair(call, values)
+    weights = (call.array(n) if call.has(n) else call.made(const(1.0)) for n in WEIGHTS)
+    return _of_pair(call, values, *(x.map(number_of) for x in weights))
 
 
 @rule(aten.smooth_l1_loss.default, aten.huber_loss.default)
