@@ -50,7 +50,7 @@ test-all: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --programs 5000
 
 # Each pair in an environment of its own; a Python that is not here is left out and said.
-PYTHONS ?= python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 TORCHES ?= 2.11.0 2.13.0 2.15.0
 test-matrix:
 	@for python in $(PYTHONS); do for torch in $(TORCHES); do \

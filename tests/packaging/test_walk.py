@@ -130,7 +130,8 @@ from torch_streamkl.attention import ops
 files = {}
 
 def entered(frame, event, _):
-    if event == "call" and not frame.f_code.co_name.startswith("<"):
+    name = frame.f_code.co_name  # annotations are functions in Python 3.14
+    if event == "call" and name[0] != "<" and name != "__annotate__":
         files.setdefault(frame.f_code.co_filename)
 
 inputs = [torch.randn(1, 2, 32, 16) for _ in range(4)]
