@@ -45,8 +45,6 @@ from torch_streamkl.program.steps import is_inside
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows.trace import Tracer
 
-OF_MAXIMUM = "the gradient of a maximum over the keys"
-
 
 class Steps:
     """Makes the steps of a program from opened expressions."""
@@ -90,11 +88,11 @@ class Steps:
         """Returns the reduction that a sum is, over all keys or over blocks of them."""
         about = x.value
         body = self.of(x.args[0])
-        if about.kind == MAX and x.args[0].flows:
-            raise NoForm(OF_MAXIMUM, x)
-        if about.kind == MAX and (not body.is_finite or may_be_masked(body)):
-            # the log-sum-exp next to it would lose the count of keys that a finite mask hides
-            raise NoForm("the maximum of masked scores leaves the elements", x)
+        if about.kind == MAX:
+            check_maximum(x)
+            if not body.is_finite or may_be_masked(body):
+                # the log-sum-exp next to it would lose the count of keys that a finite mask hides
+                raise NoForm("the maximum of masked scores leaves the elements", x)
         if about.kind == ANY:
             raise NoForm("whether any key meets a condition leaves the elements", x)
         if about.axis == self.whole:
@@ -404,8 +402,8 @@ class Steps:
             if kind == ANY:
                 count = self.tracer.reduce(SUM, cast(body, FLOAT))
                 return apply("gt", count, const(0.0))
-            if kind == MAX and x.args[0].flows:
-                raise NoForm(OF_MAXIMUM, x)
+            if kind == MAX:
+                check_maximum(x)
             return self.tracer.reduce(kind, body)
         if axis in self.leaves.parts:
             raise NoForm("elements use sums over blocks of keys", x)
@@ -458,6 +456,12 @@ def _chooses_numbers(x: Node) -> bool:
     _, terms = terms_of(x)
     is_choice = len(terms) == 1 and terms[0][1].op == "where"
     return is_choice and all(y.op == "const" for y in terms[0][1].args[1:])
+
+
+def check_maximum(x: Node) -> None:
+    """Raises NoForm if a maximum over the keys has a gradient."""
+    if x.args[0].flows:
+        raise NoForm("the gradient of a maximum over the keys", x)
 
 
 def may_be_masked(exponent: Node) -> bool:

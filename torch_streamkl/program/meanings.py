@@ -52,14 +52,19 @@ def clamp_min(x: Tensor, bound: Tensor) -> Tensor:
     """Returns the larger; ``bound`` is a number as a tensor: NOTE [The bound of a clamp]."""
     if not (TIES_ARE_CUT and _is_differentiated(x)):
         return torch.clamp_min(x, bound)
-    return torch.where(x > bound, x, torch.where(x.isnan(), x.detach(), bound))
+    return _cut(x > bound, x, bound)
 
 
 def clamp_max(x: Tensor, bound: Tensor) -> Tensor:
     """Returns the smaller; ``bound`` is a number as a tensor: NOTE [The bound of a clamp]."""
     if not (TIES_ARE_CUT and _is_differentiated(x)):
         return torch.clamp_max(x, bound)
-    return torch.where(x < bound, x, torch.where(x.isnan(), x.detach(), bound))
+    return _cut(x < bound, x, bound)
+
+
+def _cut(inside: Tensor, x: Tensor, bound: Tensor) -> Tensor:
+    """Returns x inside of its bound, with a gradient there alone; NaN stays NaN without one."""
+    return torch.where(inside, x, torch.where(x.isnan(), x.detach(), bound))
 
 
 def _is_differentiated(*tensors: Tensor) -> bool:

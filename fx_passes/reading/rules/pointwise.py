@@ -215,18 +215,18 @@ def power_of_number(call: Call) -> Array:
     return call.array("exponent").map(lambda e: exponential(scaled(math.log(base), number_of(e))))
 
 
-_CLAMPS_BY_TENSOR = (
+_OF_TENSORS = (
     aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clip.Tensor,
 )  # fmt: skip
 
 
 @rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clip.default,
-      *_CLAMPS_BY_TENSOR)  # fmt: skip
+      *_OF_TENSORS)  # fmt: skip
 def clamp(call: Call) -> Array:
     """Reads bounds, which may be tensors."""
     x = call.array("self")
-    of_tensors = call.node.target in _CLAMPS_BY_TENSOR
-    for name, op in (CLAMPS_BY_TENSOR if of_tensors else CLAMPS).items():
+    ops = CLAMPS_BY_TENSOR if call.node.target in _OF_TENSORS else CLAMPS
+    for name, op in ops.items():
         if call.has(name):
             x = call.pointwise(applied(op), x, call.array(name))
     call.observes("clamp")

@@ -116,22 +116,25 @@ def row_args(problem: LinearProblem, out: RowValues, weights: RowWeights = NO_WE
         hard=out.hard,
         statistics=out.statistics,
         statistics_stride=out.statistics.stride(0),
-        value_weight=_dense(weights.value),
-        hard_weight=_dense(weights.hard),
-        labels=_dense(problem.labels),
+        value_weight=dense(weights.value),
+        hard_weight=dense(weights.hard),
+        labels=dense(problem.labels),
         vocab_start=problem.vocab_start,
         ignore_index=problem.ignore_index,
         inv_temperature=1.0 / problem.temperature,
     )
 
 
-def _dense(x: Tensor | None) -> Tensor | None:
-    # kernels have no strides for it: the gradient of a sum is one number with stride 0
+def dense(x: Tensor | None) -> Tensor | None:
+    """Returns a contiguous vector: kernels have no strides for it.
+
+    The gradient of a sum is one number with stride 0.
+    """
     return None if x is None else x.contiguous()
 
 
 def _head_args(head: Head, logits: Tensor) -> HeadArgs:
-    bias = _dense(head.bias)
+    bias = dense(head.bias)
     return HeadArgs(
         logits, logits.stride(0), bias, head.vocab_size, head.scale, head.softcap or 1.0
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_streamkl.kernels.row_state import LN2, LOG2E, LOW
 from torch_streamkl.kernels.scores import tanh
-from torch_streamkl.linear.triton.launches import TILE_WIDTH, tile_of
+from torch_streamkl.linear.triton.launches import TILE_WIDTH, dense, tile_of
 from torch_streamkl.runtime.launch import launch
 from torch_streamkl.topk.problem import TopkProblem
 
@@ -73,10 +73,9 @@ def _launch(kernel: Any, problem: TopkProblem, logits: Tensor, factors: Tensor) 
         BIAS=head.bias is not None,
         HIDES=problem.tail == "bucket",
     )
-    bias = None if head.bias is None else head.bias.contiguous()
     rows = RowArgs(
-        logits, logits.stride(0), bias, head.vocab_size, head.scale, head.softcap or 1.0,
-        1.0 / problem.temperature, *factors,
+        logits, logits.stride(0), dense(head.bias), head.vocab_size, head.scale,
+        head.softcap or 1.0, 1.0 / problem.temperature, *factors,
     )  # fmt: skip
     launch(kernel, (num_rows, 1, 1), (rows,), (config,), {"num_warps": num_warps})
 
