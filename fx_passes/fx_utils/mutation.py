@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     subgraphs_of,
     target_name,
 )
+from torch_streamkl.fx_passes.fx_utils.op_names import DTYPES
 
 Memory = Mapping[int | None, Sequence[fx.Node]]  # the nodes of a graph by the memory they have
 
@@ -136,9 +137,25 @@ def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the operations that autograd does not record."""
+    """Returns the operations that autograd does not record.
+
+    A cast to the type that a tensor has is none: it returns the tensor, with its gradient.
+    """
     modes = autograd_modes(graph.nodes)
-    return {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
+    found = {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
+    return {n for n in found if not _returns_its_input(n)}
+
+
+def _returns_its_input(node: fx.Node) -> bool:
+    """Whether a cast or copy has nothing to do, and returns its argument itself."""
+    if name_of(node) not in MAY_RETURN_ITS_INPUT:
+        return False
+    memory = storage_of(node)
+    source = node.args[0] if node.args else None
+    return memory is not None and isinstance(source, fx.Node) and storage_of(source) == memory
+
+
+MAY_RETURN_ITS_INPUT = DTYPES | {"contiguous", "type", "type_as", "cpu", "cuda"}
 
 
 def _only_reads(node: fx.Node) -> bool:

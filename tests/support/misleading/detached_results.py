@@ -37,6 +37,11 @@ misleading("X7", {
     "one_operand_without_gradient": lambda q, k, t, ls: kd(q @ frozen(torch.mul, k, ls).mT, t),
     "masked_after_scores_without_gradient": lambda frozen_s, t, q, keep: kd(
         *(x.masked_fill(~keep[:, None, None], -1e9) for x in (frozen_s, t))) + q.sum(),
+    # which return the tensor itself, with its gradient
+    "scores_cast_to_their_own_type_without_gradient": lambda s, t: kd(
+        frozen(lambda: s.to(s.dtype)) * 0.5, t),
+    "queries_cast_to_their_own_type_without_gradient": lambda q, k, t: kd(
+        frozen(lambda: q.to(q.dtype)) @ k.mT, t),
 })
 # fmt: on
 # ------------------------------------------------------------------- after the softmax
