@@ -49,6 +49,33 @@ def test_key_heads_of_several_heads() -> None:
     check_errors("weighted_keys", "triton", torch.float32, Sizes(1, 4, 17, 19, 3))
 
 
+@inside
+@pytest.mark.parametrize("exponent", [0.5, 1.5, 3.0, 3.5, 4.0, -0.5, -1.0, -1.5, -3.0])
+def test_powers_are_as_accurate_as_those_of_torch(exponent: float) -> None:
+    """Through a logarithm of float32, the cube of 1,000 is off by ten of its roundings."""
+    numbers = torch.logspace(-4, 4, 41).view(1, 1, 41, 1)
+    signed = torch.cat([numbers, -numbers], 2) if exponent == int(exponent) else numbers
+    dots = {"s": (signed, torch.ones(1, 1, 1, 1))}
+    options: dict[str, Any] = {"dots": dots, "impl": "triton"}
+    found = row_program(lambda e: {"power": (e.s**exponent).sum("key")}, **options)["power"]
+    exact = signed.double().flatten() ** exponent
+    torch.testing.assert_close(found.double().flatten(), exact, rtol=4e-7, atol=0)
+
+
+@inside
+def test_powers_of_special_numbers() -> None:
+    special = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -2.0]).view(1, 1, 5, 1)
+    exponents = (0.5, 1.5, 2.5, 3.0, -0.5, -1.0, -1.5, -2.0)
+    found = row_program(
+        lambda e: {str(x): (e.row**x + 0 * e.s).sum("key") for x in exponents},
+        dots={"s": (torch.ones(1, 1, 5, 1), torch.ones(1, 1, 1, 1))},
+        rows={"row": special[..., 0]},
+        impl="triton",
+    )
+    for x in exponents:
+        torch.testing.assert_close(found[str(x)], special[..., 0] ** x, equal_nan=True)
+
+
 def _operands(rows: int = 70, keys: int = 67) -> dict[str, Any]:
     torch.manual_seed(0)
     shapes = {"t": ((2, 2, rows, 5), (2, 1, keys, 5)), "s": ((2, 2, rows, 3), (2, 2, keys, 3))}

@@ -19,6 +19,7 @@ from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.steps import Step, exceeds_int32, used_by
 from torch_streamkl.rows.program import KEY, ROW, Program
 from torch_streamkl.rows.tile import held
+from torch_streamkl.rows.triton.powers import power
 
 CONST, OF_ROW, OF_KEY, OF_BOTH = "const", "row", "key", "both"
 # operations of nodes that a kernel loads
@@ -170,7 +171,7 @@ class Writer:
             case "log_div" if logarithm := self._split_logarithm(*node.args):
                 return logarithm
             case "pow":
-                return _power(args[0], node.value)
+                return power(args[0], node.value)
             case "expand_heads":
                 return args[0]
         operation = OPERATIONS[node.op]
@@ -488,11 +489,3 @@ class Writer:
         body = "\n".join(self.lines)
         text = f"@triton.jit\ndef {name}({head}):\n{body}\n"
         return Source(text, name, (*self.arguments, *constants), len(constants))
-
-
-def _power(x: str, exponent: float) -> str:
-    magnitude = f"tl.exp({exponent!r} * tl.log(tl.abs({x})))"
-    if exponent != int(exponent):
-        is_none = f"({x} < 0) & ({x} > float('-inf'))"
-        return f"tl.where({is_none}, float('nan'), {magnitude})"
-    return magnitude if exponent % 2 == 0 else f"tl.where({x} < 0, -1.0, 1.0) * {magnitude}"
