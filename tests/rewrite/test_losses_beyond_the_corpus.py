@@ -93,6 +93,25 @@ def test_of_logits(name):
     fused_completely(of_logits((OF_LOGITS | OF_STUDENTS)[name]), lm_heads())
 
 
+def certain_tokens(log_p, log_q, weighted):
+    """SE-KD and EDSD: a divergence of the tokens whose entropy a quantile separates."""
+    with torch.no_grad():
+        entropies = -(log_p.exp() * log_p).sum(-1)
+        keep = (entropies <= torch.quantile(entropies, 0.7)).int().unsqueeze(-1)
+    return -weighted(keep, log_p.exp(), log_q).sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    "weighted", [lambda a, b, c: a * (b * c), lambda a, b, c: a * b * c], ids=["whole", "factor"]
+)
+def test_a_condition_on_what_stays_is_outside_of_the_sum(weighted):
+    """The entropies stay, for their quantile; wherever the mask stands, the divergence fuses."""
+    program = of_logits(lambda log_p, log_q: certain_tokens(log_p, log_q, weighted))
+    outcome = compare(program, lm_heads()).check()
+    assert outcome.kinds == {"linear_kl"}, str(outcome.report)
+    assert not outcome.reasons
+
+
 def sinkhorn(p, q):
     cost = (-torch.cdist(p, q)).exp()
     for dim in (-1, -2, -1, -2):
