@@ -44,6 +44,16 @@ def entropy_weighted_kl(log_p, log_q):
     return ((p * (log_p - log_q)).sum(-1) * -(p * log_p).sum(-1)).mean()
 
 
+def temperature_by_entropies(logits):
+    """Tokens of which the teacher is uncertain are softened: of log-softmaxes, exact in eager."""
+    s, t = logits
+    with torch.no_grad():
+        log_p = t.log_softmax(-1)
+        heat = 1 - (log_p.exp() * log_p).sum(-1, keepdim=True)
+    rows = F.kl_div((s / heat).log_softmax(-1), (t / heat).softmax(-1), reduction="none").sum(-1)
+    return (rows * heat.squeeze(-1) ** 2).mean()
+
+
 # ------------------------------------------------------------------- of the student alone
 def policy_gradient(logs, labels, values):
     """GRPO with k3 and an entropy bonus."""
@@ -72,6 +82,7 @@ OF_LOGITS = {
     "MSE of logits": lambda logits: F.mse_loss(*logits),
     "skewed KL": lambda p, q: (p * (p.log() - (0.1 * p + 0.9 * q).log())).sum(-1).mean(),
     "entropy-weighted KL": entropy_weighted_kl,
+    "temperature by entropies": temperature_by_entropies,
 }  # fmt: skip
 OF_STUDENTS = {
     "entropy": lambda logs: -(logs.exp() * logs).sum(-1).mean(),
