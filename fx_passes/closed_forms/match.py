@@ -37,6 +37,7 @@ from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
 from torch_streamkl.fx_passes.closed_forms.limits import check_call, is_lm_head
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of, num_keys_of
 from torch_streamkl.fx_passes.closed_forms.rows import (
+    are_asked_about,
     distributed,
     keys_first,
     renamed_apart,
@@ -78,6 +79,9 @@ def match_program(root: Node, order: Sequence[Axis] = ()) -> Matched:
     """Matches every sum over keys of a program, alone or together with others."""
     root = in_pairs(keys_first(shortened(root)), order)
     found = {site: match(site, order) for site in sites(root)}
+    for site in are_asked_about(root):
+        if isinstance(found[site], NotClosed):
+            del found[site]
     changes: dict[Node, Node] = {}
     for group in joined(root, found) if found else ():
         if group.total in changes:  # another group of its terms has become one sum

@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, is_entered
 from torch_streamkl.fx_passes.closed_forms.worlds import is_formula
 from torch_streamkl.program.canonical import terms_of
-from torch_streamkl.program.graph import CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Node
+from torch_streamkl.program.graph import CONTRACT, FLOAT, LOGSUMEXP, MAX, SUM, Axis, Node
 from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.steps import Reduced, Step
 from torch_streamkl.program.walks import walk
@@ -116,11 +116,36 @@ def _compares_as_nan(x: Node, position: int, nodes: Mapping[Node, Node]) -> bool
     a, b = x.args[position], x.args[1 - position]
     if a.op == "reduce" and a.value.kind == LOGSUMEXP:
         return True  # -inf in eager too
-    here = {"exp": 0.0, "sub": -math.inf}.get(nodes[a].op)
+    here = _in_empty_row(a, nodes)
     if here is None or b.op != "const":
         return False
     pair = (here, b.value) if position == 0 else (b.value, here)
     return not COMPARISONS[x.op](*pair)
+
+
+def _in_empty_row(x: Node, nodes: Mapping[Node, Node]) -> float | None:
+    """Returns what a program has where eager code has NaN, of a row without keys; None if not
+    known.
+    """
+    if x.op in ("exp", "log", "log_softmax"):
+        return {"exp": 0.0, "sub": -math.inf}.get(nodes[x].op)
+    if x.op == "linear":
+        constant, terms = terms_of(x)
+        values = [(c, _in_empty_row(t, nodes)) for c, t in terms]
+        every = [c * value for c, value in values if value is not None]
+        total = sum(every, constant)
+        return None if len(every) < len(values) or math.isnan(total) else total
+    if x.op == "reduce" and x.value.kind == SUM and not _is_masked_along(x.args[0], x.value.axis):
+        return 0.0 if _in_empty_row(x.args[0], nodes) == 0.0 else None
+    if x.op == "div":  # or NaN, which it is in eager code
+        return 0.0 if _in_empty_row(x.args[0], nodes) == 0.0 else None
+    return None
+
+
+def _is_masked_along(x: Node, axis: Axis) -> bool:
+    """Whether scores may be masked along an axis of heads: NaN of one makes the sum of all NaN."""
+    inside = walk([x], lambda y: is_entered(y) and has_products(y))
+    return any(axis in y.axes and not has_products(y) for y in inside)
 
 
 def _check_maxima(order: Sequence[Node], nodes: Mapping[Node, Node]) -> None:

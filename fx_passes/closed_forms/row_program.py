@@ -312,7 +312,9 @@ class _Planner:
 
         Raises NoForm if another logarithm of them, which is none of these, may be -inf.
         """
-        every = [x for x in walk(self.facts.logarithms, is_entered) if x.op == "log_softmax"]
+        # the scores may have others inside, such as those of entropies in a temperature
+        taken = walk(self.facts.logarithms, lambda x: is_entered(x) and x.op != "log_softmax")
+        every = [x for x in taken if x.op == "log_softmax"]
         _check_chosen(every, detached)
         forms = Forms(bare=True)
         wanted = set(map(forms.of, every))

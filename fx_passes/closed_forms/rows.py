@@ -8,7 +8,7 @@ from torch_streamkl.fx_passes.closed_forms.masks import num_keys_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE
 from torch_streamkl.program.canonical import product, scaled, terms_of
-from torch_streamkl.program.graph import BOUND, CONTRACT, LOGSUMEXP, SUM, Axis, Node, index
+from torch_streamkl.program.graph import BOOL, BOUND, CONTRACT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt_root, walk
 
@@ -117,6 +117,16 @@ def sites(root: Node) -> list[Node]:
     wanted = sums_over_keys([root])
     order = walk([root], lambda x: is_outside(x) and x not in wanted)
     return [x for x in order if x in wanted]
+
+
+def are_asked_about(root: Node) -> set[Node]:
+    """Returns the outermost sums over keys that conditions alone read.
+
+    The user's code has computed them: their values need no operator.
+    """
+    found = sites(root)
+    order = walk([root], lambda x: is_outside(x) and x not in found and x.dtype != BOOL)
+    return set(found).difference(order)
 
 
 def renamed_apart(site: Node) -> tuple[Node, dict[Axis, Axis]]:

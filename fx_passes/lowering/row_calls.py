@@ -13,6 +13,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import Dim
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
+from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of, tensor_of
 from torch_streamkl.fx_passes.fx_utils.strides import may_be_written
 from torch_streamkl.fx_passes.lowering import entry_calls
@@ -20,7 +21,7 @@ from torch_streamkl.fx_passes.lowering.attention_call import widest_of
 from torch_streamkl.fx_passes.lowering.divergences import as_user
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
-from torch_streamkl.fx_passes.reading.positions import is_signed, key_of
+from torch_streamkl.fx_passes.reading.positions import is_relative, is_signed, key_of
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import INT
 from torch_streamkl.rows import op
@@ -77,6 +78,9 @@ def _of_program(writer: Writer, form: RowForm) -> dict[object, fx.Node]:
 def _operands(writer: Writer, form: RowForm, product: Product, heads: Dim) -> list[fx.Node]:
     """The operand of the rows, and that of the keys, which query heads may share."""
     axes, along = form.axes, product.contracted
+    if any(is_relative(at) for x in (product.rows, product.keys) for at in x.args):
+        # eager code gathers numbers; an operand would have a vector for each query and key
+        raise Unsupported("scores are gathered at relative positions")
     rows = writer.tensor(product.rows, [axes.batch, heads, axes.rows, along], expand=(0, 1, 2))
     shared = list(heads)
     while shared and shared[-1] not in product.keys.axes:

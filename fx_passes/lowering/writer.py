@@ -26,10 +26,9 @@ from torch_streamkl.fx_passes.lowering.torch_functions import FUNCTIONS, OF_NUMB
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.positions import (
     Positions,
+    is_index,
     is_signed,
-    moves_around,
     nodes_read,
-    repeats,
     undivided,
 )
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -46,7 +45,7 @@ from torch_streamkl.program.graph import (
     Node,
     size_of,
 )
-from torch_streamkl.program.walks import has_op, walk
+from torch_streamkl.program.walks import has_op
 
 OF_FLOAT8 = torch.bfloat16  # has all their numbers; torch promotes and computes with none of them
 COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
@@ -454,7 +453,7 @@ class Writer:
 
     def _index(self, at: Node) -> Placed:
         """Positions that a tensor holds, as indices."""
-        if not any(y.op == "capture" or moves_around(y) or repeats(y) for y in walk([at])):
+        if not is_index(at):
             raise Unsupported("gather or reshape that mixes the axes of the scores")
         self.build.selecting.append((self.tensors_of(at), []))
         placed = self.value(at)

@@ -10,7 +10,7 @@ from torch import fx
 from torch_streamkl.program.canonical import linear, terms_of
 from torch_streamkl.program.graph import Axis, Node, Size, Source, index, size_of
 from torch_streamkl.program.reductions import substitute
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import has_op, walk
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,23 @@ def _is_size(x: Node, size: Node) -> bool:
     return x is size or (x.op == size.op and x.value == size.value)
 
 
-def moves_around(x: Node) -> bool:
-    """Returns whether positions are shifted and begin anew, as of `roll`."""
+def is_index(at: Node) -> bool:
+    """Returns whether positions are read by an index: those of a tensor, or what no view has."""
+    return is_relative(at) or any(
+        x.op == "capture" or _moves_around(x) or _repeats(x) for x in walk([at])
+    )
+
+
+def is_relative(at: Node) -> bool:
+    """Returns whether positions are those of a table of biases, as a clamped i - j is."""
+    return len(at.axes) > 1 and has_op(at, "clamp_min", "clamp_max")
+
+
+def _moves_around(x: Node) -> bool:
+    """Whether positions are shifted and begin anew, as of `roll`."""
     return x.op == "remainder" and x.args[0].op == "linear" and x.args[0].value[0] != 0.0
 
 
-def repeats(x: Node) -> bool:
-    """Returns whether a position is one of several in a row, as many as a size says."""
+def _repeats(x: Node) -> bool:
+    """Whether a position is one of several in a row, as many as a size says."""
     return x.op == "floor_divide" and x.args[0].op == "index" and x.args[1].op == "size"

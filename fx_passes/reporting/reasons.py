@@ -30,6 +30,7 @@ ONE_SIDE = "the scores or probabilities of one side are not made"
 UNSUMMED = f"{ONE_SIDE} in this graph, or not summed in it"
 AS_PRODUCT = "the sum over the keys is written as a matrix product"
 LEAVES = "the divergence leaves the graph before it is summed over the keys"
+NO_OPERATOR = "no fused operator computes the sum over the keys"
 VARIES = "weights that vary along the keys"  # also what an unknown operation made of scores
 OTHER_ROWS = "teacher and student do not share a dimension of query rows"
 _FROM_BEFORE = (NO_PRODUCT, NOT_IN_GRAPH, SELECTED_KEYS)  # what was before says more
@@ -89,6 +90,8 @@ def _unsummed(site: fx.Node, refusals: Refusals) -> Refusal:
                     return found
             if name_of(node) in MATMULS:
                 return Refusal(AS_PRODUCT, node)
+            if refusals.levels.of(node) is Level.ROWS:
+                return Refusal(NO_OPERATOR)
         return Refusal(LEAVES)
     if name_of(site) in MATMULS:
         return Refusal(AS_PRODUCT, site)

@@ -22,7 +22,7 @@ from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
-from torch_streamkl.fx_passes.reporting.reasons import UNSUMMED, reason_of
+from torch_streamkl.fx_passes.reporting.reasons import NO_OPERATOR, UNSUMMED, reason_of
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.text import shown
@@ -70,7 +70,7 @@ def unfused_sites(
         refused = reason_of(node, refusals)
         reason, blocker = refused.reason, refused.node
         # what a row program may have: what keeps that?
-        is_open = reason == UNSUMMED or _NO_OPERATION.search(reason)
+        is_open = reason in (UNSUMMED, NO_OPERATOR) or _NO_OPERATION.search(reason)
         if is_open and blocker not in of_programs:
             other = _first_of_programs(node, of_programs)
             if other is not None and other[0] in _VAGUE:

@@ -184,6 +184,14 @@ def of_logits(loss):
     return lambda h, w, g, v: loss(h @ w.mT, g @ v.mT)
 
 
+def without_numbers(s, t):
+    """ABKD's limit: a divergence whose terms nan_to_num replaces before their sum."""
+    p, q = t.softmax(-1), s.softmax(-1)
+    log_p, log_q = p.log(), q.log()
+    terms = 0.5 * (log_q - log_p) + (0.5 * (log_p - log_q)).exp() - 1
+    return (torch.nan_to_num(4 * terms, nan=0.0, posinf=0.0, neginf=0.0) * q).sum(-1).mean()
+
+
 # what a checkpoint's body takes from around it: a transpose of w, or w from torch 2.14 on
 OUTER, OUTER_TEACHER = ("w", "v") if torch.__version__ >= (2, 14) else ("a view", "a view")
 
@@ -292,6 +300,11 @@ SAID = {
         rows_after_a_graph_break,
         ("leaves the graph before it is summed over the keys: a graph break at",
          "rows[keep].sum() / keep.sum()  # here", "torch_streamkl.enable()"),
+    ),
+    "a sum that no operator has": Said(
+        of_logits(without_numbers),
+        ("nan_to_num is applied to attention or vocabulary probabilities",),
+        ("leaves the graph",),
     ),
     "a sort in a checkpoint": Said(
         sorted_in_a_checkpoint,

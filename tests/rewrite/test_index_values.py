@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.support.comparing import compare
 from tests.support.covering import every
@@ -138,3 +139,40 @@ def test_values_of_masks_are_rounded(value, cast):
         return rows_of_kl(q @ k.mT + added, r @ u.mT + added).mean()
 
     compare(loss, inputs()).check()
+
+
+def of_two_samples():
+    return [torch.randn(2, 2, x, 8, requires_grad=i < 2) for i, x in enumerate((N, M, N, M))]
+
+
+def distances(n, m):
+    return (torch.arange(n)[:, None] - torch.arange(m)).clamp(-4, 4) + 4
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_bias_by_relative_positions(is_trained, dynamic):
+    """They are computed in the graph, and read a table of each head's biases."""
+
+    def loss(q, k, r, u, table):
+        bias = table[distances(q.shape[2], k.shape[2])].permute(2, 0, 1)
+        return rows_of_kl(q @ k.mT + bias, r @ u.mT)
+
+    table = torch.randn(9, 2, requires_grad=is_trained)
+    options = {"streamkl.min_mib": 0.0}
+    outcome = compare(loss, [*of_two_samples(), table], dynamic=dynamic, options=options).check()
+    assert outcome.num_fused == 1, str(outcome.report)
+
+
+def test_scores_gathered_by_relative_positions():
+    """DeBERTa: eager code gathers scores of 9 positions, and an operand would be a vector each."""
+
+    def loss(q, k, r, u, places):
+        of_places = (q @ places[:, :, :9].mT).gather(-1, distances(N, N).expand(2, 2, N, N))
+        s, t = q @ k.mT + of_places, r @ u.mT
+        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    given = [torch.randn(2, 2, N, 8, requires_grad=i < 2) for i in range(4)]
+    given.append(torch.randn(1, 2, N, 8))  # as many places as keys
+    outcome = compare(loss, given, options={"streamkl.min_mib": 0.0}).check()
+    assert outcome.reasons == ["scores are gathered at relative positions"]

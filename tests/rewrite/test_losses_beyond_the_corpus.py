@@ -44,6 +44,16 @@ def entropy_weighted_kl(log_p, log_q):
     return ((p * (log_p - log_q)).sum(-1) * -(p * log_p).sum(-1)).mean()
 
 
+def temperature_by_entropies(logits):
+    """Tokens of which the teacher is uncertain are softened: of log-softmaxes, exact in eager."""
+    s, t = logits
+    with torch.no_grad():
+        log_p = t.log_softmax(-1)
+        heat = 1 - (log_p.exp() * log_p).sum(-1, keepdim=True)
+    rows = F.kl_div((s / heat).log_softmax(-1), (t / heat).softmax(-1), reduction="none").sum(-1)
+    return (rows * heat.squeeze(-1) ** 2).mean()
+
+
 # ------------------------------------------------------------------- of the student alone
 def policy_gradient(logs, labels, values):
     """GRPO with k3 and an entropy bonus."""
@@ -72,6 +82,7 @@ OF_LOGITS = {
     "MSE of logits": lambda logits: F.mse_loss(*logits),
     "skewed KL": lambda p, q: (p * (p.log() - (0.1 * p + 0.9 * q).log())).sum(-1).mean(),
     "entropy-weighted KL": entropy_weighted_kl,
+    "temperature by entropies": temperature_by_entropies,
 }  # fmt: skip
 OF_STUDENTS = {
     "entropy": lambda logs: -(logs.exp() * logs).sum(-1).mean(),
@@ -91,6 +102,25 @@ def fused_completely(program, inputs):
 @pytest.mark.parametrize("name", [*every(2, OF_LOGITS), *OF_STUDENTS])
 def test_of_logits(name):
     fused_completely(of_logits((OF_LOGITS | OF_STUDENTS)[name]), lm_heads())
+
+
+def certain_tokens(log_p, log_q, weighted):
+    """SE-KD and EDSD: a divergence of the tokens whose entropy a quantile separates."""
+    with torch.no_grad():
+        entropies = -(log_p.exp() * log_p).sum(-1)
+        keep = (entropies <= torch.quantile(entropies, 0.7)).int().unsqueeze(-1)
+    return -weighted(keep, log_p.exp(), log_q).sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    "weighted", [lambda a, b, c: a * (b * c), lambda a, b, c: a * b * c], ids=["whole", "factor"]
+)
+def test_a_condition_on_what_stays_is_outside_of_the_sum(weighted):
+    """The entropies stay, for their quantile; wherever the mask stands, the divergence fuses."""
+    program = of_logits(lambda log_p, log_q: certain_tokens(log_p, log_q, weighted))
+    outcome = compare(program, lm_heads()).check()
+    assert outcome.kinds == {"linear_kl"}, str(outcome.report)
+    assert not outcome.reasons
 
 
 def sinkhorn(p, q):

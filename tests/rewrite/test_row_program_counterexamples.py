@@ -212,7 +212,9 @@ COMPARED = {
     "equal": (lambda p: p == 0, 0),
     "no NaN": (lambda p: p == p, 0),
     "cast": (lambda p: p.bool(), 0),
-    "a product": (lambda p: p * 2 > 0.1, 0),
+    "what is left": (lambda p: 1 - p > 0.5, 0),
+    "a sum above": (lambda p: p + 0.2 > 0.1, 0),
+    "a multiple": (lambda p: p * 2 > 0.1, 1),
     "more": (lambda p: p > 0, 1),
     "the logarithm": (lambda p: p.log() > -50.0, 1),
 }
@@ -223,6 +225,27 @@ def comparisons_in_rows_without_keys(compared, z, t, w, keep):
     """Eager compares NaN there; a comparison that 0 passes as NaN does is a row program."""
     p = z.masked_fill(~keep, -INFINITY).softmax(-1)
     return (torch.where(compared(p), t.softmax(-1).square(), 0.0) * w).sum(-1)
+
+
+def of_heads(p):
+    return p.sum(1) / p.sum(1).sum(-1, keepdim=True)
+
+
+ALONE = torch.arange(3 * ROWS).view(3, ROWS, 1) != 2  # a row that one head has no keys in
+OF_HEADS = {
+    "a mean": ([lambda p: p.mean(1), True], 1),
+    "normalised": ([of_heads, True], 1),
+    "a mean of masks of their own": ([lambda p: p.mean(1), ALONE], 0),
+    "normalised, of masks of their own": ([of_heads, ALONE], 0),
+}
+
+
+@PROGRAMS.each(OF_HEADS, trained="rsw")
+def comparisons_of_heads_in_rows_without_keys(made, z, t, w, keep):
+    """Where one head has no key alone, eager has NaN, and the others' sum is no 0."""
+    averaged, own = made
+    p = averaged(z.masked_fill(~(keep & own), -INFINITY).softmax(-1))
+    return (torch.where(p > 0, t.softmax(-1).mean(1).square(), 0.0) * w).sum(-1)
 
 
 # ------------------------------------------------------ probabilities that underflow
