@@ -361,8 +361,8 @@ SAID = {
     ),
     # forms and roles; both directions are summed in R-Drop
     "R-Drop": user(
-        "r_drop", "jeffreys, student and teacher both need a gradient",
-        "matmul of h and w (", "matmul of mul and w (", ": matmul of", "needs a gradient; teacher",
+        "r_drop", "jeffreys, both sides need a gradient", "P: matmul of", "; Q: matmul of",
+        "matmul of h and w (", "matmul of mul and w (",
     ),
     "reverse KL": user(
         "reverse_kl", "student: matmul of h and w (", "teacher: matmul of g and v (",
@@ -451,6 +451,55 @@ def test_code_around_a_loss_that_is_not_checked_is_no_second_loss():
     (site,) = report.sites
     assert 'streamkl.verify is "always", and it was not checked' in site.reason
     assert '{"streamkl.verify": "auto"}' in site.hint
+
+
+def reverse(s, t):
+    log_s, log_t = s.log_softmax(-1), t.log_softmax(-1)
+    return (log_s.exp() * (log_s - log_t)).sum(-1).mean()
+
+
+def skewed_reverse(s, t):
+    p, q = s.softmax(-1), t.softmax(-1)
+    return (p * (p.log() - (0.9 * p + 0.1 * q).log())).sum(-1).mean()
+
+
+def clamped_entropy(s, t):
+    return -(t.softmax(-1) * s.softmax(-1).clamp(min=1e-6).log()).sum(-1).mean()
+
+
+# of a loss and who is trained: the form, and the names of the first and second scores
+ROLES = {
+    (kd, 1, 0): ("forward_kl", "student", "teacher"),
+    (kd, 0, 1): ("reverse_kl", "teacher", "student"),
+    (kd, 1, 1): ("KL(P || Q), both sides need a gradient", "Q", "P"),
+    (kd, 0, 0): ("KL(P || Q)", "Q", "P"),
+    (reverse, 1, 0): ("reverse_kl", "student", "teacher"),
+    (reverse, 1, 1): ("KL(P || Q), both sides need a gradient", "P", "Q"),
+    (reverse, 0, 0): ("KL(P || Q)", "P", "Q"),
+    (skewed_reverse, 1, 0): ("skewed reverse_kl, KL(S || 0.1 P + 0.9 S)", "student", "teacher"),
+    (skewed_reverse, 0, 0): ("skewed KL(P || 0.9 P + 0.1 Q)", "P", "Q"),
+    (clamped_entropy, 0, 1): (
+        "reverse cross_entropy, teacher clamped at 1e-06", "teacher", "student",
+    ),
+    (clamped_entropy, 1, 1): (
+        "cross_entropy -P*logQ, Q clamped at 1e-06, both sides need a gradient",
+        "Q",
+        "P",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "first", "second"), ROLES)
+def test_no_side_is_called_teacher_unless_the_other_alone_is_trained(loss, first, second):
+    inputs = USER_LOSSES["cosine"].inputs()
+    for i, x in enumerate(inputs):
+        x.requires_grad_(bool(first if i < 2 else second))
+    (site,) = explained(of_logits(loss), *inputs).sites
+    form, one, other = ROLES[loss, first, second]
+    assert site.form == form, site
+    assert {f"{one}: matmul of h", f"{other}: matmul of g"} == {
+        role.partition(" and ")[0] for role in site.roles.split("; ")
+    }
 
 
 class Gather(torch.autograd.Function):
