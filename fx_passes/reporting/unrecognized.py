@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     tensors_read,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED
+from torch_streamkl.fx_passes.fx_utils.shape_reads import reads_values
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
@@ -51,11 +53,11 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
     for node in nodes:
         if node in said:
             continue
-        reader, path = _telling_reader(node)
-        said.update(path)
-        if reader is not None:
-            said |= descendants([reader])
-        sentence, _, hint = _sentence(node, reader, path, at_break).partition(". Hint: ")
+        read = _telling_reader(node)
+        said.update(read.seen)
+        if read.reader is not None:
+            said |= descendants([read.reader])
+        sentence, _, hint = _sentence(node, read.reader, read.path, at_break).partition(". Hint: ")
         if sentence:
             found[sentence] = None
         if hint:
@@ -63,36 +65,57 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
     return [*found, *hints]
 
 
-def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+@dataclass(frozen=True)
+class _Read:
+    """Holds who reads a tensor, by which nodes, and what else was looked at."""
+
+    reader: fx.Node | None
+    path: list[fx.Node]  # from the tensor to what is read, each computed from the one before
+    seen: Collection[fx.Node]
+
+
+def _telling_reader(node: fx.Node) -> _Read:
     """The first reader that is more than arithmetic per entry, and what lies between.
 
     What compares tensors or needs whole rows tells more than a product with values does.
     """
     value = example(node)
-    path, queue = [node], [node]
-    fallback: fx.Node | None = None
-    product: fx.Node | None = None
+    before: dict[fx.Node, fx.Node | None] = {node: None}
+    queue = [node]
+    fallback: tuple[fx.Node, fx.Node] | None = None
+    product: tuple[fx.Node, fx.Node] | None = None
     while queue:
         current = queue.pop(0)
         for user in current.users:
-            if user in path:
+            if user in before or not reads_values(user, current):
                 continue
             if user.op == "output":
-                fallback = fallback or user
+                fallback = fallback or (user, current)
                 continue
             if _is_telling(user):
                 if name_of(user) not in PRODUCTS:
-                    return user, path
-                product = product or user
+                    return _Read(user, _chain(current, before), before)
+                product = product or (user, current)
                 continue
             made = example(user)
             if isinstance(made, Tensor) and isinstance(value, Tensor):
                 if numel(made) * 2 < numel(value):
-                    fallback = fallback or user
+                    fallback = fallback or (user, current)
                     continue
-            path.append(user)
+            before[user] = current
             queue.append(user)
-    return product or fallback, path
+    found = product or fallback
+    if found is None:
+        return _Read(None, [node], before)
+    return _Read(found[0], _chain(found[1], before), before)
+
+
+def _chain(last: fx.Node, before: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
+    """Returns the nodes that lead to one: the value of each is computed from the one before."""
+    found = [last]
+    while (earlier := before[found[-1]]) is not None:
+        found.append(earlier)
+    return found[::-1]
 
 
 def _is_telling(user: fx.Node) -> bool:
@@ -160,6 +183,7 @@ def _softmax_before(node: fx.Node) -> fx.Node | None:
 
     def made_of(n: fx.Node) -> list[fx.Node]:
         inputs = n.all_input_nodes
+        inputs = [a for a in inputs if reads_values(n, a)]
         return [a for a in inputs if a.op != "placeholder" and name_of(a) not in PRODUCTS]
 
     found = (n for n in nearest(node, made_of) if n is not node)

@@ -179,6 +179,18 @@ def labels_and_a_transpose(h, w, g, v):
     return F.cross_entropy(s, torch.ones(len(h)).long()) + s.T.sort(-1).values.mean()
 
 
+def multi_label(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    binary = F.binary_cross_entropy(s.sigmoid(), t.sigmoid())
+    return binary + s.log_softmax(-1)[:, :2].mean()
+
+
+def a_target_of_the_same_shape(h, w, g, v):
+    s = h @ w.T
+    target = torch.zeros_like(s).scatter(-1, (g @ v.T).topk(3).indices, 1.0)
+    return F.binary_cross_entropy(s.log_softmax(-1).exp(), target)
+
+
 # ----------------------------------------------------- losses, their sides and their inputs
 def of_logits(loss):
     return lambda h, w, g, v: loss(h @ w.mT, g @ v.mT)
@@ -339,6 +351,13 @@ SAID = {
     "labels alone": user(
         "cross_entropy_alone", "no distillation loss recognized",
         "cross-entropy with labels alone",
+    ),
+    "a softmax next to what is read": Said(
+        multi_label, ("matmul at", "feeds binary_cross_entropy"), ("log_softmax at",)
+    ),
+    "a shape that is read": Said(
+        a_target_of_the_same_shape,
+        ("zeros_like at", "is a dense target", "binary_cross_entropy at", "of log_softmax at"),
     ),
     "attention alone": user(
         "attention_alone", "attention probabilities that are compared with no other distribution"
