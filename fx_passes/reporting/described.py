@@ -43,6 +43,7 @@ NO_LOG_TARGET = (
 STUDENT_NAME, TEACHER_NAME = "student", "teacher"
 # where both sides are trained, or none is: nothing in the program says which is the teacher
 FIRST_NAME, SECOND_NAME = "P", "Q"
+_REVERSED = re.compile(r"(?:skewed )?reverse|sum of S\b")
 _NEUTRAL = (
     (r"\bskewed (?:forward|reverse)_kl, ", "skewed "),
     (r"\bforward_kl\b", "KL(P || S)"),
@@ -98,15 +99,17 @@ def _sides(call: Call) -> dict[str, Side]:
     sides are trained, or none is, they are the P and Q of the formula.
     """
     student, teacher = call.student, call.teacher
-    if _is_neutral(call):
-        return {FIRST_NAME: teacher, SECOND_NAME: student}
     if _is_swapped(call):
         student, teacher = teacher, student
+    if _is_neutral(call):
+        return {FIRST_NAME: teacher, SECOND_NAME: student}
     return {STUDENT_NAME: student, TEACHER_NAME: teacher}
 
 
 def _is_swapped(call: Call) -> bool:
-    return call.teacher.requires_grad and not call.student.requires_grad
+    if _is_neutral(call):  # KL(P || Q), and not KL(Q || P)
+        return bool(_REVERSED.match(spoken(_without_condition(call))))
+    return call.teacher.requires_grad
 
 
 def _is_neutral(call: Call) -> bool:

@@ -88,6 +88,26 @@ ADVICE = (
         "per-row values or the loss",
     ),
     Advice(
+        "the logarithm of a probability that may be 0 by underflow",
+        "may underflow|next to its log-softmax",
+        "if no probability is 0 by underflow, take logarithms by log_softmax in place of "
+        "softmax(...).log(), powers by (a * log_softmax(...)).exp(), and give kl_div the "
+        "log-softmax of its target with log_target=True: the same value",
+    ),
+    Advice(
+        "a temperature that is computed from all logits",
+        "^scores are scaled by what",
+        "compute the temperature outside of the compiled function, or from the hidden states, q "
+        "or k, and pass it as a tensor. One per row, such as a standard deviation or maximum over "
+        "the last dimension, fuses as a row program",
+    ),
+    Advice(
+        "a bias that a matrix product of the same graph makes (an MLP of positions)",
+        "^a function of another matrix product",
+        "compute the bias outside of the compiled function, and pass it as a tensor: its gradient "
+        "flows",
+    ),
+    Advice(
         "a mask selects entries of each row (all logits but the label's)",
         "a mask selects single entries",
         "if every row keeps as many entries, fill the others before the softmax: "

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.heads import (
@@ -24,10 +24,17 @@ from torch_streamkl.fx_passes.closed_forms.heads import (
     OTHER_DIMENSIONS,
     SELECTED_KEYS,
 )
+from torch_streamkl.fx_passes.closed_forms.limits import SCALED
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    descendants,
+    name_of,
+    nearest,
+    nearest_inputs,
+    nearest_users,
+)
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reading.arrays import Array
@@ -59,6 +66,7 @@ SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
 JOINS = {"cat", "stack", "concat"}
 PARTS = {"select", "slice", "narrow"}
+SUMS_OF_TWO = {"add", "sub"}
 PADS = {"pad", "constant_pad_nd"}
 # operations after which the keys of a softmax are no dimension any more
 OF_KEYS = {
@@ -106,6 +114,18 @@ class Refusals:
                 or self._of_reduction(node)
             )
         return self._found[node]
+
+    def is_added(self, node: fx.Node) -> bool:
+        """Returns whether what a node makes is added to whole scores that are not made of it."""
+        made_of_it = {node, *descendants([node])}
+        for user in nearest_users(node):
+            if name_of(user) not in SUMS_OF_TWO:
+                continue
+            others = [a for a in user.all_input_nodes if a not in made_of_it]
+            scores = [a for a in others if self.levels.of(a) is Level.SCORES]
+            if scores and not any(map(self.levels.are_chosen, scores)):
+                return True
+        return False
 
     def before(self, node: fx.Node) -> Refusal | None:
         """Returns why the nearest operation before a node has no form, the node included."""
@@ -315,7 +335,21 @@ class Refusals:
             return Refusal(SCATTERED, node)
         if node is not None and _OPERATION.match(refused.reason):
             return Refusal(_of_scores(node), node)
+        reduced = self._reduction_of(node) if refused.reason == SCALED else None
+        if reduced is not None:
+            origin = node_of(self.trace, reduced) or reduced
+            name = name_of(origin).split(".")[-1]
+            return Refusal(f"scores are scaled by what {name} computes of them", reduced)
         return Refusal(refused.reason, node)
+
+    def _reduction_of(self, node: fx.Node | None) -> fx.Node | None:
+        """The nearest operation before a node that makes a value of rows, or one, of scores."""
+        for earlier in nearest_inputs(node) if node is not None else ():
+            before = [self.levels.of(a) for a in earlier.all_input_nodes]
+            is_of_keys = Level.SCORES in before or Level.PROBABILITIES in before
+            if is_of_keys and self.levels.of(earlier) in (Level.ROWS, Level.OTHER):
+                return earlier
+        return None
 
     def _padded(self, site: fx.Node | None) -> fx.Node | None:
         """Returns what pads probabilities before a site, if nothing takes some of them there."""

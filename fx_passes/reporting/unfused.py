@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
+from torch_streamkl.fx_passes.closed_forms.score_form import OF_ANOTHER_PRODUCT
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
@@ -82,11 +84,17 @@ def unfused_sites(
         elif _NO_OPERATION.search(reason) and blocker is not None:
             of_program = of_programs[blocker]  # such as ids that may be repeated
             reason = reason if _NO_OPERATION.search(of_program) else of_program
+        elif (other := _first_of_programs(node, of_programs)) is not None:
+            # operators have limits that row programs have not: what keeps those says more
+            if _is_known(other[0]) and (_UNDERFLOW.search(other[0]) or not _is_known(reason)):
+                reason, blocker = other
         origin = node_of(trace, node)
         if _UNKNOWN_NUMBER.search(reason) and origin is not None:
             reason = _symbolic_number(origin) or reason
         if origin is not None and is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
+        if blocker is not None and _BY_IDS.search(reason) and refusals.is_added(blocker):
+            reason = OF_ANOTHER_PRODUCT
         if blocker is not None:
             reason = in_users_terms(reason, blocker, trace)
         reason = with_place(reason, node, blocker or node, refusals)
@@ -121,6 +129,13 @@ _UNKNOWN_NUMBER = re.compile(
     "exponent is not known|neither a tensor nor a number|vary along the keys"
 )
 _IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
+_BY_IDS = re.compile(rf"^{SINGLE_ENTRIES}|^(?:gather|index|index_select|embedding) of ")
+_UNDERFLOW = re.compile("may underflow|next to its log-softmax")
+
+
+def _is_known(reason: str) -> bool:
+    """Whether there is more to say than which losses fuse."""
+    return advice_for(reason) not in (None, ADVICE[-1])
 
 
 def _first_of_programs(
@@ -157,7 +172,7 @@ def reasons_of_programs(
             sentence = f"{reason} at {shown(place_of(node, trace)[0])}"
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
     for node, reason in of_programs.items() if not found else ():
-        if node not in compared or advice_for(reason) in (None, ADVICE[-1]):
+        if node not in compared or not _is_known(reason):
             continue
         place = shown(place_of(node, trace)[0])
         found[f"a sum at {place} is not fused: {reason}. Hint: {hint_for(reason)}"] = None

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
 import torch_streamkl
 from tests.support.losses import kd
+from tests.support.reason_examples import EXAMPLES as REASONS
 from tests.support.user_losses import USER_LOSSES
 
 OPTIONS = {"streamkl.inner": "eager"}
@@ -191,6 +192,21 @@ def a_target_of_the_same_shape(h, w, g, v):
     return F.binary_cross_entropy(s.log_softmax(-1).exp(), target)
 
 
+PAIRS = torch.arange(64)[:, None] - torch.arange(64) + 63
+
+
+def positions_of_a_product(q, k, r, u):
+    table = F.linear(torch.randn(127, 8), u.new_ones(2, 8))
+    bias = table[PAIRS.flatten()].view(64, 64, 2).permute(2, 0, 1)
+    return kd(q @ k.mT + bias, r @ u.mT)
+
+
+def scaled_by_entropy(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    temperature = 1 - (t.log_softmax(-1) * t.softmax(-1)).sum(-1, keepdim=True)
+    return kd(s / temperature, t / temperature)
+
+
 # ----------------------------------------------------- losses, their sides and their inputs
 def of_logits(loss):
     return lambda h, w, g, v: loss(h @ w.mT, g @ v.mT)
@@ -351,6 +367,27 @@ SAID = {
     "labels alone": user(
         "cross_entropy_alone", "no distillation loss recognized",
         "cross-entropy with labels alone",
+    ),
+    "positions by an MLP": Said(
+        REASONS["a bias that a matrix product of the same graph makes (an MLP of positions)"],
+        ("a function of another matrix product is added to the scores", "Hint: compute the bias"),
+        ("an id twice",), usual="gram",
+    ),
+    "entries of a product as a bias": Said(
+        positions_of_a_product,
+        ("a function of another matrix product is added to the scores", "Hint: compute the bias"),
+        ("an id twice",), usual="gram",
+    ),
+    "experts": Said(
+        REASONS["the logarithm of a probability that may be 0 by underflow"],
+        ("the logarithm of a softmax", "next to its log-softmax", "log_target=True"),
+    ),
+    "a temperature by row": Said(
+        scaled_by_entropy, ("the inverse of the logarithm of a probability", "log_target=True"),
+    ),
+    "a temperature": Said(
+        REASONS["a temperature that is computed from all logits"],
+        ("scores are scaled by what std computes of them", "Hint: compute the temperature"),
     ),
     "a softmax next to what is read": Said(
         multi_label, ("matmul at", "feeds binary_cross_entropy"), ("log_softmax at",)

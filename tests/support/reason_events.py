@@ -21,6 +21,13 @@ EVENTS = {
     "the divergence leaves the graph before it is summed over the keys":
         "The compiled function returns one value for each query and key, or for each token and "
         "vocabulary entry.",
+    "the logarithm of a probability that may be 0 by underflow":
+        "Eager code has -inf where a probability underflows. A fused loss computes the logarithm "
+        "from the scores, and what follows may tell both apart.",
+    "a temperature that is computed from all logits":
+        "A standard deviation, maximum or other value of all rows scales the scores of each row.",
+    "a bias that a matrix product of the same graph makes (an MLP of positions)":
+        "Entries of another matmul, or a function of them, are added to the scores.",
     "a mask selects entries of each row (all logits but the label's)":
         "A boolean mask over tokens and vocabulary entries makes one list of what it selects.",
     "a top-k is renormalized and scattered to a dense target":

@@ -112,6 +112,32 @@ of_scores("a distribution is detached in one place and not in another",
           ).sum(-1).mean())  # fmt: skip
 
 
+@example("the logarithm of a probability that may be 0 by underflow")
+def product_of_experts(h, w, g, v):
+    first, second = ((x @ v.T).log_softmax(-1) for x in (g, 1 - g))
+    target = ((first + second) / 2).softmax(-1)
+    return F.kl_div((h @ w.T).log_softmax(-1), target, reduction="batchmean")
+
+
+@example("a temperature that is computed from all logits")
+def temperature_of_all_logits(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    temperature = 1 + t.std()
+    return kl(s / temperature, t / temperature)
+
+
+@example("a bias that a matrix product of the same graph makes (an MLP of positions)")
+def relative_positions(q, k, r, u):
+    """As Swin Transformer v2: an MLP makes a table of which each pair of tokens has an entry."""
+    heads, length = q.shape[1:3]
+    steps = torch.arange(length)
+    offsets = torch.linspace(-1, 1, 2 * length - 1)[:, None]
+    table = F.linear(F.linear(offsets, u.new_ones(64, 1)).relu(), u.new_ones(heads, 64))
+    bias = table[(steps[:, None] - steps + length - 1).flatten()].sigmoid()
+    bias = bias.view(length, length, heads).permute(2, 0, 1).contiguous()
+    return kl(q @ k.mT + bias.unsqueeze(0), r @ u.mT + bias.unsqueeze(0))
+
+
 @example("entries of rows are gathered by ids (a cached or served top-k)")
 def largest_queries(q, k, r, u):
     s, t = q @ k.mT, r @ u.mT
