@@ -17,7 +17,12 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
 )
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.fx_passes.reporting.unrecognized import IN_A_BODY, VAGUE, reasons_of
+from torch_streamkl.fx_passes.reporting.unrecognized import (
+    IN_A_BODY,
+    VAGUE,
+    readers_beside,
+    reasons_of,
+)
 
 log = logging.getLogger("torch_streamkl.report")
 
@@ -66,6 +71,10 @@ class Scan:
                 for text in (*reasons_of(in_graph, at), *reasons_of(in_bodies, IN_A_BODY))
                 if not (known and text.endswith(VAGUE)) and text.split()[0] not in named
             ]
+            if report.sites and all(site.fused for site in report.sites):
+                names = {x.name for x in report.remaining if not x.cause}
+                kept = [node for node in gm.graph.nodes if node.name in names]
+                report.unrecognized += readers_beside(kept, at)
         except Exception as error:
             self._failed(error)
         if self.failure:

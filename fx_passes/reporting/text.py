@@ -177,7 +177,7 @@ def _remaining_in_short(report: Report) -> Iterator[str]:
     what = f"largest: {_tensor(largest)}" if len(found) > 1 else _tensor(largest)
     count, size = remaining_text(len(found)), bytes_text(report.remaining_bytes)
     yield f"{count}, {size} ({DETAILS}); {what}"
-    if report.elsewhere:
+    if report.unrecognized:
         hints = [f"Hint: {site.hint}" for site in report.sites]
         reasons = [
             text

@@ -65,6 +65,38 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
     return [*found, *hints]
 
 
+def readers_beside(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
+    """Returns who reads the tensors that a fused loss no longer needs, as sentences."""
+    found: dict[str, None] = {}
+    said: set[fx.Node] = set()
+    for node in nodes:
+        if node in said:
+            continue
+        read = _telling_reader(node)
+        said.update(read.seen)
+        reader = read.reader
+        if reader is not None and reader.op != "output" and OURS not in name_of(reader):
+            place = shown(location_of(reader)[0])
+            by = f"{called(reader)} at {place}, which is not fused"
+            found[f"{_origin_text(node, read.path)} is also read by {by}"] = None
+        for last in read.seen:
+            if any(user.op == "output" for user in last.users):
+                where = f"{called(last)} at {shown(location_of(last)[0])}"
+                by = f"read by {at_break}" if at_break else "returned by the compiled function"
+                found[f"{where} is also {by}"] = None
+    return list(found)
+
+
+def _origin_text(node: fx.Node, path: Iterable[fx.Node]) -> str:
+    """Names a tensor by the softmax that leads to its reader, or is before it."""
+    first = _softmax_of(node, path) or node
+    return f"{called(first)} at {shown(location_of(first)[0])}"
+
+
+def _softmax_of(node: fx.Node, path: Iterable[fx.Node]) -> fx.Node | None:
+    return next((n for n in path if name_of(n) in OF_ROWS), None) or _softmax_before(node)
+
+
 @dataclass(frozen=True)
 class _Read:
     """Holds who reads a tensor, by which nodes, and what else was looked at."""
@@ -131,9 +163,8 @@ def _is_telling(user: fx.Node) -> bool:
 def _sentence(
     node: fx.Node, reader: fx.Node | None, path: list[fx.Node], at_break: str | None
 ) -> str:
-    rows = next((n for n in path if name_of(n) in OF_ROWS), None) or _softmax_before(node)
-    first = rows or node
-    where = f"{called(first)} at {shown(location_of(first)[0])}"
+    rows = _softmax_of(node, path)
+    where = _origin_text(node, path)
     if reader is None:
         return f"{where} is as large as scores, and no loss reads it"
     if reader.op == "output":

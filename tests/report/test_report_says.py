@@ -207,6 +207,17 @@ def scaled_by_entropy(h, w, g, v):
     return kd(s / temperature, t / temperature)
 
 
+def centered(h, w, g, v):
+    """As DINO: the mean of the teacher's probabilities is the center of the next step."""
+    target = (g @ v.T / 0.04).softmax(-1)
+    return -(target * (h @ w.T / 0.1).log_softmax(-1)).sum(-1).mean(), target.mean(0)
+
+
+def returned_and_read(q, k, r, u):
+    p = (q @ k.mT).softmax(-1)
+    return F.kl_div(p.log(), (r @ u.mT).softmax(-1), reduction="batchmean"), p @ q, p
+
+
 # ----------------------------------------------------- losses, their sides and their inputs
 def of_logits(loss):
     return lambda h, w, g, v: loss(h @ w.mT, g @ v.mT)
@@ -395,6 +406,14 @@ SAID = {
     "a shape that is read": Said(
         a_target_of_the_same_shape,
         ("zeros_like at", "is a dense target", "binary_cross_entropy at", "of log_softmax at"),
+    ),
+    "who reads what a fused loss leaves": Said(
+        centered, ("1 of 1 loss fused", "softmax at", "is also read by mean at", "is not fused")
+    ),
+    "a caller and code": Said(
+        returned_and_read,
+        ("1 of 1 loss fused", "is also read by matmul at", "is also returned by the compiled"),
+        usual="gram",
     ),
     "attention alone": user(
         "attention_alone", "attention probabilities that are compared with no other distribution"
