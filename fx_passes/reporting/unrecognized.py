@@ -19,6 +19,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED
 from torch_streamkl.fx_passes.fx_utils.shape_reads import reads_values
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
@@ -179,7 +180,11 @@ def _sentence(
     if kind in ORDERED:
         return _hinted(f"{feeds}, which needs whole rows", f"{kind} of scores")
     if isinstance(reader.target, torch._ops.HigherOrderOperator):
-        return f"{where} goes into {name} at {at}"
+        return (
+            _hinted(f"{where} goes into {name} at {at}", name)
+            if name == FUNCTION
+            else (f"{where} goes into {name} at {at}")
+        )
     if OURS in kind:
         return f"{where} is dense, and read by the fused operator"
     if kind in WRITES and reader.args[0] in path:
@@ -188,15 +193,21 @@ def _sentence(
         return f"{where} is written into another tensor at {at}"
     if kind in PRODUCTS and _is_sum_over_keys(node, reader):
         return _hinted(f"{feeds}: {AS_PRODUCT}", AS_PRODUCT)
+    if kind in PRODUCTS and rows is not None and _is_of_distributions(node, reader):
+        return f"{feeds}: a product of whole distributions, which no fused operator has"
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
         return f"{feeds}: {what} that are compared with no other distribution"
+    if kind == "gather" and _has_one_id(reader):
+        return f"{feeds}, which reads one entry of each row"
     if kind in ("gather", "index_select", "take_along_dim") or _indexes(reader):
         return _hinted(f"{feeds}, which reads single entries of each row", "gather of scores")
     if kind in SCATTERS:
         return f"{where} is a dense target, written by {name}"
     if kind == "cross_entropy":
         return f"{feeds}: cross-entropy with labels alone, no teacher's distribution"
+    if rows is None and kind == "kl_div":
+        return ""  # the loss has a reason of its own
     if rows is None:
         return f"{feeds} without a softmax: no divergence"
     unread = next((n for n in (*path[1:], reader) if is_unread(n)), None)
@@ -231,6 +242,21 @@ def _is_sum_over_keys(node: fx.Node, reader: fx.Node) -> bool:
     return are_both and 4 * numel(made) <= numel(value) and len({*reader.all_input_nodes}) == 2
 
 
+def _is_of_distributions(node: fx.Node, reader: fx.Node) -> bool:
+    """Whether a product is of two tensors of the size of scores, such as a Gram matrix of them."""
+    value = example(node)
+    read = [x for x in tensors_read(reader) if isinstance(value, Tensor)]
+    if len(read) == 1:
+        read *= 2
+    return len(read) == 2 and all(2 * numel(x) >= numel(value) for x in read)
+
+
+def _has_one_id(reader: fx.Node) -> bool:
+    """Whether a gather reads one entry of each row, which no row has twice."""
+    made = example(reader)
+    return isinstance(made, Tensor) and made.dim() > 1 and is_one(made.shape[-1])
+
+
 def _indexes(reader: fx.Node) -> bool:
     """Whether it reads entries by ids or a position, and not a slice or whole rows."""
     if name_of(reader) != "getitem":
@@ -244,9 +270,9 @@ def _hinted(sentence: str, reason: str) -> str:
     return f"{sentence}. Hint: {hint}" if hint else sentence
 
 
-CHECKPOINT = "a checkpoint"
+CHECKPOINT, FUNCTION = "a checkpoint", "a custom autograd.Function"
 _HIGHER_ORDER = {
-    "autograd_function_apply": "a custom autograd.Function",
+    "autograd_function_apply": FUNCTION,
     "tag_activation_checkpoint": CHECKPOINT,
     "wrap_with_autocast": "an autocast region",
     "map_impl": "map",

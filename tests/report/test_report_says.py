@@ -207,6 +207,35 @@ def scaled_by_entropy(h, w, g, v):
     return kd(s / temperature, t / temperature)
 
 
+class Halved(torch.autograd.Function):
+    """A loss whose gradient is written by hand."""
+
+    @staticmethod
+    def forward(ctx, s, t):
+        p, q = s.softmax(-1), t.softmax(-1)
+        ctx.save_for_backward(p, q)
+        return (q * (q.log() - p.log())).sum(-1).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        p, q = ctx.saved_tensors
+        return grad * (p - q) / 2, None
+
+
+def logs_of_a_checkpoint(h, w, g, v):
+    s = checkpoint(lambda x: (x @ w.T).log_softmax(-1), h, use_reentrant=False)
+    return F.kl_div(s, (g @ v.T).softmax(-1), reduction="batchmean")
+
+
+def classes(s, t):
+    p, q = s.softmax(-1), t.softmax(-1)
+    return (p.mT @ p - q.mT @ q).square().mean()
+
+
+def pooled(s, t):
+    return F.mse_loss(F.avg_pool1d(s.softmax(-1), 4), F.avg_pool1d(t.softmax(-1), 4))
+
+
 def centered(h, w, g, v):
     """As DINO: the mean of the teacher's probabilities is the center of the next step."""
     target = (g @ v.T / 0.04).softmax(-1)
@@ -407,6 +436,17 @@ SAID = {
         a_target_of_the_same_shape,
         ("zeros_like at", "is a dense target", "binary_cross_entropy at", "of log_softmax at"),
     ),
+    "a gradient by hand": Said(
+        of_logits(Halved.apply),
+        ("goes into a custom autograd.Function at", "Hint: write the loss with torch operations"),
+    ),
+    "log-probabilities of a checkpoint": Said(
+        logs_of_a_checkpoint, ("it is a result of the checkpoint at",), ("no divergence",)
+    ),
+    "a Gram matrix": Said(
+        of_logits(classes), ("feeds matmul at", "a product of whole distributions"),
+        ("attention", "no other distribution"),
+    ),
     "who reads what a fused loss leaves": Said(
         centered, ("1 of 1 loss fused", "softmax at", "is also read by mean at", "is not fused")
     ),
@@ -508,6 +548,11 @@ def test_the_report_says(name):
     for text in row.lacks:
         assert text not in said, said
     assert all(site.fused or (site.reason and site.hint) for site in report.sites), said
+
+
+def test_a_hint_is_printed_once():
+    said = str(explained(of_logits(pooled)))
+    assert "avg_pool1d is applied to" in said and said.count("Hint: ") == 1, said
 
 
 def test_code_around_a_loss_that_is_not_checked_is_no_second_loss():
