@@ -404,6 +404,18 @@ ADVICE = (
         "says so",
     ),
     Advice(
+        "a loss over rows: a relation of tokens, a norm of a whole map, averages of a column",
+        "comes before the sum over the keys",
+        "if a value of each row is meant, compute it over the last dimension alone. What compares "
+        "sums over rows, such as the values of one class in all tokens, cannot be fused",
+    ),
+    Advice(
+        "a product of two attention maps, or of distributions with each other",
+        "^a matrix product of probabilities",
+        "such a loss cannot be fused, because each entry of the product needs whole rows and "
+        "columns. Where an attention is meant, multiply one after the other: a @ (b @ v)",
+    ),
+    Advice(
         "another combination of operations",
         r"^(?!the check|rank \d|.*DTensor|.*mesh|.*analysis failed|streamkl)",
         f"docs/reference/supported.md lists what fuses; {_YOUR_OWN}",

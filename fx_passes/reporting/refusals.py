@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -66,6 +66,7 @@ SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
 JOINS = {"cat", "stack", "concat"}
 PARTS = {"select", "slice", "narrow"}
+OF_HEADS = "elements of a head use"  # how a row program says that a sum over rows comes first
 SUMS_OF_TWO = {"add", "sub"}
 PADS = {"pad", "constant_pad_nd"}
 # operations after which the keys of a softmax are no dimension any more
@@ -314,6 +315,8 @@ class Refusals:
     def placed(self, refused: NotClosed, default: fx.Node | None = None) -> Refusal:
         """Returns the reason of a sum, and the node at which it stopped."""
         at = refused.at
+        if refused.reason.startswith(OF_HEADS):
+            refused = replace(refused, reason=EARLIER_SUM)
         if at is None:
             return Refusal(refused.reason, default)
         for x in walk([at]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -17,16 +18,20 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
     location_of,
     name_of,
+    tensor_of,
 )
-from torch_streamkl.fx_passes.fx_utils.op_names import ORDERED
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, ORDERED
+from torch_streamkl.fx_passes.lowering.writer import INSIDE
 from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
+from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import UNSUMMED, reason_of
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.score_levels import Level
 from torch_streamkl.fx_passes.reporting.text import shown
 
 
@@ -48,6 +53,20 @@ def _divergence_like(graph: fx.Graph) -> list[fx.Node]:
     losses = [n for n in calls if name_of(n) == "kl_div"]
     logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]
     return losses or (logs if any(name_of(n) == "softmax" for n in calls) else [])
+
+
+def with_readers(
+    sites: Iterable[Site], of_programs: Mapping[fx.Node, str], trace: Trace
+) -> list[Site]:
+    """Says of losses that are sums of one operation which of its sums row programs do not take."""
+    reasons = {place_of(n, trace)[0]: reason for n, reason in of_programs.items()}
+    found = []
+    for site in sites:
+        reason = reasons.get(site.location, "") if site.reason == INSIDE else ""
+        if _is_known(reason):
+            site = replace(site, reason=reason, hint=hint_for(reason))
+        found.append(site)
+    return found
 
 
 def too_large(reading: Reading) -> list[str]:
@@ -95,6 +114,8 @@ def unfused_sites(
             reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
         if blocker is not None and _BY_IDS.search(reason) and refusals.is_added(blocker):
             reason = OF_ANOTHER_PRODUCT
+        if blocker is not None and _is_product_of_probabilities(blocker, refusals):
+            reason = OF_PROBABILITIES
         if blocker is not None:
             reason = in_users_terms(reason, blocker, trace)
         reason = with_place(reason, node, blocker or node, refusals)
@@ -129,8 +150,18 @@ _UNKNOWN_NUMBER = re.compile(
     "exponent is not known|neither a tensor nor a number|vary along the keys"
 )
 _IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
+OF_PROBABILITIES = "a matrix product of probabilities"
 _BY_IDS = re.compile(rf"^{SINGLE_ENTRIES}|^(?:gather|index|index_select|embedding) of ")
 _UNDERFLOW = re.compile("may underflow|next to its log-softmax")
+
+
+def _is_product_of_probabilities(node: fx.Node, refusals: Refusals) -> bool:
+    """Whether a node is one map of probabilities times another, with the keys of one left."""
+    if name_of(node) not in MATMULS:
+        return False
+    read = node.all_input_nodes
+    are_maps = all(refusals.levels.of(a) is Level.PROBABILITIES for a in read)
+    return are_maps and all(2 * numel(tensor_of(node)) >= numel(tensor_of(a)) for a in read)
 
 
 def _is_known(reason: str) -> bool:

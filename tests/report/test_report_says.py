@@ -236,6 +236,15 @@ def pooled(s, t):
     return F.mse_loss(F.avg_pool1d(s.softmax(-1), 4), F.avg_pool1d(t.softmax(-1), 4))
 
 
+def dist(s, t):
+    def distance(p, q):
+        p, q = (x - x.mean(-1, keepdim=True) for x in (p, q))
+        return 1 - F.cosine_similarity(p, q, dim=-1).mean()
+
+    p, q = s.softmax(-1), t.softmax(-1)
+    return distance(p, q) + distance(p.T, q.T)
+
+
 def centered(h, w, g, v):
     """As DINO: the mean of the teacher's probabilities is the center of the next step."""
     target = (g @ v.T / 0.04).softmax(-1)
@@ -442,6 +451,10 @@ SAID = {
     ),
     "log-probabilities of a checkpoint": Said(
         logs_of_a_checkpoint, ("it is a result of the checkpoint at",), ("no divergence",)
+    ),
+    "DIST": Said(
+        of_logits(dist), ("comes before the sum over the keys", "cannot be fused"),
+        ("inside of an operation", "supported.md"),
     ),
     "a Gram matrix": Said(
         of_logits(classes), ("feeds matmul at", "a product of whole distributions"),

@@ -119,6 +119,20 @@ def product_of_experts(h, w, g, v):
     return F.kl_div((h @ w.T).log_softmax(-1), target, reduction="batchmean")
 
 
+@example("a loss over rows: a relation of tokens, a norm of a whole map, averages of a column")
+def dist_of_classes(h, w, g, v):
+    """The relation of the probabilities that all tokens give one class, as in DIST."""
+    p, q = (h @ w.T).softmax(-1).T, (g @ v.T).softmax(-1).T
+    p, q = (x - x.mean(-1, keepdim=True) for x in (p, q))
+    return 1 - F.cosine_similarity(p, q, dim=-1).mean()
+
+
+@example("a product of two attention maps, or of distributions with each other")
+def attention_rollout(q, k, r, u):
+    p, t = ((a @ b.mT).softmax(-1).mean(1) for a, b in ((q, k), (r, u)))
+    return F.kl_div((p @ p).log(), t @ t, reduction="batchmean")
+
+
 @example("a temperature that is computed from all logits")
 def temperature_of_all_logits(h, w, g, v):
     s, t = h @ w.T, g @ v.T
