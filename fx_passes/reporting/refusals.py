@@ -216,9 +216,9 @@ class Refusals:
         if name == "masked_select" or any(
             self.levels.are_entries(a) for a in node.all_input_nodes
         ):
-            masked = next(filter(_selects_entries, nearest_inputs(node)), None)
+            masked = next(filter(selects_entries, nearest_inputs(node)), None)
             return Refusal(SINGLE_ENTRIES if masked is None else MASKED_ENTRIES, masked or node)
-        if _selects_entries(node):
+        if selects_entries(node):
             return Refusal(MASKED_ENTRIES, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
@@ -410,11 +410,11 @@ class Refusals:
 
 
 def _of_scores(node: fx.Node) -> str:
-    return MASKED_ENTRIES if _selects_entries(node) else f"{name_of(node)} of scores"
+    return MASKED_ENTRIES if selects_entries(node) else f"{name_of(node)} of scores"
 
 
-def _selects_entries(node: fx.Node) -> bool:
-    """Whether a boolean mask over the last dimension selects what a node returns."""
+def selects_entries(node: fx.Node) -> bool:
+    """Returns whether a boolean mask over the last dimension selects what a node returns."""
     if node.op != "call_function" or name_of(node) not in ("index", "masked_select"):
         return False
     source, given = node.args[:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
     location_of,
     name_of,
+    nearest_inputs,
+    nearest_users,
     tensor_of,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, ORDERED
@@ -29,7 +32,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import UNSUMMED, reason_of
-from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.fx_passes.reporting.refusals import MASKED_ENTRIES, Refusals, selects_entries
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.score_levels import Level
 from torch_streamkl.fx_passes.reporting.text import shown
@@ -112,6 +115,9 @@ def unfused_sites(
             reason = _symbolic_number(origin) or reason
         if origin is not None and is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
+        masked = _mask_of(node) if _BY_MASK.search(reason) else None
+        if masked is not None:
+            reason, blocker = MASKED_ENTRIES, masked
         if blocker is not None and _BY_IDS.search(reason) and refusals.is_added(blocker):
             reason = OF_ANOTHER_PRODUCT
         if blocker is not None and _is_product_of_probabilities(blocker, refusals):
@@ -151,6 +157,7 @@ _UNKNOWN_NUMBER = re.compile(
 )
 _IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
 OF_PROBABILITIES = "a matrix product of probabilities"
+_BY_MASK = re.compile(rf"^{SINGLE_ENTRIES}|dimension that both operands of the scores have")
 _BY_IDS = re.compile(rf"^{SINGLE_ENTRIES}|^(?:gather|index|index_select|embedding) of ")
 _UNDERFLOW = re.compile("may underflow|next to its log-softmax")
 
@@ -162,6 +169,12 @@ def _is_product_of_probabilities(node: fx.Node, refusals: Refusals) -> bool:
     read = node.all_input_nodes
     are_maps = all(refusals.levels.of(a) is Level.PROBABILITIES for a in read)
     return are_maps and all(2 * numel(tensor_of(node)) >= numel(tensor_of(a)) for a in read)
+
+
+def _mask_of(site: fx.Node) -> fx.Node | None:
+    """What a mask selects of single entries, before or after a site."""
+    every = (*nearest_inputs(site), *nearest_users(site))
+    return next((n for n in every if selects_entries(n)), None)
 
 
 def _is_known(reason: str) -> bool:
@@ -206,7 +219,8 @@ def reasons_of_programs(
         if node not in compared or not _is_known(reason):
             continue
         place = shown(place_of(node, trace)[0])
-        found[f"a sum at {place} is not fused: {reason}. Hint: {hint_for(reason)}"] = None
+        said = reason.replace(os.getcwd() + os.sep, "")
+        found[f"a sum at {place} is not fused: {said}. Hint: {hint_for(reason)}"] = None
     return list(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -401,7 +402,9 @@ SAID = {
     },
     "entries of a top-k": Said(of_logits(of_topk_entries), ("1 of 1 loss fused",)),
     "labels of this graph": Said(
-        of_logits(binary_of_a_label), ("read by code outside of the loss",), ("not made",)
+        of_logits(binary_of_a_label),
+        ("also read by sum at",),
+        ("not made",),
     ),
     "a hook on probabilities": Said(
         hook_on_probabilities,
@@ -561,6 +564,33 @@ def test_the_report_says(name):
     for text in row.lacks:
         assert text not in said, said
     assert all(site.fused or (site.reason and site.hint) for site in report.sites), said
+
+
+LABELS = torch.arange(48)[:, None] % 7
+
+
+def all_but_the_label(h, w, g, v):
+    """As NKD: the target class is taken out by a boolean mask."""
+    s, t = h @ w.T, g @ v.T
+    keep = torch.ones_like(s).scatter(1, LABELS, 0).bool()
+    s, t = (x[keep].reshape(48, 159) for x in (s, t))
+    return -(t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
+
+
+def masked_topk_entries(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    values, ids = t.topk(4)
+    return (s.gather(-1, ids) - values)[values > -5].square().sum()
+
+
+@pytest.mark.parametrize("loss", [all_but_the_label, masked_topk_entries])
+def test_entries_that_a_mask_selects(loss):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = explained(loss)
+    assert not report.failures
+    (site,) = report.sites
+    assert site.reason == "a mask selects single entries of each row", site
+    assert re.search(r"keep\]|> -5\]", site.unsupported_code or site.code), site
 
 
 def test_a_hint_is_printed_once():
