@@ -48,6 +48,12 @@ class Advice:
 
 ADVICE = (
     Advice(
+        'streamkl.verify is "always", and the check cannot run',
+        "^streamkl.verify is .always.",
+        'set {"streamkl.verify": "auto"}: it fuses losses that cannot be checked, and the report '
+        "says so",
+    ),
+    Advice(
         "a graph break lies between the logits and the loss",
         "graph break at ",
         "move the code that breaks the graph: after the loss, or before the matmuls",
@@ -396,12 +402,6 @@ ADVICE = (
         "scores are multiplied by the number 0",
         "multiplied by 0$",
         "pass the factor as a tensor, torch.tensor(0.0): the same value",
-    ),
-    Advice(
-        'streamkl.verify is "always", and the check cannot run',
-        "^streamkl.verify is .always.",
-        'set {"streamkl.verify": "auto"}: it fuses losses that cannot be checked, and the report '
-        "says so",
     ),
     Advice(
         "a loss over rows: a relation of tokens, a norm of a whole map, averages of a column",

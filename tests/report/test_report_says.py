@@ -616,6 +616,21 @@ def test_code_around_a_loss_that_is_not_checked_is_no_second_loss():
     assert '{"streamkl.verify": "auto"}' in site.hint
 
 
+def test_a_loss_of_masked_rows_says_once_that_it_was_not_checked():
+    def loss(h, w, g, v, keep):
+        rows = F.kl_div((h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1), reduction="none")
+        return rows[keep].sum() / keep.sum()
+
+    given = *USER_LOSSES["cosine"].inputs(), torch.arange(48) % 3 > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = explained(loss, *given)
+        verified = torch_streamkl.verify(loss, *given, options=OPTIONS)
+    said = str(report)
+    assert said.count("check skipped: the data decides its sizes, as where a mask selects") == 1
+    assert "torch_streamkl.verify() checks it with your inputs" in said
+    assert verified.ok, verified
+
+
 def reverse(s, t):
     log_s, log_t = s.log_softmax(-1), t.log_softmax(-1)
     return (log_s.exp() * (log_s - log_t)).sum(-1).mean()
