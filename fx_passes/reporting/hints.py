@@ -108,10 +108,10 @@ ADVICE = (
         "the last dimension, fuses as a row program",
     ),
     Advice(
-        "a bias that a matrix product of the same graph makes (an MLP of positions)",
-        "^a function of another matrix product",
-        "compute the bias outside of the compiled function, and pass it as a tensor: its gradient "
-        "flows",
+        "a bias or gate that a matrix product of the same graph makes (an MLP of positions)",
+        "^a (function|value) of another matrix product",
+        "compute the bias or gate outside of the compiled function, and pass it as a tensor: its "
+        "gradient flows",
     ),
     Advice(
         "a mask selects entries of each row (all logits but the label's)",
@@ -410,7 +410,7 @@ ADVICE = (
         "sums over rows, such as the values of one class in all tokens, cannot be fused",
     ),
     Advice(
-        "a product of two attention maps, or of distributions with each other",
+        "a matrix product of probabilities (attention rollout, a map between vocabularies)",
         "^a matrix product of probabilities",
         "such a loss cannot be fused, because each entry of the product needs whole rows and "
         "columns. Where an attention is meant, multiply one after the other: a @ (b @ v)",

@@ -28,14 +28,16 @@ from torch_streamkl.fx_passes.closed_forms.limits import SCALED
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
+from torch_streamkl.fx_passes.closed_forms.score_form import OF_ANOTHER_PRODUCT
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
     descendants,
     name_of,
     nearest,
     nearest_inputs,
     nearest_users,
 )
-from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -67,7 +69,9 @@ RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"
 JOINS = {"cat", "stack", "concat"}
 PARTS = {"select", "slice", "narrow"}
 OF_HEADS = "elements of a head use"  # how a row program says that a sum over rows comes first
-SUMS_OF_TWO = {"add", "sub"}
+OF_A_FACTOR = "a value of another matrix product multiplies scores or probabilities"
+_COMBINED = dict.fromkeys(("add", "sub"), OF_ANOTHER_PRODUCT)
+_COMBINED |= dict.fromkeys(("mul", "div"), OF_A_FACTOR)
 PADS = {"pad", "constant_pad_nd"}
 # operations after which the keys of a softmax are no dimension any more
 OF_KEYS = {
@@ -116,17 +120,20 @@ class Refusals:
             )
         return self._found[node]
 
-    def is_added(self, node: fx.Node) -> bool:
-        """Returns whether what a node makes is added to whole scores that are not made of it."""
+    def of_another_product(self, node: fx.Node) -> str:
+        """Says how a node is combined with whole scores that are of other products; or nothing."""
         made_of_it = {node, *descendants([node])}
+        own = _matmuls_before(node)
         for user in nearest_users(node):
-            if name_of(user) not in SUMS_OF_TWO:
-                continue
-            others = [a for a in user.all_input_nodes if a not in made_of_it]
-            scores = [a for a in others if self.levels.of(a) is Level.SCORES]
-            if scores and not any(map(self.levels.are_chosen, scores)):
-                return True
-        return False
+            said = _COMBINED.get(name_of(user), "")
+            others = [a for a in user.all_input_nodes if a not in made_of_it] if said else []
+            others = [
+                a for a in others if self.levels.of(a) in (Level.SCORES, Level.PROBABILITIES)
+            ]
+            are_whole = not any(map(self.levels.are_chosen, others))
+            if others and are_whole and not any(own & _matmuls_before(a) for a in others):
+                return said
+        return ""
 
     def before(self, node: fx.Node) -> Refusal | None:
         """Returns why the nearest operation before a node has no form, the node included."""
@@ -407,6 +414,10 @@ class Refusals:
                     seen.add(x)
                     self._first.setdefault(forms.of(x), node)
         return forms
+
+
+def _matmuls_before(node: fx.Node) -> set[fx.Node]:
+    return {n for n in ancestors(node) if n.op == "call_function" and name_of(n) in MATMULS}
 
 
 def _of_scores(node: fx.Node) -> str:

@@ -65,7 +65,8 @@ class Scan:
             in_bodies = [node for _, node in found if node.graph is not gm.graph]
             # by the analysis, with the operation; or it is a loss, whose reason says more
             known = bool(report.unrecognized or report.sites)
-            named = [text.split()[0] for text in report.unrecognized if " is applied to " in text]
+            said = [*report.unrecognized, *(site.reason for site in report.sites)]
+            named = [text.split()[0] for text in said if " is applied to " in text]
             report.unrecognized += [
                 text
                 for text in (*reasons_of(in_graph, at), *reasons_of(in_bodies, IN_A_BODY))

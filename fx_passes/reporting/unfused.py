@@ -12,7 +12,6 @@ from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
-from torch_streamkl.fx_passes.closed_forms.score_form import OF_ANOTHER_PRODUCT
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
@@ -118,8 +117,8 @@ def unfused_sites(
         masked = _mask_of(node) if _BY_MASK.search(reason) else None
         if masked is not None:
             reason, blocker = MASKED_ENTRIES, masked
-        if blocker is not None and _BY_IDS.search(reason) and refusals.is_added(blocker):
-            reason = OF_ANOTHER_PRODUCT
+        if blocker is not None and _BY_IDS.search(reason):
+            reason = refusals.of_another_product(blocker) or reason
         if blocker is not None and _is_product_of_probabilities(blocker, refusals):
             reason = OF_PROBABILITIES
         if blocker is not None:
@@ -163,12 +162,12 @@ _UNDERFLOW = re.compile("may underflow|next to its log-softmax")
 
 
 def _is_product_of_probabilities(node: fx.Node, refusals: Refusals) -> bool:
-    """Whether a node is one map of probabilities times another, with the keys of one left."""
+    """Whether a node is a map of probabilities times a tensor, and as large as the map."""
     if name_of(node) not in MATMULS:
         return False
-    read = node.all_input_nodes
-    are_maps = all(refusals.levels.of(a) is Level.PROBABILITIES for a in read)
-    return are_maps and all(2 * numel(tensor_of(node)) >= numel(tensor_of(a)) for a in read)
+    maps = [a for a in node.all_input_nodes if refusals.levels.of(a) is Level.PROBABILITIES]
+    made = numel(tensor_of(node))
+    return bool(maps) and all(2 * made >= numel(tensor_of(a)) for a in maps)
 
 
 def _mask_of(site: fx.Node) -> fx.Node | None:

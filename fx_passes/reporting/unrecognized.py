@@ -215,7 +215,9 @@ def _sentence(
         return f"{feeds}{VAGUE}"
     operation = name_of(unread)
     place = shown(location_of(unread)[0])
-    made = "what is computed of " * (rows not in unread.all_input_nodes) + where
+    if rows in path and unread in path and path.index(unread) < path.index(rows):
+        where = f"{called(node)} at {shown(location_of(node)[0])}"
+    made = "what is computed of " * ({rows, node}.isdisjoint(unread.all_input_nodes)) + where
     return _hinted(f"{called(unread)} at {place} is applied to {made}{why_not(operation)}",
                    f"{operation} of scores")  # fmt: skip
 
@@ -244,8 +246,9 @@ def _is_sum_over_keys(node: fx.Node, reader: fx.Node) -> bool:
 
 def _is_of_distributions(node: fx.Node, reader: fx.Node) -> bool:
     """Whether a product is of two tensors of the size of scores, such as a Gram matrix of them."""
-    value = example(node)
-    read = [x for x in tensors_read(reader) if isinstance(value, Tensor)]
+    value, read = example(node), tensors_read(reader)
+    if not isinstance(value, Tensor):
+        return False
     if len(read) == 1:
         read *= 2
     return len(read) == 2 and all(2 * numel(x) >= numel(value) for x in read)

@@ -193,6 +193,7 @@ def a_target_of_the_same_shape(h, w, g, v):
     return F.binary_cross_entropy(s.log_softmax(-1).exp(), target)
 
 
+OF_A_PRODUCT = next(x for x in REASONS if "an MLP of positions" in x)
 PAIRS = torch.arange(64)[:, None] - torch.arange(64) + 63
 
 
@@ -200,6 +201,28 @@ def positions_of_a_product(q, k, r, u):
     table = F.linear(torch.randn(127, 8), u.new_ones(2, 8))
     bias = table[PAIRS.flatten()].view(64, 64, 2).permute(2, 0, 1)
     return kd(q @ k.mT + bias, r @ u.mT)
+
+
+def mixture_of_heads(h, w, g, v):
+    gate = (h @ w[:2].T).softmax(-1)
+    p = gate[:, :1] * (h @ w.T).softmax(-1) + gate[:, 1:] * ((2 * h) @ w.T).softmax(-1)
+    return F.kl_div(p.log(), (g @ v.T).softmax(-1), reduction="batchmean")
+
+
+def drawn_labels(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1)
+    ids = torch.multinomial(s.exp(), 1)
+    return (s.gather(-1, ids) - (g @ v.T).log_softmax(-1).gather(-1, ids)).mean()
+
+
+def normalized_logits(h, w, g, v):
+    s, t = (F.layer_norm(x, x.shape[-1:]) for x in (h @ w.T, g @ v.T))
+    return kd(s, t)
+
+
+def map_between_vocabularies(h, w, g, v):
+    p = (g @ v.T).softmax(-1) @ torch.randn(160, 160).softmax(-1)
+    return F.kl_div((h @ w.T).log_softmax(-1), p, reduction="batchmean")
 
 
 def scaled_by_entropy(h, w, g, v):
@@ -421,13 +444,29 @@ SAID = {
         "cross-entropy with labels alone",
     ),
     "positions by an MLP": Said(
-        REASONS["a bias that a matrix product of the same graph makes (an MLP of positions)"],
-        ("a function of another matrix product is added to the scores", "Hint: compute the bias"),
+        REASONS[OF_A_PRODUCT],
+        ("a function of another matrix product is added", "Hint: compute the bias or gate"),
         ("an id twice",), usual="gram",
+    ),
+    "a gate of a product": Said(
+        mixture_of_heads, ("a value of another matrix product", "Hint: compute the bias or gate"),
+        ("an id twice",),
+    ),
+    "labels that are drawn": Said(
+        drawn_labels, ("multinomial is applied to",), ("has no rule",)
+    ),
+    "logits of a layer norm": Said(
+        normalized_logits,
+        ("layer_norm at", "is applied to scores: the rewrite reads it in another spelling"),
+        ("what is computed of",),
+    ),
+    "a map between vocabularies": Said(
+        map_between_vocabularies, ("a matrix product of probabilities", "whole rows"),
+        ("swap the operands",),
     ),
     "entries of a product as a bias": Said(
         positions_of_a_product,
-        ("a function of another matrix product is added to the scores", "Hint: compute the bias"),
+        ("a function of another matrix product is added", "Hint: compute the bias or gate"),
         ("an id twice",), usual="gram",
     ),
     "experts": Said(

@@ -26,12 +26,12 @@ EVENTS = {
         "from the scores, and what follows may tell both apart.",
     "a temperature that is computed from all logits":
         "A standard deviation, maximum or other value of all rows scales the scores of each row.",
-    "a bias that a matrix product of the same graph makes (an MLP of positions)":
-        "Entries of another matmul, or a function of them, are added to the scores.",
+    "a bias or gate that a matrix product of the same graph makes (an MLP of positions)":
+        "Entries of another matmul, or a function of them, are added to scores or multiply them.",
     "a loss over rows: a relation of tokens, a norm of a whole map, averages of a column":
         "Probabilities are summed over tokens, queries or heads first, and then over the keys.",
-    "a product of two attention maps, or of distributions with each other":
-        "A matmul multiplies probabilities by probabilities, and the loss compares the results.",
+    "a matrix product of probabilities (attention rollout, a map between vocabularies)":
+        "A matmul multiplies probabilities by a matrix, and the loss compares the results.",
     "a mask selects entries of each row (all logits but the label's)":
         "A boolean mask over tokens and vocabulary entries makes one list of what it selects.",
     "a top-k is renormalized and scattered to a dense target":

@@ -127,7 +127,7 @@ def dist_of_classes(h, w, g, v):
     return 1 - F.cosine_similarity(p, q, dim=-1).mean()
 
 
-@example("a product of two attention maps, or of distributions with each other")
+@example("a matrix product of probabilities (attention rollout, a map between vocabularies)")
 def attention_rollout(q, k, r, u):
     p, t = ((a @ b.mT).softmax(-1).mean(1) for a, b in ((q, k), (r, u)))
     return F.kl_div((p @ p).log(), t @ t, reduction="batchmean")
@@ -140,7 +140,7 @@ def temperature_of_all_logits(h, w, g, v):
     return kl(s / temperature, t / temperature)
 
 
-@example("a bias that a matrix product of the same graph makes (an MLP of positions)")
+@example("a bias or gate that a matrix product of the same graph makes (an MLP of positions)")
 def relative_positions(q, k, r, u):
     """As Swin Transformer v2: an MLP makes a table of which each pair of tokens has an entry."""
     heads, length = q.shape[1:3]
