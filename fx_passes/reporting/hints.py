@@ -141,6 +141,18 @@ ADVICE = (
         "rows may be selected, as in logits[mask]",
     ),
     Advice(
+        "entries of a top-k of this graph, next to a value of as many (a bucket for the rest)",
+        "(chosen|gathered) entries of rows (meet|are combined with) a tensor of as many",
+        "torch_streamkl.linear_topk_kl(hidden, weight, ids, log_probs, tail='bucket') computes "
+        "k entries and one for the rest. The loss as it is fuses if the teacher's ids and "
+        "log-probabilities are inputs of the compiled function",
+    ),
+    Advice(
+        "a maximum over the parts of a stack, such as several teachers",
+        "along which nothing varies",
+        "if the parts of a stack are compared, write torch.maximum(a, b): the same values",
+    ),
+    Advice(
         "an entry of a row that a mask of large finite numbers may hide",
         "a finite mask may hide",
         "if every row has a key that is not masked, mask with float('-inf') instead of a large "

@@ -209,6 +209,11 @@ def mixture_of_heads(h, w, g, v):
     return F.kl_div(p.log(), (g @ v.T).softmax(-1), reduction="batchmean")
 
 
+def entries_by_the_operator(h, w, g, v):
+    log_probs, ids = (g @ v.T).log_softmax(-1).topk(4)
+    return torch_streamkl.linear_topk_kl(h, w, ids, log_probs, tail="bucket").mean()
+
+
 def drawn_labels(h, w, g, v):
     s = (h @ w.T).log_softmax(-1)
     ids = torch.multinomial(s.exp(), 1)
@@ -451,6 +456,11 @@ SAID = {
     "a gate of a product": Said(
         mixture_of_heads, ("a value of another matrix product", "Hint: compute the bias or gate"),
         ("an id twice",),
+    ),
+    "an operator of ours": Said(
+        entries_by_the_operator,
+        ("feeds topk at",),
+        ("linear_topk is applied", "no fused operator"),
     ),
     "labels that are drawn": Said(
         drawn_labels, ("multinomial is applied to",), ("has no rule",)

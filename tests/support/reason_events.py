@@ -24,6 +24,10 @@ EVENTS = {
     "the logarithm of a probability that may be 0 by underflow":
         "Eager code has -inf where a probability underflows. A fused loss computes the logarithm "
         "from the scores, and what follows may tell both apart.",
+    "entries of a top-k of this graph, next to a value of as many (a bucket for the rest)":
+        "Entries at ids of a top-k are joined with the probability of all others.",
+    "a maximum over the parts of a stack, such as several teachers":
+        "A maximum is taken over the dimension that torch.stack has made.",
     "a temperature that is computed from all logits":
         "A standard deviation, maximum or other value of all rows scales the scores of each row.",
     "a bias or gate that a matrix product of the same graph makes (an MLP of positions)":

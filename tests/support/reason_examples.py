@@ -133,6 +133,22 @@ def attention_rollout(q, k, r, u):
     return F.kl_div((p @ p).log(), t @ t, reduction="batchmean")
 
 
+@example("entries of a top-k of this graph, next to a value of as many (a bucket for the rest)")
+def topk_and_the_rest(h, w, g, v):
+    log_t, ids = (g @ v.T).log_softmax(-1).topk(4)
+    log_s = (h @ w.T).log_softmax(-1).gather(-1, ids)
+    s, t = (
+        torch.cat([x, (-x.logsumexp(-1, keepdim=True).expm1()).log()], -1) for x in (log_s, log_t)
+    )
+    return (t.exp() * (t - s)).sum(-1).mean()
+
+
+@example("a maximum over the parts of a stack, such as several teachers")
+def largest_of_teachers(h, w, g, v):
+    teachers = torch.stack([x @ v.T for x in (g, 2 * g)])
+    return kl(h @ w.T, teachers.max(0).values)
+
+
 @example("a temperature that is computed from all logits")
 def temperature_of_all_logits(h, w, g, v):
     s, t = h @ w.T, g @ v.T
