@@ -105,7 +105,7 @@ def unfused_sites(
         elif _NO_OPERATION.search(reason) and blocker is not None:
             of_program = of_programs[blocker]  # such as ids that may be repeated
             reason = reason if _NO_OPERATION.search(of_program) else of_program
-        elif (other := _first_of_programs(node, of_programs)) is not None:
+        elif (other := _first_of_loss(node, of_programs)) is not None:
             # operators have limits that row programs have not: what keeps those says more
             if _is_known(other[0]) and (_UNDERFLOW.search(other[0]) or not _is_known(reason)):
                 reason, blocker = other
@@ -194,6 +194,18 @@ def _first_of_programs(
     # a sum that row programs have, and that something else keeps
     after = descendants([site])
     return next(((reason, node) for node, reason in of_programs.items() if node in after), None)
+
+
+def _first_of_loss(
+    site: fx.Node, of_programs: Mapping[fx.Node, str]
+) -> tuple[str, fx.Node] | None:
+    """As `_first_of_programs`, and else what is next to a site, such as a mask of its scores."""
+    found = _first_of_programs(site, of_programs)
+    if found is not None:
+        return found
+    after = descendants([site])
+    beside = (n for n in of_programs if not after.isdisjoint(descendants([n])))
+    return next(((of_programs[n], n) for n in beside), None)
 
 
 def reasons_of_programs(

@@ -23,6 +23,8 @@ _SENTENCES = (
         r"reads the sum, and eager has NaN or infinity where it has a value$",
         "reads the sum, which may be a number where eager code has NaN or infinity",
     ),
+    (r"^(?:[gl][te]|eq|ne) of (the logarithm of a probability that may underflow)",
+     r"a comparison with \1"),
     (r"^(multinomial) has no rule$", rf"\1 is applied to {_PROBABILITIES}"),
     (r"^([\w:.]+) has no rule$", r"the rewrite does not read \1"),
     (r"^t of scores", "the scores are transposed"),

@@ -230,6 +230,12 @@ def map_between_vocabularies(h, w, g, v):
     return F.kl_div((h @ w.T).log_softmax(-1), p, reduction="batchmean")
 
 
+def contrastive_decoding(h, w, g, v):
+    expert, amateur = ((x @ v.T).log_softmax(-1) for x in (g, g.flip(0)))
+    rare = expert < expert.amax(-1, keepdim=True) - 2
+    return kd(h @ w.T, (expert - amateur).masked_fill(rare, -1e9))
+
+
 def scaled_by_entropy(h, w, g, v):
     s, t = h @ w.T, g @ v.T
     temperature = 1 - (t.log_softmax(-1) * t.softmax(-1)).sum(-1, keepdim=True)
@@ -461,6 +467,11 @@ SAID = {
         entries_by_the_operator,
         ("feeds topk at",),
         ("linear_topk is applied", "no fused operator"),
+    ),
+    "a comparison of log-probabilities": Said(
+        contrastive_decoding,
+        ("a comparison with the logarithm of a probability that may underflow", "log_softmax"),
+        ("supported.md",),
     ),
     "labels that are drawn": Said(
         drawn_labels, ("multinomial is applied to",), ("has no rule",)
