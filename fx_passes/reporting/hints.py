@@ -7,14 +7,11 @@ written. If only another one would fuse, the hint says so, or says what keeps th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
-from torch_streamkl.fx_passes.fx_utils.torch_names import counters
-from torch_streamkl.fx_passes.reporting.graph_breaks import is_nested, reason_in
+from torch_streamkl.fx_passes.reporting.graph_breaks import hints_about_breaks
 from torch_streamkl.fx_passes.reporting.operations import (
     SPELLINGS,
     as_pattern,
@@ -435,41 +432,6 @@ ADVICE = (
 )
 
 
-# What broke graphs, in Dynamo's terms, and what keeps them whole.
-_BREAKS = (
-    (
-        "requires_grad_",
-        "requires_grad_() of an intermediate tensor breaks the graph: if "
-        "enable_input_require_grads() calls it, use checkpointing with use_reentrant=False, and "
-        "call model.disable_input_require_grads()",
-    ),
-    (
-        "torchao",
-        "PEFT's DoRA layers break the graph, and no operator has their magnitude per vocabulary "
-        "entry: use LoraConfig(use_dora=False) for the LM head",
-    ),
-    (
-        "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
-        "rows that a mask selects break the graph: torch_streamkl.enable(), or "
-        "torch._dynamo.config.capture_dynamic_output_shape_ops = True, keeps them in it",
-    ),
-    (
-        "use_cache=True",
-        "a warning of transformers breaks the graph: model.config.use_cache = False",
-    ),
-    (
-        r"Tensor\.backward\(\)",
-        "backward() breaks the graph, and in a loop Dynamo compiles what the loop calls apart: "
-        "compile a function that returns the loss, and call backward() outside of it",
-    ),
-)
-_ANY_BREAK = (
-    "TORCH_LOGS=graph_breaks shows every break; for a break inside of a called function, "
-    + "torch_streamkl.enable(), or " * HAS_NESTED_GRAPH_BREAKS
-    + "torch._dynamo.config.nested_graph_breaks = True, keeps the caller's graph whole"
-)
-
-
 def advice_for(reason: str) -> Advice | None:
     """Returns the row of the table that a reason belongs to."""
     return next((x for x in ADVICE if re.search(x.pattern, reason)), None)
@@ -481,25 +443,6 @@ def hint_for(reason: str) -> str:
     hint = found.hint if found is not None else ""
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))
     if is_outside or "leaves the graph" in reason:
-        hint = "; ".join([hint, *_about_breaks(reason)])
+        hint = "; ".join([hint, *hints_about_breaks(reason)])
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return hint + _SEVERAL_PROCESSES * (distributed and is_outside)
-
-
-def _about_breaks(reason: str) -> Iterator[str]:
-    """Says what to do about the graph break that a reason names, or about all that there were.
-
-    Where the operation is known that makes what is compared, no graph break is the reason.
-    """
-    named = reason_in(reason)
-    if named is not None:
-        yield from (text for pattern, text in _BREAKS if re.search(pattern, named))
-        if is_nested(reason):
-            yield _ANY_BREAK
-        return
-    if re.search("no matrix product|of the checkpoint|it is an output", reason):
-        return
-    breaks = "\n".join(counters["graph_break"])  # of every program of this process
-    if breaks:
-        yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
-        yield _ANY_BREAK
