@@ -59,6 +59,7 @@ from torch_streamkl.fx_passes.reporting.unfused import (
     reasons_of_programs,
     too_large,
     unfused_sites,
+    with_readers,
 )
 from torch_streamkl.fx_passes.validation.check import FAILED, check, refused_by, with_verdict
 from torch_streamkl.fx_passes.validation.options import CheckOptions
@@ -307,6 +308,7 @@ def _sites_of(
 def _report_unfused(report: Report, losses: Losses, refusals: Refusals, fused: Fused) -> None:
     planner = losses.planner
     of_programs = refusals.of_programs(planner.refused) if planner else {}
+    report.sites[:] = with_readers(report.sites, of_programs, losses.trace)
     report.sites += unfused_sites(fused.unfused, refusals, of_programs)
     if not report.sites and planner is not None:
         compared = refusals.places_of(planner.refused, planner.compared())

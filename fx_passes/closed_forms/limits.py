@@ -25,6 +25,8 @@ from torch_streamkl.fx_passes.closed_forms.form import (
 from torch_streamkl.program.graph import Axis
 from torch_streamkl.program.shifts import is_small
 
+SCALED = "scores are scaled by what is computed from scores"
+
 
 def is_lm_head(sides: Sequence[Side], axes: Axes, masks: Masks, removes: bool) -> bool:
     """Returns whether both sides are hidden states times one matrix, without masks but those of
@@ -116,7 +118,7 @@ def _check_factors(side: Side) -> None:
     for product in (side.product, *side.adapters):
         for factor in product.factors:
             if is_of_products(factor.value):
-                raise NoForm("scores are scaled by what is computed from scores", factor.value)
+                raise NoForm(SCALED, factor.value)
 
 
 def _check_masks(call: Call) -> None:

@@ -120,7 +120,8 @@ def places_of_keys(bindings: Sequence[Binding]) -> list[frozenset[Place]]:
         return [_closed(said, bindings)]
     found: dict[frozenset[Place], None] = {}
     for b in reversed(bindings):
-        if b.node.value.kind == SUM and all(_is_of_one(p, b.axis) for p in b.products):
+        is_sum = b.node.op == "reduce" and b.node.value.kind == SUM
+        if is_sum and all(_is_of_one(p, b.axis) for p in b.products):
             found[_closed(b.places, bindings)] = None
     return list(found)
 

@@ -375,7 +375,11 @@ class Steps:
             return log
         made = self._log(apply("exp", log))
         if self.logarithms[x] and made is not log:
-            raise NoForm("the logarithm of a masked softmax, and its log-softmax", x)
+            raise NoForm(
+                "the logarithm of a softmax, which is -inf where that is 0, next to its "
+                "log-softmax",
+                x,
+            )
         return made
 
     def _log(self, x: Node) -> Node:

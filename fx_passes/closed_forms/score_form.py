@@ -43,6 +43,8 @@ from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.shifts import LARGE, is_small
 from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
+OF_ANOTHER_PRODUCT = "a function of another matrix product is added to the scores"
+
 # A finite fill this low takes part in no softmax of float32 scores that a model can produce,
 # unless every key of the row has it: adding it to a score gives the fill itself.
 ABSORBING = -1e30
@@ -254,7 +256,9 @@ def _plain(x: Node, key: Axis) -> tuple[Node, tuple[Factor, ...]]:
         if len(cores) == 1:
             product, factors = _plain(cores[0], key)
             return product, (*factors, *(Factor(y) for y in x.args if y is not cores[0]))
-    raise NoForm("scores are a sum of functions of products", x)
+    if any(y.op == "log_softmax" for y in walk([x])):
+        raise NoForm("log-probabilities of several distributions are added to scores", x)
+    raise NoForm(OF_ANOTHER_PRODUCT, x)
 
 
 def _added_mask(c: float, x: Node) -> Layer | None:

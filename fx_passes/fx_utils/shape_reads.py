@@ -33,6 +33,17 @@ def is_of_a_shape(node: fx.Node) -> bool:
     return name.startswith("new_") or name.endswith("_like")
 
 
+def reads_values(node: fx.Node, source: fx.Node) -> bool:
+    """Returns whether a node reads values of an input, and not its shape or type alone."""
+    if isinstance(example(node), (int, torch.SymInt, torch.Size)):
+        return False
+    is_template = is_of_a_shape(node) and name_of(node) != "new_tensor"
+    others = [*node.args[1:], *node.kwargs.values()]
+    if is_template and source not in others:
+        return False
+    return read_for_metadata(node) is not source
+
+
 def number_in(node: fx.Node) -> float | None:
     """Returns the number that ``full_like`` or ``new_full`` fills a tensor with, if it is one."""
     given = node.args[1:] if name_of(node).endswith("_like") else node.args[2:]

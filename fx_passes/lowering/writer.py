@@ -48,6 +48,7 @@ from torch_streamkl.program.graph import (
 from torch_streamkl.program.walks import has_op
 
 OF_FLOAT8 = torch.bfloat16  # has all their numbers; torch promotes and computes with none of them
+INSIDE = "a sum over keys, inside of an operation"
 COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
 
 
@@ -149,7 +150,7 @@ class Writer:
                 todo += y.args
                 continue
             if not y.axes <= x.axes and is_score_sized(y, products_of(y)):
-                raise Unsupported("a sum over keys, inside of an operation")
+                raise Unsupported(INSIDE)
             if not y.flows and getattr(placed.value, "requires_grad", False):
                 placed = Placed(self.build.method("detach", placed.node), placed.dims)
             self._made[y, least] = placed

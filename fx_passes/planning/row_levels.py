@@ -43,7 +43,8 @@ class Levels:
                 self.made[node] = x
         every = bindings_of(self.made.values())
         said = [b for b in every if b.says]
-        self.places: frozenset[Place] = places_of_keys(every)[0] if said else frozenset()
+        places = places_of_keys(every) if said else []  # none of entries that a mask selects
+        self.places: frozenset[Place] = places[0] if places else frozenset()
         for node, expr in list(self.made.items()) if said else []:
             if all(_is_of_row(p, self.places) for p in products_in([expr])):
                 del self.made[node]  # as the gate of a row, which a projection makes

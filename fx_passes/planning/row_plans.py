@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import ENTRIES, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
@@ -35,9 +36,18 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
     is_in_place,
     written_memory,
 )
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached, storage_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    example,
+    location_of,
+    name_of,
+    reached,
+    said_name,
+    storage_of,
+)
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
+from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
 from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.planning.profitability import are_all_keys, why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
@@ -48,6 +58,7 @@ from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, trained
 from torch_streamkl.program.graph import Node
 
+UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
@@ -336,13 +347,17 @@ class RowPlanner:
             made = None if matmul is None else node_of(self.trace, matmul)
             if made is None or made in gone:
                 return ""
+            size, smaller = _num_elements(made), None
             while made not in gone:
                 readers = [u for u in made.users if u not in gone]
                 following = next((u for u in readers if u in inside), None)
                 if following is None:
-                    kept = name_of(made) if not readers else "code outside of the loss"
+                    kept = _reader_text([smaller] if smaller is not None else readers)
+                    kept = kept or name_of(made)
                     break
                 made = following
+                if smaller is None and _num_elements(made) * 2 < size:
+                    smaller = made
         return f"the scores are also read by {kept}"
 
     def reads_products(self, node: fx.Node, plans: Sequence[ProgramPlan]) -> bool:
@@ -428,3 +443,19 @@ def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool
 
     ends = [x for x in reached(same, following) if x not in gone and not x.users]
     return bool(same) and all(map(is_in_place, ends))
+
+
+def _num_elements(node: fx.Node) -> int:
+    """Counts the elements of a tensor, by hints of symbolic sizes; 0 of anything else."""
+    value = example(node)
+    if not isinstance(value, Tensor):
+        return 0
+    return math.prod(hint_of(n) or UNKNOWN_SIZE for n in value.shape)
+
+
+def _reader_text(readers: Sequence[fx.Node]) -> str:
+    """Names the operation that reads scores, and its line; the caller, if there is none."""
+    named = next((n for n in readers if n.op != "output"), None)
+    if named is None:
+        return "the code after this graph" if readers else ""
+    return f"{said_name(named)} at {location_of(named)[0]}"

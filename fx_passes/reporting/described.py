@@ -27,7 +27,7 @@ from torch_streamkl.program.graph import Node, constant
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
 from torch_streamkl.program.walks import replaced
 
-BOTH_TRAINED = ", student and teacher both need a gradient"
+BOTH_TRAINED = ", both sides need a gradient"
 SWAPPED = (
     "kl_div expects log-probabilities as its input and gets probabilities: "
     "F.kl_div(input.log(), target)"
@@ -41,6 +41,19 @@ NO_LOG_TARGET = (
     "log-probabilities as its target"
 )
 STUDENT_NAME, TEACHER_NAME = "student", "teacher"
+# where both sides are trained, or none is: nothing in the program says which is the teacher
+FIRST_NAME, SECOND_NAME = "P", "Q"
+_REVERSED = re.compile(r"(?:skewed )?reverse|sum of S\b")
+_NEUTRAL = (
+    (r"\bskewed (?:forward|reverse)_kl, ", "skewed "),
+    (r"\bforward_kl\b", "KL(P || S)"),
+    (r"\breverse_kl\b", "KL(S || P)"),
+    (r"^cross_entropy\b", "cross_entropy -P*logS"),
+    (r"^reverse cross_entropy\b", "cross_entropy -S*logP"),
+    (r"\bteacher clamped", "P clamped"),
+    (r"\bstudent clamped", "S clamped"),
+    (r"\b(log)?S\b", r"\1Q"),
+)
 
 
 def describe(calls: Sequence[Call]) -> tuple[str, str]:
@@ -52,6 +65,9 @@ def describe(calls: Sequence[Call]) -> tuple[str, str]:
 def _form(call: Call) -> str:
     functional = _without_condition(call)
     form = spoken(_with_swapped_sides(functional) if _is_swapped(call) else functional)
+    if _is_neutral(call):
+        for pattern, text in _NEUTRAL:
+            form = re.sub(pattern, text, form)
     sides, masks = _sides(call), call.masks
     if masks.window_left is not None:
         form += ", sliding window"
@@ -79,16 +95,25 @@ def _form(call: Call) -> str:
 def _sides(call: Call) -> dict[str, Side]:
     """Returns both sides by the names of the user's program: a student is trained.
 
-    The operator's teacher is the side that is averaged over heads, trained or not.
+    The operator's teacher is the side that is averaged over heads, trained or not. Where both
+    sides are trained, or none is, they are the P and Q of the formula.
     """
     student, teacher = call.student, call.teacher
     if _is_swapped(call):
         student, teacher = teacher, student
+    if _is_neutral(call):
+        return {FIRST_NAME: teacher, SECOND_NAME: student}
     return {STUDENT_NAME: student, TEACHER_NAME: teacher}
 
 
 def _is_swapped(call: Call) -> bool:
-    return call.teacher.requires_grad and not call.student.requires_grad
+    if _is_neutral(call):  # KL(P || Q), and not KL(Q || P)
+        return bool(_REVERSED.match(spoken(_without_condition(call))))
+    return call.teacher.requires_grad
+
+
+def _is_neutral(call: Call) -> bool:
+    return call.teacher.requires_grad == call.student.requires_grad
 
 
 def _with_swapped_sides(functional: Functional) -> Functional:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
+from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
 from torch_streamkl.fx_passes.fx_utils.nodes import FRAME, in_torch
+from torch_streamkl.fx_passes.fx_utils.torch_names import counters
 from torch_streamkl.fx_passes.reporting.report import GraphBreak
 from torch_streamkl.fx_passes.reporting.text import shown
 
@@ -93,3 +96,60 @@ def forget() -> None:
 def is_nested(text: str) -> bool:
     """Whether a text names a graph break inside of a function that the compiled one calls."""
     return any(f"graph break at {shown(x.location)} " in text for x in _CALLED.values())
+
+
+# ------------------------------------------------------------------------ hints
+
+
+# What broke graphs, in Dynamo's terms, and what keeps them whole.
+_BREAKS = (
+    (
+        "requires_grad_",
+        "requires_grad_() of an intermediate tensor breaks the graph: if "
+        "enable_input_require_grads() calls it, use checkpointing with use_reentrant=False, and "
+        "call model.disable_input_require_grads()",
+    ),
+    (
+        "torchao",
+        "PEFT's DoRA layers break the graph, and no operator has their magnitude per vocabulary "
+        "entry: use LoraConfig(use_dora=False) for the LM head",
+    ),
+    (
+        "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
+        "rows that a mask selects break the graph: torch_streamkl.enable(), or "
+        "torch._dynamo.config.capture_dynamic_output_shape_ops = True, keeps them in it",
+    ),
+    (
+        "use_cache=True",
+        "a warning of transformers breaks the graph: model.config.use_cache = False",
+    ),
+    (
+        r"Tensor\.backward\(\)",
+        "backward() breaks the graph, and in a loop Dynamo compiles what the loop calls apart: "
+        "compile a function that returns the loss, and call backward() outside of it",
+    ),
+)
+_ANY_BREAK = (
+    "TORCH_LOGS=graph_breaks shows every break; for a break inside of a called function, "
+    + "torch_streamkl.enable(), or " * HAS_NESTED_GRAPH_BREAKS
+    + "torch._dynamo.config.nested_graph_breaks = True, keeps the caller's graph whole"
+)
+
+
+def hints_about_breaks(reason: str) -> Iterator[str]:
+    """Yields what to do about the graph break that a reason names, or about all that there were.
+
+    Where the operation is known that makes what is compared, no graph break is the reason.
+    """
+    named = reason_in(reason)
+    if named is not None:
+        yield from (text for pattern, text in _BREAKS if re.search(pattern, named))
+        if is_nested(reason):
+            yield _ANY_BREAK
+        return
+    if re.search("no matrix product|of the checkpoint|it is an output", reason):
+        return
+    breaks = "\n".join(counters["graph_break"])  # of every program of this process
+    if breaks:
+        yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
+        yield _ANY_BREAK

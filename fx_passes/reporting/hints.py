@@ -7,14 +7,11 @@ written. If only another one would fuse, the hint says so, or says what keeps th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
-from torch_streamkl.fx_passes.fx_utils.torch_names import counters
-from torch_streamkl.fx_passes.reporting.graph_breaks import is_nested, reason_in
+from torch_streamkl.fx_passes.reporting.graph_breaks import hints_about_breaks
 from torch_streamkl.fx_passes.reporting.operations import (
     SPELLINGS,
     as_pattern,
@@ -47,6 +44,12 @@ class Advice:
 
 
 ADVICE = (
+    Advice(
+        'streamkl.verify is "always", and the check cannot run',
+        "^streamkl.verify is .always.",
+        'set {"streamkl.verify": "auto"}: it fuses losses that cannot be checked, and the report '
+        "says so",
+    ),
     Advice(
         "a graph break lies between the logits and the loss",
         "graph break at ",
@@ -88,6 +91,26 @@ ADVICE = (
         "per-row values or the loss",
     ),
     Advice(
+        "the logarithm of a probability that may be 0 by underflow",
+        "may underflow|next to its log-softmax",
+        "if no probability is 0 by underflow, take logarithms by log_softmax in place of "
+        "softmax(...).log(), powers by (a * log_softmax(...)).exp(), and give kl_div the "
+        "log-softmax of its target with log_target=True: the same value",
+    ),
+    Advice(
+        "a temperature that is computed from all logits",
+        "^scores are scaled by what",
+        "compute the temperature outside of the compiled function, or from the hidden states, q "
+        "or k, and pass it as a tensor. One per row, such as a standard deviation or maximum over "
+        "the last dimension, fuses as a row program",
+    ),
+    Advice(
+        "a bias or gate that a matrix product of the same graph makes (an MLP of positions)",
+        "^a (function|value) of another matrix product",
+        "compute the bias or gate outside of the compiled function, and pass it as a tensor: its "
+        "gradient flows",
+    ),
+    Advice(
         "a mask selects entries of each row (all logits but the label's)",
         "a mask selects single entries",
         "if every row keeps as many entries, fill the others before the softmax: "
@@ -113,6 +136,18 @@ ADVICE = (
         f"if no row has an id twice, call {ROW_PROGRAM}(..., columns={{'ids': ids}}) "
         "(docs/guide/cached-teachers.md). Ids of a topk in the same graph fuse as they are. Whole "
         "rows may be selected, as in logits[mask]",
+    ),
+    Advice(
+        "entries of a top-k of this graph, next to a value of as many (a bucket for the rest)",
+        "(chosen|gathered) entries of rows (meet|are combined with) a tensor of as many",
+        "torch_streamkl.linear_topk_kl(hidden, weight, ids, log_probs, tail='bucket') computes "
+        "k entries and one for the rest. The loss as it is fuses if the teacher's ids and "
+        "log-probabilities are inputs of the compiled function",
+    ),
+    Advice(
+        "a maximum over the parts of a stack, such as several teachers",
+        "along which nothing varies",
+        "if the parts of a stack are compared, write torch.maximum(a, b): the same values",
     ),
     Advice(
         "an entry of a row that a mask of large finite numbers may hide",
@@ -378,51 +413,22 @@ ADVICE = (
         "pass the factor as a tensor, torch.tensor(0.0): the same value",
     ),
     Advice(
-        'streamkl.verify is "always", and the check cannot run',
-        "^streamkl.verify is .always.",
-        'set {"streamkl.verify": "auto"}: it fuses losses that cannot be checked, and the report '
-        "says so",
+        "a loss over rows: a relation of tokens, a norm of a whole map, averages of a column",
+        "comes before the sum over the keys",
+        "if a value of each row is meant, compute it over the last dimension alone. What compares "
+        "sums over rows, such as the values of one class in all tokens, cannot be fused",
+    ),
+    Advice(
+        "a matrix product of probabilities (attention rollout, a map between vocabularies)",
+        "^a matrix product of probabilities",
+        "such a loss cannot be fused, because each entry of the product needs whole rows and "
+        "columns. Where an attention is meant, multiply one after the other: a @ (b @ v)",
     ),
     Advice(
         "another combination of operations",
         r"^(?!the check|rank \d|.*DTensor|.*mesh|.*analysis failed|streamkl)",
         f"docs/reference/supported.md lists what fuses; {_YOUR_OWN}",
     ),
-)
-
-
-# What broke graphs, in Dynamo's terms, and what keeps them whole.
-_BREAKS = (
-    (
-        "requires_grad_",
-        "requires_grad_() of an intermediate tensor breaks the graph: if "
-        "enable_input_require_grads() calls it, use checkpointing with use_reentrant=False, and "
-        "call model.disable_input_require_grads()",
-    ),
-    (
-        "torchao",
-        "PEFT's DoRA layers break the graph, and no operator has their magnitude per vocabulary "
-        "entry: use LoraConfig(use_dora=False) for the LM head",
-    ),
-    (
-        "capture_dynamic_output_shape_ops|[Dd]ynamic shape operator",
-        "rows that a mask selects break the graph: torch_streamkl.enable(), or "
-        "torch._dynamo.config.capture_dynamic_output_shape_ops = True, keeps them in it",
-    ),
-    (
-        "use_cache=True",
-        "a warning of transformers breaks the graph: model.config.use_cache = False",
-    ),
-    (
-        r"Tensor\.backward\(\)",
-        "backward() breaks the graph, and in a loop Dynamo compiles what the loop calls apart: "
-        "compile a function that returns the loss, and call backward() outside of it",
-    ),
-)
-_ANY_BREAK = (
-    "TORCH_LOGS=graph_breaks shows every break; for a break inside of a called function, "
-    + "torch_streamkl.enable(), or " * HAS_NESTED_GRAPH_BREAKS
-    + "torch._dynamo.config.nested_graph_breaks = True, keeps the caller's graph whole"
 )
 
 
@@ -437,25 +443,6 @@ def hint_for(reason: str) -> str:
     hint = found.hint if found is not None else ""
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))
     if is_outside or "leaves the graph" in reason:
-        hint = "; ".join([hint, *_about_breaks(reason)])
+        hint = "; ".join([hint, *hints_about_breaks(reason)])
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return hint + _SEVERAL_PROCESSES * (distributed and is_outside)
-
-
-def _about_breaks(reason: str) -> Iterator[str]:
-    """Says what to do about the graph break that a reason names, or about all that there were.
-
-    Where the operation is known that makes what is compared, no graph break is the reason.
-    """
-    named = reason_in(reason)
-    if named is not None:
-        yield from (text for pattern, text in _BREAKS if re.search(pattern, named))
-        if is_nested(reason):
-            yield _ANY_BREAK
-        return
-    if re.search("no matrix product|of the checkpoint|it is an output", reason):
-        return
-    breaks = "\n".join(counters["graph_break"])  # of every program of this process
-    if breaks:
-        yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
-        yield _ANY_BREAK

@@ -28,6 +28,8 @@ SPELLINGS = {
     "leaky_relu": "torch.where(x > 0, x, slope * x)",
     "silu": "x * x.sigmoid()",
     "log10": "x.log() / math.log(10)",
+    "layer_norm": "(x - x.mean(-1, keepdim=True)) * (x.var(-1, correction=0, keepdim=True) + "
+    "eps).rsqrt()",
     "logit": "x.log() - (1 - x).log()",
     "subtract": "a - b",
     "absolute": "x.abs()",
@@ -52,7 +54,7 @@ _OTHER = ": the rewrite reads it in another spelling, {}"
 CLAUSES = re.compile("(?:, and no fused operator|: the rewrite ).*")
 _ELSEWHERE = {  # of torch.nn.functional: what is made of several operations, or is read
     "softmax", "log_softmax", "cross_entropy", "nll_loss", "kl_div", "normalize", "pad", "linear",
-    "one_hot", "embedding", "logsigmoid", "softsign", "dropout", "layer_norm", "rms_norm",
+    "one_hot", "embedding", "logsigmoid", "softsign", "dropout", "rms_norm",
     "scaled_dot_product_attention", "tanh", "sigmoid", "relu", "relu_", "glu", "bilinear",
     "tanhshrink", "gumbel_softmax", "softmin",
 }  # fmt: skip

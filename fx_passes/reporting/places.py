@@ -30,6 +30,7 @@ from torch_streamkl.fx_passes.reporting.graph_breaks import (
     called_apart,
 )
 from torch_streamkl.fx_passes.reporting.large_tensors import numel
+from torch_streamkl.fx_passes.reporting.operations import SPELLINGS, why_not
 from torch_streamkl.fx_passes.reporting.reasons import LEAVES
 from torch_streamkl.fx_passes.reporting.refusals import ELSEWHERE, NOT_MADE, Refusals
 from torch_streamkl.fx_passes.reporting.text import shown
@@ -63,6 +64,8 @@ def with_place(reason: str, site: fx.Node, blocker: fx.Node, refusals: Refusals)
         before = values_of(source) - {source}
         is_known = name in (CHECKPOINT, "register_hook")
         if not is_known and any(name_of(a) in MATMULS for a in before if is_call(a)):
+            if name in SPELLINGS:
+                return f"{name} at {at} is applied to scores{why_not(name)}"
             return (
                 f"{name} at {at} is applied to a product in a way that the rewrite does not read"
             )

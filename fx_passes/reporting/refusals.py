@@ -10,13 +10,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
 from torch_streamkl.fx_passes.closed_forms.heads import (
@@ -24,11 +24,20 @@ from torch_streamkl.fx_passes.closed_forms.heads import (
     OTHER_DIMENSIONS,
     SELECTED_KEYS,
 )
+from torch_streamkl.fx_passes.closed_forms.limits import SCALED
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of, nearest, nearest_inputs
-from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
+from torch_streamkl.fx_passes.closed_forms.score_form import OF_ANOTHER_PRODUCT
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    ancestors,
+    descendants,
+    name_of,
+    nearest,
+    nearest_inputs,
+    nearest_users,
+)
+from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
@@ -59,6 +68,10 @@ SUMS = {"sum", "mean", "kl_div", "cross_entropy_loss"}
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
 JOINS = {"cat", "stack", "concat"}
 PARTS = {"select", "slice", "narrow"}
+OF_HEADS = "elements of a head use"  # how a row program says that a sum over rows comes first
+OF_A_FACTOR = "a value of another matrix product multiplies scores or probabilities"
+_COMBINED = dict.fromkeys(("add", "sub"), OF_ANOTHER_PRODUCT)
+_COMBINED |= dict.fromkeys(("mul", "div"), OF_A_FACTOR)
 PADS = {"pad", "constant_pad_nd"}
 # operations after which the keys of a softmax are no dimension any more
 OF_KEYS = {
@@ -106,6 +119,21 @@ class Refusals:
                 or self._of_reduction(node)
             )
         return self._found[node]
+
+    def of_another_product(self, node: fx.Node) -> str:
+        """Says how a node is combined with whole scores that are of other products; or nothing."""
+        made_of_it = {node, *descendants([node])}
+        own = _matmuls_before(node)
+        for user in nearest_users(node):
+            said = _COMBINED.get(name_of(user), "")
+            others = [a for a in user.all_input_nodes if a not in made_of_it] if said else []
+            others = [
+                a for a in others if self.levels.of(a) in (Level.SCORES, Level.PROBABILITIES)
+            ]
+            are_whole = not any(map(self.levels.are_chosen, others))
+            if others and are_whole and not any(own & _matmuls_before(a) for a in others):
+                return said
+        return ""
 
     def before(self, node: fx.Node) -> Refusal | None:
         """Returns why the nearest operation before a node has no form, the node included."""
@@ -195,9 +223,9 @@ class Refusals:
         if name == "masked_select" or any(
             self.levels.are_entries(a) for a in node.all_input_nodes
         ):
-            masked = next(filter(_selects_entries, nearest_inputs(node)), None)
+            masked = next(filter(selects_entries, nearest_inputs(node)), None)
             return Refusal(SINGLE_ENTRIES if masked is None else MASKED_ENTRIES, masked or node)
-        if _selects_entries(node):
+        if selects_entries(node):
             return Refusal(MASKED_ENTRIES, node)
         if name in RESHAPES:
             return Refusal("reshape that mixes the axes of the scores", node)
@@ -294,6 +322,8 @@ class Refusals:
     def placed(self, refused: NotClosed, default: fx.Node | None = None) -> Refusal:
         """Returns the reason of a sum, and the node at which it stopped."""
         at = refused.at
+        if refused.reason.startswith(OF_HEADS):
+            refused = replace(refused, reason=EARLIER_SUM)
         if at is None:
             return Refusal(refused.reason, default)
         for x in walk([at]):
@@ -315,7 +345,21 @@ class Refusals:
             return Refusal(SCATTERED, node)
         if node is not None and _OPERATION.match(refused.reason):
             return Refusal(_of_scores(node), node)
+        reduced = self._reduction_of(node) if refused.reason == SCALED else None
+        if reduced is not None:
+            origin = node_of(self.trace, reduced) or reduced
+            name = name_of(origin).split(".")[-1]
+            return Refusal(f"scores are scaled by what {name} computes of them", reduced)
         return Refusal(refused.reason, node)
+
+    def _reduction_of(self, node: fx.Node | None) -> fx.Node | None:
+        """The nearest operation before a node that makes a value of rows, or one, of scores."""
+        for earlier in nearest_inputs(node) if node is not None else ():
+            before = [self.levels.of(a) for a in earlier.all_input_nodes]
+            is_of_keys = Level.SCORES in before or Level.PROBABILITIES in before
+            if is_of_keys and self.levels.of(earlier) in (Level.ROWS, Level.OTHER):
+                return earlier
+        return None
 
     def _padded(self, site: fx.Node | None) -> fx.Node | None:
         """Returns what pads probabilities before a site, if nothing takes some of them there."""
@@ -372,12 +416,16 @@ class Refusals:
         return forms
 
 
+def _matmuls_before(node: fx.Node) -> set[fx.Node]:
+    return {n for n in ancestors(node) if n.op == "call_function" and name_of(n) in MATMULS}
+
+
 def _of_scores(node: fx.Node) -> str:
-    return MASKED_ENTRIES if _selects_entries(node) else f"{name_of(node)} of scores"
+    return MASKED_ENTRIES if selects_entries(node) else f"{name_of(node)} of scores"
 
 
-def _selects_entries(node: fx.Node) -> bool:
-    """Whether a boolean mask over the last dimension selects what a node returns."""
+def selects_entries(node: fx.Node) -> bool:
+    """Returns whether a boolean mask over the last dimension selects what a node returns."""
     if node.op != "call_function" or name_of(node) not in ("index", "masked_select"):
         return False
     source, given = node.args[:2]

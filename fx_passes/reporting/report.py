@@ -81,7 +81,8 @@ class Report:
         remaining: score- and logit-sized tensors that a recognized loss reads and that the
             compiled program still materializes.
         elsewhere: further tensors of that size, which no recognized loss reads.
-        unrecognized: for the tensors in ``elsewhere``, why no loss was recognized.
+        unrecognized: for the tensors in ``elsewhere``, why no loss was recognized; if all losses
+            are fused, who else reads those in ``remaining``.
         unfused_comparisons: the lines of your code that compare two score- or logit-sized
             distributions and are not fused, even if they are not recognized as a loss.
         outside: logits or probabilities that a graph returns to code that is not compiled.

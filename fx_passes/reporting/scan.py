@@ -17,7 +17,12 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
 )
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.reporting.text import shown
-from torch_streamkl.fx_passes.reporting.unrecognized import IN_A_BODY, VAGUE, reasons_of
+from torch_streamkl.fx_passes.reporting.unrecognized import (
+    IN_A_BODY,
+    VAGUE,
+    readers_beside,
+    reasons_of,
+)
 
 log = logging.getLogger("torch_streamkl.report")
 
@@ -60,12 +65,17 @@ class Scan:
             in_bodies = [node for _, node in found if node.graph is not gm.graph]
             # by the analysis, with the operation; or it is a loss, whose reason says more
             known = bool(report.unrecognized or report.sites)
-            named = [text.split()[0] for text in report.unrecognized if " is applied to " in text]
+            said = [*report.unrecognized, *(site.reason for site in report.sites)]
+            named = [text.split()[0] for text in said if " is applied to " in text]
             report.unrecognized += [
                 text
                 for text in (*reasons_of(in_graph, at), *reasons_of(in_bodies, IN_A_BODY))
                 if not (known and text.endswith(VAGUE)) and text.split()[0] not in named
             ]
+            if report.sites and all(site.fused for site in report.sites):
+                names = {x.name for x in report.remaining if not x.cause}
+                kept = [node for node in gm.graph.nodes if node.name in names]
+                report.unrecognized += readers_beside(kept, at)
         except Exception as error:
             self._failed(error)
         if self.failure:

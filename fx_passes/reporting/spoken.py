@@ -73,10 +73,14 @@ def _has_values(functional: Functional, formula: Callable[[float, float], float]
         return False
 
 
+# the report names those that are trained at their target, too, with either sign
+_NAMED = (*DIVERGENCES.items(), *(("reverse cross_entropy", x) for x in ("S*logP", "-(S*logP)")))
+
+
 def _by_form(functional: Functional) -> str:
     """A name that the operators have for it, with the clamps of its probabilities."""
     guarded = functional.guarded
-    for name, text in DIVERGENCES.items():
+    for name, text in _NAMED:
         known = Functional.of(text)
         if known == functional:
             return name

@@ -177,7 +177,7 @@ def _remaining_in_short(report: Report) -> Iterator[str]:
     what = f"largest: {_tensor(largest)}" if len(found) > 1 else _tensor(largest)
     count, size = remaining_text(len(found)), bytes_text(report.remaining_bytes)
     yield f"{count}, {size} ({DETAILS}); {what}"
-    if report.elsewhere:
+    if report.unrecognized:
         hints = [f"Hint: {site.hint}" for site in report.sites]
         reasons = [
             text
@@ -186,6 +186,7 @@ def _remaining_in_short(report: Report) -> Iterator[str]:
         ]
         said = [text for text in reasons if not text.startswith("Hint: ")]
         todo = [text for text in reasons if text.startswith("Hint: ")]
+        todo = [text for text in todo if not any(text in sentence for sentence in said)]
         todo = todo[: max(1, _MAX_REASONS - len(said))]  # however many sentences there are
         yield from (f"     {text}" for text in (*said[:_MAX_REASONS], *todo))
 

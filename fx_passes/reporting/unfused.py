@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
     example,
     location_of,
     name_of,
+    nearest_inputs,
+    nearest_users,
+    tensor_of,
 )
-from torch_streamkl.fx_passes.fx_utils.op_names import ORDERED
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, ORDERED
+from torch_streamkl.fx_passes.lowering.writer import INSIDE
 from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
+from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import NO_OPERATOR, UNSUMMED, reason_of
-from torch_streamkl.fx_passes.reporting.refusals import Refusals
+from torch_streamkl.fx_passes.reporting.refusals import MASKED_ENTRIES, Refusals, selects_entries
 from torch_streamkl.fx_passes.reporting.report import Report, Site
+from torch_streamkl.fx_passes.reporting.score_levels import Level
 from torch_streamkl.fx_passes.reporting.text import shown
 
 
@@ -46,6 +55,20 @@ def _divergence_like(graph: fx.Graph) -> list[fx.Node]:
     losses = [n for n in calls if name_of(n) == "kl_div"]
     logs = [n for n in calls if name_of(n) in ("log_softmax", "logsumexp")]
     return losses or (logs if any(name_of(n) == "softmax" for n in calls) else [])
+
+
+def with_readers(
+    sites: Iterable[Site], of_programs: Mapping[fx.Node, str], trace: Trace
+) -> list[Site]:
+    """Says of losses that are sums of one operation which of its sums row programs do not take."""
+    reasons = {place_of(n, trace)[0]: reason for n, reason in of_programs.items()}
+    found = []
+    for site in sites:
+        reason = reasons.get(site.location, "") if site.reason == INSIDE else ""
+        if _is_known(reason):
+            site = replace(site, reason=reason, hint=hint_for(reason))
+        found.append(site)
+    return found
 
 
 def too_large(reading: Reading) -> list[str]:
@@ -82,11 +105,22 @@ def unfused_sites(
         elif _NO_OPERATION.search(reason) and blocker is not None:
             of_program = of_programs[blocker]  # such as ids that may be repeated
             reason = reason if _NO_OPERATION.search(of_program) else of_program
+        elif (other := _first_of_loss(node, of_programs)) is not None:
+            # operators have limits that row programs have not: what keeps those says more
+            if _is_known(other[0]) and (_UNDERFLOW.search(other[0]) or not _is_known(reason)):
+                reason, blocker = other
         origin = node_of(trace, node)
         if _UNKNOWN_NUMBER.search(reason) and origin is not None:
             reason = _symbolic_number(origin) or reason
         if origin is not None and is_shared_by_hand(origin):
             reason = "ranks add up what each computes of its own vocabulary entries (all_reduce)"
+        masked = _mask_of(node) if _BY_MASK.search(reason) else None
+        if masked is not None:
+            reason, blocker = MASKED_ENTRIES, masked
+        if blocker is not None and _BY_IDS.search(reason):
+            reason = refusals.of_another_product(blocker) or reason
+        if blocker is not None and _is_product_of_probabilities(blocker, refusals):
+            reason = OF_PROBABILITIES
         if blocker is not None:
             reason = in_users_terms(reason, blocker, trace)
         reason = with_place(reason, node, blocker or node, refusals)
@@ -109,6 +143,7 @@ def unfused_sites(
     return data_parallel.named(sites.values(), [node_of(trace, node) for node in found])
 
 
+OURS = "torch_streamkl::"  # operators that the user's code calls
 TOLD = ORDERED | {"gather", "index", "cross_entropy_loss"}  # by what reads large tensors
 _NO_OPERATION = re.compile(
     "of scores$|of attention or vocabulary probabilities$|vary along the keys"
@@ -121,6 +156,30 @@ _UNKNOWN_NUMBER = re.compile(
     "exponent is not known|neither a tensor nor a number|vary along the keys"
 )
 _IN_PLACE = re.compile(r"^(\w+[^_]_) of ")
+OF_PROBABILITIES = "a matrix product of probabilities"
+_BY_MASK = re.compile(rf"^{SINGLE_ENTRIES}|dimension that both operands of the scores have")
+_BY_IDS = re.compile(rf"^{SINGLE_ENTRIES}|^(?:gather|index|index_select|embedding) of ")
+_UNDERFLOW = re.compile("may underflow|next to its log-softmax")
+
+
+def _is_product_of_probabilities(node: fx.Node, refusals: Refusals) -> bool:
+    """Whether a node is a map of probabilities times a tensor, and as large as the map."""
+    if name_of(node) not in MATMULS:
+        return False
+    maps = [a for a in node.all_input_nodes if refusals.levels.of(a) is Level.PROBABILITIES]
+    made = numel(tensor_of(node))
+    return bool(maps) and all(2 * made >= numel(tensor_of(a)) for a in maps)
+
+
+def _mask_of(site: fx.Node) -> fx.Node | None:
+    """What a mask selects of single entries, before or after a site."""
+    every = (*nearest_inputs(site), *nearest_users(site))
+    return next((n for n in every if selects_entries(n)), None)
+
+
+def _is_known(reason: str) -> bool:
+    """Whether there is more to say than which losses fuse."""
+    return advice_for(reason) not in (None, ADVICE[-1])
 
 
 def _first_of_programs(
@@ -137,6 +196,18 @@ def _first_of_programs(
     return next(((reason, node) for node, reason in of_programs.items() if node in after), None)
 
 
+def _first_of_loss(
+    site: fx.Node, of_programs: Mapping[fx.Node, str]
+) -> tuple[str, fx.Node] | None:
+    """As `_first_of_programs`, and else what is next to a site, such as a mask of its scores."""
+    found = _first_of_programs(site, of_programs)
+    if found is not None:
+        return found
+    after = descendants([site])
+    beside = (n for n in of_programs if not after.isdisjoint(descendants([n])))
+    return next(((of_programs[n], n) for n in beside), None)
+
+
 def reasons_of_programs(
     trace: Trace, of_programs: Mapping[fx.Node, str], compared: Collection[fx.Node]
 ) -> list[str]:
@@ -148,7 +219,7 @@ def reasons_of_programs(
     found: dict[str, None] = {}
     for node, reason in of_programs.items():
         name = name_of(node) if node.op == "call_function" else ""
-        if not _NO_OPERATION.search(reason) or name in TOLD:
+        if not _NO_OPERATION.search(reason) or name in TOLD or OURS in name:
             continue
         if not any(a in of_programs for a in node.all_input_nodes):
             written = _IN_PLACE.match(reason)
@@ -157,10 +228,11 @@ def reasons_of_programs(
             sentence = f"{reason} at {shown(place_of(node, trace)[0])}"
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
     for node, reason in of_programs.items() if not found else ():
-        if node not in compared or advice_for(reason) in (None, ADVICE[-1]):
+        if node not in compared or not _is_known(reason):
             continue
         place = shown(place_of(node, trace)[0])
-        found[f"a sum at {place} is not fused: {reason}. Hint: {hint_for(reason)}"] = None
+        said = reason.replace(os.getcwd() + os.sep, "")
+        found[f"a sum at {place} is not fused: {said}. Hint: {hint_for(reason)}"] = None
     return list(found)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +18,8 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     tensors_read,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED
+from torch_streamkl.fx_passes.fx_utils.shape_reads import reads_values
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
@@ -51,11 +54,11 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
     for node in nodes:
         if node in said:
             continue
-        reader, path = _telling_reader(node)
-        said.update(path)
-        if reader is not None:
-            said |= descendants([reader])
-        sentence, _, hint = _sentence(node, reader, path, at_break).partition(". Hint: ")
+        read = _telling_reader(node)
+        said.update(read.seen)
+        if read.reader is not None:
+            said |= descendants([read.reader])
+        sentence, _, hint = _sentence(node, read.reader, read.path, at_break).partition(". Hint: ")
         if sentence:
             found[sentence] = None
         if hint:
@@ -63,36 +66,89 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
     return [*found, *hints]
 
 
-def _telling_reader(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+def readers_beside(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
+    """Returns who reads the tensors that a fused loss no longer needs, as sentences."""
+    found: dict[str, None] = {}
+    said: set[fx.Node] = set()
+    for node in nodes:
+        if node in said:
+            continue
+        read = _telling_reader(node)
+        said.update(read.seen)
+        reader = read.reader
+        if reader is not None and reader.op != "output" and OURS not in name_of(reader):
+            place = shown(location_of(reader)[0])
+            by = f"{called(reader)} at {place}, which is not fused"
+            found[f"{_origin_text(node, read.path)} is also read by {by}"] = None
+        for last in read.seen:
+            if any(user.op == "output" for user in last.users):
+                where = f"{called(last)} at {shown(location_of(last)[0])}"
+                by = f"read by {at_break}" if at_break else "returned by the compiled function"
+                found[f"{where} is also {by}"] = None
+    return list(found)
+
+
+def _origin_text(node: fx.Node, path: Iterable[fx.Node]) -> str:
+    """Names a tensor by the softmax that leads to its reader, or is before it."""
+    first = _softmax_of(node, path) or node
+    return f"{called(first)} at {shown(location_of(first)[0])}"
+
+
+def _softmax_of(node: fx.Node, path: Iterable[fx.Node]) -> fx.Node | None:
+    return next((n for n in path if name_of(n) in OF_ROWS), None) or _softmax_before(node)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Holds who reads a tensor, by which nodes, and what else was looked at."""
+
+    reader: fx.Node | None
+    path: list[fx.Node]  # from the tensor to what is read, each computed from the one before
+    seen: Collection[fx.Node]
+
+
+def _telling_reader(node: fx.Node) -> _Read:
     """The first reader that is more than arithmetic per entry, and what lies between.
 
     What compares tensors or needs whole rows tells more than a product with values does.
     """
     value = example(node)
-    path, queue = [node], [node]
-    fallback: fx.Node | None = None
-    product: fx.Node | None = None
+    before: dict[fx.Node, fx.Node | None] = {node: None}
+    queue = [node]
+    fallback: tuple[fx.Node, fx.Node] | None = None
+    product: tuple[fx.Node, fx.Node] | None = None
     while queue:
         current = queue.pop(0)
         for user in current.users:
-            if user in path:
+            if user in before or not reads_values(user, current):
                 continue
             if user.op == "output":
-                fallback = fallback or user
+                fallback = fallback or (user, current)
                 continue
             if _is_telling(user):
                 if name_of(user) not in PRODUCTS:
-                    return user, path
-                product = product or user
+                    return _Read(user, _chain(current, before), before)
+                product = product or (user, current)
                 continue
             made = example(user)
             if isinstance(made, Tensor) and isinstance(value, Tensor):
                 if numel(made) * 2 < numel(value):
-                    fallback = fallback or user
+                    fallback = fallback or (user, current)
                     continue
-            path.append(user)
+            before[user] = current
             queue.append(user)
-    return product or fallback, path
+    found = product or fallback
+    if found is None:
+        return _Read(None, [node], before)
+    return _Read(found[0], _chain(found[1], before), before)
+
+
+def _chain(last: fx.Node, before: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
+    """Returns the nodes that lead to one: the value of each is computed from the one before."""
+    found = [last]
+    while (earlier := before[found[-1]]) is not None:
+        found.append(earlier)
+    return found[::-1]
 
 
 def _is_telling(user: fx.Node) -> bool:
@@ -108,9 +164,8 @@ def _is_telling(user: fx.Node) -> bool:
 def _sentence(
     node: fx.Node, reader: fx.Node | None, path: list[fx.Node], at_break: str | None
 ) -> str:
-    rows = next((n for n in path if name_of(n) in OF_ROWS), None) or _softmax_before(node)
-    first = rows or node
-    where = f"{called(first)} at {shown(location_of(first)[0])}"
+    rows = _softmax_of(node, path)
+    where = _origin_text(node, path)
     if reader is None:
         return f"{where} is as large as scores, and no loss reads it"
     if reader.op == "output":
@@ -125,7 +180,11 @@ def _sentence(
     if kind in ORDERED:
         return _hinted(f"{feeds}, which needs whole rows", f"{kind} of scores")
     if isinstance(reader.target, torch._ops.HigherOrderOperator):
-        return f"{where} goes into {name} at {at}"
+        return (
+            _hinted(f"{where} goes into {name} at {at}", name)
+            if name == FUNCTION
+            else (f"{where} goes into {name} at {at}")
+        )
     if OURS in kind:
         return f"{where} is dense, and read by the fused operator"
     if kind in WRITES and reader.args[0] in path:
@@ -134,15 +193,21 @@ def _sentence(
         return f"{where} is written into another tensor at {at}"
     if kind in PRODUCTS and _is_sum_over_keys(node, reader):
         return _hinted(f"{feeds}: {AS_PRODUCT}", AS_PRODUCT)
+    if kind in PRODUCTS and rows is not None and _is_of_distributions(node, reader):
+        return f"{feeds}: a product of whole distributions, which no fused operator has"
     if kind in PRODUCTS:
         what = "attention probabilities" if rows is not None else "scores"
         return f"{feeds}: {what} that are compared with no other distribution"
+    if kind == "gather" and _has_one_id(reader):
+        return f"{feeds}, which reads one entry of each row"
     if kind in ("gather", "index_select", "take_along_dim") or _indexes(reader):
         return _hinted(f"{feeds}, which reads single entries of each row", "gather of scores")
     if kind in SCATTERS:
         return f"{where} is a dense target, written by {name}"
     if kind == "cross_entropy":
         return f"{feeds}: cross-entropy with labels alone, no teacher's distribution"
+    if rows is None and kind == "kl_div":
+        return ""  # the loss has a reason of its own
     if rows is None:
         return f"{feeds} without a softmax: no divergence"
     unread = next((n for n in (*path[1:], reader) if is_unread(n)), None)
@@ -150,7 +215,9 @@ def _sentence(
         return f"{feeds}{VAGUE}"
     operation = name_of(unread)
     place = shown(location_of(unread)[0])
-    made = "what is computed of " * (rows not in unread.all_input_nodes) + where
+    if rows in path and unread in path and path.index(unread) < path.index(rows):
+        where = f"{called(node)} at {shown(location_of(node)[0])}"
+    made = "what is computed of " * ({rows, node}.isdisjoint(unread.all_input_nodes)) + where
     return _hinted(f"{called(unread)} at {place} is applied to {made}{why_not(operation)}",
                    f"{operation} of scores")  # fmt: skip
 
@@ -160,6 +227,7 @@ def _softmax_before(node: fx.Node) -> fx.Node | None:
 
     def made_of(n: fx.Node) -> list[fx.Node]:
         inputs = n.all_input_nodes
+        inputs = [a for a in inputs if reads_values(n, a)]
         return [a for a in inputs if a.op != "placeholder" and name_of(a) not in PRODUCTS]
 
     found = (n for n in nearest(node, made_of) if n is not node)
@@ -176,6 +244,22 @@ def _is_sum_over_keys(node: fx.Node, reader: fx.Node) -> bool:
     return are_both and 4 * numel(made) <= numel(value) and len({*reader.all_input_nodes}) == 2
 
 
+def _is_of_distributions(node: fx.Node, reader: fx.Node) -> bool:
+    """Whether a product is of two tensors of the size of scores, such as a Gram matrix of them."""
+    value, read = example(node), tensors_read(reader)
+    if not isinstance(value, Tensor):
+        return False
+    if len(read) == 1:
+        read *= 2
+    return len(read) == 2 and all(2 * numel(x) >= numel(value) for x in read)
+
+
+def _has_one_id(reader: fx.Node) -> bool:
+    """Whether a gather reads one entry of each row, which no row has twice."""
+    made = example(reader)
+    return isinstance(made, Tensor) and made.dim() > 1 and is_one(made.shape[-1])
+
+
 def _indexes(reader: fx.Node) -> bool:
     """Whether it reads entries by ids or a position, and not a slice or whole rows."""
     if name_of(reader) != "getitem":
@@ -189,9 +273,9 @@ def _hinted(sentence: str, reason: str) -> str:
     return f"{sentence}. Hint: {hint}" if hint else sentence
 
 
-CHECKPOINT = "a checkpoint"
+CHECKPOINT, FUNCTION = "a checkpoint", "a custom autograd.Function"
 _HIGHER_ORDER = {
-    "autograd_function_apply": "a custom autograd.Function",
+    "autograd_function_apply": FUNCTION,
     "tag_activation_checkpoint": CHECKPOINT,
     "wrap_with_autocast": "an autocast region",
     "map_impl": "map",

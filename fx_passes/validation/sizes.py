@@ -15,6 +15,11 @@ from torch_streamkl.fx_passes.validation.options import NotChecked
 log = logging.getLogger("torch_streamkl.rewrite")
 SymNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+DATA_DECIDES = (
+    "the data decides its sizes, as where a mask selects rows or entries; torch_streamkl.verify() "
+    "checks it with your inputs"
+)
+
 
 class Sizes:
     """Maps symbols to numbers: ``smaller`` ones, or the hints of the graph."""
@@ -36,7 +41,7 @@ class Sizes:
                 kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(x)]
                 return kind(known)
         if node.hint is None:
-            raise NotChecked("sizes that only the data decides")
+            raise NotChecked(DATA_DECIDES)
         return node.hint
 
     def numbers(self, xs: Any) -> list[int]:

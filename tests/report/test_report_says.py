@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
 import torch_streamkl
 from tests.support.losses import kd
+from tests.support.reason_examples import EXAMPLES as REASONS
 from tests.support.user_losses import USER_LOSSES
 
 OPTIONS = {"streamkl.inner": "eager"}
@@ -179,6 +181,118 @@ def labels_and_a_transpose(h, w, g, v):
     return F.cross_entropy(s, torch.ones(len(h)).long()) + s.T.sort(-1).values.mean()
 
 
+def multi_label(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    binary = F.binary_cross_entropy(s.sigmoid(), t.sigmoid())
+    return binary + s.log_softmax(-1)[:, :2].mean()
+
+
+def a_target_of_the_same_shape(h, w, g, v):
+    s = h @ w.T
+    target = torch.zeros_like(s).scatter(-1, (g @ v.T).topk(3).indices, 1.0)
+    return F.binary_cross_entropy(s.log_softmax(-1).exp(), target)
+
+
+OF_A_PRODUCT = next(x for x in REASONS if "an MLP of positions" in x)
+PAIRS = torch.arange(64)[:, None] - torch.arange(64) + 63
+
+
+def positions_of_a_product(q, k, r, u):
+    table = F.linear(torch.randn(127, 8), u.new_ones(2, 8))
+    bias = table[PAIRS.flatten()].view(64, 64, 2).permute(2, 0, 1)
+    return kd(q @ k.mT + bias, r @ u.mT)
+
+
+def mixture_of_heads(h, w, g, v):
+    gate = (h @ w[:2].T).softmax(-1)
+    p = gate[:, :1] * (h @ w.T).softmax(-1) + gate[:, 1:] * ((2 * h) @ w.T).softmax(-1)
+    return F.kl_div(p.log(), (g @ v.T).softmax(-1), reduction="batchmean")
+
+
+def entries_by_the_operator(h, w, g, v):
+    log_probs, ids = (g @ v.T).log_softmax(-1).topk(4)
+    return torch_streamkl.linear_topk_kl(h, w, ids, log_probs, tail="bucket").mean()
+
+
+def drawn_labels(h, w, g, v):
+    s = (h @ w.T).log_softmax(-1)
+    ids = torch.multinomial(s.exp(), 1)
+    return (s.gather(-1, ids) - (g @ v.T).log_softmax(-1).gather(-1, ids)).mean()
+
+
+def normalized_logits(h, w, g, v):
+    s, t = (F.layer_norm(x, x.shape[-1:]) for x in (h @ w.T, g @ v.T))
+    return kd(s, t)
+
+
+def map_between_vocabularies(h, w, g, v):
+    p = (g @ v.T).softmax(-1) @ torch.randn(160, 160).softmax(-1)
+    return F.kl_div((h @ w.T).log_softmax(-1), p, reduction="batchmean")
+
+
+def contrastive_decoding(h, w, g, v):
+    expert, amateur = ((x @ v.T).softmax(-1).log() for x in (g, g.flip(0)))
+    rare = expert < expert.amax(-1, keepdim=True) - 2
+    return kd(h @ w.T, (expert - amateur).masked_fill(rare, -1e9))
+
+
+def next_to_its_log_softmax(h, w, g, v):
+    """A finite mask, of which log_softmax has numbers, and the logarithm of a softmax -inf."""
+    padding = torch.arange(v.shape[0]) >= v.shape[0] - 3
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).masked_fill(padding, -1e9)
+    p, log = t.softmax(-1), t.log_softmax(-1)
+    return (p * (p.log() - s) - 0.1 * log).sum(-1).mean()
+
+
+class Halved(torch.autograd.Function):
+    """A loss whose gradient is written by hand."""
+
+    @staticmethod
+    def forward(ctx, s, t):
+        p, q = s.softmax(-1), t.softmax(-1)
+        ctx.save_for_backward(p, q)
+        return (q * (q.log() - p.log())).sum(-1).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        p, q = ctx.saved_tensors
+        return grad * (p - q) / 2, None
+
+
+def logs_of_a_checkpoint(h, w, g, v):
+    s = checkpoint(lambda x: (x @ w.T).log_softmax(-1), h, use_reentrant=False)
+    return F.kl_div(s, (g @ v.T).softmax(-1), reduction="batchmean")
+
+
+def classes(s, t):
+    p, q = s.softmax(-1), t.softmax(-1)
+    return (p.mT @ p - q.mT @ q).square().mean()
+
+
+def pooled(s, t):
+    return F.mse_loss(F.avg_pool1d(s.softmax(-1), 4), F.avg_pool1d(t.softmax(-1), 4))
+
+
+def dist(s, t):
+    def distance(p, q):
+        p, q = (x - x.mean(-1, keepdim=True) for x in (p, q))
+        return 1 - F.cosine_similarity(p, q, dim=-1).mean()
+
+    p, q = s.softmax(-1), t.softmax(-1)
+    return distance(p, q) + distance(p.T, q.T)
+
+
+def centered(h, w, g, v):
+    """As DINO: the mean of the teacher's probabilities is the center of the next step."""
+    target = (g @ v.T / 0.04).softmax(-1)
+    return -(target * (h @ w.T / 0.1).log_softmax(-1)).sum(-1).mean(), target.mean(0)
+
+
+def returned_and_read(q, k, r, u):
+    p = (q @ k.mT).softmax(-1)
+    return F.kl_div(p.log(), (r @ u.mT).softmax(-1), reduction="batchmean"), p @ q, p
+
+
 # ----------------------------------------------------- losses, their sides and their inputs
 def of_logits(loss):
     return lambda h, w, g, v: loss(h @ w.mT, g @ v.mT)
@@ -337,7 +451,9 @@ SAID = {
     },
     "entries of a top-k": Said(of_logits(of_topk_entries), ("1 of 1 loss fused",)),
     "labels of this graph": Said(
-        of_logits(binary_of_a_label), ("read by code outside of the loss",), ("not made",)
+        of_logits(binary_of_a_label),
+        ("also read by sum at",),
+        ("not made",),
     ),
     "a hook on probabilities": Said(
         hook_on_probabilities,
@@ -352,6 +468,83 @@ SAID = {
     "labels alone": user(
         "cross_entropy_alone", "no distillation loss recognized",
         "cross-entropy with labels alone",
+    ),
+    "positions by an MLP": Said(
+        REASONS[OF_A_PRODUCT],
+        ("a function of another matrix product is added", "Hint: compute the bias or gate"),
+        ("an id twice",), usual="gram",
+    ),
+    "a gate of a product": Said(
+        mixture_of_heads, ("a value of another matrix product", "Hint: compute the bias or gate"),
+        ("an id twice",),
+    ),
+    "an operator of ours": Said(
+        entries_by_the_operator,
+        ("feeds topk at",),
+        ("linear_topk is applied", "no fused operator"),
+    ),
+    "a comparison of log-probabilities": Said(
+        contrastive_decoding,
+        ("a comparison with the logarithm of a probability that may underflow", "log_softmax"),
+        ("supported.md",),
+    ),
+    "labels that are drawn": Said(
+        drawn_labels, ("multinomial is applied to",), ("has no rule",)
+    ),
+    "logits of a layer norm": Said(
+        normalized_logits,
+        ("layer_norm at", "is applied to scores: the rewrite reads it in another spelling"),
+        ("what is computed of",),
+    ),
+    "a map between vocabularies": Said(
+        map_between_vocabularies, ("a matrix product of probabilities", "whole rows"),
+        ("swap the operands",),
+    ),
+    "entries of a product as a bias": Said(
+        positions_of_a_product,
+        ("a function of another matrix product is added", "Hint: compute the bias or gate"),
+        ("an id twice",), usual="gram",
+    ),
+    "a temperature by row": Said(
+        REASONS["the logarithm of a probability that may be 0 by underflow"],
+        ("the inverse of the logarithm of a probability", "take logarithms by log_softmax"),
+    ),
+    "a logarithm and a log-softmax": Said(
+        next_to_its_log_softmax, ("the logarithm of a softmax", "next to its log-softmax"),
+    ),
+    "a temperature": Said(
+        REASONS["a temperature that is computed from all logits"],
+        ("scores are scaled by what std computes of them", "Hint: compute the temperature"),
+    ),
+    "a softmax next to what is read": Said(
+        multi_label, ("matmul at", "feeds binary_cross_entropy"), ("log_softmax at",)
+    ),
+    "a shape that is read": Said(
+        a_target_of_the_same_shape,
+        ("zeros_like at", "is a dense target", "binary_cross_entropy at", "of log_softmax at"),
+    ),
+    "a gradient by hand": Said(
+        of_logits(Halved.apply),
+        ("goes into a custom autograd.Function at", "Hint: write the loss with torch operations"),
+    ),
+    "log-probabilities of a checkpoint": Said(
+        logs_of_a_checkpoint, ("it is a result of the checkpoint at",), ("no divergence",)
+    ),
+    "DIST": Said(
+        of_logits(dist), ("comes before the sum over the keys", "cannot be fused"),
+        ("inside of an operation", "supported.md"),
+    ),
+    "a Gram matrix": Said(
+        of_logits(classes), ("feeds matmul at", "a product of whole distributions"),
+        ("attention", "no other distribution"),
+    ),
+    "who reads what a fused loss leaves": Said(
+        centered, ("1 of 1 loss fused", "softmax at", "is also read by mean at", "is not fused")
+    ),
+    "a caller and code": Said(
+        returned_and_read,
+        ("1 of 1 loss fused", "is also read by matmul at", "is also returned by the compiled"),
+        usual="gram",
     ),
     "attention alone": user(
         "attention_alone", "attention probabilities that are compared with no other distribution"
@@ -374,8 +567,8 @@ SAID = {
     ),
     # forms and roles; both directions are summed in R-Drop
     "R-Drop": user(
-        "r_drop", "jeffreys, student and teacher both need a gradient",
-        "matmul of h and w (", "matmul of mul and w (", ": matmul of", "needs a gradient; teacher",
+        "r_drop", "jeffreys, both sides need a gradient", "P: matmul of", "; Q: matmul of",
+        "matmul of h and w (", "matmul of mul and w (",
     ),
     "reverse KL": user(
         "reverse_kl", "student: matmul of h and w (", "teacher: matmul of g and v (",
@@ -448,6 +641,38 @@ def test_the_report_says(name):
     assert all(site.fused or (site.reason and site.hint) for site in report.sites), said
 
 
+LABELS = torch.arange(48)[:, None] % 7
+
+
+def all_but_the_label(h, w, g, v):
+    """As NKD: the target class is taken out by a boolean mask."""
+    s, t = h @ w.T, g @ v.T
+    keep = torch.ones_like(s).scatter(1, LABELS, 0).bool()
+    s, t = (x[keep].reshape(48, 159) for x in (s, t))
+    return -(t.softmax(-1) * s.log_softmax(-1)).sum(-1).mean()
+
+
+def masked_topk_entries(h, w, g, v):
+    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
+    values, ids = t.topk(4)
+    return (s.gather(-1, ids) - values)[values > -5].square().sum()
+
+
+@pytest.mark.parametrize("loss", [all_but_the_label, masked_topk_entries])
+def test_entries_that_a_mask_selects(loss):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = explained(loss)
+    assert not report.failures
+    (site,) = report.sites
+    assert site.reason == "a mask selects single entries of each row", site
+    assert re.search(r"keep\]|> -5\]", site.unsupported_code or site.code), site
+
+
+def test_a_hint_is_printed_once():
+    said = str(explained(of_logits(pooled)))
+    assert "avg_pool1d is applied to" in said and said.count("Hint: ") == 1, said
+
+
 def test_code_around_a_loss_that_is_not_checked_is_no_second_loss():
     """Sizes that data decide keep "always" from checking; reads of sizes are no losses."""
 
@@ -464,6 +689,70 @@ def test_code_around_a_loss_that_is_not_checked_is_no_second_loss():
     (site,) = report.sites
     assert 'streamkl.verify is "always", and it was not checked' in site.reason
     assert '{"streamkl.verify": "auto"}' in site.hint
+
+
+def test_a_loss_of_masked_rows_says_once_that_it_was_not_checked():
+    def loss(h, w, g, v, keep):
+        rows = F.kl_div((h @ w.T).log_softmax(-1), (g @ v.T).softmax(-1), reduction="none")
+        return rows[keep].sum() / keep.sum()
+
+    given = *USER_LOSSES["cosine"].inputs(), torch.arange(48) % 3 > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = explained(loss, *given)
+        verified = torch_streamkl.verify(loss, *given, options=OPTIONS)
+    said = str(report)
+    assert said.count("check skipped: the data decides its sizes, as where a mask selects") == 1
+    assert "torch_streamkl.verify() checks it with your inputs" in said
+    assert verified.ok, verified
+
+
+def reverse(s, t):
+    log_s, log_t = s.log_softmax(-1), t.log_softmax(-1)
+    return (log_s.exp() * (log_s - log_t)).sum(-1).mean()
+
+
+def skewed_reverse(s, t):
+    p, q = s.softmax(-1), t.softmax(-1)
+    return (p * (p.log() - (0.9 * p + 0.1 * q).log())).sum(-1).mean()
+
+
+def clamped_entropy(s, t):
+    return -(t.softmax(-1) * s.softmax(-1).clamp(min=1e-6).log()).sum(-1).mean()
+
+
+# of a loss and who is trained: the form, and the names of the first and second scores
+ROLES = {
+    (kd, 1, 0): ("forward_kl", "student", "teacher"),
+    (kd, 0, 1): ("reverse_kl", "teacher", "student"),
+    (kd, 1, 1): ("KL(P || Q), both sides need a gradient", "Q", "P"),
+    (kd, 0, 0): ("KL(P || Q)", "Q", "P"),
+    (reverse, 1, 0): ("reverse_kl", "student", "teacher"),
+    (reverse, 1, 1): ("KL(P || Q), both sides need a gradient", "P", "Q"),
+    (reverse, 0, 0): ("KL(P || Q)", "P", "Q"),
+    (skewed_reverse, 1, 0): ("skewed reverse_kl, KL(S || 0.1 P + 0.9 S)", "student", "teacher"),
+    (skewed_reverse, 0, 0): ("skewed KL(P || 0.9 P + 0.1 Q)", "P", "Q"),
+    (clamped_entropy, 0, 1): (
+        "reverse cross_entropy, teacher clamped at 1e-06", "teacher", "student",
+    ),
+    (clamped_entropy, 1, 1): (
+        "cross_entropy -P*logQ, Q clamped at 1e-06, both sides need a gradient",
+        "Q",
+        "P",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "first", "second"), ROLES)
+def test_no_side_is_called_teacher_unless_the_other_alone_is_trained(loss, first, second):
+    inputs = USER_LOSSES["cosine"].inputs()
+    for i, x in enumerate(inputs):
+        x.requires_grad_(bool(first if i < 2 else second))
+    (site,) = explained(of_logits(loss), *inputs).sites
+    form, one, other = ROLES[loss, first, second]
+    assert site.form == form, site
+    assert {f"{one}: matmul of h", f"{other}: matmul of g"} == {
+        role.partition(" and ")[0] for role in site.roles.split("; ")
+    }
 
 
 class Gather(torch.autograd.Function):

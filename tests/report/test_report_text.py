@@ -134,6 +134,7 @@ streamkl: 1 of 1 loss fused, 90 KiB of logits not materialized
 1 score- or logit-sized tensor remains, 30 KiB:
   read by losses:
      [48 x 160] (30 KiB) loss.py:7: read by cross_entropy
+     matmul at loss.py:7 is also read by cross_entropy at loss.py:7, which is not fused
 note: the cross-entropy at loss.py:7 keeps the student's logits: it has class weights, label smoothing or soft labels""",
         )
 

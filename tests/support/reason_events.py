@@ -21,6 +21,21 @@ EVENTS = {
     "the divergence leaves the graph before it is summed over the keys":
         "The compiled function returns one value for each query and key, or for each token and "
         "vocabulary entry.",
+    "the logarithm of a probability that may be 0 by underflow":
+        "Eager code has -inf where a probability underflows. A fused loss computes the logarithm "
+        "from the scores, and what follows may tell both apart.",
+    "entries of a top-k of this graph, next to a value of as many (a bucket for the rest)":
+        "Entries at ids of a top-k are joined with the probability of all others.",
+    "a maximum over the parts of a stack, such as several teachers":
+        "A maximum is taken over the dimension that torch.stack has made.",
+    "a temperature that is computed from all logits":
+        "A standard deviation, maximum or other value of all rows scales the scores of each row.",
+    "a bias or gate that a matrix product of the same graph makes (an MLP of positions)":
+        "Entries of another matmul, or a function of them, are added to scores or multiply them.",
+    "a loss over rows: a relation of tokens, a norm of a whole map, averages of a column":
+        "Probabilities are summed over tokens, queries or heads first, and then over the keys.",
+    "a matrix product of probabilities (attention rollout, a map between vocabularies)":
+        "A matmul multiplies probabilities by a matrix, and the loss compares the results.",
     "a mask selects entries of each row (all logits but the label's)":
         "A boolean mask over tokens and vocabulary entries makes one list of what it selects.",
     "a top-k is renormalized and scattered to a dense target":

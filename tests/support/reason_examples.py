@@ -112,6 +112,63 @@ of_scores("a distribution is detached in one place and not in another",
           ).sum(-1).mean())  # fmt: skip
 
 
+@example("the logarithm of a probability that may be 0 by underflow")
+def temperature_of_entropies(h, w, g, v):
+    t = g @ v.T
+    p = t.softmax(-1)
+    temperature = 1 - (p * p.log()).sum(-1, keepdim=True)
+    return F.kl_div((h @ w.T).log_softmax(-1), (t / temperature).softmax(-1), reduction="batchmean")
+
+
+@example("a loss over rows: a relation of tokens, a norm of a whole map, averages of a column")
+def dist_of_classes(h, w, g, v):
+    """The relation of the probabilities that all tokens give one class, as in DIST."""
+    p, q = (h @ w.T).softmax(-1).T, (g @ v.T).softmax(-1).T
+    p, q = (x - x.mean(-1, keepdim=True) for x in (p, q))
+    return 1 - F.cosine_similarity(p, q, dim=-1).mean()
+
+
+@example("a matrix product of probabilities (attention rollout, a map between vocabularies)")
+def attention_rollout(q, k, r, u):
+    p, t = ((a @ b.mT).softmax(-1).mean(1) for a, b in ((q, k), (r, u)))
+    return F.kl_div((p @ p).log(), t @ t, reduction="batchmean")
+
+
+@example("entries of a top-k of this graph, next to a value of as many (a bucket for the rest)")
+def topk_and_the_rest(h, w, g, v):
+    log_t, ids = (g @ v.T).log_softmax(-1).topk(4)
+    log_s = (h @ w.T).log_softmax(-1).gather(-1, ids)
+    s, t = (
+        torch.cat([x, (-x.logsumexp(-1, keepdim=True).expm1()).log()], -1) for x in (log_s, log_t)
+    )
+    return (t.exp() * (t - s)).sum(-1).mean()
+
+
+@example("a maximum over the parts of a stack, such as several teachers")
+def largest_of_teachers(h, w, g, v):
+    teachers = torch.stack([x @ v.T for x in (g, 2 * g)])
+    return kl(h @ w.T, teachers.max(0).values)
+
+
+@example("a temperature that is computed from all logits")
+def temperature_of_all_logits(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    temperature = 1 + t.std()
+    return kl(s / temperature, t / temperature)
+
+
+@example("a bias or gate that a matrix product of the same graph makes (an MLP of positions)")
+def relative_positions(q, k, r, u):
+    """As Swin Transformer v2: an MLP makes a table of which each pair of tokens has an entry."""
+    heads, length = q.shape[1:3]
+    steps = torch.arange(length)
+    offsets = torch.linspace(-1, 1, 2 * length - 1)[:, None]
+    table = F.linear(F.linear(offsets, u.new_ones(64, 1)).relu(), u.new_ones(heads, 64))
+    bias = table[(steps[:, None] - steps + length - 1).flatten()].sigmoid()
+    bias = bias.view(length, length, heads).permute(2, 0, 1).contiguous()
+    return kl(q @ k.mT + bias.unsqueeze(0), r @ u.mT + bias.unsqueeze(0))
+
+
 @example("entries of rows are gathered by ids (a cached or served top-k)")
 def largest_queries(q, k, r, u):
     s, t = q @ k.mT, r @ u.mT
