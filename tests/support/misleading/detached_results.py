@@ -42,6 +42,11 @@ misleading("X7", {
         frozen(lambda: s.to(s.dtype)) * 0.5, t),
     "queries_cast_to_their_own_type_without_gradient": lambda q, k, t: kd(
         frozen(lambda: q.to(q.dtype)) @ k.mT, t),
+    "queries_as_they_are_without_gradient": lambda q, k, t: kd(frozen(lambda: +q) @ k.mT, t),
+    "hidden_states_of_two_dimensions_without_gradient": lambda h, w, zt: kd(
+        frozen(torch.atleast_2d, h) @ w.T, zt),
+    "queries_broadcast_to_their_shape_without_gradient": lambda q, k, t: kd(
+        frozen(torch.broadcast_tensors, q)[0] @ k.mT, t),
 })
 # fmt: on
 # ------------------------------------------------------------------- after the softmax
