@@ -71,6 +71,17 @@ misleading(
         "rows_weighted_without_gradient": lambda log_s, p_t, rw: (
             frozen(torch.mul, elements(log_s, p_t), rw[:, None]).sum(-1).mean() + 0 * rw.sum()
         ),
+        # of a view, what is recorded says that it needs a gradient
+        "rows_viewed_without_gradient": lambda s, t, q: (
+            frozen(lambda x: x.reshape(x.shape), rows_of(s, t)).sum() + q.sum()
+        ),
+        "token_rows_viewed_without_gradient": lambda z, zt, h: (
+            frozen(torch.unsqueeze, rows_of(z, zt), 0).mean() + h.sum()
+        ),
+        "squares_of_rows_viewed_without_gradient": lambda z, zt, h: (
+            frozen(torch.unsqueeze, (z.softmax(-1) * zt.sigmoid()).sum(-1), 0).square().mean()
+            + h.sum()
+        ),
         "rows_summed_without_gradient": lambda log_s, p_t: (
             (x := elements(log_s, p_t)).sum(-1).mean() * frozen(x.sum, -1).mean()
         ),
