@@ -488,3 +488,27 @@ def test_entries_of_what_is_normalized_over_rows(name):
 
     trained = [h.requires_grad_(), w.requires_grad_(), g, v]
     compare(step, trained, options=OPTIONS, largest_score=8.0).check()
+
+
+CONDITIONS = {
+    "of each entry": lambda e, ids: e > 0.01,
+    "several": lambda e, ids: (e > 0.01) & (e < 0.5),
+    "of their mean": lambda e, ids: e > e.mean(),
+    "a choice": lambda e, ids: torch.where(e > 0.01, ids, 0),
+    "counted": lambda e, ids: (e > 0.01).sum(-1),
+    "any": lambda e, ids: (e > 0.01).any(-1),
+    "all counted": lambda e, ids: torch.count_nonzero(e > 0.01),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+@pytest.mark.parametrize("of", ["softmax", "log_softmax"])
+def test_conditions_on_entries_that_the_code_reads(of, name):
+    """They are made of entries as they are, not of entries as truths or integers."""
+    h, w, _, ids = peaked()
+
+    def step(h, w):
+        e = getattr(h @ w.mT * 0.1, of)(-1).gather(-1, ids)
+        return CONDITIONS[name](e if of == "softmax" else e.exp(), ids), h.sum()
+
+    compare(step, [h, w], options=OPTIONS).check()
