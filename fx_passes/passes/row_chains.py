@@ -190,6 +190,8 @@ class _Reader:
             return self._apply(node, UNARY[name], [args[0]])
         if name in BINARY and len(args) == 2:
             return self._apply(node, BINARY[name], args)
+        if name == "clamp_max" and len(args) == 2 and not tensor_of(node).requires_grad:
+            return self._apply(node, name, args)  # as of a row's largest probability
         if name in ("pow", "square") and x is not None and not x.is_sum:
             exponent: Any = args[1] if name == "pow" else 2
             is_number = isinstance(exponent, (int, float)) and 0 < abs(exponent) <= MAX_POWER
