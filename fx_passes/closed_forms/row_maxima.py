@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.program.canonical import subtracted
 from torch_streamkl.program.functions import exponential
-from torch_streamkl.program.graph import LOGSUMEXP, MAX, Node
+from torch_streamkl.program.graph import LOGSUMEXP, MAX, Node, apply
 from torch_streamkl.program.reductions import reduced, remade
 from torch_streamkl.program.walks import rebuilt
 
@@ -15,8 +15,9 @@ from torch_streamkl.program.walks import rebuilt
 def with_largest_scores(roots: Sequence[Node]) -> list[Node]:
     """Returns roots in which a maximum of probabilities is ``exp(max(scores) - lse(scores))``.
 
-    A kernel's maximum ignores NaN, but the log-sum-exp next to it does not. Raises NoForm for a
-    maximum of something else.
+    A kernel's maximum ignores NaN, but the log-sum-exp next to it does not. That one is rounded,
+    and no probability is above 1: the square root of what it leaves of 1 would be NaN. Raises
+    NoForm for a maximum of something else.
     """
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
@@ -35,4 +36,5 @@ def _largest(maximum: Node, body: Node) -> Node:
     if body.op != "log_softmax" or body.value != axis:
         raise NoForm("a maximum over the keys leaves the elements", maximum)
     scores = body.args[0]
-    return subtracted(reduced(MAX, axis, scores), reduced(LOGSUMEXP, axis, scores))
+    logarithm = subtracted(reduced(MAX, axis, scores), reduced(LOGSUMEXP, axis, scores))
+    return apply("clamp_max", logarithm, 0.0)

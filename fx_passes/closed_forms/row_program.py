@@ -76,6 +76,7 @@ from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.program.derive import HeadJacobianError
 from torch_streamkl.program.graph import (
     CONTRACT,
+    FLOAT,
     LOGSUMEXP,
     Axis,
     HeadsError,
@@ -103,6 +104,7 @@ class RowOutput:
     number: int  # of the program's reduction
     axes: tuple[Dim, ...]
     grad_flows: bool
+    is_float: bool  # else it counts
 
 
 @dataclass(frozen=True)
@@ -350,7 +352,8 @@ class _Planner:
             number = self.opened.index(site.opened)
             of_rows = (groups.batch, by_number[made.head], groups.rows)
             dims = (*of_rows, site.blocks) if site.blocks else of_rows
-            values.setdefault(site.opened, RowOutput(slot, dims, site.opened.flows))
+            is_float = site.node.dtype == FLOAT
+            values.setdefault(site.opened, RowOutput(slot, dims, site.opened.flows, is_float))
             original = {b: a for a, b in site.names.items() if a not in site.blocks}
             flat = [a for d in of_rows for a in d]
             if any(a not in original for a in flat):

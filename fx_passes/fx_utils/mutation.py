@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     descendants,
+    example,
     is_call,
     memory_of,
     name_of,
@@ -23,7 +24,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     subgraphs_of,
     target_name,
 )
-from torch_streamkl.fx_passes.fx_utils.op_names import DTYPES
 
 Memory = Mapping[int | None, Sequence[fx.Node]]  # the nodes of a graph by the memory they have
 
@@ -139,23 +139,21 @@ def autograd_modes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
     """Returns the operations that autograd does not record.
 
-    A cast to the type that a tensor has is none: it returns the tensor, with its gradient.
+    A cast to the type that a tensor has is none: it returns the tensor, with its gradient. So do
+    ``+x``, ``torch.atleast_2d(x)``, and others.
     """
     modes = autograd_modes(graph.nodes)
     found = {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
-    return {n for n in found if not _returns_its_input(n)}
+    return {n for n in found if is_in_place(n) or not _returns_its_input(n)}
 
 
 def _returns_its_input(node: fx.Node) -> bool:
-    """Whether a cast or copy has nothing to do, and returns its argument itself."""
-    if name_of(node) not in MAY_RETURN_ITS_INPUT:
-        return False
-    memory = storage_of(node)
-    source = node.args[0] if node.args else None
-    return memory is not None and isinstance(source, fx.Node) and storage_of(source) == memory
-
-
-MAY_RETURN_ITS_INPUT = DTYPES | {"contiguous", "type", "type_as", "cpu", "cuda"}
+    """Whether a result is one of the arguments itself, the same object: no view has a gradient."""
+    value = example(node)
+    sources = node.all_input_nodes
+    if node.target is operator.getitem and isinstance(example(sources[0]), (tuple, list)):
+        sources = sources[0].all_input_nodes  # of what returns several tensors
+    return isinstance(value, Tensor) and any(example(x) is value for x in sources)
 
 
 def _only_reads(node: fx.Node) -> bool:

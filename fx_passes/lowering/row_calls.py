@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from torch_streamkl.bounds import checked_ids
@@ -53,7 +54,7 @@ def emit(
     results: dict[fx.Node, fx.Node] = {}
     made: set[int | None] = set()
     for output in plan.outputs:
-        x = _result(writer, output, values, written)
+        x = _result(writer, form, output, values, written)
         if may_be_written(output.node, written) or storage_of(x) in made:
             x = build.method("clone", x)
         made.add(storage_of(x))
@@ -129,14 +130,18 @@ def _values(
 
 def _result(
     writer: Writer,
+    form: RowForm,
     output: RowOutput,
     values: Mapping[object, fx.Node],
     written: Container[int | None],
 ) -> fx.Node:
     """What the user's node computes of the rows' values, as the user's code has it."""
     build, like = writer.build, tensor_of(output.node)
-    if not like.is_floating_point():  # counts, which a float would round
-        values = {k: build.method("to", x, like.dtype) for k, x in values.items()}
+    if not like.is_floating_point():  # what is made of counts, which a float would round
+        counts = {RowValue(n) for n, value in enumerate(form.values) if not value.is_float}
+        values = {
+            k: build.method("to", x, torch.int64) if k in counts else x for k, x in values.items()
+        }
     dims = output.dims
     x = _around(writer, values).tensor(output.around, dims, expand=range(len(dims)))
     return as_user(build, x, output.node, written)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
-from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
+from torch_streamkl.fx_passes.fx_utils.mutation import under_no_grad, written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
     following,
@@ -61,12 +62,13 @@ def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
     """Replaces sums that can be computed in the forward; returns their nodes."""
     calls = [n for n in graph.nodes if n.target is linear_ops.linear_kl]
     weights = [_storage(n.args[1]) for n in calls]
+    off = under_no_grad(graph)
     replaced = []
     for call, weight in zip(calls, weights, strict=True):
         # each sum holds a gradient of the weight from the forward to the backward: one is enough
         if weights.count(weight) > 1 or not _is_eligible(call):
             continue
-        chain = _chain(call)
+        chain = _chain(call, off)
         if chain is not None and not _is_written_meanwhile(call, chain):
             replaced.append(_replace(call, chain, builder(chain.total)))
     return replaced
@@ -94,8 +96,11 @@ def _needs_grad(call: fx.Node) -> list[bool]:
     return [needs_gradient(x) for x in tensors]
 
 
-def _chain(call: fx.Node) -> Chain | None:
-    """Returns the operations from the operator's rows to a scalar; None if not linear in them."""
+def _chain(call: fx.Node, off: Collection[fx.Node]) -> Chain | None:
+    """Returns the operations from the operator's rows to a scalar; None if not linear in them.
+
+    ``off`` are those that autograd does not record: of a view, its fake value does not say so.
+    """
     if len(call.users) != 1:
         return None
     (current,) = call.users
@@ -105,7 +110,7 @@ def _chain(call: fx.Node) -> Chain | None:
         name = name_of(current)
         if name in REDUCTIONS:
             return Chain(tuple(steps), current) if _reduces_all(current, previous) else None
-        if not _is_linear(current, previous):
+        if current in off or not _is_linear(current, previous):
             return None
         steps.append(current)
     return None

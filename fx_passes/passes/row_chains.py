@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, under_no_grad
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
@@ -93,6 +93,7 @@ class _Reader:
         self.num_known: dict[fx.Node, int] = {}  # how many of them are there at a node
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
         self.after_call = descendants([call])
+        self.off = under_no_grad(call.graph)
         program: Any = call.args[1]
         tensors: Any = [tensor_of(x) for x in call.args[0]]  # type: ignore[union-attr]
         self.problem = RowProblem.of(program, tensors)
@@ -169,8 +170,8 @@ class _Reader:
             return x if x.is_detached else Term(literally("detach", x.expr), x.is_sum, True)
         read = [self.terms[a] for a in node.all_input_nodes if a in self.terms]
         is_detached = all(term.is_detached for term in read)
-        if value.requires_grad and is_detached:
-            return None  # of what else learns
+        if value.requires_grad and (is_detached or node in self.off):
+            return None  # of what else learns, or a view under no_grad, which says that it learns
         term = self._computed(node, name, args, x)
         if term is None or is_detached:
             return None if term is None else replace(term, is_detached=True)
@@ -189,6 +190,8 @@ class _Reader:
             return self._apply(node, UNARY[name], [args[0]])
         if name in BINARY and len(args) == 2:
             return self._apply(node, BINARY[name], args)
+        if name == "clamp_max" and len(args) == 2 and not tensor_of(node).requires_grad:
+            return self._apply(node, name, args)  # as of a row's largest probability
         if name in ("pow", "square") and x is not None and not x.is_sum:
             exponent: Any = args[1] if name == "pow" else 2
             is_number = isinstance(exponent, (int, float)) and 0 < abs(exponent) <= MAX_POWER

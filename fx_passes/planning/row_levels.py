@@ -6,6 +6,7 @@ the graph are over; of products without one, an axis that leaves nothing as larg
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from torch import Tensor, fx
@@ -25,7 +26,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     sites_of,
 )
 from torch_streamkl.fx_passes.fx_utils.mutation import is_in_place
-from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, reached
+from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, reached, storage_of
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.rules.views import RESHAPES, SAME
 from torch_streamkl.program.graph import CONTRACT, Node
@@ -111,14 +112,19 @@ class Levels:
     def entries(self, region: Region, refused: Collection[fx.Node]) -> list[fx.Node]:
         """Returns values at ids that other code reads, or sums without a program; the last ones.
 
-        They are no per-row values: there is one for each id. But they are as small.
+        They are no per-row values: there is one for each id. But they are as small. Of several in
+        one memory it is the first, of which the code makes views: one may be written through.
         """
         self._read_outside(region)
         behind = self._left.union(*map(ancestors, refused))
-        found = [n for n in self.made if n in behind and n in self.trace.outer]
-        found = [n for n in found if self._is_of_entries(n)]
+        every = [n for n in self.made if n in self.trace.outer and self._is_of_entries(n)]
+        found = [n for n in every if n in behind]
         inner = {a for n in found for a in ancestors(n) - {n}} - self._left
-        return [n for n in found if n not in inner]
+        last = [n for n in found if n not in inner]
+        memory = {n: storage_of(self.trace.outer[n]) or n for n in every}
+        first = {memory[n]: n for n in reversed(every)}
+        count = Counter(memory[n] for n in last)
+        return list(dict.fromkeys(first[memory[n]] if count[memory[n]] > 1 else n for n in last))
 
     def _is_of_entries(self, node: fx.Node) -> bool:
         """Whether a value is made of entries at ids, and of sums over keys next to them."""

@@ -488,3 +488,53 @@ def test_entries_of_what_is_normalized_over_rows(name):
 
     trained = [h.requires_grad_(), w.requires_grad_(), g, v]
     compare(step, trained, options=OPTIONS, largest_score=8.0).check()
+
+
+CONDITIONS = {
+    "of each entry": lambda e, ids: e > 0.01,
+    "several": lambda e, ids: (e > 0.01) & (e < 0.5),
+    "of their mean": lambda e, ids: e > e.mean(),
+    "a choice": lambda e, ids: torch.where(e > 0.01, ids, 0),
+    "counted": lambda e, ids: (e > 0.01).sum(-1),
+    "any": lambda e, ids: (e > 0.01).any(-1),
+    "all counted": lambda e, ids: torch.count_nonzero(e > 0.01),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+@pytest.mark.parametrize("of", ["softmax", "log_softmax"])
+def test_conditions_on_entries_that_the_code_reads(of, name):
+    """They are made of entries as they are, not of entries as truths or integers."""
+    h, w, _, ids = peaked()
+
+    def step(h, w):
+        e = getattr(h @ w.mT * 0.1, of)(-1).gather(-1, ids)
+        return CONDITIONS[name](e if of == "softmax" else e.exp(), ids), h.sum()
+
+    compare(step, [h, w], options=OPTIONS).check()
+
+
+WRITTEN_THROUGH = {
+    "detached": lambda e: (e.detach().mul_(2.0), e.sum()),
+    "returned": lambda e: (e.detach().mul_(2.0), e),
+    "two views": lambda e: (e.detach().add_(1.0), e.view(-1)),
+    "under no_grad": lambda e: (scaled_without_gradient(e.flatten()), e.reshape(-1).square()),
+    "of one sum": lambda e: ((z := e.detach()).sub_(z.mean()), e.exp().sum()),
+}
+
+
+def scaled_without_gradient(x):
+    with torch.no_grad():
+        return x.mul_(0.5)
+
+
+@pytest.mark.parametrize("name", WRITTEN_THROUGH)
+@pytest.mark.parametrize("of", ["softmax", "log_softmax"])
+def test_entries_that_a_view_writes_to(of, name):
+    """What the code makes views of is one tensor, however many of them it reads."""
+    h, w, _, ids = peaked()
+
+    def step(h, w):
+        return WRITTEN_THROUGH[name](getattr(h @ w.mT * 0.1, of)(-1).gather(-1, ids))
+
+    compare(step, [h, w], options=OPTIONS).check()

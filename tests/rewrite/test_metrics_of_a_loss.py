@@ -13,7 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import torch_streamkl
 from tests.support.comparing import compare
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.closed_forms.row_maxima import with_largest_scores
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
+from torch_streamkl.program.functions import exponential
+from torch_streamkl.program.graph import FLOAT, MAX, capture, index
+from torch_streamkl.program.reductions import fresh_axis, log_softmax, reduced
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 24, 16, 23, 101
 STUDENT, TEACHER = 2 * TOKENS * WIDTH * VOCAB, 2 * TOKENS * TEACHER_WIDTH * VOCAB
@@ -164,6 +168,20 @@ def test_the_largest_probability_of_a_row(loss):
     outcome.check()
     assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
     assert outcome.report.num_remaining == CONFIDENCES[loss], outcome.report.details()
+
+
+@pytest.mark.parametrize("of", ["probability", "logarithm"])
+def test_the_largest_probability_is_at_most_1(of):
+    """Kernels round a log-sum-exp to less than the largest score, where it is the only large one.
+
+    `(1 - confidence).sqrt()` would be NaN.
+    """
+    row, key = fresh_axis(5), fresh_axis(7)
+    scores = capture("scores", FLOAT, at=[index(row), index(key)])
+    logarithms = log_softmax(scores, key)
+    elements = exponential(logarithms) if of == "probability" else logarithms
+    (largest,) = with_largest_scores([reduced(MAX, key, elements)])
+    assert largest.range[1] == (1.0 if of == "probability" else 0.0)
 
 
 @pytest.mark.parametrize("draws", [False, True])

@@ -42,6 +42,11 @@ misleading("X7", {
         frozen(lambda: s.to(s.dtype)) * 0.5, t),
     "queries_cast_to_their_own_type_without_gradient": lambda q, k, t: kd(
         frozen(lambda: q.to(q.dtype)) @ k.mT, t),
+    "queries_as_they_are_without_gradient": lambda q, k, t: kd(frozen(lambda: +q) @ k.mT, t),
+    "hidden_states_of_two_dimensions_without_gradient": lambda h, w, zt: kd(
+        frozen(torch.atleast_2d, h) @ w.T, zt),
+    "queries_broadcast_to_their_shape_without_gradient": lambda q, k, t: kd(
+        frozen(torch.broadcast_tensors, q)[0] @ k.mT, t),
 })
 # fmt: on
 # ------------------------------------------------------------------- after the softmax
@@ -65,6 +70,17 @@ misleading(
         ).sum(),
         "rows_weighted_without_gradient": lambda log_s, p_t, rw: (
             frozen(torch.mul, elements(log_s, p_t), rw[:, None]).sum(-1).mean() + 0 * rw.sum()
+        ),
+        # of a view, what is recorded says that it needs a gradient
+        "rows_viewed_without_gradient": lambda s, t, q: (
+            frozen(lambda x: x.reshape(x.shape), rows_of(s, t)).sum() + q.sum()
+        ),
+        "token_rows_viewed_without_gradient": lambda z, zt, h: (
+            frozen(torch.unsqueeze, rows_of(z, zt), 0).mean() + h.sum()
+        ),
+        "squares_of_rows_viewed_without_gradient": lambda z, zt, h: (
+            frozen(torch.unsqueeze, (z.softmax(-1) * zt.sigmoid()).sum(-1), 0).square().mean()
+            + h.sum()
         ),
         "rows_summed_without_gradient": lambda log_s, p_t: (
             (x := elements(log_s, p_t)).sum(-1).mean() * frozen(x.sum, -1).mean()
