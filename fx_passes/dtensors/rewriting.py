@@ -55,6 +55,7 @@ def rewrite_sharded(
                 new = dict.fromkeys(names, str(reason))
             new = agreement.refusals(["put back"], new)
             if not new:
+                agreement.refusals(["constants", *back.alike.constants], {})
                 agreement.is_settled = True
                 report.sites = [_with_ranks(site, back.how) for site in report.sites]
                 return graph, report
