@@ -429,6 +429,29 @@ def linear_layers_of_own_words(me: Rank) -> None:
         case.fuses_on_dtensors(me, placed)
 
 
+@on_ranks
+def gradients_of_own_words_that_ranks_add_up(me: Rank) -> None:
+    """Data parallel by hand: tokens are a rank's, and its part of the head has a summed gradient,
+    which logits of the whole head would not give.
+    """
+
+    def logits(x: Any, w: Any) -> Any:
+        if not isinstance(w, DTensor):
+            return x @ w.T
+        own = w.to_local(grad_placements=[Partial(), Shard(0)])
+        places = [Replicate(), Shard(-1)]
+        return DTensor.from_local(F.linear(x, own), w.device_mesh, places, run_check=False)
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(logits(x_s, w_s)), whole(logits(x_t, w_t)))
+
+    vocab = [Replicate(), Shard(0)]
+    case = Case(program, {"w_s": vocab, "w_t": vocab}, mesh=(me.size, 1))
+    placed = case.placed(me)
+    case.is_left(me, placed={k: whole(x) * (1 + me.rank) if k[0] == "x" else x
+                             for k, x in placed.items()})  # fmt: skip
+
+
 # --------------------------------------------------------------------------- what is communicated
 @on_ranks
 def no_logits_are_gathered(me: Rank) -> None:
