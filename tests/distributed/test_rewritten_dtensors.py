@@ -339,6 +339,22 @@ def sizes_that_vary(me: Rank) -> None:
 
 
 @on_ranks
+def sizes_of_which_a_rank_has_one_token(me: Rank) -> None:
+    """The compiler makes another graph for this rank; the others compile with it."""
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager"}
+    run = torch.compile(summed_on_dtensors, backend="streamkl", fullgraph=True, options=options)
+    with backend.collected() as report:
+        for tokens in (12, 10, 8, 3, 2, 3, 9):
+            case = Case(summed_on_dtensors, OF_ROWS, shape=(tokens,))
+            double, single = ({n: x.to(d) for n, x in case.tensors(me).items()}
+                              for d in (torch.float64, me.dtype))  # fmt: skip
+            of_one = (case.results(summed_on_dtensors, x) for x in (double, single))
+            all_close(case.results(run, case.placed(me)), *of_one)
+    assert report.num_fused > 2, str(report)
+
+
+@on_ranks
 def moves_without_gradients(me: Rank) -> None:
     shared = {"x_s": SHARED, "x_t": SHARED}
     for program in (moved_without_gradient, hidden_states_moved_without_gradient):
