@@ -275,16 +275,18 @@ def means_of_tokens_that_count(me: Rank) -> None:
         for reduction, expected in (
             ("mean", total / counted.sum().clamp(min=1)), ("batchmean", total / TOKENS),
         ):  # fmt: skip
-            ours = linear_kl(
-                **_placed(me, x, hidden, vocab), labels=torch.where(counted, labels, -100),
-                row_mask=mask, reduction=reduction,
-            )  # fmt: skip
-            _close(ours.detach(), expected, f"{reduction} {hidden} {vocab} {number}")
-            ours = linear_kl(
-                **_placed(me, x, hidden, vocab), labels=labels, row_mask=mask & bool(number),
-                reduction=reduction,
-            )  # fmt: skip
-            _close(ours.detach(), expected, f"mask, {reduction} {hidden} {vocab} {number}")
+            for options in (
+                {"labels": torch.where(counted, labels, -100), "row_mask": mask},
+                {"labels": labels, "row_mask": mask & bool(number)},
+            ):
+                placed: dict[str, Any] = _placed(me, x, hidden, vocab)
+                placed["row_weight"] = torch.ones(TOKENS, 1, requires_grad=True)
+                ours = linear_kl(**placed, **options, reduction=reduction)
+                ours.backward()
+                _close(ours.detach(), expected, f"{reduction} {hidden} {vocab} {number}")
+                for name, t in placed.items():
+                    grad = t.grad.full_tensor() if isinstance(t, DTensor) else t.grad
+                    assert grad.isfinite().all() and grad.any() == bool(number), name
 
 
 @on_ranks
