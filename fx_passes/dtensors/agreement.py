@@ -8,8 +8,9 @@ NOTE [Compilations that a rank does alone]
 A rank that compiles what the others do not compile waits for them until the store's timeout (that
 of the process group) and raises. Earlier agreements are not reused: a rank cannot know whether the
 others compile the same again or something else. Ranks that share DTensors have the same shapes and
-options, so they compile together. The store is used in place of the group, so that collectives of
-the program never meet those of a compilation.
+options, so they compile together. The compiler makes another graph where a rank's own part has one
+entry or none, so `with_guarded_parts` adds guards that the ranks have in common. The store is used
+in place of the group, so that collectives of the program never meet those of a compilation.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch_streamkl.distributed.collectives import default_store
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, ranks_of
 from torch_streamkl.fx_passes.fx_utils.errors import Fatal, Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
 
 
 class RanksDisagreeError(Fatal, DisagreementError):
@@ -108,6 +111,39 @@ class Agreement:
                     "must compile the same programs"
                 ) from error
         return found
+
+
+def with_guarded_parts(graph: fx.Graph) -> None:
+    """Adds guards on sizes of DTensors that vary, by which all ranks compile at the same time.
+
+    Either every rank's part of a DTensor has two entries at least, or parts are as large as now.
+    """
+    for node in graph.nodes:
+        for x in dtensors_in(example(node)) if node.op == "placeholder" else ():
+            for parts in _symbolic_parts(x):
+                hints = [hint_of(part) for part in parts]
+                sizes = [hint for hint in hints if hint is not None]
+                if len(sizes) < len(hints):  # only the data decides
+                    continue
+                for part, size in zip(parts, sizes, strict=True):
+                    if min(sizes) >= 2:
+                        bool(part >= 2)
+                    else:  # an equality would replace the symbol, and Dynamo then guards nothing
+                        bool(part >= size) and bool(part <= size)
+
+
+def _symbolic_parts(x: Any) -> Iterator[list[Any]]:
+    """Yields the sizes of the largest and smallest parts of each size that ranks share."""
+    for dim, size in enumerate(x.shape):
+        counts = [x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim)]
+        if math.prod(counts) == 1 or isinstance(size, int):
+            continue
+        parts = [size]
+        for count in counts:
+            largest = [-(-part // count) for part in parts]
+            rests = zip(parts, largest, strict=True)
+            parts = largest + [part - (count - 1) * most for part, most in rests]
+        yield parts
 
 
 def _signature(graph: fx.Graph) -> list[object]:

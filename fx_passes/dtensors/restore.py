@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_streamkl.attention import ops
 from torch_streamkl.distributed import graph_calls
+from torch_streamkl.fx_passes.dtensors.alike import Alike
 from torch_streamkl.fx_passes.dtensors.unshard import OWN_ROWS, conversion
 from torch_streamkl.fx_passes.fx_utils.dtensors import dtensors_in, is_dtensor
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported, first_line
 from torch_streamkl.fx_passes.fx_utils.fake_modes import without_guards
-from torch_streamkl.fx_passes.fx_utils.mutation import draws_random, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     MEMORY,
     descendants,
@@ -77,6 +78,7 @@ class Restore:
         }
         self.rows: set[fx.Node] = set()  # operators of ours on DTensors, and what is made of them
         self.how: dict[str, str] = {}  # by site: how ranks share it
+        self.alike = Alike(user)
 
     def run(self) -> None:
         """Restores the graph; raises DoesNotFit if that is impossible."""
@@ -224,6 +226,7 @@ class Restore:
             self._of_dtensors(node)
 
     def _call_together(self, node: fx.Node) -> None:
+        self.alike.check_numbers(node)
         given = named_arguments(node, linear_ops.linear_kl)
         own = [side for side in SIDES if self._is_own(side, given)]
         if own:
@@ -346,11 +349,12 @@ class Restore:
 
     def _of_dtensors(self, node: fx.Node) -> None:
         """Views, casts and scales of hidden states and heads, on DTensors; nothing is sent."""
+        self.alike.check_numbers(node)
         inputs = node.all_input_nodes
         placed = [a for a in inputs if is_dtensor(example(a))]
         plain = [a for a in inputs if isinstance(x := example(a), Tensor) and not is_dtensor(x)]
         for source in plain if placed else []:
-            if not self._is_constant(source):
+            if not self.alike.add_constant(source):
                 raise Unsupported(
                     f"{source.name} is a plain tensor next to DTensors, and nothing says that "
                     "ranks have the same"
@@ -376,19 +380,6 @@ class Restore:
                         f"{name_of(node)} of a DTensor that is placed {x.placements} would "
                         "gather it"
                     )
-
-    def _is_constant(self, node: fx.Node) -> bool:
-        """Whether the node is computed from no input at all: every rank has the same."""
-
-        def made_of(n: fx.Node) -> list[fx.Node]:  # sizes of DTensors are the same everywhere
-            return [a for a in n.all_input_nodes if isinstance(example(a), (Tensor, tuple))]
-
-        return all(
-            is_call(n)
-            and not draws_random(n)
-            and (n.all_input_nodes or not is_dtensor(example(n)))
-            for n in reached([node], made_of)
-        )
 
     # --------------------------------------------------------------------------------- helpers
     def _record(self, node: fx.Node) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from torch_streamkl.fx_passes.dtensors.agreement import Agreement
+from torch_streamkl.fx_passes.dtensors.agreement import Agreement, with_guarded_parts
 from torch_streamkl.fx_passes.dtensors.restore import DoesNotFit, Restore
 from torch_streamkl.fx_passes.dtensors.unshard import whole_graph
 from torch_streamkl.fx_passes.fx_utils.errors import Agree, Refused
@@ -36,6 +36,7 @@ def rewrite_sharded(
         unfit: dict[str, str] = {}
 
         def agreed(graph: fx.Graph, sites: Sequence[str], refused: Refused) -> Refused:
+            with_guarded_parts(sharded)
             return agreement.refusals([repr(options), *sites, *_calls(graph)], refused)
 
         while True:
@@ -55,6 +56,7 @@ def rewrite_sharded(
                 new = dict.fromkeys(names, str(reason))
             new = agreement.refusals(["put back"], new)
             if not new:
+                agreement.refusals(["constants", *back.alike.constants], {})
                 agreement.is_settled = True
                 report.sites = [_with_ranks(site, back.how) for site in report.sites]
                 return graph, report

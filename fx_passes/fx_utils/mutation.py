@@ -48,6 +48,11 @@ def is_unused(node: fx.Node) -> bool:
 
 
 RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
+# by their whole name, with or without a `_`: `normal` is a part of `normalize`
+RANDOM_NAMES = frozenset({
+    "normal", "log_normal", "uniform", "exponential", "poisson", "binomial", "cauchy", "geometric",
+    "rrelu", "rrelu_with_noise", "_standard_gamma", "_sample_dirichlet",
+})  # fmt: skip
 
 
 def draws_random(node: fx.Node) -> bool:
@@ -59,7 +64,7 @@ def draws_random(node: fx.Node) -> bool:
             for i, key in ((1, "p"), (2, "training"))
         )
         return not (p == 0.0 or training is False)
-    return any(part in name for part in RANDOM)
+    return name.removesuffix("_") in RANDOM_NAMES or any(part in name for part in RANDOM)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

@@ -279,6 +279,11 @@ ADVICE = (
         "if every rank has the same tensor, pass DTensor.from_local(x, mesh, [Replicate()])",
     ),
     Advice(
+        "a number next to whole tensors of ranks",
+        "is a number next to plain tensors",
+        "multiply the DTensor by it, before full_tensor() or to_local()",
+    ),
+    Advice(
         "ranks add up parts of the softmax by hand (all_reduce)",
         "ranks add up",
         "call linear_kl(..., group=tp_group) with each rank's vocabulary shard: ranks exchange 24 "

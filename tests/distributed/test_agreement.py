@@ -117,6 +117,22 @@ def test_a_part_of_one_rank_is_no_whole_tensor(name: str, mesh: Any) -> None:
     assert example(local).shape == (3, 4)
 
 
+def test_ranks_compare_placements(mesh: Any) -> None:
+    """Of tensors that have the same sizes and names."""
+    found = []
+
+    def keep(gm: fx.GraphModule, _: Any) -> Any:
+        found.append(agreement.Agreement(gm.graph).inputs)
+        return gm.forward
+
+    for placement, rows in ((Replicate(), 6), (Shard(0), 3), (Shard(0), 3)):
+        torch._dynamo.reset()
+        x = DTensor.from_local(torch.randn(rows, 4), mesh, [placement], run_check=False)
+        torch.compile(lambda x: x.exp(), backend=keep, fullgraph=True)(x)
+    copied, shared, again = found
+    assert shared == again != copied
+
+
 def test_moved_tensors_are_the_same(mesh: Any) -> None:
     def moved(x: Any) -> Any:
         return x.redistribute(placements=[Replicate()]).to_local() + 1

@@ -199,7 +199,13 @@ def sequences_that_ranks_share(me: Rank) -> None:
                 {"key_lengths": lengths, "student_softcap": 3.0},
             ],
         ),
-        (("gather", "heads"), [{"is_causal": True, "window": (5, None), "divergence": "js"}]),
+        (
+            ("gather", "heads"),
+            [
+                {"is_causal": True, "window": (5, None), "divergence": "js"},
+                {"key_lengths": lengths, "window": (3, 2)},
+            ],
+        ),
         (
             ("ring",),
             [

@@ -507,6 +507,13 @@ def ranks_that_disagree(me: Rank) -> None:
             "[0, 51) (rank 0)",
         )
         same_error(me, call, *vocab)
+    whole = Problem(me).tensors
+    apart = {  # the first rank has all entries of one side, the last those of the other
+        "student_weight": whole["student_weight"][: NUM_WORDS * (me.rank == 0)],
+        "teacher_weight": whole["teacher_weight"][: NUM_WORDS * is_last],
+    }
+    call = functools.partial(linear_kl, **{**parts, **apart}, group=me.group)
+    same_error(me, call, "same vocabulary entries", f"[0, {NUM_WORDS}) (rank 0)", f"({last})")
     Problem(me).check()  # after all that the ranks still meet
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import Rank, names_of, on_ranks, run_check, same_error
@@ -243,12 +245,71 @@ def calls_without_tokens(me: Rank) -> None:
                     assert value.shape == (0,)
                 else:
                     assert value.isnan() if "mean" in reduction else value == 0
+    x = _heads(3, 0)  # a batch without tokens: torch divides 0 by 3
+    for hidden, vocab in FORMS:
+        value = linear_kl(**_placed(me, x, hidden, vocab), reduction="batchmean")
+        assert value.full_tensor() == 0
+    assert linear_kl(**x, reduction="batchmean", group=me.group) == 0
     x = _heads(1)
     placed = _placed(me, x, Shard(0), Replicate())
     value = linear_kl(**placed, reduction="sum")
     value.full_tensor().backward()
     _close(value.detach(), _linear_rows(x).sum(), "one token")
     assert all(t.grad.full_tensor().any() for t in placed.values())
+
+
+@on_ranks
+def means_of_tokens_that_count(me: Rank) -> None:
+    """Labels and a mask together, of which a rank may count none, and all of them none."""
+    x = _heads(TOKENS, 2)
+    logits = x["student_hidden"].double() @ x["student_weight"].double().mT
+    labels = torch.randint(0, VOCAB, (TOKENS, 2))
+    labels[: TOKENS // 2] = -100  # the first rank's tokens, where ranks share them
+    mask = torch.rand(TOKENS, 2) < 0.7
+    rows = _linear_rows(x) + F.cross_entropy(
+        logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none"
+    ).view(TOKENS, 2)
+    for number, (hidden, vocab) in itertools.product((0, 1), FORMS):
+        counted = mask & (labels != -100) & bool(number)
+        total = torch.where(counted, rows, 0).sum()
+        for reduction, expected in (
+            ("mean", total / counted.sum().clamp(min=1)), ("batchmean", total / TOKENS),
+        ):  # fmt: skip
+            for options in (
+                {"labels": torch.where(counted, labels, -100), "row_mask": mask},
+                {"labels": labels, "row_mask": mask & bool(number)},
+            ):
+                placed: dict[str, Any] = _placed(me, x, hidden, vocab)
+                placed["row_weight"] = torch.ones(TOKENS, 1, requires_grad=True)
+                ours = linear_kl(**placed, **options, reduction=reduction)
+                ours.backward()
+                _close(ours.detach(), expected, f"{reduction} {hidden} {vocab} {number}")
+                for name, t in placed.items():
+                    grad = t.grad.full_tensor() if isinstance(t, DTensor) else t.grad
+                    assert grad.isfinite().all() and grad.any() == bool(number), name
+
+
+@on_ranks
+def tokens_that_two_mesh_dimensions_share(me: Rank) -> None:
+    """Gradients of weights are summed over both."""
+    x = _heads(4, 6)
+    for shape in ((1, me.size), (me.size, 1)):
+        mesh = init_device_mesh(me.device.type, shape)
+        for tokens in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)]):
+            truth = {name: t.double().requires_grad_() for name, t in x.items()}
+            expected = _linear_rows(truth).mean()
+            expected.backward()
+            ours = {
+                name: distribute_tensor(
+                    t.clone(), mesh, tokens if "hidden" in name else [Replicate()] * 2
+                ).requires_grad_()
+                for name, t in x.items()
+            }
+            value = linear_kl(**ours, reduction="mean")
+            value.backward()
+            _close(value.detach(), expected.detach(), f"{shape} {tokens}")
+            for name, t in truth.items():
+                _close(ours[name].grad, t.grad, f"gradient of {name}, {shape} {tokens}")
 
 
 # ------------------------------------------------------------------------------ refusals

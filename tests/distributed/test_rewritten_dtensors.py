@@ -339,6 +339,22 @@ def sizes_that_vary(me: Rank) -> None:
 
 
 @on_ranks
+def sizes_of_which_a_rank_has_one_token(me: Rank) -> None:
+    """The compiler makes another graph for this rank; the others compile with it."""
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "eager"}
+    run = torch.compile(summed_on_dtensors, backend="streamkl", fullgraph=True, options=options)
+    with backend.collected() as report:
+        for tokens in (12, 10, 8, 3, 2, 3, 9):
+            case = Case(summed_on_dtensors, OF_ROWS, shape=(tokens,))
+            double, single = ({n: x.to(d) for n, x in case.tensors(me).items()}
+                              for d in (torch.float64, me.dtype))  # fmt: skip
+            of_one = (case.results(summed_on_dtensors, x) for x in (double, single))
+            all_close(case.results(run, case.placed(me)), *of_one)
+    assert report.num_fused > 2, str(report)
+
+
+@on_ranks
 def moves_without_gradients(me: Rank) -> None:
     shared = {"x_s": SHARED, "x_t": SHARED}
     for program in (moved_without_gradient, hidden_states_moved_without_gradient):
@@ -427,6 +443,29 @@ def linear_layers_of_own_words(me: Rank) -> None:
             return {k: whole(x) if k[0] == "x" else x for k, x in found.items()}
 
         case.fuses_on_dtensors(me, placed)
+
+
+@on_ranks
+def gradients_of_own_words_that_ranks_add_up(me: Rank) -> None:
+    """Data parallel by hand: tokens are a rank's, and its part of the head has a summed gradient,
+    which logits of the whole head would not give.
+    """
+
+    def logits(x: Any, w: Any) -> Any:
+        if not isinstance(w, DTensor):
+            return x @ w.T
+        own = w.to_local(grad_placements=[Partial(), Shard(0)])
+        places = [Replicate(), Shard(-1)]
+        return DTensor.from_local(F.linear(x, own), w.device_mesh, places, run_check=False)
+
+    def program(x_s: Any, w_s: Any, x_t: Any, w_t: Any) -> Any:
+        return kl(whole(logits(x_s, w_s)), whole(logits(x_t, w_t)))
+
+    vocab = [Replicate(), Shard(0)]
+    case = Case(program, {"w_s": vocab, "w_t": vocab}, mesh=(me.size, 1))
+    placed = case.placed(me)
+    case.is_left(me, placed={k: whole(x) * (1 + me.rank) if k[0] == "x" else x
+                             for k, x in placed.items()})  # fmt: skip
 
 
 # --------------------------------------------------------------------------- what is communicated

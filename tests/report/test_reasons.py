@@ -99,7 +99,7 @@ def test_the_check_on_ranks_asserts_the_reason(reason):
     name, said = ON_RANKS[reason]
     row = advice_for(said)
     assert row is not None and row.reason == reason
-    files = ("test_rewritten_dtensors.py", "test_agreement.py")
+    files = ("test_rewritten_dtensors.py", "test_agreement.py", "test_numbers_of_a_rank.py")
     text = "".join((TESTS / "distributed" / file).read_text() for file in files)
     _, _, check = text.partition(f"\ndef {name}(")
     assert said in check.partition("\n\n\n")[0]

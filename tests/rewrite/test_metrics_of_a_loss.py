@@ -151,10 +151,16 @@ def of_scores(s, t):
     return kl(t.log_softmax(-1), s.log_softmax(-1)).sum(), t.amax(-1)
 
 
+def of_shares_of_tokens(s, t):
+    """The largest share that a token has of an entry, among all tokens: no row's own sum."""
+    weight = t.detach().softmax(0).amax(-1)
+    return (kl(t.log_softmax(-1), s.log_softmax(-1)) * weight).sum()
+
+
 # and how many logits remain
 CONFIDENCES = {
     of_sure_tokens: 0, of_an_unlikely_largest: 0, beside_nan: 0, with_a_gradient: 2,
-    of_hidden_rows: 3, of_scores: 1,
+    of_hidden_rows: 3, of_scores: 1, of_shares_of_tokens: 2,
 }  # fmt: skip
 
 

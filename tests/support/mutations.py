@@ -64,6 +64,13 @@ READ = "rewrite/test_reading.py::test_operations[{}]"
 SHIFTS = "rewrite/test_large_shifts.py"
 MATCHED = "rewrite/test_closed_forms.py"
 SEQUENCE = "torch_streamkl/distributed/sequence.py"
+PLACED = "torch_streamkl/distributed/dtensors.py"
+CALLS = "torch_streamkl/distributed/graph_calls.py"
+SHARDING = "torch_streamkl/distributed/sharding.py"
+TWO_RANKS = "::test_on_two_ranks"
+OPTIONS_OF_RANKS = f"distributed/test_distributed_options.py{TWO_RANKS}"
+HEADS_OF_RANKS = f"distributed/test_distributed_linear.py{TWO_RANKS}"
+MAPS_OF_RANKS = f"distributed/test_distributed_attention.py{TWO_RANKS}"
 
 FAULTS = (
     # ------------------------------------------------------------------------------ functional
@@ -860,6 +867,97 @@ FAULTS = (
         "parts = torch.cat([halves[:, :, :, 0], halves[:, :, :, 1]], 2)",
         "distributed/test_distributed_attention.py",
     ),
+    Fault(
+        PLACED,
+        "counted = of_labels if counted is None else counted & of_labels",
+        "counted = of_labels",
+        f"{OPTIONS_OF_RANKS}[means_of_tokens_that_count]",
+    ),
+    Fault(
+        PLACED,
+        "else counted.clamp(min=1)",
+        "else counted",
+        f"{OPTIONS_OF_RANKS}[means_of_tokens_that_count]",
+    ),
+    Fault(
+        PLACED,
+        "denominator = tokens[0]",
+        "denominator = math.prod(tokens)",
+        f"{OPTIONS_OF_RANKS}[means_of_tokens_that_count]",
+    ),
+    Fault(
+        PLACED,
+        "    for dim in layout.shared_rows:\n        local = with_summed",
+        "    for dim in layout.shared_rows[:1]:\n        local = with_summed",
+        f"{OPTIONS_OF_RANKS}[tokens_that_two_mesh_dimensions_share]",
+    ),
+    Fault(
+        PLACED,
+        "gradients.append(Partial() if is_part else placements[-1])",
+        "gradients.append(placements[-1])",
+        f"{OPTIONS_OF_RANKS}[weights_and_masks_of_tokens_on_a_mesh]",
+    ),
+    Fault(
+        "torch_streamkl/distributed/no_tokens.py",
+        '(reduction == "batchmean" and tokens[0] == 0)',
+        'reduction == "batchmean"',
+        f"{OPTIONS_OF_RANKS}[calls_without_tokens]",
+    ),
+    Fault(
+        SHARDS,
+        "0.0, 0.0, 0.0, -math.inf, -math.inf])",
+        "0.0, 0.0, 0.0, -math.inf, 0.0])",
+        f"{HEADS_OF_RANKS}[shards_without_words]",
+    ),
+    Fault(
+        SHARDS,
+        "logits_of(part.student, student[index % num_buffers[0]])",
+        "logits_of(part.student, student[0])",
+        f"{HEADS_OF_RANKS}[chunks_of_tokens]",
+    ),
+    Fault(
+        "torch_streamkl/distributed/vocab_ranges.py",
+        "        return t.start >= student_end\n    if t.is_empty:\n"
+        "        return s.start >= teacher_end",
+        "        return True\n    if t.is_empty:\n        return True",
+        f"{HEADS_OF_RANKS}[ranks_that_disagree]",
+    ),
+    Fault(
+        "torch_streamkl/distributed/context_parallel.py",
+        "(keys.lengths - start).clamp(0, stop - start)",
+        "keys.lengths.clamp(0, stop - start)",
+        f"{MAPS_OF_RANKS}[sequences_that_ranks_share]",
+    ),
+    Fault(
+        "torch_streamkl/distributed/ring.py",
+        "after += stop - stop_key",
+        "after += 0",
+        "distributed/test_distributed_attention.py -k sequences_that_ranks_share",
+    ),
+    Fault(
+        SHARDING,
+        "static_argnum=_NEEDS_GRAD, ",
+        "static_argnum=_NEEDS_GRAD + 1, ",
+        f"{MAPS_OF_RANKS}[batch_and_heads]",
+    ),
+    Fault(
+        SHARDING,
+        "x.shape[own] == 1 else Shard(own)",
+        "False else Shard(own)",
+        f"{MAPS_OF_RANKS}[batch_and_heads]",
+    ),
+    Fault(
+        CALLS,
+        "    if tensors[-1] is not None:  # else it is empty",
+        "    if False:",
+        "distributed/test_rewritten_labels.py",
+    ),
+    Fault(
+        CALLS,
+        "labels.redistribute(placements=layout.rows).to_local()",
+        "labels.to_local()",
+        "distributed/test_rewritten_labels.py",
+    ),
     # --------------------------------------------------------------- packed, squares, repeats
     Fault(
         PACKED,
@@ -1169,6 +1267,72 @@ FAULTS = (
         'if method == "to_local" and not all(p.is_replicate() for p in given.placements):',
         "if False:",
         "distributed/test_agreement.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/unshard.py",
+        "not x.requires_grad or gradients is None or tuple(gradients) == tuple(x.placements)",
+        "True",
+        "distributed/test_rewritten_dtensors.py -k own_words",
+    ),
+    Fault(
+        "fx_passes/dtensors/agreement.py",
+        "(node.name, _sizes(x), str(x.placements))",
+        "(node.name, _sizes(x))",
+        "distributed/test_agreement.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/alike.py",
+        "            and not draws_random(node)\n",
+        "",
+        "distributed/test_numbers_of_a_rank.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/alike.py",
+        "self.constants += [_described(n) for n in node.graph.nodes if n in made]",
+        "pass",
+        "distributed/test_numbers_of_a_rank.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/alike.py",
+        "if _symbols(example(number)) & self.own:",
+        "if False:",
+        "distributed/test_numbers_of_a_rank.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/alike.py",
+        "and all(_symbols(example(a)) <= self.sizes for a in _numbers_of(node))",
+        "",
+        "distributed/test_numbers_of_a_rank.py",
+    ),
+    Fault(
+        "fx_passes/dtensors/rewriting.py",
+        'new = agreement.refusals(["put back"], new)',
+        "new = dict(new)",
+        "distributed/test_rewritten_attention_dtensors.py",
+    ),
+    Fault(
+        "fx_passes/pipeline.py",
+        "given = replace(given, options=replace(options, row_programs=False))",
+        "pass",
+        "distributed/test_rewritten_dtensors.py distributed/test_rewritten_attention_dtensors.py",
+    ),
+    Fault(
+        "fx_passes/pipeline.py",
+        "if not has_dtensors(given.owner.graph):  # where nodes",
+        "if True:  # where nodes",
+        "distributed/test_rewritten_dtensors.py distributed/test_rewritten_attention_dtensors.py",
+    ),
+    Fault(
+        "fx_passes/closed_forms/row_maxima.py",
+        "return subtracted(reduced(MAX, axis, scores), reduced(LOGSUMEXP, axis, scores))",
+        "return reduced(MAX, axis, scores)",
+        "rewrite/test_metrics_of_a_loss.py",
+    ),
+    Fault(
+        "fx_passes/fx_utils/dead_code.py",
+        "is_known and not has_effect(node)",
+        "is_known",
+        "rewrite/test_metrics_of_a_loss.py",
     ),
     # -------------------------------------------------------------------------------- report
     Fault(

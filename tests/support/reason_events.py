@@ -95,6 +95,8 @@ EVENTS = {
         "The compiled code calls torch.autograd.grad or backward() itself.",
     "a plain tensor next to DTensors":
         "One input of the loss is a plain tensor, which may differ between ranks.",
+    "a number next to whole tensors of ranks":
+        "A number that only the run knows scales whole logits, and may differ between ranks.",
     "ranks add up parts of the softmax by hand (all_reduce)":
         "The code all-reduces the softmax sums of each rank's vocabulary entries.",
     "a DTensor would have to be gathered":

@@ -24,6 +24,8 @@ EXAMPLES = {}  # by the reason that docs/reference/reasons.md names
 ON_RANKS = {
     "a plain tensor next to DTensors":
         ("what_does_not_fit", "is a plain tensor next to DTensors"),
+    "a number next to whole tensors of ranks":
+        ("symbols_that_a_rank_is_given", "is a number next to plain tensors of DTensors"),
     "a DTensor would have to be gathered": ("what_does_not_fit", "would gather it"),
     "ranks add up parts of the softmax by hand (all_reduce)": (
         "softmaxes_that_ranks_add_up",
