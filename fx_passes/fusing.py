@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Refused, Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     location_of,
+    name_of,
     needs_gradient,
     tensor_of,
 )
@@ -50,6 +51,7 @@ from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.program.graph import INT
 from torch_streamkl.rows import op as row_op
 
 
@@ -261,13 +263,17 @@ class Inserting:
 
     def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
         """Raises Unsupported if code after a sum would see another number than in eager code."""
+        scores = Scores(output.inner, (), self.losses.reading)
+        if output.around.dtype == INT:  # the place of a maximum, also of NaN and infinity
+            if scores.has_lost_rows:
+                raise Unsupported(special_reason(name_of(output.node)))
+            return
         found = readers_behind([output.node], self.outside)
         if not found.special and not found.infinite:
             return
         special = why_special(plan, output, found)
         if special:
             raise Unsupported(special)
-        scores = Scores(output.inner, (), self.losses.reading)
         if scores.may_underflow or (found.special and scores.has_lost_rows):
             raise Unsupported(special_reason(min(found.special or found.infinite)))
 

@@ -27,6 +27,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import (
     CASTS,
+    COPIES,
     DIFFERENCES,
     LAYERS,
     MATMULS,
@@ -34,6 +35,7 @@ from torch_streamkl.fx_passes.fx_utils.op_names import (
     OPERAND_VIEWS,
     PRODUCTS,
     QUOTIENTS,
+    RESHAPES,
 )
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
 
@@ -50,6 +52,7 @@ MEASURES = {"pow", "square", "abs", "norm", "vector_norm", "matrix_norm", "linal
 ADDITIONS, SCALINGS = {"add", "iadd"} | DIFFERENCES, PRODUCTS | QUOTIENTS | {"neg"}
 ENTRIES = {"gather", "take_along_dim"}
 SUMS = {"sum", "mean", "nansum", "nanmean", "amax", "max", "norm", "var", "std"}
+MAXIMA = {"amax", "max", "argmax"}
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
 
@@ -88,6 +91,7 @@ def find_region(graph: fx.Graph) -> Region | None:
                 else:
                     forward.append(user)
     _add_halves(inside)
+    _add_maxima(inside)
     if not _add_writes(graph, inside):
         return None
     _drop_orphans(inside)
@@ -122,6 +126,27 @@ def _add_halves(inside: set[fx.Node]) -> None:
         found = _distributions(a)
         if len(found) == 2 and found == _distributions(b):
             inside |= {total, *before, *after}
+
+
+def _add_maxima(inside: set[fx.Node]) -> None:
+    """Adds the largest scores of a row and their places, which metrics next to a loss are."""
+
+    def users(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if u in inside or _keeps_order(u)]
+
+    products = [n for n in inside if name_of(n) in MATMULS]
+    for node in reached(products, users):
+        for user in node.users:
+            if name_of(user) in MAXIMA and user not in inside and _is_operation(user):
+                _add_with_inputs(user, inside)
+                if not is_tensor(user):
+                    inside |= {u for u in user.users if name_of(u) == "getitem"}
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether a node scales scores, masks some, or casts them."""
+    names = SCALINGS | CASTS | COPIES | RESHAPES | {"getitem", "masked_fill", "where"}
+    return name_of(node) in names and _is_operation(node)
 
 
 def _is_of_one_scalar(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
+from torch_streamkl.program.graph import ARGMAX, CONTRACT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
 Place = tuple[Any, ...]  # the sources of both operands, which of them it is, and a dimension
@@ -106,7 +106,7 @@ def bindings_of(roots: Iterable[Node]) -> list[Binding]:
         axis = x.value if x.op == "log_softmax" else x.value.axis
         products = sorted((p for p in inside[x] if axis in p.axes), key=lambda p: p.digest)
         if products:
-            says = x.op == "log_softmax" or x.value.kind in (LOGSUMEXP, MAX)
+            says = x.op == "log_softmax" or x.value.kind in (ARGMAX, LOGSUMEXP, MAX)
             says = says and not said[x]
             said[x] |= says
             found.append(Binding(x, axis, tuple(products), says))
