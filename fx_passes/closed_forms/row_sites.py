@@ -119,10 +119,19 @@ def places_of_keys(bindings: Sequence[Binding]) -> list[frozenset[Place]]:
     if said:
         return [_closed(said, bindings)]
     found: dict[frozenset[Place], None] = {}
-    for b in reversed(bindings):
-        if b.node.value.kind == SUM and all(_is_of_one(p, b.axis) for p in b.products):
-            found[_closed(b.places, bindings)] = None
+    sums = [b for b in reversed(bindings) if b.node.value.kind == SUM]
+    sums = [b for b in sums if all(_is_of_one(p, b.axis) for p in b.products)]
+    # the vocabulary before a dimension of tokens: others would be heads, with a weight each
+    for b in sorted(sums, key=lambda b: any(_has_more_rows(p, b.axis) for p in b.products)):
+        found[_closed(b.places, bindings)] = None
     return list(found)
+
+
+def _has_more_rows(product: Node, axis: Axis) -> bool:
+    """Whether the operand that has an axis has other ones that the other operand has not."""
+    (mine,) = (x for x in product.args if axis in x.axes)
+    others = frozenset[Axis]().union(*(x.axes for x in product.args if x is not mine))
+    return bool(mine.axes - others - {*product.value, axis})
 
 
 def _is_of_one(product: Node, axis: Axis) -> bool:
