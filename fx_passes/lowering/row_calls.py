@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from torch_streamkl.bounds import checked_ids
@@ -132,15 +131,12 @@ def _result(
 ) -> fx.Node:
     """What the user's node computes of the rows' values, as the user's code has it."""
     build, like = writer.build, tensor_of(output.node)
-    if not like.is_floating_point():  # counts, which a float would round
-        values = {k: _counted(build, x, like.dtype) for k, x in values.items()}
+    if not like.is_floating_point() and output.around.dtype != INT:
+        # counts, which a float would round
+        values = {k: build.method("to", x, like.dtype) for k, x in values.items()}
     dims = output.dims
     x = _around(writer, values).tensor(output.around, dims, expand=range(len(dims)))
     return as_user(build, x, output.node, written)
-
-
-def _counted(build: Builder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return build.method("to", x, dtype) if tensor_of(x).is_floating_point() else x
 
 
 def _around(writer: Writer, values: Mapping[object, fx.Node]) -> Writer:

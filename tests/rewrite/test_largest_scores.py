@@ -212,3 +212,23 @@ def test_other_maxima_are_as_they_were(loss):
     outcome = compare(_step(loss), _inputs(), options=OPTIONS)
     outcome.check()
     assert outcome.num_fused
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_probabilities_without_numbers(special):
+    """A softmax of a row without numbers is NaN, of which the first place is that of torch."""
+    torch.manual_seed(0)
+    h, w, th, tw = _inputs()
+    h = h.detach().index_fill(0, torch.tensor([4]), 0.0).requires_grad_()
+    with torch.no_grad():
+        w[7] = special
+
+    def step(h, w, th, tw):
+        s, t = h @ w.T, th @ tw.T
+        return kl(s, t), s.softmax(-1).argmax(-1), s.log_softmax(-1).max(-1).indices + 0
+
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager", "streamkl.verify": "never"}
+    found = torch.compile(step, backend="streamkl", options=options)(h, w, th, tw)
+    for x, y in zip(found[1:], step(h, w, th, tw)[1:], strict=True):
+        assert torch.equal(x, y)

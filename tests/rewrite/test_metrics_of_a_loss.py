@@ -76,8 +76,12 @@ def weighted_by_the_confidence(s, t, h):
     return (kl(t, s) * weight).mean(), weight.mean()
 
 
+def places(s, t, h):
+    return kl(t, s).mean(), (s.argmax(-1) == t.argmax(-1)).double().mean(), t.argmax(-1)
+
+
 LOSSES = [
-    confidences, weighted_by_the_confidence, detached_entropies, entropies_of_detached,
+    places, confidences, weighted_by_the_confidence, detached_entropies, entropies_of_detached,
     other_divergences, acceptance, metrics_of_some_tokens, weighted_by_the_entropy,
 ]  # fmt: skip
 
