@@ -38,6 +38,7 @@ from torch_streamkl.fx_passes.fx_utils.op_names import (
     RESHAPES,
 )
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
+from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
 
 SEEDS = OF_ROWS | {"kl_div", "cross_entropy"}
 # never part of a score or a mask, and the door to the rest of the network
@@ -53,6 +54,7 @@ ADDITIONS, SCALINGS = {"add", "iadd"} | DIFFERENCES, PRODUCTS | QUOTIENTS | {"ne
 ENTRIES = {"gather", "take_along_dim"}
 SUMS = {"sum", "mean", "nansum", "nanmean", "amax", "max", "norm", "var", "std"}
 MAXIMA = {"amax", "max", "argmax"}
+SHARE_OF_ENTRIES = 8  # at most one in 8: products with the weight rows of many ids take longer
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
 
@@ -233,6 +235,7 @@ def _is_seed(node: fx.Node) -> bool:
         or _is_softmax_by_hand(node)
         or compared_by_hand(node)
         or _compares_products(node)
+        or _reads_entries(node)
     )
 
 
@@ -251,6 +254,22 @@ def _compares_products(node: fx.Node) -> bool:
     if is_loss:
         return True
     return name_of(node) in DIFFERENCES and any(name_of(u) in MEASURES for u in node.users)
+
+
+def _reads_entries(node: fx.Node) -> bool:
+    """Whether a node reads a few entries of a matmul's rows at ids, as a cached teacher has."""
+    if name_of(node) not in ENTRIES or len(node.all_input_nodes) < 2:
+        return False
+    source, ids = node.all_input_nodes[:2]
+    made, at = example(source), example(ids)
+    if not (isinstance(made, Tensor) and isinstance(at, Tensor) and made.dim() == at.dim() > 1):
+        return False
+    vocab, count = hint_of(made.shape[-1]), hint_of(at.shape[-1])
+    if vocab is None or count is None or count * SHARE_OF_ENTRIES > vocab:
+        return False
+    while _keeps_order(source) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return name_of(source) in MATMULS
 
 
 def _is_of_product(node: fx.Node) -> bool:
