@@ -99,11 +99,11 @@ def _step(loss):
     return lambda h, w, th, tw: loss(h @ w.T, th @ tw.T)
 
 
-@pytest.mark.parametrize("kind", ["plain", "extreme", "strided"])
+@pytest.mark.parametrize("kind", ["plain", "extreme", "strided", "symbolic"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_they_keep_no_logits(loss, kind):
     inputs = _inputs(30.0 if kind == "extreme" else 0.3, step=3 if kind == "strided" else 1)
-    outcome = compare(_step(loss), inputs, options=OPTIONS)
+    outcome = compare(_step(loss), inputs, options=OPTIONS, dynamic=kind == "symbolic")
     outcome.check()
     assert outcome.num_fused == len(outcome.report.sites) > 1, str(outcome.report)
     assert outcome.report.num_remaining == 0, outcome.report.details()
