@@ -33,6 +33,7 @@ from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
     RowOutput,
+    RowPlanner,
     describe_program,
     operator_of,
     special_reason,
@@ -105,6 +106,16 @@ class _Fusing:
             fused.of_rows = {tuple(map(source_of, x.args)) for x in of_rows}
         for divergence in waiting:
             self._fuse_divergence(divergence)
+        if planner is not None:
+            self._fuse_places(planner)
+
+    def _fuse_places(self, planner: RowPlanner) -> None:
+        """Replaces places of maxima that other code reads at: labels, by what reads them."""
+        outer = self.losses.trace.outer
+        values = (outer[n] for n in {*self.handled, *self.fused.values} if n in outer)
+        replaced = {n for n in values if not n.users}
+        for plan in planner.places(replaced) if replaced else ():
+            self._fuse_program(plan, (), ())
 
     def _fuse_divergence(self, divergence: Divergence) -> None:
         site = self.insert.divergence(divergence)

@@ -185,11 +185,6 @@ def with_a_gradient(s, t):
     return kl(s, t) + s.amax(-1).sum()
 
 
-def ids_that_are_read_at(s, t):
-    """Labels of the teacher: a tensor, as before."""
-    return kl(s, t) + F.cross_entropy(s, t.argmax(-1))
-
-
 def of_all_elements(s, t):
     return kl(s, t), s.argmax()
 
@@ -205,7 +200,7 @@ def next_to_a_large_number(s, t):
 
 @pytest.mark.parametrize(
     "loss",
-    [with_a_gradient, ids_that_are_read_at, of_all_elements, of_tokens, next_to_a_large_number],
+    [with_a_gradient, of_all_elements, of_tokens, next_to_a_large_number],
     ids=lambda f: f.__name__,
 )
 def test_other_maxima_are_as_they_were(loss):
@@ -232,3 +227,76 @@ def test_probabilities_without_numbers(special):
     found = torch.compile(step, backend="streamkl", options=options)(h, w, th, tw)
     for x, y in zip(found[1:], step(h, w, th, tw)[1:], strict=True):
         assert torch.equal(x, y)
+
+
+# ------------------------------------------------------------------ places that are read at
+
+
+def hard_labels(s, t):
+    return kl(s, t) + F.cross_entropy(s, t.argmax(-1))
+
+
+def hard_labels_alone(s, t):
+    return -s.log_softmax(-1).gather(-1, t.argmax(-1, keepdim=True)).mean()
+
+
+def probability_of_the_teachers_choice(s, t):
+    with torch.no_grad():
+        chosen = s.softmax(-1).gather(-1, t.argmax(-1, keepdim=True)).mean()
+    return kl(s, t), chosen
+
+
+def labels_that_are_filled(s, t):
+    keep = torch.arange(TOKENS) % 3 > 0
+    labels = t.argmax(-1).masked_fill(~keep, -100)
+    return kl(s, t) + F.cross_entropy(s, labels)
+
+
+def labels_that_are_written_to(s, t):
+    labels = t.argmax(-1)
+    labels[torch.arange(TOKENS) % 3 == 0] = -100
+    return kl(s, t) + F.cross_entropy(s, labels)
+
+
+def labels_that_are_returned(s, t):
+    labels = t.argmax(-1)
+    return kl(s, t) + F.cross_entropy(s, labels), labels, labels + 1
+
+
+READ_AT = [
+    hard_labels, hard_labels_alone, probability_of_the_teachers_choice, labels_that_are_filled,
+    labels_that_are_written_to, labels_that_are_returned,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "extreme", "strided", "symbolic"])
+@pytest.mark.parametrize("loss", READ_AT, ids=lambda f: f.__name__)
+def test_places_that_are_read_at_keep_no_logits(loss, kind):
+    inputs = _inputs(30.0 if kind == "extreme" else 0.3, step=3 if kind == "strided" else 1)
+    outcome = compare(_step(loss), inputs, options=OPTIONS, dynamic=kind == "symbolic")
+    outcome.check()
+    assert outcome.num_fused == len(outcome.report.sites) > 1, str(outcome.report)
+    assert outcome.report.num_remaining == 0, outcome.report.details()
+
+
+@pytest.mark.parametrize("loss", READ_AT, ids=lambda f: f.__name__)
+def test_places_that_are_read_at_are_exact_in_float64(loss):
+    inputs = _inputs(dtype=torch.float64)
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager"}
+    found = torch.compile(_step(loss), backend="streamkl", options=options)(*inputs)
+    expected = _step(loss)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+    gradients = torch.autograd.grad(found[0], inputs[:2])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs[:2]))
+
+
+def labels_of_logits_that_are_read(s, t):
+    return kl(s, t) + F.cross_entropy(s, t.argmax(-1)), t.clone()
+
+
+def test_labels_of_logits_that_are_read_are_the_users():
+    outcome = compare(_step(labels_of_logits_that_are_read), _inputs(), options=OPTIONS)
+    outcome.check()
+    assert outcome.num_fused == 1, str(outcome.report)

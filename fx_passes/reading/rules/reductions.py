@@ -128,9 +128,12 @@ def argmax(call: Call) -> Array:
     x = call.array("self")
     if not x.dims or (not call.has("dim") and len(x.dims) > 1):
         raise NoRule("argmax along several dimensions")
+    found = _places(call, x, call.dim(-1) if call.has("dim") else 0, call.keepdim)
     if _are_positions(call.node):
+        assert isinstance(call.value, torch.Tensor)
+        call.reader.reading.places[call.node] = call.reader.fitted(call.node, found, call.value)
         raise NoRule("argmax gives positions at which something is read")
-    return _places(call, x, call.dim(-1) if call.has("dim") else 0, call.keepdim)
+    return found
 
 
 def _places(call: Call, x: Array, d: int, keepdim: bool) -> Array:
