@@ -14,7 +14,12 @@ import torch
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_checks import is_filled
-from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, is_entered
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    Place,
+    has_products,
+    is_entered,
+    is_of_keys,
+)
 from torch_streamkl.program.canonical import ADDED, choose, compare, subtracted
 from torch_streamkl.program.functions import exponential, function
 from torch_streamkl.program.graph import (
@@ -38,22 +43,23 @@ NARROW = "argmax of numbers made of a product that a narrow type has rounded"
 
 
 def with_largest(
-    roots: Sequence[Node], narrow: Callable[[Node], torch.dtype | None]
+    roots: Sequence[Node],
+    keys: frozenset[Place],
+    narrow: Callable[[Node], torch.dtype | None],
 ) -> list[Node]:
-    """Returns roots in which maxima are NaN where eager code has it.
+    """Returns roots in which maxima over keys are NaN where eager code has it.
 
     ``narrow`` is the type that a product is rounded to in eager code, if it is a narrow one.
     Raises NoForm for a maximum of something else than scores and probabilities.
     """
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
-        if x.op == "reduce" and x.value.kind == MAX:
-            return _largest(x, x.args[0])
-        if x.op == "reduce" and x.value.kind == ARGMAX:
-            return _place(x, narrow)
-        return remade(x, args)
+        kind = x.value.kind if x.op == "reduce" else None
+        if kind not in (MAX, ARGMAX) or not is_of_keys(x, keys):
+            return remade(x, args)
+        return _largest(x, x.args[0]) if kind == MAX else _place(x, narrow)
 
-    made = rebuilt(roots, change, lambda x: x.op != "reduce")
+    made = rebuilt(roots, change, lambda x: not is_of_keys(x, keys))
     return [made[x] for x in roots]
 
 

@@ -203,7 +203,7 @@ class _Planner:
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
         narrow = functools.partial(_narrow_type, facts=facts)
-        roots = with_largest(without_row_products(roots, places), narrow)
+        roots = with_largest(without_row_products(roots, places), places, narrow)
         bindings = [b for b in bindings_of(roots) if b.is_over(places)]
         keys = keys_of(bindings, places, facts)
         check_single_keys(roots, bindings, places, keys, facts)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
+from torch_streamkl.fx_passes import backend
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 16, 19, 101
 OPTIONS = {"streamkl.min_mib": 0.0}
@@ -300,3 +301,55 @@ def test_labels_of_logits_that_are_read_are_the_users():
     outcome = compare(_step(labels_of_logits_that_are_read), _inputs(), options=OPTIONS)
     outcome.check()
     assert outcome.num_fused == 1, str(outcome.report)
+
+
+# ------------------------------------------------------------------ maxima of several dimensions
+
+
+def of_all(s, t):
+    return kl(s, t), s.detach().max(), t.amax((-1, -2))
+
+
+@pytest.mark.parametrize("special", [None, math.nan, math.inf])
+def test_maxima_of_all_elements(special):
+    h, w, th, tw = _inputs()
+    if special is not None:
+        with torch.no_grad():
+            h[3, 0] = th[5, 1] = special
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager", "streamkl.verify": "never"}
+    with backend.collected() as report:
+        step = torch.compile(_step(of_all), backend="streamkl", options=options)
+        found = step(h, w, th, tw)
+    expected = _step(of_all)(h, w, th, tw)
+    torch.testing.assert_close(found[1:], expected[1:], equal_nan=True)
+    assert report.num_fused
+
+
+# ------------------------------------------------------------------ attention
+
+
+def with_attention(z, t, mask):
+    z, t = (x.masked_fill(~mask, -math.inf) for x in (z, t))
+    p, q = z.log_softmax(-1), t.softmax(-1)
+    loss = torch.where(mask, q * (t.log_softmax(-1) - p), 0.0).sum(-1).mean()
+    agreement = (z.argmax(-1) == q.argmax(-1)).float().mean()
+    return loss, agreement, z.detach().amax(-1).mean(), q.amax(-1).mean()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_of_attention(heads):
+    torch.manual_seed(0)
+    sizes = ((2, 2, 19, 8), (2, heads, 19, 8), (2, 2, 19, 6), (2, heads, 19, 6))
+    inputs = [torch.randn(n).requires_grad_(i < 2) for i, n in enumerate(sizes)]
+    mask = torch.ones(19, 19, dtype=torch.bool).tril()
+
+    def step(q, k, r, u):
+        z, t = (a @ b.expand(2, 2, -1, -1).mT for a, b in ((q, k), (r, u)))
+        return with_attention(z / 2.0, t / 2.0, mask)
+
+    outcome = compare(step, inputs, options=OPTIONS)
+    outcome.check()
+    # heads that share their keys become rows, along which the mask varies in part
+    assert outcome.num_fused == (5 if heads > 1 else 1), str(outcome.report)
+    assert (outcome.report.num_remaining == 0) == (heads > 1), outcome.report.details()
